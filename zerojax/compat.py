@@ -1,4 +1,4 @@
-"""Differences between versions of JAX, and uses of its internals. No other module has either.
+"""Hide the differences between versions of JAX, and the uses of its internals. No other module depends on either.
 
 Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new version of JAX changes one file:
 
@@ -6,7 +6,7 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 - `scan` counts its constants and carries in two integers up to 0.11, and in trees from 0.12.
 - The primitives of `jax.jit` and `jax.checkpoint` have changed their names.
 - `compute_on` is a context up to 0.11, and takes the function from 0.12.
-- JAX and optax sum numbers over the leaves of a tree in functions that have moved.
+- The functions with which JAX and optax add numbers over the leaves of a tree have moved.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.core
 
-MAPPED = "zerojax_mapped"  # the equation that `comm.mapped` makes
+MAPPED = "zerojax_mapped"  # the name of the primitive that `comm.mapped` defines
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", MAPPED})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -27,15 +27,15 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class LoopEqn:
-    """A loop with a known number of iterations: a scan equation.
+    """A scan equation, which is a loop with a known number of iterations.
 
     Attributes:
         body: The body's closed jaxpr: `(*consts, *carry, *x) -> (*carry, *y)`.
-        consts: How many operands are constant over the iterations.
-        carry: How many are carried from one iteration to the next.
-        length: Number of iterations.
+        consts: The number of operands that are constant over the iterations.
+        carry: The number of operands that are carried from one iteration to the next.
+        length: The number of iterations.
         reverse: Whether the iterations run from the last slice to the first.
-        unroll: Iterations unrolled into one of the compiled loop.
+        unroll: The number of iterations that are unrolled into one iteration of the compiled loop.
     """
 
     body: Any
@@ -48,14 +48,14 @@ class LoopEqn:
 
 @functools.cache
 def _jex():
-    """Import `jax.extend.core` when a jaxpr is first read, because it imports Pallas."""
+    """Import `jax.extend.core` only when a jaxpr is first read, because that module imports Pallas."""
     from jax.extend import core
 
     return core
 
 
 def opened(closed) -> tuple[Any, Sequence]:
-    """Return a closed jaxpr as `(jaxpr, consts)`. `consts` belong to `constvars_of(jaxpr)`."""
+    """Return a closed jaxpr as `(jaxpr, consts)`. `consts` are the values of `constvars_of(jaxpr)`."""
     if isinstance(closed, _jex().ClosedJaxpr) and hasattr(closed, "jaxpr"):
         return closed.jaxpr, tuple(closed.consts)
     return closed, ()
@@ -72,7 +72,7 @@ def constvars_of(jaxpr) -> Sequence:
 
 
 def line_of(eqn) -> str:
-    """Return the line of the user's source where an equation was traced, as "file.py:12"; "" if unknown."""
+    """Return the line of the user's source where an equation was traced, as "file.py:12", or "" if it is unknown."""
     from jax._src import source_info_util
 
     info = eqn.source_info
@@ -91,12 +91,12 @@ def at_line_of(eqn) -> Any:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a source file is the user's: part of no installed package, and not of zerojax."""
+    """Return whether a source file belongs to the user, and not to an installed package or to zerojax."""
     return "site-packages" not in file and not file.startswith(_PACKAGE)
 
 
 def keeps_barriers(platform: str) -> bool:
-    """Return whether barriers order a program's gathers. jax 0.10 on CPU drops them, and merges two gathers."""
+    """Return whether barriers order a program's gathers. On CPU, jax 0.10 drops barriers, and merges equal gathers."""
     return platform != "cpu" or jax.__version_info__ >= (0, 11)
 
 
@@ -106,12 +106,12 @@ def is_literal(atom) -> bool:
 
 
 def is_dropped(var) -> bool:
-    """Return whether an equation's result is dropped."""
+    """Return whether an equation's result variable is a placeholder for a result that nothing reads."""
     return isinstance(var, _jex().DropVar)
 
 
 def is_ref(atom) -> bool:
-    """Return whether an operand or a result is a mutable array, as `jax.new_ref` makes it."""
+    """Return whether an operand or a result is a mutable array, such as `jax.new_ref` returns."""
     return hasattr(atom.aval, "inner_aval")
 
 
@@ -152,7 +152,7 @@ def evaluated_body(eqn):
 
 
 def loop_of(eqn) -> LoopEqn | None:
-    """Return the loop that an equation is, or None if it is no loop with a known number of iterations."""
+    """Return an equation as a `LoopEqn`, or None if it is not a loop with a known number of iterations."""
     if eqn.primitive.name != "scan":
         return None
     params = eqn.params
@@ -165,20 +165,20 @@ def loop_of(eqn) -> LoopEqn | None:
 
 
 def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
-    """Return some of a jaxpr's equations as a jaxpr without constants."""
+    """Return a jaxpr with the given equations of `jaxpr`, arguments and results, and without constants."""
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
 def in_force(eqn):
-    """Return an equation as if it had been traced on the current mesh. Everything else in its context stays."""
+    """Return an equation as if it had been traced on the current mesh. The rest of its context is unchanged."""
     mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return eqn.replace(ctx=type(eqn.ctx)())
 
 
 def eval_shape(fn: Callable, *args: Any) -> Any:
-    """Evaluate like `jax.eval_shape`, which would keep a cache entry per call as long as the function lives."""
+    """Evaluate like `jax.eval_shape`, but without a cache entry per call that exists as long as `fn` does."""
     return jax.eval_shape(lambda *args: fn(*args), *args)
 
 
@@ -189,7 +189,7 @@ def mesh_of_calls() -> Any:
 
 
 def like(closed, other):
-    """Return a closed jaxpr in the form of the parameter that it replaces: closed, or open without constants."""
+    """Return a closed jaxpr in the form of `other`, the equation's parameter that it replaces: closed or open."""
     if isinstance(other, _jex().ClosedJaxpr):
         return closed
     jaxpr, consts = opened(closed)
@@ -198,10 +198,10 @@ def like(closed, other):
 
 
 def evaluate_one(eqn, values: Sequence) -> list:
-    """Evaluate one equation on `values`; a dropped result is None.
+    """Evaluate one equation on `values`. A dropped result is None.
 
-    The public `jax.core.eval_jaxpr` binds the primitive with its own rules (custom derivatives, effects, the name
-    stack). The way to call `bind` itself changed between 0.10 and 0.12.
+    This calls the public `jax.core.eval_jaxpr`, which binds any primitive correctly (custom derivatives, effects, the
+    name stack). `bind` itself must be called in another way in jax 0.10 than in 0.12.
     """
     operands = {var: value for var, value in zip(eqn.invars, values, strict=True) if not is_literal(var)}
     read = [var for var in eqn.outvars if not is_dropped(var)]
@@ -223,21 +223,21 @@ def in_host_memory(aval) -> bool:
 
 
 def add_cotangents(a: Any, b: Any) -> Any:
-    """Add two cotangents as JAX does, which for an extended type asks the type: Flax's for FP8 takes the maximum."""
+    """Add two cotangents as JAX does. An extended type defines its own sum: Flax's type for FP8 takes the maximum."""
     from jax._src.ad_util import add_jaxvals
 
     return add_jaxvals(a, b) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) else a + b
 
 
 def zero_cotangent(shape: Sequence[int], dtype: Any) -> Any:
-    """Make a cotangent of zeros. An extended type says what its zero is."""
+    """Make a cotangent of zeros. For an extended type, the type itself defines the zero."""
     from jax._src.ad_util import zeros_like_aval
 
     return zeros_like_aval(jax.core.ShapedArray(tuple(shape), dtype))
 
 
 def host_buffer(shape: Sequence[int], dtype) -> Any:
-    """Return an array in host memory that will be overwritten. Call it while tracing.
+    """Return an uninitialised array in host memory. Call this function while tracing.
 
     `jax.lax.scan` makes the same array for results in host memory. The public API can only copy an array from the
     device to the host, so the array would exist on the device first.
@@ -249,7 +249,7 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
 
 
 def on_host(fn: Callable) -> Callable:
-    """Return a function that the host's processor computes on arrays in host memory. Call it under jit."""
+    """Return a function that runs on the host's processor, on arrays in host memory. Call the function under jit."""
     from jax.experimental.compute_on import compute_on
 
     if "out_memory_spaces" in inspect.signature(compute_on).parameters:
@@ -259,7 +259,7 @@ def on_host(fn: Callable) -> Callable:
 
 
 def makes_refs(effects: Any) -> bool:
-    """Return whether effects say that a function makes a `jax.Ref`, which JAX must remove before it evaluates it."""
+    """Return whether, by its effects, a function makes a `jax.Ref`, which JAX must remove before the evaluation."""
     from jax._src.core import internal_mutable_array_effect
 
     return internal_mutable_array_effect in effects
@@ -279,20 +279,20 @@ def flags_of(error: Any) -> list:
 
 
 def is_tracing() -> bool:
-    """Return whether a function is being traced, as under `jax.jit`."""
+    """Return whether JAX is tracing a function now, for example under `jax.jit`."""
     from jax._src.core import trace_state_clean
 
     return not trace_state_clean()
 
 
 def coordination_client() -> Any:
-    """Return the client of jax's coordination service, through which processes agree without devices."""
+    """Return the client of JAX's coordination service, through which processes communicate without devices."""
     from jax._src import distributed
 
     return distributed.global_state.client
 
 
-# Functions that map a sum or a product over a tree and add the results. Zeros do not change their value.
+# Functions that map a sum or an inner product over a tree, and add the results. Zeros in an array change nothing.
 SUMS_OVER_TREES = {
     "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
     "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
@@ -300,13 +300,13 @@ SUMS_OVER_TREES = {
 
 
 def is_sum_over_tree() -> bool:
-    """Return whether the pytree node that is being made holds one term of a sum over a tree.
+    """Return whether a function of `SUMS_OVER_TREES` makes a pytree node, which then holds one term of the sum.
 
-    A `Padded` node asks this about itself. It sees the result of a mapped function, and not the function. Without this
-    exception, optax could not compute norms of padded leaves, or clip by their global norm.
+    A `Padded` node calls this function when it is made, because it sees only the result of a mapped function, and not
+    the function. If such a node were refused, optax could not compute a norm of padded leaves.
     """
     frame = sys._getframe(1)
-    between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # of the node, then of jax.tree.map
+    between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # the frames of the node and of jax.tree.map
     while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_name in SUMS_OVER_TREES.get(frame.f_globals.get("__name__", ""), ())

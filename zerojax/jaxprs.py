@@ -1,6 +1,6 @@
-"""Evaluate a jaxpr with a rule, and analyse which values of it depend on which.
+"""Evaluate a jaxpr with a rule for its equations, and analyse how its values depend on each other.
 
-Every evaluation of a jaxpr in this library gives a rule to `evaluate`.
+To evaluate a jaxpr, every part of this library calls `evaluate` with a rule.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -79,26 +79,26 @@ def evaluate(
 
 
 def as_jax_values(consts: Sequence) -> list:
-    """Return a jaxpr's constants with NumPy arrays as JAX arrays, which a `custom_vjp` can index with traced values."""
+    """Convert NumPy arrays among constants to JAX arrays, which a `custom_vjp` can index with traced values."""
     is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array | jax.Ref)
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
 
 
 def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
-    """Compute the result of an equation with NumPy, as an analysis needs the values of indices.
+    """Compute the result of an equation with NumPy, for an analysis that needs the values of indices.
 
-    `values` has None for an operand that is not known. Return None if there is one, or if the equation is of a kind
-    that indices are not computed with.
+    `values` has None for an unknown operand. Return None if an operand is unknown, or if `_ON_NUMPY` does not have the
+    primitive.
     """
     compute = _ON_NUMPY.get(eqn.primitive.name)
     if compute is None or any(value is None for value in values):
         return None
-    is_numpys = getattr(eqn.outvars[0].aval.dtype, "kind", "") in tuple("biuf")  # no key, and no narrow float
+    is_numpys = getattr(eqn.outvars[0].aval.dtype, "kind", "") in tuple("biuf")  # not a PRNG key or a bfloat16
     return compute(eqn, *values) if is_numpys else None
 
 
 def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
-    """Return a value broadcast to a shape, in which its dims become `dims`."""
+    """Return a value broadcast to a shape. The value's dims become the dims `dims` of the shape."""
     spread = [1] * len(shape)
     for dim, size in zip(dims, value.shape, strict=True):
         spread[dim] = size
@@ -116,13 +116,13 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 
 def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Sequence, Sequence], list]) -> list:
-    """Evaluate a `jax.checkpoint` with its policy; `evaluate_body(jaxpr, consts, values)` evaluates its body."""
+    """Evaluate a `jax.checkpoint` with its policy. `evaluate_body(jaxpr, consts, values)` evaluates its body."""
     body = lambda *values: evaluate_body(*compat.opened(eqn.params["jaxpr"]), values)
     return jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*values)
 
 
 def variables_in(atoms: Iterable) -> list:
-    """Return the variables among operands or results: everything that is not a literal."""
+    """Return the operands or results that are variables and not literals."""
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
 
@@ -132,7 +132,7 @@ def nbytes(var: Any) -> int:
 
 
 def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
-    """Return `(variable -> [(equation, which operand)], variables that are results)`."""
+    """Return the uses of each variable as `(equation, operand index)`, and the variables that are results."""
     uses: dict = {}
     for eqn in jaxpr.eqns:
         for index, atom in enumerate(eqn.invars):
@@ -142,7 +142,7 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr, each followed by those of the jaxprs inside it."""
+    """Yield the equations of a jaxpr. Each is followed by the equations of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in compat.inner_jaxprs(eqn):
@@ -152,8 +152,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 def signature(jaxpr: Any, *, functions: bool = True) -> Any:
     """Return a hashable form of a jaxpr, or None if it has effects. Jaxprs with equal signatures compute the same.
 
-    Variables count by their place. Constants and functions (derivative rules, callbacks) count by identity, so jaxprs
-    that compute the same may have different signatures. Without `functions`, functions do not count.
+    Names of variables do not matter. Constants and functions (derivative rules, callbacks) are compared by identity, so
+    jaxprs that compute the same may have different signatures. If `functions` is False, functions are ignored.
     """
     number = {var: i for i, var in enumerate([*compat.constvars_of(jaxpr), *jaxpr.invars])}
     avals, eqns = [var.aval for var in number], []
@@ -171,7 +171,7 @@ def signature(jaxpr: Any, *, functions: bool = True) -> Any:
 def equation_key(eqn: Any, same: Mapping, *, functions: bool = True) -> Any:
     """Return a hashable form of an equation. Equations of one jaxpr with equal keys compute the same.
 
-    `same` maps variables to other variables with the same value. `functions` is that of `signature`.
+    `same` maps variables to other variables with the same value. `functions` is as in `signature`.
     """
     operands = [_of_operand(v, {}) if compat.is_literal(v) else same.get(v, v) for v in eqn.invars]
     return _of_equation(eqn, operands, functions), tuple(v.aval for v in eqn.outvars)
@@ -208,7 +208,7 @@ def _of_param(value: Any, functions: bool) -> Any:
 
 
 def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
-    """Return `(equations, variables)`: the equations on which `wanted` depends, in order, and all variables read."""
+    """Return the equations on which `wanted` depends, in order, and `wanted` with all variables that they read."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):
@@ -219,7 +219,7 @@ def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
 
 
 def alive(jaxpr: Any) -> list:
-    """Return the equations that have effects, and those on which these or the results depend, in order."""
+    """Return the equations that have effects, or on which an effect or a result depends, in order."""
     effects = [eqn for eqn in jaxpr.eqns if eqn.effects]
     needed, _ = needed_for(jaxpr.eqns, [*jaxpr.outvars, *(atom for eqn in effects for atom in eqn.invars)])
     ids = {*map(id, needed), *map(id, effects)}
@@ -227,10 +227,10 @@ def alive(jaxpr: Any) -> list:
 
 
 def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, bool], Sequence]) -> set:
-    """Return `variables`, and all variables that depend on them.
+    """Return the set of `variables` and all variables that depend on them.
 
-    `results(eqn, reads)` returns the results of an equation that depend on them, where `reads` says whether one of the
-    equation's operands does.
+    `results(eqn, reads)` returns the results of an equation that belong to the set. `reads` says whether an operand of
+    the equation does.
     """
     dependent = set(variables)
     for eqn in eqns:
@@ -257,7 +257,7 @@ def _operands_passed_on(eqn: Any) -> list[int | None] | None:
     name = eqn.primitive.name
     if (loop := compat.loop_of(eqn)) is not None:
         found = passed_on(compat.opened(loop.body)[0])
-        first = loop.consts + loop.carry  # of the operands that are sliced
+        first = loop.consts + loop.carry  # the index of the first operand that is sliced
         return [
             i if i is not None and (i == loop.consts + k if k < loop.carry else i >= first) else None
             for k, i in enumerate(found)

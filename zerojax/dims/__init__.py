@@ -1,12 +1,12 @@
-"""Follow a dim through a program: where is it in each value?
+"""Follow a dim through a program, and find the dim that holds its entries in each value.
 
-The dim may hold the rows of a batch, or the matrices of a stack. One table says for every primitive where its
-results have the dim; whatever the table does not know is "unknown", which is always a safe answer.
+The followed dim may hold the rows of a batch, or the matrices of a stack. A table has a rule for each primitive, which
+finds the dim in the results, given the operands. Without a rule the answer is "unknown", which is always safe.
 
-place      what is known of one value
-moves      the table: primitives that move elements, and those that compute them one by one
-products   the table: products, convolutions and decompositions
-indexing   the table: slices, gathers and scatters
+place      describes where the followed dim is in one value
+moves      has rules for primitives that move elements, or compute each one from elements at the same place
+products   has rules for products, convolutions and decompositions
+indexing   has rules for slices, gathers and scatters
 follow     walks through a jaxpr, its calls, loops and branches
 """
 

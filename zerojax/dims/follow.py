@@ -1,6 +1,6 @@
-"""Walk through a jaxpr, its calls, loops and branches, and say for each value where the followed dim is.
+"""Walk through a jaxpr, its calls, loops and branches, and find each value's `State`: where the followed dim is in it.
 
-The engine and `comm.partial_sums` follow the rows of a batch with one `Follower` per trace; `optim.dims` follows the
+The engine and `comm.partial_sums` follow the rows of a batch, with one `Follower` per trace. `optim.dims` follows the
 dim of a stack of matrices with the same rules.
 """
 
@@ -12,11 +12,11 @@ from zerojax.dims import indexing, moves, products
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, joined, stacked, unstacked
 
 RULES = {**moves.RULES, **products.RULES, **indexing.RULES}
-_ROUNDS = 4  # The most times that a loop's body is followed, until the states of its carry do not change any more.
+_ROUNDS = 4  # A loop's body is followed until the states of its carry no longer change, but at most this many times.
 
 
 class Follower:
-    """Follows one dim through jaxprs. It lives as long as one analysis, and remembers the results of each jaxpr.
+    """Follows one dim through jaxprs. It exists as long as one analysis, and remembers the results of each jaxpr.
 
     Attributes:
         count: The number of entries that are followed: the size of the dim, or a divisor of it, such as the number of
@@ -24,12 +24,12 @@ class Follower:
     """
 
     def __init__(self, count: int):
-        """Remember nothing yet."""
+        """Start with an empty memory."""
         self.count = count
         self._results: dict[Any, tuple[Any, list[State]]] = {}
 
     def states(self, jaxpr: Any, given: Sequence[State]) -> dict[Any, State]:
-        """Return the state of every variable of an open jaxpr, given those of its arguments. Constants have none."""
+        """Return the state of every variable of an open jaxpr, given the states of its arguments."""
         found: dict[Any, State] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
@@ -42,10 +42,10 @@ class Follower:
         return found
 
     def with_implied(self, jaxpr: Any, found: Mapping[Any, State]) -> dict[Any, State]:
-        """Add places to values that have none, if they are combined element by element with values that have some.
+        """Add places to values that have none, if they are combined element by element with values that have places.
 
-        Noise and learned positions with one entry per row are such values. They do not depend on the batch, but their
-        cotangents hold rows. `found` are the `states` of the jaxpr.
+        Examples are noise and learned positions with one entry per row. They do not depend on the batch, but their
+        cotangents hold rows. `found` is the result of `states`.
         """
         implied = dict(found)
         for eqn in reversed(jaxpr.eqns):
@@ -88,7 +88,7 @@ class Follower:
         )
 
     def into_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
-        """Return the states of the arguments of a loop's body: its constants, its carry in all iterations, its rows."""
+        """Return the states of the arguments of a loop's body: constants, the carry (in all iterations), and rows."""
         body, sliced = compat.opened(loop.body)[0], loop.consts + loop.carry
         consts, rows = states[: loop.consts], [unstacked(state) for state in states[sliced:]]
         carry = self._carried(states[loop.consts : sliced], lambda carry: self.results(body, [*consts, *carry, *rows]))
@@ -97,10 +97,10 @@ class Follower:
     def _carried(
         self, carry: Sequence[State], body: Callable[[Sequence[State]], Sequence[State]]
     ) -> list[State] | None:
-        """Return the states of a loop's carry that hold in every iteration, or None if none are found soon."""
+        """Return the states of a loop's carry that hold in every iteration, or None if `_ROUNDS` rounds find none."""
         carry = list(carry)
         for _ in range(_ROUNDS):
-            again = [joined(*pair) for pair in zip(carry, body(carry), strict=False)]  # a scan returns rows behind it
+            again = [joined(*pair) for pair in zip(carry, body(carry), strict=False)]  # A scan also returns rows.
             if again == carry:
                 return carry
             carry = again
@@ -112,7 +112,7 @@ class Follower:
         return [*inside[loop.consts : loop.consts + loop.carry], *map(stacked, outs[loop.carry :])]
 
     def _through_while(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        """Follow a while loop. A carry keeps the dim in one place, and all rows have one number of iterations."""
+        """Follow a while loop. Its states are known only if the number of iterations does not depend on the rows."""
         first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body, test = compat.opened(eqn.params["body_jaxpr"])[0], compat.opened(eqn.params["cond_jaxpr"])[0]
         of_body, carry = states[first : first + consts], states[first + consts :]
@@ -129,6 +129,6 @@ class Follower:
 
 
 def _is_nowhere(var: Any) -> bool:
-    """Return whether a value cannot have an entry per row, because it is a scalar or empty."""
+    """Return whether a value cannot have one entry per row, because it is a scalar or empty."""
     shape = getattr(var.aval, "shape", None)
     return shape == () or 0 in (shape or ())

@@ -1,4 +1,4 @@
-"""The table of rules, third part: slices, gathers and scatters."""
+"""Third part of the table of rules: slices, gathers and scatters."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,9 @@ from zerojax import compat, jaxprs
 from zerojax.dims.moves import PlaceRule, cut
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, one_per_dim
 
-# What a scatter does where several updates meet one element does not depend on their order.
+# Scatters whose result does not depend on the order of several updates of one element.
 _UNORDERED = frozenset("scatter-add scatter_add scatter-max scatter_max scatter-min scatter_min scatter-mul".split())
-_MOST_EVALUATED = 1 << 20  # elements of constant indices that are computed to see whether they count the rows
+_MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are not computed.
 
 
 def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -24,7 +24,7 @@ def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `dynamic_slice`, which must take the followed dim whole."""
+    """Follow `dynamic_slice`. The result is known only if the slice has the whole followed dim."""
     operand, *starts = states
     if any(start is None or start.places for start in starts):
         return UNKNOWN
@@ -33,7 +33,7 @@ def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `dynamic_update_slice`, which must take the followed dim whole."""
+    """Follow `dynamic_update_slice`. The result is known only if the update has the whole followed dim."""
     operand, update, *starts = states
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
     if operand is None or update is None or any(start is None or start.places for start in starts):
@@ -45,7 +45,7 @@ def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) ->
 
 
 def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `gather`: rows of indices give rows of results, and dims that are taken whole keep their place."""
+    """Follow `gather`. Rows of the indices become rows of the result. A dim that is taken whole keeps the rows."""
     operand, indices = states
     if operand is None or indices is None:
         return UNKNOWN
@@ -68,14 +68,14 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
         else:
             return UNKNOWN
     for place in indices.places:
-        if place.dim == len(batch):  # in the numbers of one index
+        if place.dim == len(batch):  # the dim of the numbers that form one index
             return UNKNOWN
         found.add(place.to(batch[place.dim]))
     return one_per_dim(found)
 
 
 def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow scatters. A sum over rows of updates loses the rows; windows that are whole keep their place."""
+    """Follow scatters. A sum over the rows of the updates has no rows. A dim that is written whole keeps the rows."""
     operand, indices, updates = states
     if operand is None or indices is None or updates is None:
         return UNKNOWN
@@ -109,14 +109,14 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int | None:
-    """Return the dim of the operand that a dim of the indices counts through, or None."""
+    """Return the dim of the operand whose indices are 0, 1, 2, ... along `dim` of the indices, or None."""
     to_operand = list(map(int, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims))
     counted = (d for d in to_operand if _counting(eqn.invars[1], d, to_operand, shape, context) == dim)
     return next(counted, None)
 
 
 def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> int | None:
-    """Return the dim of some indices along which they count through one dim of the operand, like `arange`, or None."""
+    """Return the dim of `indices` along which the index into `dim` of the operand is 0, 1, 2, ..., or None."""
     if dim not in index_map or compat.is_literal(indices):
         return None
     part = index_map.index(dim)
@@ -137,7 +137,7 @@ def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[
 
 
 def _constant(atom: Any, context: Context) -> np.ndarray | None:
-    """Return the value of integers that depend on no argument, as `jax.numpy` computes indices, or None."""
+    """Return the value of an integer array that depends on no argument, or None if it cannot be computed here."""
     if compat.is_literal(atom):
         return np.asarray(atom.val)
     eqn = context.made.get(atom)
@@ -147,7 +147,7 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `iota`, which has one number per entry of its dim and is uniform along the others."""
+    """Follow `iota`, whose entries differ along one dim. It is uniform along all other dims."""
     dims = set(range(len(eqn.outvars[0].aval.shape))) - {int(eqn.params["dimension"])}
     return Places(uniform=frozenset(dims)) if dims else NOWHERE
 

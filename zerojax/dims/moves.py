@@ -1,4 +1,4 @@
-"""The table of rules, first part: primitives that move elements, or compute each from those at the same place.
+"""First part of the table of rules: primitives that move elements, or compute each from elements at the same place.
 
 A rule gets the equation, the states of its operands, and the context. It returns the state of the result, or a list
 with one state per result.
@@ -14,12 +14,12 @@ from zerojax.jaxprs import ELEMENTWISE
 
 PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
 
-# Each element of the result is at the place of the operands' elements that it is computed from. These four kinds join
-# the arithmetic: random numbers from counters, names, notes for the compiler, and `pvary`.
+# Each element of the result is computed from the operands' elements at the same place. In addition to the arithmetic,
+# these are random numbers from counters, names, sharding constraints, and `pvary`.
 SAME_PLACE = ELEMENTWISE | frozenset(
     "name philox2x32 philox4x32 pvary reshard sharding_constraint threefry2x32 threefry4x32".split()
 )
-# Each result is the operand at its place.
+# Result i is operand i, unchanged.
 _PASSED = frozenset("optimization_barrier device_put layout_constraint with_memory_space_constraint".split())
 _REDUCTIONS = frozenset(
     """
@@ -27,7 +27,7 @@ _REDUCTIONS = frozenset(
     """.split()
 )
 _ALONG = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
-# Leading dims are those of a batch; what the equation does lies in the others.
+# The leading dims are a batch. The equation works in the other dims.
 _LEADING = frozenset(
     "random_bits random_wrap random_unwrap random_split random_seed random_fold_in random_clone random_gamma".split()
 )
@@ -39,7 +39,7 @@ _WINDOWS = frozenset(
 
 
 def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Combine operands of one shape. Scalars have no part in it, and dims of size 1 are uniform."""
+    """Follow an elementwise equation. It ignores scalars. A dim of size 1 that is broadcast counts as uniform."""
     shape, full = eqn.outvars[0].aval.shape, []
     for state, atom in zip(states, eqn.invars, strict=True):
         if (old := atom.aval.shape) == shape:
@@ -72,13 +72,13 @@ def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
-    """Return where each dim goes if some are removed."""
+    """Return the new index of each dim if the dims in `dims` are removed; None for a removed dim."""
     gone = {int(dim) for dim in dims}
     return [None if dim in gone else dim - sum(other < dim for other in gone) for dim in range(ndim)]
 
 
 def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Reduce over some dims. A sum over the followed dim does not have it; an index into it is unknown."""
+    """Follow a reduction. The result of a sum over the followed dim does not have it. An index along it is unknown."""
     name, results = eqn.primitive.name, len(eqn.outvars)
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
     state = together(states[: len(states) // 2] if name == "reduce" else states)
@@ -87,14 +87,14 @@ def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | li
 
 
 def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Sort, accumulate or reverse along one dim, which must not be the followed one."""
+    """Follow a sort, a running sum or a reversal along one dim. The result is unknown if this is the followed dim."""
     params = eqn.params
     dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
     return [_ragged(_off(dims, together(states)), dims)] * len(eqn.outvars)
 
 
 def _off(dims: Sequence[int], state: State) -> State:
-    """Return the state, or unknown if the followed dim lies in one of `dims`."""
+    """Return the state, or unknown if the followed dim is in one of `dims`."""
     return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
 
 
@@ -104,7 +104,7 @@ def _ragged(state: State, dims: Sequence[int]) -> State:
 
 
 def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `concatenate`, along the followed dim too if consecutive operands are alike."""
+    """Follow `concatenate`. Along the followed dim, all operands must have the same size and place."""
     dim = int(eqn.params["dimension"])
     sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
     states = [state for state, size in zip(states, sizes, strict=True) if size] or [NOWHERE]
@@ -117,7 +117,7 @@ def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `pad`, along the followed dim too if whole blocks of entries are added."""
+    """Follow `pad`. Along the followed dim, only whole blocks of entries may be added."""
     state = _ragged(states[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
     for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
         place = None if state is None else state.along(dim)
@@ -130,7 +130,7 @@ def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> State:
-    """Slice: other dims anyhow, the followed one by whole blocks of entries. A start that is not known is None."""
+    """Follow a slice, which may cut the followed dim only into whole blocks of entries. An unknown start is None."""
     for place in () if state is None else state.places:
         dim = place.dim
         if old[dim] == new[dim]:
@@ -148,12 +148,12 @@ def _replaced(state: Places, place: Place, outer: int) -> Places:
 
 
 def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
-    """Combine the states of the operands that are no scalars."""
+    """Combine the states of the operands that are not scalars."""
     return together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
 
 
 def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Slide a window, which must have the size 1 along the followed dim."""
+    """Follow a sliding window. The result is unknown if the window's size along the followed dim is not 1."""
     slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
     state = _off(slid, _of_arrays(eqn, states))
     return [state if state is None else Places(state.places)] * len(eqn.outvars)
@@ -171,19 +171,19 @@ def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `stack`, which puts operands side by side along a new dim."""
+    """Follow `stack`, which joins its operands along a new dim."""
     axis, ndim = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape)
     return moved(together(states), [dim + (dim >= axis) for dim in range(ndim)])
 
 
 def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow `unstack`, which slices the operand along one dim. It must not be the followed dim."""
+    """Follow `unstack`, which slices the operand along one dim. The result is unknown if this is the followed dim."""
     axes, ndim = (eqn.params["axis"],), len(eqn.invars[0].aval.shape)
     return [moved(_off(axes, states[0]), without(axes, ndim))] * len(eqn.outvars)
 
 
 def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `tile`, except along the followed dim."""
+    """Follow `tile`. The result is unknown if the followed dim is repeated."""
     repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
     adds_dims = len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape)
     return UNKNOWN if adds_dims else _ragged(_off(repeated, states[0]), repeated)
@@ -197,21 +197,21 @@ def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def batched(state: State, ndim: int) -> State:
-    """Return the state of a result whose first `ndim` dims are the operand's, and whose other dims are mixed."""
+    """Return the state of a result that keeps the operand's first `ndim` dims, and mixes elements of all other dims."""
     if state is None or any(place.dim >= ndim for place in state.places):
         return UNKNOWN
     return Places(state.places)
 
 
-# Primitives through which the place of a result implies that of an operand without one.
+# For these primitives, the place of the result implies the place of an operand whose state has none.
 IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
 
 
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
-    """Return the state of an operand with the places that it must have for the result to have its own.
+    """Return the state of an operand, with the places that it must have because the result has places.
 
-    `eqn` is an equation of `IMPLIES`, `state` is the state of its result, and `given` is that of the operand `atom`,
-    which has no place.
+    The primitive of `eqn` is in `IMPLIES`. `state` is the state of its result. `given` is the state of the operand
+    `atom`, and has no place.
     """
     name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
     if name == "broadcast_in_dim":

@@ -1,8 +1,8 @@
-"""What is known of one value: which of its dims hold the dim that is followed.
+"""Describe one value: which of its dims hold the dim that is followed.
 
-The property behind it: permuting the followed dim of the arguments permutes the value along its places. Constants
-and parameters may have one entry per row, too (positions, a mask). They count as permuted with the rows, so an
-elementwise operation with them keeps the place.
+A dim of a value holds the followed dim if permuting the followed dim of the arguments permutes the value along that
+dim. Constants and parameters may have one entry per row, too (positions, a mask). They count as permuted with the
+rows, so an elementwise operation with them keeps the place.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
-    """Where the followed dim lies in a value: in one of its dims, perhaps merged with others.
+    """The dim of a value that holds the followed dim, perhaps merged with other dims.
 
-    That dim has the shape `(outer, count, rest)`, where `count` is the number of entries that are followed.
+    If it were split, this dim would have the shape `(outer, count, rest)`. `count` is the number of followed entries.
 
     Attributes:
         dim: The dim of the value.
-        outer: How many blocks of entries follow each other in it. 1 where the followed dim is the first factor.
-        joined: Whether the blocks were concatenated. The compiler divides the dim of such a value evenly, and not
-            each of its blocks.
+        outer: The number of blocks in the dim, each with all entries. 1 if the followed dim is the first factor.
+        joined: Whether the blocks were concatenated. The compiler divides such a dim as a whole, and does not divide
+            each block.
     """
 
     dim: int
@@ -36,18 +36,18 @@ class Place:
 
     @property
     def is_split(self) -> bool:
-        """Return whether the devices' parts are not contiguous in the dim."""
+        """Return whether each device's part of the dim is in several pieces."""
         return self.outer > 1 and not self.joined
 
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the followed dim lies in a value.
+    """All dims of a value that hold the followed dim.
 
     Attributes:
-        places: Where it lies. Empty: the value is the same however the followed dim is permuted. Two: both dims are
-            permuted, as in the similarities of all rows with all rows.
-        uniform: Dims along which all entries are equal, as a broadcast makes them.
+        places: These dims. Empty if the value does not change when the followed dim is permuted. A matrix of
+            similarities between all rows, for example, has two.
+        uniform: Dims along which all entries are equal, for example after a broadcast.
     """
 
     places: frozenset[Place] = frozenset()
@@ -55,7 +55,7 @@ class Places:
 
     @property
     def only(self) -> Place | None:
-        """Return the place if there is exactly one, else None."""
+        """Return the only place, or None if there are none or several."""
         return next(iter(self.places)) if len(self.places) == 1 else None
 
     def along(self, dim: int) -> Place | None:
@@ -63,7 +63,7 @@ class Places:
         return next((place for place in self.places if place.dim == dim), None)
 
     def allows(self, places: Iterable[Place]) -> bool:
-        """Return whether the value may also be permuted along further places: it has none, or is uniform there."""
+        """Return whether the value may also have these places: it has no place yet, or is uniform along their dims."""
         return not self.places or all(place in self.places or place.dim in self.uniform for place in places)
 
 
@@ -74,24 +74,24 @@ UNKNOWN: State = None
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a rule may ask for: the number of entries that are followed, and the equation that made a variable."""
+    """What a rule may read: the number of followed entries, and for each variable the equation that made it."""
 
     count: int
     made: Mapping[Any, Any]
 
 
 def at(dim: int) -> Places:
-    """Return the state of a value of which one dim is the followed dim."""
+    """Return the state of a value whose dim `dim` is the followed dim."""
     return Places(frozenset((Place(dim),)))
 
 
 def one_per_dim(places: Collection[Place]) -> State:
-    """Return the state of a value with these places, unless a dim would have two."""
+    """Return the state of a value with these places, or unknown if one dim would have two places."""
     return Places(frozenset(places)) if len({place.dim for place in places}) == len(places) else UNKNOWN
 
 
 def together(states: Sequence[State]) -> State:
-    """Combine the states of operands that are computed element by element, all of one shape."""
+    """Combine the states of the operands of an elementwise equation. All have the same shape."""
     first = states[0]
     if all(state is first or state == first for state in states):
         return first
@@ -105,7 +105,7 @@ def together(states: Sequence[State]) -> State:
 
 
 def joined(a: State, b: State) -> State:
-    """Join what two branches, or a loop's start and its body, say of one value."""
+    """Join two states of one value: from two branches, or from a loop's start and its body."""
     if a == b:
         return a
     if a is None or b is None or (a.places and b.places and a.places != b.places):
@@ -116,8 +116,8 @@ def joined(a: State, b: State) -> State:
 def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> State:
     """Return the state of a result, given the state of its operand.
 
-    `to` has, for each dim of the operand, the dim of the result, or None if it is summed or squeezed away. The result
-    is uniform along the `added` dims.
+    `to` has, for each dim of the operand, its index in the result, or None if the result does not have the dim. The
+    result is uniform along the `added` dims.
     """
     if state is None or (not state.places and not state.uniform and not added):
         return state
@@ -129,7 +129,7 @@ def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> 
 def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -> State:
     """Follow a reshape, which may merge the followed dim with others, or split it from them.
 
-    Where the followed dim itself is split, it goes to the first part if `count` divides that, else to the last.
+    If the followed dim itself is split, its place is the first part if `count` divides that part, else the last part.
     """
     if state is None:
         return UNKNOWN
@@ -151,7 +151,7 @@ def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -
 
 
 def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
-    """Return the dim of a shape that has a factor: the product of earlier sizes is `start`, and `end` with it."""
+    """Return the dim of `shape` that has a factor. All sizes before it multiply to `start`, and with it to `end`."""
     before = 1
     for dim, size in enumerate(shape):
         after = before * size
@@ -162,7 +162,7 @@ def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
 
 
 def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
-    """Return the last part of a dim of entries that is split, if it holds all of them: the rows of microbatches."""
+    """Return the last part of the followed dim if a reshape splits it, as rows are split into microbatches, or None."""
     end = math.prod(old[: place.dim + 1])
     after = math.prod(new)
     for dim in reversed(range(len(new))):
@@ -173,16 +173,16 @@ def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: i
 
 
 def unstacked(state: State) -> State:
-    """Return the state of one slice along dim 0, as an iteration of a scan reads it."""
+    """Return the state of one slice along dim 0, such as a scan's iteration reads."""
     return UNKNOWN if state is None or state.along(0) is not None else _shifted(state, -1)
 
 
 def stacked(state: State) -> State:
-    """Return the state of a stack along a new dim 0, as the iterations of a scan write it."""
+    """Return the state of a stack along a new dim 0, such as a scan's iterations write."""
     return UNKNOWN if state is None else _shifted(state, 1)
 
 
 def _shifted(state: Places, by: int) -> Places:
-    """Return a state with every dim moved `by` places. A dim that would move in front of dim 0 is dropped."""
+    """Return a state with `by` added to the index of every dim. A dim with a negative index is dropped."""
     places = frozenset(place.to(place.dim + by) for place in state.places)
     return Places(places, frozenset(dim + by for dim in state.uniform if dim + by >= 0))

@@ -1,4 +1,4 @@
-"""The table of rules, second part: products, convolutions and decompositions of matrices."""
+"""Second part of the table of rules: products, convolutions and decompositions of matrices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ DECOMPOSITIONS = frozenset(
 
 
 def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `dot_general`: the place is in a batch or a free dim, or it is contracted and the result has none."""
+    """Follow `dot_general`. A place in a batch dim or a free dim is kept. If it is contracted, the result has none."""
     lhs, rhs = states
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -32,7 +32,7 @@ def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
-    """Return whether two dims that are multiplied entry by entry hold the same rows."""
+    """Return whether the dims `i` and `j`, which are contracted or batched together, may hold the same rows."""
     a, b = lhs.along(i), rhs.along(j)
     if a is not None and b is not None:
         return a.outer == b.outer
@@ -42,7 +42,7 @@ def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
 
 
 def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `conv_general_dilated`: the place is the batch, output features, groups, or it is contracted."""
+    """Follow `conv_general_dilated`. It keeps a place in the batch or output features, and drops a contracted place."""
     lhs, rhs = states
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -71,12 +71,12 @@ def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _in_groups(lhs: Place, rhs: Place | None, params: Any, context: Context) -> bool:
-    """Return whether the groups of features are whole entries: as many as the entries, or a multiple."""
+    """Return whether no group of features has parts of two entries: the number of groups is a multiple of `count`."""
     return lhs.outer == 1 and (rhs is None or rhs.outer == 1) and params["feature_group_count"] % context.count == 0
 
 
 def decomposition(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Keep the place in a batch dim; in a matrix it is mixed."""
+    """Keep a place in a batch dim. A place in the matrix dims becomes unknown."""
     ndim = min(len(atom.aval.shape) for atom in eqn.invars)
     state = batched(together(states), ndim - 2)
     return [state] * len(eqn.outvars)

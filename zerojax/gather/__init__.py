@@ -1,36 +1,48 @@
-"""Stage 3's engine: gather each parameter where it is used, and reduce-scatter its gradient.
+"""The engine of stage 3 gathers each parameter where it is used, and reduce-scatters its gradient.
 
 The engine traces the loss, divides its equations into segments, and runs the segments forward and backward. Around each
-segment it gathers the segment's parameters. Read the files in this order:
+segment it gathers the segment's parameters.
 
-The way of a loss:
+The engine runs in two views. In device view, a value is one device's part of an array. In global view, the default, a
+value is a global array, which the compiler divides over the devices. The engine calls the same methods of `Collectives`
+in both views.
+
+Code here compares a gradient's `ndim` with that of its parameter, and counts dims from the end. The reason is global
+view, where a gradient that is not reduced yet may have one more dim in front: `(workers, *shape)`, with one partial sum
+per worker. With hybrid sharding, a reduce-scattered gradient may have `(groups, *shape)` in the same way. In device
+view, no gradient has this dim.
+
+Read docs/stage3.md first, from "The rewrite" to "The schedule". Then read the files in this order.
+
+A loss becomes a program:
     engine          `gather_on_use` rewrites a loss to take shards; `block` marks a layer
-    planner         from the jaxpr of the loss to a `Program`, in five steps
-    rules           the table of rules that decides about each equation
+    planner         turns the jaxpr of the loss into a `Program`, in five steps
+    sharded_param   describes a parameter's shard, and the equations that are applied to it before the gather
+    rules           has the table of rules that decides about each equation
     assembly        completes the segments that the rules drafted
-    segments        `Program` and `Segment`: plain, block, held
-    run             runs a program forward, and backward over the residuals
-    schedule        when each gather starts, and when each gradient is reduced
+    segments        defines `Program` and the kinds of segments (read only the classes' docstrings now)
 
-Inside a segment:
-    sharded_param   a parameter's shard, and the equations that are applied to it before the gather
+A program runs:
+    residuals       defines the records that go from the forward pass to the backward pass
+    schedule        decides when each gather starts, and when each gradient is reduced
+    run             runs a program forward, and backward over the residuals
+    vjp             makes the two passes of a segment, and chooses the residuals to store
+    segments        (the methods)
     evaluate        runs equations on parameters that were gathered in a narrower type
-    vjp             the two passes of a segment, and the residuals that it must keep
-    residuals       the records that go from the forward pass to the backward pass
-    grad_dims       the order of dims in which a gradient is computed
+    grad_dims       finds the order of dims in which a gradient is computed
 
 Loops:
-    loop            the operands of a scan over layers, and the gathers of one iteration
-    scan            a scan over layers, as a segment, and its forward pass
-    scan_backward   its backward pass: a pipeline of four stages
-    nested          a loop over microbatches, each iteration of which runs a program
+    loop            sorts the operands of a scan over layers, and gathers for one iteration
+    scan            makes a scan over layers a segment, and runs its forward pass
+    scan_backward   runs its backward pass, a pipeline of four stages
+    nested          runs a loop over microbatches, with a program in each iteration
 
 Details that a first reading can skip:
     layer_stacks    turns other loops over layers into scans
     merged          merges equations that compute the same value
-    held            which products of parameters are computed once
-    working_set     how much is gathered at a time, for `check` and `estimate`
-    tiled           a loop over tiles of a sequence, as one block
+    held            chooses the products of parameters that are computed only once
+    working_set     counts how much is gathered at a time, for `check` and `estimate`
+    tiled           runs a loop over tiles of a sequence as one block
 """
 
 from zerojax.gather.engine import block, gather_on_use, row_states, split_arrays

@@ -1,4 +1,4 @@
-"""Complete the drafts of segments: which equations a segment repeats, what it reads, and what it passes on.
+"""Complete the drafts of segments: add the equations that a segment repeats, and find its inputs and results.
 
 `rules` makes `Draft`s, and `planner` calls `assembled` with them.
 """
@@ -21,8 +21,8 @@ class Draft:
     Attributes:
         make: The segment's class, or a function with the same arguments.
         eqns: The segment's equations.
-        gathers: Variables to gather for later segments. Such a segment has no equations.
-        reads: For variables that an earlier segment gathered, the `Gathered` values to read instead.
+        gathers: Variables to gather for later segments. A draft with such variables has no `eqns`.
+        reads: The `Gathered` values to read instead of variables, if an earlier segment gathers the variables.
     """
 
     make: Callable[..., Segment]
@@ -34,7 +34,7 @@ class Draft:
 def assembled(
     jaxpr, drafts: Sequence[Draft], params: Mapping[Any, ShardedParam], repeated: Mapping
 ) -> tuple[Segment, ...]:
-    """Return the segments of the drafts, in their order; `params` and `repeated` are those of `Decisions`."""
+    """Return the segments of the drafts, in order. `params` and `repeated` are attributes of `Decisions`."""
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     closed = [_with_repeated(draft, params, repeated, order) for draft in drafts]
     readers: dict = {}
@@ -50,15 +50,17 @@ def assembled(
         line = compat.line_of(draft.eqns[0]) if draft.eqns else ""
         demands = zip(used, evaluate.demanded(part, used), orders(part, used), strict=True)
         uses = tuple(params[v].used(line, dtype, order) for v, dtype, order in demands)
+        # Later segments read `results[i]` of the jaxpr by its key, `keys[i]`.
         keys = tuple(Gathered(v, index) for v in draft.gathers) or tuple(results)
         if part.eqns or draft.gathers:
+            # A draft may use no parameter, such as a loop for which an earlier segment gathers everything.
             make = draft.make if uses else PlainSegment
             segments.append(make(part, uses, tuple(draft.reads.get(v, v) for v in others), keys))
     return with_shared_passes(segments)
 
 
 def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
-    """Return `(equations, parameters used, others read)` of a draft, with the repeated equations in front."""
+    """Return a draft's `(equations, parameters to gather, other inputs)`. Repeated equations come first."""
     needed: dict = {}
     pending = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
     pending = [v for v in pending if v not in draft.reads]

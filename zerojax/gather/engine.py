@@ -1,7 +1,7 @@
-"""The entry of the engine: `gather_on_use` rewrites a loss of full parameters to take shards; `block` marks a layer.
+"""The entry of the engine. `gather_on_use` rewrites a loss of full parameters to take shards. `block` marks a layer.
 
-`train.view` calls `gather_on_use` at stage 3. It traces the loss (`trace_loss`), which `planner` divides into segments,
-and returns the program as a differentiable function (`run.as_function`).
+`train.view` calls `gather_on_use` at stage 3. `gather_on_use` traces the loss, lets `planner` divide it into segments
+(`trace_loss`), and returns the resulting program as a differentiable function (`run.as_function`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -44,15 +44,17 @@ def gather_on_use(
         comm: The collectives that gather shards and reduce gradients. With `ManualCollectives`, `wrapped` must be
             called inside a `jax.shard_map` that is manual over their axes.
         prefetch: How many uses ahead a gather may start; 0 starts each gather when its use is due.
-        reshard_after_forward: False keeps gathered parameters for the backward pass: two collectives per parameter
-            instead of three, at the cost of their memory.
+        reshard_after_forward: If False, gathered parameters are kept for the backward pass. A parameter then needs two
+            collectives instead of three, but all gathered parameters are in memory at once.
         of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
 
     Returns:
         `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
         is a shard of the sum over devices, with zeros in the padding. With respect to anything else it is this device's
-        derivative. It can be differentiated in reverse mode, and its gradient in either mode. A parameter may be given
-        as a `StandIn`. A shard in host memory must be, and is copied to the device where it is gathered.
+        derivative. `wrapped` can be differentiated in reverse mode, and its gradient in either mode. A parameter may be
+        given as a `StandIn` (see `residuals`). This adds zeros that are differentiated instead of the parameter, for a
+        gradient that needs another shape or memory. A shard in host memory must be given as a `StandIn`. It is copied
+        to the device before each gather.
 
     Raises:
         ValueError: If `prefetch` is negative, or if a shard does not have the layout that its leaf describes.
@@ -96,12 +98,15 @@ def trace_loss(
 ) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)` and divide it into segments.
 
-    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `follower` follows
-    the rows of the batch from the arguments `of_rows` through the program.
+    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `follower` finds
+    which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view, it is
+    None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
+    `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
+    dim, so a wrong dim costs time and not correctness.
 
     Returns:
-        The program, the arrays among `args`, the arrays that the loss closes over, and the structure of its results.
-        The arguments of the program are the parameters, followed by both lists of arrays.
+        The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
+        results. The arguments of the program are the parameters, followed by both lists of arrays.
     """
     arrays, put_back = split_arrays(args)
     given = [NOWHERE] * len(full) + row_states(args, of_rows, follower)
@@ -113,7 +118,7 @@ def trace_loss(
 
 
 def check_types(jaxpr: Any) -> None:
-    """Raise a TypeError if the loss makes a value of a type that the user defines with `jax.experimental.hijax`."""
+    """Raise a TypeError if the loss computes a value whose type is defined with `jax.experimental.hijax`."""
     for eqn in jaxprs.equations(jaxpr):
         for var in eqn.outvars:
             if not hasattr(var.aval, "dtype") and not compat.is_ref(var) and compat.is_high(var):
@@ -127,13 +132,13 @@ def check_types(jaxpr: Any) -> None:
 def block(fn: Callable) -> Callable:
     """Mark `fn` as one layer: its parameters are gathered together, and dropped when it returns.
 
-    Use it for models whose layers are not under `jax.checkpoint`. Outside of stage 3 it is `jax.jit`.
+    Use `block` for models whose layers are not under `jax.checkpoint`. Outside of stage 3, `block` is `jax.jit`.
 
     Args:
         fn: A function of arrays. It takes parameters as arguments, or closes over them.
 
     Returns:
-        A function with the results of `fn`.
+        A function that returns the results of `fn`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -161,7 +166,7 @@ def _leaves_of(layout, tree) -> list[Leaf]:
 
 
 def split_arrays(args: Sequence) -> tuple[list, Callable]:
-    """Separate the arrays among `args` from flags, names and other values that `fn` may branch on."""
+    """Return the arrays in `args`, and a function that puts arrays back among the other values (flags, names)."""
     leaves, tree = jax.tree.flatten(args)
     is_array = [isinstance(x, _ARRAYS) for x in leaves]
 
@@ -173,10 +178,8 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 
 def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
-    """Return where each array among `args` holds the rows of the batch: on dim 0 if its argument is in `of_rows`.
-
-    An array with a number of rows that the devices do not divide, as in an evaluation, is whole on each device.
-    """
+    """Return, for each array in `args`, which dim holds the batch's rows: dim 0 if its argument is in `of_rows`."""
+    # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
     count = 1 if follower is None else follower.count
     return [
         at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE

@@ -2,9 +2,9 @@
 
 `assembly` asks `demanded` for the type in which each use casts its parameter. Segments and scans call `evaluate`.
 
-A model may keep float32 parameters and compute in bfloat16: somewhere in a layer, often inside its remat, is a cast.
-Casting the shard before the gather halves the bytes. A `Narrow` is a gathered value for which that cast is already
-made. The cast's equation returns it as it is, and any other equation that reads it gets it widened.
+A model may keep float32 parameters and compute in bfloat16. It then casts each parameter somewhere in a layer, often
+inside the layer's remat. Casting the shard before the gather halves the bytes. A `Narrow` is a gathered value that has
+already been cast. The equation of the cast returns it unchanged, and any other equation gets it widened.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A gathered parameter in the type to which its uses cast it, where the jaxpr expects `dtype`."""
+    """A gathered parameter in the type to which its uses cast it, although the jaxpr expects `dtype`."""
 
     value: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
@@ -43,8 +43,8 @@ def widen(value):
 def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
     """Evaluate a jaxpr on arguments that may be `Narrow`, and return arrays.
 
-    Calls are inlined. Autodiff would otherwise return their residuals as results of one equation, and `vjp` could not
-    tell which of them depend on parameters alone.
+    Calls are inlined. Otherwise autodiff would return all residuals of a call as results of one equation, and `vjp`
+    could not tell which of them depend on parameters alone.
     """
     return [widen(value) for value in jaxprs.evaluate(jaxpr, consts, args, _rule)]
 
@@ -65,7 +65,7 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
 
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
-    """Return, for each of `variables`, the narrower type that every use of it casts it to, or None."""
+    """Return, for each variable, the narrower type to which all of its uses cast it, or None if they do not."""
     uses, results = jaxprs.uses_of(jaxpr)
     demands = [_demands(var, uses, results) for var in variables]
     return [next(iter(types)) if len(types) == 1 else None for types in demands]
@@ -88,7 +88,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 
 
 def _body(eqn, index: int):
-    """Return the inner jaxpr whose argument `index` is the equation's operand, or None."""
+    """Return the inner jaxpr whose argument `index` has the value of the equation's operand `index`, or None."""
     if (loop := compat.loop_of(eqn)) is not None:
         carried = loop.consts <= index < loop.consts + loop.carry
         return None if carried else compat.opened(loop.body)[0]

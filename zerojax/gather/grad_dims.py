@@ -1,4 +1,4 @@
-"""The order of dims in which a parameter's gradient is computed. `assembly` asks for it, `schedule` applies it.
+"""Find the order of dims in which a parameter's gradient is computed. `assembly` asks for it, `schedule` applies it.
 
 JAX computes the gradient of `w` in `x @ w` as a product, and transposes the product to the order of `w`. If a
 reduce-scatter follows, the compiler may fold that transpose into the product and pick a slower kernel for it, or copy
@@ -13,7 +13,7 @@ from zerojax.jaxprs import uses_of
 
 
 def orders(jaxpr, variables: Sequence) -> list[tuple[int, ...]]:
-    """Return, for each variable, its dims in the order of its gradient, or `()` if that is their own order."""
+    """Return, for each variable, the order of dims in which its gradient is computed; `()` for an unchanged order."""
     uses, _ = uses_of(jaxpr)
     choices = [_orders(var, uses) for var in variables]
     return [next(iter(orders)) if len(orders) == 1 else () for orders in choices]
@@ -35,10 +35,8 @@ def _orders(var, uses: Mapping) -> set[tuple[int, ...]]:
 
 
 def _of_product(eqn, index: int) -> tuple[int, ...]:
-    """Return the order in which a product's gradient has the dims of one operand, or `()` for their own order.
-
-    The gradient has the batch dims, then the free dims, then the contracted dims as the other operand orders them.
-    """
+    """Return the order in which a product's gradient has the dims of one operand, or `()` for an unchanged order."""
+    # The gradient has the batch dims, then the free dims, then the contracted dims in the order of the other operand.
     contracted, batch = eqn.params["dimension_numbers"]
     pairs = sorted(zip(contracted[1 - index], contracted[index], strict=True))
     summed = [dim for _, dim in pairs]

@@ -1,7 +1,7 @@
-"""Which matrix products of parameters alone are computed once and held, instead of repeated in every segment.
+"""Choose the matrix products of parameters that are computed once and held, instead of repeated in every segment.
 
-The planner first plans without held values, then calls `worth_holding`, and plans again if it names any. An example are
-Newton-Schulz iterations on a weight that several layers read.
+An example are Newton-Schulz iterations on a weight that several layers read. The planner first plans without held
+values. It then calls `worth_holding`, and plans again if this function returns any values.
 """
 
 import math
@@ -12,19 +12,19 @@ from zerojax import compat, jaxprs
 from zerojax.gather.segments import Program
 
 REPEATED = 0.05  # Repeated equations that cost more than this share of all FLOPs are worth holding.
-MOST_HELD = 4  # Held values take at most this many times the bytes of the largest use.
+MOST_HELD = 4  # All held values together take at most this many times the gathered bytes of the largest use.
 
 
 def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
-    """Return the values to hold: results of repeated equations that contain a product, and that segments read.
+    """Return the variables to hold: results of repeated equations that need a product, and that segments read.
 
-    `program` is the program if nothing is held. `params` and `repeated` are those of `Decisions`.
+    `program` is the program in which nothing is held. `params` and `repeated` are attributes of `Decisions`.
     """
     counts = Counter(id(eqn) for segment in program.segments for eqn in segment.jaxpr.eqns)
     again = {id(eqn): (counts[id(eqn)] - 1) * product_flops(eqn) for eqn in repeated.values()}
     if sum(again.values()) <= REPEATED * sum(map(product_flops, jaxpr.eqns)):
         return frozenset()
-    costly: dict = {}  # for each value of parameters alone, whether a product is behind it
+    costly: dict = {}  # for each value that depends on parameters alone, whether a repeated product is needed for it
     for var, eqn in repeated.items():
         reads = jaxprs.variables_in(eqn.invars)
         if all(v in params or v in costly for v in reads):

@@ -1,10 +1,10 @@
-"""Turn loops over a stack of layers into scans over the parameter, which stays sharded until its iteration.
+"""Turn loops over a stack of layers into scans over the parameter, so that a layer is gathered in its iteration.
 
 `planner` calls `evaluated`, `combined` and `over_stacks` while it inlines the loss.
 
-A `fori_loop` with `stack[i]`, or a scan over `jnp.arange`, has the stack as a constant, which would be gathered before
-the loop. So the index of each iteration is computed here with NumPy. Equations that change the stack before the loop,
-layer by layer (scaled, masked, transposed, `tanh`), move into the loop.
+In a `fori_loop` with `stack[i]`, or a scan over `jnp.arange`, the stack is a constant of the loop. It would be gathered
+before the loop. So this module computes the index of each iteration with NumPy, and makes a scan over the rows. It also
+moves into the loop the equations that change the stack layer by layer before the loop (scale, mask, transpose, `tanh`).
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import OF_STACKS, WEIGHT_ARITHMETIC, narrower
 
-_LONGEST_LOOP = 2**16  # More numbers than this are not computed while tracing.
+_LONGEST_LOOP = 2**16  # Arrays of more indices than this are not computed while tracing.
 _OF_SHARDS = frozenset({"slice", "dynamic_slice", "squeeze"})  # `sharded_param` applies them before the gather.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derived:
-    """A sharded parameter, a value computed from one, or an array that is broadcast to be combined with one.
+    """A sharded parameter, a value computed from one, or an array that may be combined with one.
 
     Attributes:
         value: The array.
-        eqn: The equation that computed it; None for a parameter, or for an array that is used unchanged.
+        eqn: The equation that computed it. None for a parameter, and for an array that needs no equation.
         operands: The operands of the equation: `Derived`, or scalars.
         of_params: Whether the value depends on a sharded parameter.
     """
@@ -41,7 +41,7 @@ class Derived:
 
     @functools.cached_property
     def leaves(self) -> "tuple[Derived, ...] | None":
-        """Return the values to scan over, whose rows give a row of this value, or None if a row needs other rows."""
+        """Return the values to scan over: row i of this value needs only their rows i. None if there are none."""
         if self._is_leaf:
             return (self,)
         if not self._is_by_row:
@@ -51,7 +51,7 @@ class Derived:
 
     @functools.cached_property
     def _is_leaf(self) -> bool:
-        """Return whether a loop can scan over this value itself: it stays sharded, or depends on no parameter."""
+        """Return whether a loop can scan over this value itself: it stays sharded, or it depends on no parameter."""
         if self.eqn is None or self.eqn.primitive.name in _OF_SHARDS:
             return True
         operand, name = self.operands[0], self.eqn.primitive.name
@@ -64,7 +64,7 @@ class Derived:
 
     @functools.cached_property
     def _is_by_row(self) -> bool:
-        """Return whether the equation computes each row of dim 0 from the same rows of its operands."""
+        """Return whether the equation computes each row (index of dim 0) from the operands' rows at the same index."""
         name, shape = self.eqn.primitive.name, self.value.shape
         shapes = [np.shape(x.value if isinstance(x, Derived) else x) for x in self.operands]
         if name == "transpose":
@@ -77,14 +77,14 @@ class Derived:
 
     @functools.cached_property
     def _by_row(self) -> "tuple[Derived, ...]":
-        """Return the operands that have dim 0, too."""
+        """Return the operands that have one row per row of this value."""
         if self.eqn.primitive.name == "broadcast_in_dim" and self.eqn.params["broadcast_dimensions"][:1] != (0,):
             return ()
         arrays = [x for x in self.operands if isinstance(x, Derived)]
         return tuple(x for x in arrays if x.value.shape[:1] == self.value.shape[:1])
 
     def row(self, rows: dict) -> Any:
-        """Compute one row of this value. `rows` has the rows of its leaves, and remembers computed rows."""
+        """Compute one row of this value. `rows` has the rows of the leaves, and gets each computed row."""
         if self not in rows:
             rows[self] = self._computed(rows)
         return rows[self]
@@ -111,9 +111,9 @@ class Derived:
 
 
 def combined(eqn: Any, values: Sequence, results: Sequence) -> list | None:
-    """Return the results of an elementwise equation on a parameter and another value as `Derived`.
+    """Wrap the result of an elementwise equation on a parameter and another value, or of a broadcast, as `Derived`.
 
-    `values` are the operands' values, and `results` the arrays. For any other equation, return None.
+    `values` are the operands' values, and `results` the resulting arrays. For any other equation, return None.
     """
     name, stacks = eqn.primitive.name, [x for x in values if isinstance(x, Derived) and x.of_params and x.leaves]
     of_params = name in WEIGHT_ARITHMETIC and any(x.value.shape == results[0].shape for x in stacks)
@@ -127,7 +127,7 @@ def combined(eqn: Any, values: Sequence, results: Sequence) -> list | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """The row that an iteration reads of a stack. The body of the loop is evaluated with it instead of the stack."""
+    """The row of a stack that an iteration reads. The loop's body is evaluated with the row instead of the stack."""
 
     value: Any
 
@@ -151,8 +151,8 @@ class _Rows(NamedTuple):
 def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
     """Evaluate a loop as a scan over the parameters from which its stacks are computed.
 
-    `values` are the operands' values, and `known` has NumPy arrays for variables outside of the loop. Return None if
-    the equation is no loop, or needs no change.
+    `values` are the operands' values. `known` has the NumPy values of some variables outside of the loop. Return None
+    if the equation is no loop, or needs no change.
     """
     loop = compat.loop_of(eqn)
     if loop is None:
@@ -198,9 +198,9 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
 
 
 def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
-    """Return the rows that a loop reads, if all of its reads have the same indices, at equal distances.
+    """Return the rows that a loop reads, or None unless all its reads have the same indices, at equal distances.
 
-    An index that no iteration changes is a scalar.
+    `indices` has, for each read, one index per iteration, or a scalar that is the same in all iterations.
     """
     index, *others = (np.broadcast_to(index, (length,)) for index in indices)
     index = index.astype(int)
@@ -211,7 +211,7 @@ def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
 
 
 def evaluated(eqn: Any, known: Mapping) -> np.ndarray | None:
-    """Return the result of an equation on small integers, such as an index, or None if it is not known."""
+    """Compute the result of an equation on known values (indices) with NumPy, or return None if that is impossible."""
     if len(eqn.outvars) != 1 or eqn.outvars[0].aval.size > _LONGEST_LOOP:
         return None
     return jaxprs.on_numpy(eqn, _known_operands(eqn, known))
@@ -222,9 +222,9 @@ def _known_operands(eqn: Any, known: Mapping) -> list:
 
 
 def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
-    """Return the arguments of the body that are known in each iteration: counters, and known stacks.
+    """Return the arguments of the body whose values are known: counters in the carry, and rows of known stacks.
 
-    Each has one value per row of the loop's stacks, in the order of the rows. A reversed loop reads the last row first.
+    Each has one value per iteration, in the order of the stacks' rows. A reversed loop begins with the last row.
     """
     made = {var: inner for inner in body.eqns for var in inner.outvars}
     is_one = lambda atom: compat.is_literal(atom) and np.shape(atom.val) == () and atom.val == 1
@@ -242,7 +242,7 @@ def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
 
 
 def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:
-    """Return the index of each row that a loop's body reads of a stack, or None if it uses the stack otherwise."""
+    """Return, for each read of the stack, its index in each iteration. Return None if the body uses it otherwise."""
     known, indices = dict(known), []
     for eqn in body.eqns:
         at = [i for i, atom in enumerate(eqn.invars) if atom is stack]
@@ -265,7 +265,7 @@ def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:
 
 
 def _with_rows(jaxpr, consts: Sequence, args: Sequence) -> list:
-    """Evaluate a body that is given rows instead of stacks."""
+    """Evaluate a loop's body, given a `_Row` instead of each stack."""
 
     def rule(eqn, values):
         if not any(isinstance(value, _Row) for value in values):

@@ -1,7 +1,7 @@
-"""The operands of a scan over layers, sorted by kind, and the gathers of one iteration. Both passes use them.
+"""Sort the operands of a scan over layers by kind, and gather the layers of one iteration, for both passes.
 
-A scan equation lists its operands as `(*constants, *carry, *stacks)`. Each kind may contain sharded parameters, except
-the carry. This module separates parameters, which the engine gathers, from the others.
+A scan equation lists its operands as `(*constants, *carry, *stacks)`. Constants and stacks may contain sharded
+parameters, but the carry does not. This module separates parameters, which the engine gathers, from other operands.
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ class Loop:
     Attributes:
         eqn: The loop.
         is_param: For each operand of the loop, whether it is a sharded parameter.
-        shared: Parameters that every iteration uses: constants of the loop.
-        stacked: Stacks of which each iteration uses one layer.
+        shared: The parameters among the constants. Every iteration uses them.
+        stacked: The parameters among the stacks. Each iteration uses one layer of them.
         others: For each operand that is no parameter, its index among the segment's others, or None for a literal.
-        literals: For each of these operands, its value if it is a literal.
-        consts: The number of others that are constants. They come first.
-        carry: The number of others that are carried. They come next, and slices come last.
+        literals: For each operand that is no parameter, its value if it is a literal.
+        consts: The number of constants in `others`. They come first.
+        carry: The number of carried operands in `others`. They come next, and stacks come last.
         results: For each result of the segment, its index among the body's results.
     """
 
@@ -86,11 +86,11 @@ class Loop:
         return [*self.shared, *(p.at_layer(self.layer(iteration)) for p in self.stacked)]
 
     def row(self, stack: jax.Array, iteration) -> jax.Array:
-        """Return the row that one iteration reads of a stack."""
+        """Return the row of a stack that one iteration reads."""
         return lax.dynamic_index_in_dim(stack, self.layer(iteration), 0, keepdims=False)
 
     def write(self, stack: jax.Array, row: jax.Array, iteration) -> jax.Array:
-        """Return a stack with the row that one iteration writes."""
+        """Return a stack in which one iteration has written its row."""
         return lax.dynamic_update_index_in_dim(stack, row, self.layer(iteration), 0)
 
     def values(self, given: Sequence) -> tuple[list, list, list]:
@@ -112,7 +112,7 @@ class Loop:
 class LayerGathers:
     """The gathers of every iteration of one pass.
 
-    `shards` has the shard of each stack of the loop. `used` has the indices of the stacks that this pass gathers.
+    `shards` has the shard of each stack in `loop.stacked`. `used` has the indices of the stacks that this pass gathers.
     """
 
     loop: Loop
@@ -124,10 +124,11 @@ class LayerGathers:
         """Gather the layers of one iteration, after the anchor is computed.
 
         Returns:
-            `(layers, anchor)`, with None for layers that are not in `used`, and the anchor behind the barrier.
+            `(layers, anchor)`, with None for a layer that is not in `used`, and the anchor as the barrier returns it.
         """
         stacked = self.loop.stacked
         unique = {stacked[i].key: i for i in self.used}
+        # Only the layout is read. All layers of a stack share it, so layer 0 serves for every iteration.
         layers = [stacked[i].at_layer(0) for i in unique.values()]
         rows = [stacked[i].row(self.shards[i], self.loop.layer(iteration)) for i in unique.values()]
         # The cast is made row by row. A cast before the loop would copy the stack.

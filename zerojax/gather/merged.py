@@ -1,7 +1,7 @@
 """Merge equations of a loss that compute the same value. The planner calls `merged` before it divides the loss.
 
-A step that calls its generator twice on the same input has each of its layers twice. XLA would merge them, but not once
-the engine has put different barriers around the gathers of the two uses.
+A loss that calls its model twice on the same input has each equation twice. XLA would merge the two, but it cannot do
+so after the engine has put different barriers around the gathers of the two uses.
 """
 
 from collections.abc import Collection, Mapping
@@ -20,11 +20,11 @@ def merged(jaxpr: Any, params: Collection) -> Any:
     """Merge the equations that compute activations from the same operands.
 
     Equations on parameters alone are not merged, because segments repeat them anyway. Equations that depend on no
-    parameter are not merged either: computing a mask or a row of zeros twice is cheaper than keeping it.
+    parameter are not merged either, because computing a mask or a row of zeros twice is cheaper than keeping it.
     `params` are the arguments that are sharded parameters.
     """
     same: dict = {}  # a variable -> the first variable with the same value
-    earlier: dict = {}  # a key without functions -> the equations that have it
+    earlier: dict = {}  # an equation's key, without the functions in it -> the earlier equations that have this key
     weights, activations = set(params), set()
     eqns: list = []
     taken: dict = {}  # a result of an equation that is left out -> the variable to read instead
@@ -58,7 +58,8 @@ def _first(eqn: Any, same: Mapping, earlier: dict) -> Any:
             continue
         if jaxprs.equation_key(eqn, same) == jaxprs.equation_key(candidate, same):
             return candidate
-        # Only the functions of their derivative rules differ: `jax.nn.relu` has a new rule wherever it is called.
+        # Only the functions of their derivative rules may differ: each call of `jax.nn.relu` makes a new one. So the
+        # derivatives are traced and compared.
         if (pulled := _pulled(eqn)) is not None and pulled == _pulled(candidate):
             return candidate
     candidates.append(eqn)
@@ -66,7 +67,7 @@ def _first(eqn: Any, same: Mapping, earlier: dict) -> Any:
 
 
 def _pulled(eqn: Any) -> Any:
-    """Return a hashable form of an equation's derivative, or None if it has no derivative."""
+    """Return a hashable form of an equation's derivative, or None if it has none."""
     is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     reads = [v for v in eqn.invars if not compat.is_literal(v)]
     moving = [i for i, v in enumerate(reads) if is_float(v)]
@@ -96,12 +97,12 @@ def _pulled(eqn: Any) -> Any:
 
 
 def _is_apart(eqn: Any) -> bool:
-    """Return whether an equation may give another result each time, or must not be merged."""
+    """Return whether an equation must not be merged, for example because its result differs from call to call."""
     return bool(eqn.effects) or eqn.primitive.name in _APART or any(map(compat.is_ref, eqn.invars))
 
 
 def _is_weight(eqn: Any, weights: Collection) -> bool:
-    """Return whether an equation computes from weights alone, or changes a weight element by element (a mask)."""
+    """Return whether an equation reads weights alone, or changes a weight element by element (a mask)."""
     reads = jaxprs.variables_in(eqn.invars)
     if reads and all(v in weights for v in reads):
         return True

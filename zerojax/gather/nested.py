@@ -1,8 +1,8 @@
-"""A loop over microbatches inside the loss: each iteration runs the program of the loop's body.
+"""Run a loop over microbatches inside the loss: each iteration runs the program of the loop's body.
 
-The rule "loop of its own" makes this segment. The parameters stay sharded: an iteration gathers them where it uses
-them, as if it were a loss, and its gradients are reduce-scattered before the next iteration starts. The loop sums
-shards. The alternative is to gather before the loop, which keeps every parameter for all iterations.
+The rule "loop of its own" makes this segment. The parameters stay sharded. An iteration gathers each of them where it
+uses it, as a loss does, and its gradients are reduce-scattered before the next iteration starts. The loop adds up
+shards. The alternative is to gather before the loop, which keeps every gathered parameter for all iterations.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class NestedSegment(Segment):
 
     @property
     def loop(self) -> compat.LoopEqn:
-        """Return the loop that the segment's equation is."""
+        """Return the loop, which is the segment's only equation."""
         loop = compat.loop_of(self.jaxpr.eqns[0])
         assert loop is not None
         return loop
@@ -55,7 +55,7 @@ class NestedSegment(Segment):
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Return the gathered bytes of one iteration."""
+        """Return the gathered bytes of each use in one iteration."""
         return [size for segment in self.program.segments for size in segment.gathered_bytes]
 
     @property
@@ -68,13 +68,13 @@ class NestedSegment(Segment):
 
     @property
     def operands(self) -> list:
-        """Return no variables: the backward pass reads none again."""
+        """Return no variables, because the backward pass slices no parameters again."""
         return []
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, tuple[Callable, Static] | None]:
-        """Run the forward pass; see `Segment`. The residuals are JAX's backward function, and which values it takes."""
+        """Run the forward pass; see `Segment`."""
         _, others = self.take_inputs(gathers, ahead=False)
-        # A shard in host memory is copied to the device before the loop: the loop sums its gradient there.
+        # A shard in host memory is copied to the device before the loop, because the loop adds up its gradient there.
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
         env = {**gathers.env, **roots, **dict(zip(self.others, others, strict=True))}
         program = as_function(self.program, gathers.options, zeros={})
@@ -89,6 +89,7 @@ class NestedSegment(Segment):
             return [results[i] for i in outputs], results
 
         _, pull, results = jax.vjp(run, [env[v] for v in inputs], has_aux=True)
+        # `pull` maps the cotangents of `outputs`, which are indices of results, to those of `inputs`.
         return results, (pull, Static((outputs, inputs)))
 
     def backward(self, residuals: tuple[Callable, Static], gathers: GatherScheduler, grads: GradScheduler) -> None:
@@ -104,7 +105,7 @@ class NestedSegment(Segment):
         grads.add_others(inputs, gathers.finish(to_inputs))
 
     def _loop(self, program: Callable, env: Mapping) -> list:
-        """Return the loop's results, given `program(*arguments)` for its body and the values of the variables."""
+        """Return the loop's results, given `program(*arguments)` for its body, and the values of variables in `env`."""
         (eqn,) = self.jaxpr.eqns
         loop, by_var = self.loop, dict(zip(self.jaxpr.invars, self.sources, strict=True))
         params = dict(zip(self.jaxpr.invars, self.params, strict=False))
@@ -129,7 +130,7 @@ class NestedSegment(Segment):
 
 
 def iterations_are_independent(loop: compat.LoopEqn) -> bool:
-    """Return whether iterations work independently of each other and only add to what they carry."""
+    """Return whether the iterations do not depend on each other, and only add to their carry."""
     body = compat.opened(loop.body)[0]
     uses, _ = jaxprs.uses_of(body)
     carried = zip(body.invars[loop.consts :], body.outvars[: loop.carry], strict=False)
@@ -137,7 +138,7 @@ def iterations_are_independent(loop: compat.LoopEqn) -> bool:
 
 
 def _is_summed(before: Any, after: Any, uses: Mapping) -> bool:
-    """Return whether a carry is counted, left alone, or added to."""
+    """Return whether a loop only adds to a carry, or leaves it unchanged. A carry of integers may change in any way."""
     if not jnp.issubdtype(before.aval.dtype, jnp.inexact) or before is after:
         return True
     var = before

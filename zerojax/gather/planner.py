@@ -1,10 +1,10 @@
-"""The planner: from the jaxpr of a loss to a `Program`. `engine` calls `planned`, and so does the planner for loops.
+"""The planner turns the jaxpr of a loss into a `Program`. `engine` calls `planned`, and `_nested` does for loop bodies.
 
 1. Inline the calls that parameters are passed to, and turn loops over a stack of layers into scans (`layer_stacks`).
 2. Drop dead equations, and merge equations that compute the same value (`merged`).
-3. Decide for each equation by the first rule that matches (`rules`), which drafts segments.
-4. Complete the drafts: which equations a segment repeats, what it reads and passes on (`assembly`).
-5. If repeated products cost too much, decide again with these products held (`held`).
+3. Apply to each equation the first rule that matches (`rules`). The rules draft the segments.
+4. Complete the drafts: add the equations that a segment repeats, and find its inputs and results (`assembly`).
+5. If repeated matrix products cost too much, choose products to compute once (`held`), and do steps 3 and 4 again.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from zerojax.gather.segments import BlockSegment, Gathered, Program
 from zerojax.gather.sharded_param import ShardedParam, root_param
 from zerojax.layout.leaf import Leaf
 
-# The name, in a jaxpr, of the jit that `zerojax.block` puts around a function.
+# `zerojax.block` wraps a function in `jax.jit`. This is the name of that call in a jaxpr.
 BLOCK_NAME = "zerojax_block"
 
 
@@ -38,7 +38,7 @@ def planned(
     """Return the program of a traced function, and the constants that are the program's last arguments.
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says where
-    the first arguments hold the rows of the batch. In device view there is no `follower`.
+    the first arguments hold the rows of the batch. In device view, `follower` is None.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
@@ -52,8 +52,12 @@ def planned(
 
 
 def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | None]) -> list:
-    """Evaluate a jaxpr, inlining the calls that parameters are passed to, and scanning over stacks of layers."""
-    known: dict = {}
+    """Evaluate a jaxpr, inlining the calls that parameters are passed to, and scanning over stacks of layers.
+
+    A value that is computed from parameters is wrapped as `Derived`, which remembers its equation. `over_stacks` uses
+    that to move the equation into a loop over layers. For a loss without such loops, this function only inlines calls.
+    """
+    known: dict = {}  # NumPy values of variables that depend on no argument, such as the indices of layers
 
     def rule(eqn, values):
         derived = [isinstance(value, Derived) and value.of_params for value in values]
@@ -81,7 +85,7 @@ def _bare(value):
 def plan(
     jaxpr, leaves: Sequence[Leaf | None], rows: Mapping[Any, State] = MappingProxyType({}), follower: Any = None
 ) -> Program:
-    """Divide an inlined jaxpr without constants into segments; `leaves` has a layout or None for each argument."""
+    """Divide an inlined jaxpr without constants into segments. `leaves` has a layout or None for each argument."""
     nest = functools.partial(_nested, rows=rows, follower=follower)
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
     decisions = Decisions(jaxpr, params, frozenset(), nest)
@@ -92,11 +96,11 @@ def plan(
 
 
 def _program(jaxpr, decisions: Decisions, rows: Mapping[Any, State]) -> Program:
-    """Decide about each equation, and return the program that follows from the decisions."""
+    """Apply the rules to each equation, and return the program that they make."""
     decisions.decide()
     drafts, params, repeated = decisions.drafts, decisions.params, decisions.repeated
     returned = tuple(dict.fromkeys(v for v in jaxprs.variables_in(jaxpr.outvars) if v in params or v in repeated))
-    if returned:  # The loss returns parameters: gather them at the end.
+    if returned:  # The loss returns parameters. They are gathered at the end.
         drafts.append(Draft(BlockSegment, [], returned))
     outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
     segments = assembled(jaxpr, drafts, params, repeated)
@@ -113,22 +117,19 @@ def _nested(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> tuple[Program, list] | None:
-    """Plan the body of a loop over microbatches, and return its program and its constants.
-
-    Return None if the loop's parameters are better gathered before the loop.
-    """
+    """Plan the body of a loop: return its program and constants, or None if the loop should gather before it starts."""
     constants = set(jaxprs.variables_in(eqn.invars[: loop.consts]))
     is_constant = constants.issuperset(touched) and params.keys() >= set(touched)
     if loop.length > MOST_ITERATIONS or not is_constant or not iterations_are_independent(loop):
         return None
     operands = [None if compat.is_literal(a) else params.get(a) for a in eqn.invars]
-    # Gradients that are sharded over more axes than the parameter do not have the shape of the body's argument.
+    # A gradient that is sharded over more axes than its parameter would not have the shape of the body's argument.
     if any(param and param.leaf.further > 1 for param in operands):
         return None
     leaves = [param and dataclasses.replace(param.leaf, dtype=param.wide) for param in operands]
     states = [NOWHERE if compat.is_literal(a) else rows.get(a, NOWHERE) for a in eqn.invars]
     inside = [] if follower is None else follower.into_loop(loop, states)
     program, consts = planned(loop.body, leaves, inside, follower)
-    # Worth it only if an iteration gathers less at a time than gathering everything before the loop.
+    # A nested program must gather less than half as much at a time as gathering everything before the loop.
     largest = max((size for segment in program.segments for size in segment.gathered_bytes), default=0)
     return (program, consts) if 2 * largest < sum(leaf.bytes for leaf in leaves if leaf) else None

@@ -1,7 +1,7 @@
 """Records that go from a segment's forward pass to its backward pass, and the stand-in for a parameter.
 
-Segments make residuals, and `run` keeps them between the passes. They are pytrees, because JAX carries them as the
-residuals of the whole program.
+Segments make residuals, and `run` keeps them between the passes. The records are pytrees, because JAX treats them as
+the residuals of the whole program.
 """
 
 import dataclasses
@@ -10,10 +10,11 @@ from typing import Any
 import jax
 
 
+# `eq=False` compares by identity: the structure of a pytree must be hashable, and the value may be a list.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A pytree without leaves: a value known while tracing that accompanies arrays to the backward pass."""
+    """A pytree without leaves, for a value known while tracing that the backward pass needs with the arrays."""
 
     value: Any
 
@@ -23,9 +24,9 @@ class Static:
 class StandIn:
     """A parameter for `gather_on_use`, and zeros that are differentiated instead of it.
 
-    JAX gives a cotangent the shape and the memory of its primal. Where a gradient needs another shape or memory, zeros
-    that have it are differentiated. No equation reads them. The zeros are on the device for a shard in host memory,
-    and have one partial sum per worker for a parameter whose gradient is reduced later.
+    JAX gives a cotangent the shape and the memory of its primal. If a gradient needs another shape or memory, zeros in
+    that shape and memory are differentiated instead. No equation reads the zeros. For a shard in host memory, the zeros
+    are on the device. If a gradient is reduced after the pass, the zeros may have a dim of partial sums in front.
 
     Attributes:
         value: The parameter in storage.
@@ -42,11 +43,13 @@ class BlockResiduals:
     """Residuals of a block, a plain segment, or a scan over layers.
 
     Attributes:
-        saved: Activations. For a scan: stacks of them, then stacks of the carry of each iteration.
+        saved: The list of saved residuals of `Passes.run`. For a scan, the pair `(saved, carried)`: stacks of these
+            residuals, and stacks of the carry with which each iteration started.
         others: Inputs of the segment that are not gathered; None for an input that the backward pass does not read.
         operands: Values that the slices of the segment's parameters read (`ShardedParam.operands`).
-        gathered: The gathered parameters, if they are kept; None if the backward pass gathers them again.
-        passes: The `Passes` of the segment, or of one iteration.
+        gathered: None if the backward pass gathers the parameters again, else the list of gathered parameters. For a
+            scan, the pair `(shared, kept)`: parameters that every iteration uses, and stacks of gathered layers.
+        passes: The `Passes` of the segment, or of one iteration of a scan.
     """
 
     saved: Any

@@ -1,10 +1,10 @@
 """The rules by which the planner decides what happens to each equation of a loss. Read the table `RULES` first.
 
-For each equation, the first rule that matches acts. An action adds to the containers of `Decisions`, from which
-`assembly` makes segments. To add an optimization, add a rule.
+The first rule that matches an equation acts. An action adds to the containers of `Decisions`, from which `assembly`
+makes segments. To add an optimization, add a rule.
 
-Equations on parameters alone (a transpose, a reshape, a merged LoRA) do not run once in their place. Every segment that
-reads their result repeats them, so that nothing as large as a gathered parameter outlives a segment.
+Equations on parameters alone (a transpose, a reshape, a merged LoRA) are repeated in every segment that reads their
+result. If they ran only once, their result, which is as large as a gathered parameter, would outlive the segment.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas
 class Site(NamedTuple):
     """An equation, its index in the function, and the variables that it reads.
 
-    `touched` has those of them that are parameters, slices of their shards, or computed from these alone.
+    `touched` has the variables among `reads` that depend on parameters alone: parameters, slices, repeated values.
     """
 
     index: int
@@ -45,13 +45,13 @@ class Site(NamedTuple):
 
 
 class Decisions:
-    """The decisions so far, and the predicates and actions of the rules. It lives as long as one plan.
+    """The decisions so far, and the predicates and actions of the rules. Each plan makes one instance.
 
     Attributes:
         held: Variables of values to compute once and keep, although they are computed from parameters alone.
         params: Sharded parameters and slices of their shards, by variable.
-        joined: For the variable of each stack that the loss makes of parameters, these parameters.
-        repeated: The equations that segments repeat, by their results.
+        joined: The parameters of which the loss makes a stack, by the variable of the stack.
+        repeated: The equations that segments repeat, by their result variables.
         drafts: The segments so far.
         rules: The equations so far, each with the name of its rule.
         between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
@@ -68,7 +68,8 @@ class Decisions:
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
-        self._uniform: set = set()  # Variables that have the same value on all devices.
+        # Variables that have the same value on all devices. The first ones come from equations without operands (iota).
+        self._uniform: set = set()
 
     def decide(self) -> None:
         """Apply the first rule that matches to each equation."""
@@ -99,18 +100,19 @@ class Decisions:
 
     def of_shard(self, site: Site) -> ShardedParam | None:
         """Return the slice, cast or other view of a parameter that can be computed on its shard."""
+        # There is an operand: the rule "activations" took every equation that reads no parameter.
         eqn, first = site.eqn, site.eqn.invars[0]
-        # Slices of shards are shards of one slice only if every device slices at the same index.
+        # The slices of the shards are shards of the same slice only if every device slices at the same index.
         alone = site.touched == [first] and first in self.params and self._uniform.issuperset(site.reads[1:])
         alone &= eqn.primitive.name not in OF_STACKS or eqn.outvars[0] in self._scanned
         return extended(self.params[first], eqn) if alone else None
 
     def compute_on_shard(self, site: Site, param: ShardedParam) -> None:
-        """Gather the result of the equation instead of its operand."""
+        """Let later segments gather the result of the equation instead of its operand."""
         self.params[site.eqn.outvars[0]] = param
 
     def joined_layers(self, site: Site) -> tuple[ShardedParam, ...] | None:
-        """Return the parameters of one layout that `jnp.stack` joins into a stack that a loop scans over."""
+        """Return the parameters, all of one layout, that `jnp.stack` joins into a stack that a loop scans over."""
         eqn = site.eqn
         return (not self._scanned.isdisjoint(eqn.outvars) and self._members(eqn.outvars[0], eqn)) or None
 
@@ -130,7 +132,7 @@ class Decisions:
         return is_repeatable(eqn, of_params) or (all(of_params) and _scales_a_weight(eqn, self._uses))
 
     def is_masked(self, site: Site) -> bool:
-        """Return whether a weight is combined elementwise with another value (a mask), for a single reader."""
+        """Return whether the equation combines a weight elementwise with a value (a mask), for a single reader."""
         eqn = site.eqn
         if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.ndim < 2:
             return False
@@ -151,12 +153,12 @@ class Decisions:
         self.repeated |= dict.fromkeys(site.eqn.outvars, site.eqn)
 
     def nested_program(self, site: Site) -> tuple | None:
-        """Return the program of a loop's body and its constants, if each iteration should gather for itself."""
+        """Return the program and the constants of a loop's body, if each iteration should gather what it uses."""
         loop = compat.loop_of(site.eqn)
         return None if loop is None else self._nest(site.eqn, loop, site.touched, self.params)
 
     def run_nested(self, site: Site, body: tuple) -> None:
-        """Run the body's own program in each iteration."""
+        """Make a segment that runs the body's program in each iteration."""
         program, consts = body
         self.drafts.append(Draft(functools.partial(NestedSegment, program=program, consts=consts), [site.eqn]))
 
@@ -165,7 +167,7 @@ class Decisions:
         eqn = site.eqn
 
         def stays_sharded(i: int, var: Any) -> bool:
-            """Return whether an operand is a constant, or a stack that is not sharded over its layers."""
+            """Return whether the loop takes an operand as a shard: a constant, or a stack not sharded over layers."""
             if var not in self.params or loop.length == 0:
                 return False
             return i < loop.consts or (i >= loop.consts + loop.carry and self.params[var].leaf.dim != 0)
@@ -180,7 +182,7 @@ class Decisions:
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 
     def _members(self, var: Any, eqn: Any) -> tuple[ShardedParam, ...]:
-        """Return the parameters that `jnp.stack` joins into a variable, or none if `eqn` does something else."""
+        """Return the parameters that `jnp.stack` joins into a variable, or `()` if `eqn` does something else."""
         if eqn is None:
             return ()
         if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
@@ -255,8 +257,8 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
             return False
     if eqn.effects or eqn.primitive.name in _CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
-    # A result that is much smaller than the parameter (a norm, a row) is cheap to store. If it were repeated, a penalty
-    # on all parameters would be one segment that gathers all of them at once.
+    # A result of at most half the parameter's size (a norm, a row) is cheap to store. If it were repeated, a penalty on
+    # all parameters would be one segment that gathers all of them at once.
     largest = max((math.prod(atom.aval.shape) for atom in eqn.invars), default=0)
     return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
 

@@ -1,7 +1,7 @@
-"""Run a program: its segments forward, then backward over the residuals of the forward pass.
+"""Run the segments of a program forward, and then backward over the residuals of the forward pass.
 
-`engine` and `nested` call `as_function`. Both passes walk over the segments in order. Each segment computes; the
-`GatherScheduler` starts the gathers of the segments after it; the `GradScheduler` takes its gradients.
+`engine` and `nested` call `as_function`. The forward pass runs the segments in order, and the backward pass in reverse.
+A `GatherScheduler` starts the gathers of the segments that come next. A `GradScheduler` takes the gradients.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from zerojax.offload.host import to_device
 def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
     """Return the program as a function `run(*arguments, *zeros)` with a backward pass.
 
-    `zeros` has the zeros of stand-ins, by the index of the argument that they stand in for.
+    `zeros` has the shapes of the zeros of `StandIn`s, by the index of the argument.
     """
     count = len(program.invars)
 
@@ -42,7 +42,7 @@ def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Shap
         args, kept, active = residuals
         given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
         grads = run_backward(program, args, active.value, kept, given, options)
-        # An argument that is no parameter may still have one partial sum per worker, on a dim in front of its own.
+        # The gradient of an argument that is no sharded parameter may still have partial sums, on one dim in front.
         summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)
         pairs = enumerate(zip(grads, program.invars, strict=True))
         for_args = [None if i in zeros else summed(x, var) for i, (x, var) in pairs]
@@ -56,8 +56,8 @@ def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Shap
 def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None, options: Options) -> tuple[list, list]:
     """Run the forward pass, and return `(results, residuals of each segment)`.
 
-    `active` says for each argument whether its cotangent is wanted. It is None if there is no backward pass. A segment
-    that has nothing to pull back has None as residuals.
+    `active` says for each argument whether its cotangent is wanted. It is None if there is no backward pass. The
+    residuals of a segment are None if none of its inputs needs a cotangent.
     """
     env = _env(program, args)
     live = {v for v, on in zip(program.invars, active or (), strict=False) if on and differentiable(v.aval.dtype)}
@@ -78,11 +78,11 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
         if segment.params:
             results = gathers.finish(results) if segment.waits_for_next else results
             gathers.position += 1
-            # A loss that is summed up has a backward pass that reads none of the summands. Without this barrier XLA
-            # computes the summands behind that pass, and keeps gathered parameters for them until then.
+            # If a loss is a sum, its backward pass does not read the terms of the sum. Without this barrier XLA
+            # computes the terms after the backward pass, and keeps gathered parameters for them until then.
             results, new = _tied(results, [segment.results.index(v) for v in ends[index]], new, lambda _: True)
         if residuals and residuals[-1] is not None:
-            # Otherwise XLA delays the copy of offloaded residuals to the host, and their memory is not freed.
+            # Without this barrier XLA copies offloaded residuals to the host late, and their memory is not freed.
             results, residuals[-1] = _tied(results, range(len(results)), residuals[-1], is_offloaded)
         env.update(zip(segment.results, results, strict=True))
         reached = segment.results if segment.params else [*gathers.frontier, *segment.after(gathers.frontier)]
@@ -92,7 +92,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
 
 
 def _env(program: Program, args: Sequence) -> dict:
-    """Return the values of the variables that a pass begins with."""
+    """Return the values with which a pass begins, by variable: the arguments, and stacks of parameters' shards."""
     env = dict(zip(program.invars, args, strict=True))
     for var, params in program.joined.items():
         env[var] = jnp.stack([to_device(param.sliced(env)) for param in params])
@@ -100,8 +100,8 @@ def _env(program: Program, args: Sequence) -> dict:
 
 
 def _ends(program: Program) -> list[list]:
-    """Return, for each segment, the results that no later gathering segment needs."""
-    needed: set = set()
+    """Return, for each segment, the results that are not needed by any later segment that gathers parameters."""
+    needed: set = set()  # An example of a result that is not needed: the weight penalty of one layer.
     ends = []
     for segment in reversed(program.segments):
         ends.append([v for v in segment.results if v not in needed])
@@ -112,7 +112,7 @@ def _ends(program: Program) -> list[list]:
 def _tied(
     results: Sequence, indices: Sequence[int], residuals: Any, chosen: Callable[[jax.Array], bool]
 ) -> tuple[list, Any]:
-    """Return results and residuals of which those at `indices`, and the `chosen` arrays, wait for each other."""
+    """Make the results at `indices` and the `chosen` arrays of the residuals wait for each other, and return all."""
     results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
     places = [i for i, x in enumerate(leaves) if chosen(x)]
     waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])
@@ -130,10 +130,10 @@ def run_backward(
     cotangents: Sequence,
     options: Options,
 ) -> list:
-    """Run the backward pass: pull cotangents of the results back to the arguments.
+    """Run the backward pass, and return the cotangents of the arguments, given the `cotangents` of the results.
 
-    `program`, `args`, `active` and `options` are those of `run_forward`, which returned the `residuals`. A cotangent
-    that is zero is None, among `cotangents` and among the returned ones.
+    `program`, `args`, `active` and `options` are those of `run_forward`, which returned the `residuals`. None, given or
+    returned, is a cotangent that is zero.
     """
     env = _env(program, args)
     grads = GradScheduler(env, [*program.invars, *program.held], options)
@@ -156,7 +156,7 @@ def run_backward(
     for var, params in program.joined.items():
         for i, param in enumerate(params if var in grads.cotangents else ()):
             stack = grads.cotangents[var]
-            # Partial sums have a dim of the workers in front, so the dim of layers is not always dim 0.
+            # Partial sums have one more dim in front, so the dim of layers is not always dim 0.
             layer = jax.lax.index_in_dim(stack, i, stack.ndim - var.aval.ndim, keepdims=False)
             grads.add(param.root, grads.root_grad(param, layer))
     return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]

@@ -1,15 +1,16 @@
-"""A scan over layers, and its forward pass: stacked parameters stay sharded until the iteration that uses them.
+"""Run a scan over layers as a segment: stacked parameters stay sharded until the iteration that uses them.
 
 The rule "loop over layers" makes this segment. Each pass carries the gathered parameters of one iteration while it
-gathers those of the next iteration, so that the gather hides behind the iteration. Plain autodiff would keep that
-carry, which means every layer, as residuals. So the two passes are loops of our own, and each iteration writes its
-results and residuals in place into stacks. The backward loop (`scan_backward`) reduce-scatters the gradients of one
-iteration while it computes the next one.
+gathers the parameters of the next iteration, so that compute hides the gather. Plain autodiff would keep that carry,
+which means every layer, as residuals. So the engine writes both passes as loops, and each iteration writes its results
+and residuals in place into stacks. The backward loop (`scan_backward`) reduce-scatters the gradients of one iteration
+while it computes the next one.
 
-The last iteration has nothing to gather. It is peeled: it runs after the loop, where the next segment's gathers start
-with it. The alternative, a clamped index, would gather one layer twice in each pass. The first iteration is peeled,
-too. Its own layers are gathered outside of the loop, and XLA hides a collective only behind work in the same
-computation.
+The last iteration has nothing to gather. It is peeled: it runs after the loop, and the next segment's gathers start
+together with it. A clamped index would avoid the peeling, but would gather one layer twice in each pass.
+
+The first iteration is peeled, too. Its layers are gathered outside of the loop, and XLA hides a collective only behind
+work in the same computation. With two iterations, the loop has only this one, and XLA inlines a loop of one iteration.
 """
 
 import dataclasses
@@ -33,12 +34,12 @@ from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 
 class ForwardState(NamedTuple):
-    """The values that one iteration of the forward loop hands to the next iteration.
+    """The values that one iteration of the forward loop passes to the next iteration.
 
     Attributes:
-        carry: The scan's own carry.
+        carry: The carry of the user's scan.
         gathered: Gathered layers of the next iteration; empty without prefetch.
-        stacks: The rows that the iterations have written; see `Forward.rows`.
+        stacks: The stacks of the rows that the iterations have written; see `Forward.rows`.
     """
 
     carry: list
@@ -75,7 +76,7 @@ class Forward:
             gathered, carry = self.layers.gather(iteration, carry)
         following = gathered
         if fetch:
-            # The loop itself keeps a gather in its iteration. In a peeled iteration only a barrier does.
+            # In the loop, a gather cannot leave its iteration. In a peeled iteration, it waits for the carry.
             following, behind = self.layers.gather(iteration + 1, carry if peeled else [])
             carry = behind if peeled else carry
         carry, rows = self.rows(iteration, carry, gathered)
@@ -86,8 +87,8 @@ class Forward:
         """Compute one iteration.
 
         Returns:
-            `(carry, rows)`. The iteration writes the rows: results, saved residuals, the carry that it started with,
-            and the gathered layers if they are kept.
+            `(carry, rows)`. The rows are written into stacks. They are results, saved residuals, the carry with which
+            the iteration started, and the gathered layers if they are kept.
         """
         loop, passes = self.loop, self.passes
         others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]
@@ -102,6 +103,7 @@ class Forward:
 
     def start(self, carry: list, gathered: list) -> ForwardState:
         """Return the state before the first iteration."""
+        # `jax.eval_shape` would not say which rows are in host memory.
         closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
         stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
         stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
@@ -110,7 +112,7 @@ class Forward:
 
 @dataclasses.dataclass(frozen=True)
 class ScanSegment(Segment):
-    """A loop of which each iteration gathers its own layers."""
+    """A loop in which each iteration gathers its own layers."""
 
     @functools.cached_property
     def loop(self) -> Loop:
@@ -131,7 +133,7 @@ class ScanSegment(Segment):
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Return the bytes of two iterations: no more are gathered at once."""
+        """Return the gathered bytes of two iterations, because at most two are gathered at once."""
         return [bytes_of(self.first_gather)] * min(self.loop.length, 2)
 
     @property
@@ -141,11 +143,9 @@ class ScanSegment(Segment):
 
     @property
     def waits_for_next(self) -> bool:
-        """Return False if the iterations gather nothing.
-
-        XLA then hides the next segment's gathers behind the whole loop. With a wait, it ended half of these gathers
-        before the loop.
-        """
+        """Return whether the iterations gather."""
+        # If they do not, the whole loop can hide the next segment's gathers. When the results waited for these gathers,
+        # XLA ended half of them before the loop.
         return bool(self.loop.stacked)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
@@ -163,7 +163,7 @@ class ScanSegment(Segment):
             return run.iterate(state, iteration, fetch=ahead, peeled=False), None
 
         state = run.start(carry, gathered)
-        first = int(ahead and length > 2)
+        first = int(ahead and length > 2)  # Whether the first iteration is peeled; see the module.
         if first:
             state = run.iterate(state, 0, fetch=True, peeled=True)
         inside = length - ahead - first
@@ -189,7 +189,7 @@ class ScanSegment(Segment):
         scan_backward.backward(self, self.loop, residuals, gathers, grads)
 
     def _body_rows(self, gathers: GatherScheduler) -> list[State]:
-        """Return where the arguments of the body that are no parameters hold the rows of the batch."""
+        """Return which dims of the body's arguments, except parameters, hold the rows of the batch."""
         if (follower := gathers.options.comm.follower) is None:
             return [UNKNOWN] * len(self.loop.others)
         (eqn,) = self.jaxpr.eqns
@@ -199,7 +199,7 @@ class ScanSegment(Segment):
         return [state for state, is_param in zip(inside, self.loop.is_param, strict=True) if not is_param]
 
     def _passes(self, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
-        """Return the passes of the body. Every carry counts as active: it may depend on any active input."""
+        """Return the passes of the body. Every carry counts as active, because it may depend on any active input."""
         loop = self.loop
         active = [index is not None and self.others[index] in moving for index in loop.others]
         active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry

@@ -1,8 +1,8 @@
-"""The backward pass of a scan over layers. `ScanSegment` calls `backward`.
+"""Run the backward pass of a scan over layers. `ScanSegment` calls `backward`.
 
-The loop is a software pipeline. A layer goes through the stages of `Stage`, one stage per step of the loop. While one
-step computes the gradients of an iteration, it gathers the layer of the next iteration and reduces the gradients of the
-iterations before:
+The loop is a software pipeline. A layer goes through the stages of `Stage`, one stage per step of the loop. While a
+step computes the gradients of one iteration, it gathers the layer of the next iteration, and reduces the gradients of
+the iterations before. The iterations run from n down to 0, so the next iteration has the next smaller number.
 
     step          gather    compute    reduce within    reduce across
     n (first)     n - 1     n
@@ -11,9 +11,10 @@ iterations before:
     ...
     0 (last)                0          1                2
 
-Only hybrid sharding has the last column. Steps with an empty column are peeled: they run outside of the loop. Clamping
-the index instead would gather or reduce a layer twice. After the last step, the `GradScheduler` does the stages that
-remain. Without prefetch, each iteration goes through all stages before the next one starts (`Backward.in_turn`).
+Only hybrid sharding has the last column. Steps with an empty column are peeled: they run outside of the loop. So each
+step in the loop has the same stages, and a `StepState` of the same structure. A clamped index would avoid the peeling,
+but would gather or reduce a layer twice. After the last step, the `GradScheduler` does the stages that remain. Without
+prefetch, each iteration goes through all stages before the next one starts (`Backward.in_turn`).
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from zerojax.gather.vjp import Passes
 
 
 class Stage(enum.IntEnum):
-    """The stages of a layer's backward pass, in order. A layer reaches a stage one step after the stage before it."""
+    """The stages of a layer's backward pass, in order. Each step of the loop moves a layer to its next stage."""
 
     GATHER = enum.auto()
     COMPUTE = enum.auto()
@@ -54,14 +55,14 @@ class Stage(enum.IntEnum):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepState:
-    """The values that one step of the backward loop hands to the next step.
+    """The values that one step of the backward loop passes to the next step.
 
     Attributes:
         carry: Cotangents of the scan's carry.
         gathered: Gathered layers of the next iteration; empty without prefetch.
-        pending: The last iteration's gradients of gathered layers, which are not reduce-scattered yet.
-        scattered: Shards of the gradients of the iteration before that one, which are not reduced across groups yet;
-            empty without hybrid sharding.
+        pending: Gradients of the layers of the iteration just computed. They are not reduce-scattered yet.
+        scattered: Shards of the gradients of the iteration before it. They are not reduced across groups yet; empty
+            without hybrid sharding.
         shared: Sums of the gradients of parameters that every iteration uses.
         consts: Sums of the cotangents of the constants.
         slices: Stacks of the cotangents of the rows that the iterations read.
@@ -87,8 +88,8 @@ class Backward:
         passes: The passes of the loop's body.
         layers: The gathers of the iterations.
         residuals: The residuals of the forward pass.
-        cotangents: For each active result of the body: the cotangent of a carry after the last iteration, a stack of
-            cotangents for a result that is stacked, or None if it has none.
+        cotangents: For each active result of the body, the cotangent that enters the loop. It is the final cotangent
+            for a carry, and a stack for a stacked result, or None if that result has no cotangent.
         later: Indices of the others that are arguments of the program. Their cotangents may stay partial sums.
     """
 
@@ -115,19 +116,19 @@ class Backward:
 
     @property
     def carry_rows(self) -> list[State]:
-        """Return where the cotangents of the carry hold the rows of the batch."""
+        """Return which dims of the carry's cotangents hold the rows of the batch."""
         pairs = zip(self.passes.active_results, self.passes.result_rows, strict=True)
         return [rows for i, rows in pairs if i < self.loop.carry]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Return `(gathered layers, anchor)` of one iteration; see `LayerGathers.gather`. Layers may have been kept."""
+        """Return `(gathered layers, anchor)` of one iteration. Layers that the forward pass kept are not gathered."""
         if self.residuals.gathered is None:
             return self.layers.gather(iteration, anchor)
         _, stacks = self.residuals.gathered
         return [None if s is None else self.loop.row(s, iteration) for s in stacks], list(anchor)
 
     def entry(self, gathered: Sequence) -> tuple[list, list]:
-        """Return `(shared parameters, layers)` of the pass's first iteration; None for those that it does not read."""
+        """Return `(shared parameters, layers)` of the first step, with None for a parameter that no step reads."""
         if self.residuals.gathered is not None:
             return list(self.residuals.gathered[0]), self.gather(self.loop.length - 1)[0]
         by_index = dict(zip(sorted(self.passes.needed), gathered, strict=True))
@@ -135,13 +136,13 @@ class Backward:
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
     def start(self, cotangents: Sequence, gathered: Sequence) -> StepState:
-        """Return the state before the first iteration."""
+        """Return the state before the first step."""
         loop, others, comm = self.loop, self.passes.other_shapes, self.layers.options.comm
         of_consts, _, of_slices = self.active_others
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in of_consts]
-        # Every row will be overwritten. The stacks are filled with a value that is computed only now. If they were
-        # filled with zeros, XLA could allocate them at the start of the program.
+        # Every row will be overwritten, so the stacks may start with any value. They start with one that is computed
+        # only now. XLA could allocate stacks of zeros at the start of the program.
         first = next(n for n, c in enumerate(cotangents) if c is not None)
         seed = comm.element(cotangents[first], cotangent_rows(self.passes, loop)[first])
         rows = [zeros(i) for i in of_slices]
@@ -160,7 +161,7 @@ class Backward:
         """Run one step of the pipeline, which computes one iteration.
 
         `shared` are the gathered parameters that every iteration uses. With `fetch`, the step gathers the layers of the
-        next iteration. `zero` is a zero that XLA computes only after the values behind which this gather must start.
+        next iteration. `zero` is a zero that XLA can compute only when this gather may start.
         """
         following = self.gather(Stage.GATHER.iteration(iteration) + zero)[0] if fetch else []
         stacks = self._reduced_across(state.stacks, state.scattered, Stage.REDUCE_ACROSS.iteration(iteration))
@@ -176,7 +177,7 @@ class Backward:
         return dataclasses.replace(state, stacks=self._reduced_across(stacks, scattered, iteration))
 
     def _computed(self, params: Sequence, state: StepState, carry: Sequence, iteration) -> tuple[list, StepState]:
-        """Compute one iteration from its gathered parameters: the gradients of its layers, and the new state."""
+        """Compute one iteration from its gathered parameters, and return its layers' gradients and the new state."""
         loop, passes, comm = self.loop, self.passes, self.layers.options.comm
         inner, given = loop.consts + loop.carry, self.residuals.others
         saved, carried, slices = [
@@ -197,7 +198,7 @@ class Backward:
         )
 
     def _given(self, carry: Sequence, iteration) -> list:
-        """Return the cotangents of the body's active results in one iteration."""
+        """Return the cotangents of the body's active results for one iteration, given those of the carry."""
         of_carry, results = iter(carry), []
         for index, stack in zip(self.passes.active_results, self.cotangents, strict=True):
             if index < self.loop.carry:
@@ -210,7 +211,7 @@ class Backward:
         return results
 
     def _sorted(self, to_params: Sequence) -> tuple[list, list]:
-        """Return `(gradients of layers, gradients of shared parameters)`, with the uses of one layer added up."""
+        """Return `(gradients of layers, gradients of shared parameters)`. The gradients of a layer's uses are added."""
         first, totals = len(self.loop.shared), dict.fromkeys(self.trained)
         shared = []
         for index, grad in zip(self.passes.active_params, to_params, strict=True):
@@ -223,23 +224,23 @@ class Backward:
 
     @property
     def is_across(self) -> bool:
-        """Return whether reduce-scattered gradients are still to be reduced across groups."""
+        """Return whether reduce-scattered gradients must also be reduced across groups."""
         return any(map(self.layers.options.is_across, self._layers))
 
     @property
     def _layers(self) -> list:
-        """Return a layer of each stack that has a gradient."""
+        """Return layer 0 of each stack that has a gradient. Callers read only its layout, which all layers share."""
         return [self.loop.stacked[i].at_layer(0) for i in self.trained.values()]
 
     def _reduced_within(self, stacks: Sequence, grads: Sequence, iteration) -> tuple[list, list]:
-        """Reduce-scatter one iteration's gradients: return `(stacks, scattered)`. Final gradients are in the stacks."""
+        """Reduce-scatter one iteration's gradients into `(stacks, scattered)`. Only final shards go into the stacks."""
         if not grads:
             return list(stacks), []
         shards = self.layers.options.reduce_scatter(grads, self._layers)
         return (list(stacks), shards) if self.is_across else (self._into(stacks, shards, iteration), [])
 
     def _reduced_across(self, stacks: Sequence, scattered: Sequence, iteration) -> list:
-        """Return the stacks with one iteration's shards reduced across groups."""
+        """Reduce one iteration's shards across groups, and return the stacks with the results in them."""
         if not scattered:
             return list(stacks)
         return self._into(stacks, self.layers.options.reduce_across(scattered, self._layers), iteration)
@@ -262,8 +263,8 @@ def backward(
         return
     here = [c for c in cotangents if c is not None]
     flat, structure = jax.tree.flatten(residuals.saved)
-    # The residuals pass the barrier, too. Otherwise XLA would merge the first iteration with the last one of the
-    # forward pass, and keep that iteration's values for it.
+    # The residuals pass the barrier, too. Otherwise XLA would merge what the first step recomputes with the last
+    # iteration of the forward pass, and keep that iteration's values until then.
     rows = [rows for rows, c in zip(cotangent_rows(passes, loop), cotangents, strict=True) if c is not None]
     entry, (here, flat, due) = gathers.take(here, flat, grads.due, rows=rows, ahead=not loop.stacked)
     grads.settle(due)
@@ -286,7 +287,7 @@ def backward(
 def _iterate(
     run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
 ) -> StepState:
-    """Run all iterations: as a pipeline, or in turn without prefetch."""
+    """Run all iterations, as a pipeline if there is prefetch, and otherwise one after the other."""
     if gathers.options.prefetch and run.loop.stacked:
         return _pipeline(run, shared, run.start(run.cotangents, gathered), gathers, grads)
     body = lambda state, iteration: (run.in_turn(shared, state, iteration), None)
@@ -298,7 +299,7 @@ def _pipeline(
 ) -> StepState:
     """Run the pipeline, with the first one or two steps and the last step peeled; see the module."""
     left = run.loop.length - 1  # The iterations from here down to 0 are not computed yet.
-    if run.loop.length > 1:
+    if run.loop.length > 1:  # A single iteration is the last step, below.
         zero = run.layers.options.comm.zero_after(state.carry, run.carry_rows)
         state = run.pipelined(shared, state, left, zero=zero)
         carry, (due,) = barrier(state.carry, grads.due)
@@ -311,19 +312,19 @@ def _pipeline(
         state, _ = lax.scan(body, state, jnp.arange(1, left + 1), reverse=True)
     (carry,) = gathers.start(state.carry, rows=run.carry_rows)
     state = run.pipelined(shared, dataclasses.replace(state, carry=carry), 0, fetch=False)
-    # Without these barriers XLA moves the reduction of iteration 1 behind iteration 0, which should hide it, or
-    # combines it with the reduction of iteration 0.
+    # Iteration 0 should hide the reduction of iteration 1. Without these barriers, XLA does this reduction afterwards,
+    # or combines it with the reduction of iteration 0.
     carry, (stacks, scattered) = barrier(state.carry, state.stacks, state.scattered)
     pending = [barrier([grad], stacks + scattered)[0][0] for grad in state.pending]
     return dataclasses.replace(state, carry=carry, pending=pending, scattered=scattered, stacks=stacks)
 
 
 def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherScheduler, grads: GradScheduler) -> None:
-    """Give the gradients of the loop's parameters and inputs to `grads`."""
+    """Add the gradients of the loop's parameters and inputs to `grads`."""
     loop, passes = run.loop, run.passes
     carry = gathers.finish(state.carry)
     ranks = [passes.other_shapes[i].ndim for i in run.active_others[2]]
-    # The loop's stacks have layers first and partial sums per worker second. The scheduler has the workers first.
+    # In a stack, the layers are on dim 0, and partial sums per worker on dim 1. The scheduler has the workers first.
     slices = [jnp.moveaxis(x, 0, x.ndim - rank - 1) for x, rank in zip(state.slices, ranks, strict=True)]
     to = dict(zip(itertools.chain(*run.active_others), [*state.consts, *carry, *slices], strict=True))
     places = {i: place for i in to if (place := loop.others[i]) is not None}
@@ -342,16 +343,14 @@ def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherSc
 
 
 def cotangent_rows(passes: Passes, loop: Loop) -> list[State]:
-    """Return where the cotangents of a loop hold the rows of the batch. Those of stacked results are stacks."""
+    """Return which dims of a loop's cotangents hold the rows of the batch. Stacked results have stacked cotangents."""
     pairs = zip(passes.active_results, passes.result_rows, strict=True)
     return [rows if i < loop.carry else stacked(rows) for i, rows in pairs]
 
 
 def _cotangents(segment: Segment, loop: Loop, passes: Passes, grads: GradScheduler) -> list | None:
-    """Return the cotangents of the body's active results, or None if the loop has none.
-
-    A stacked result that no later segment reads has None. A carry has zeros, because the iterations need its type.
-    """
+    """Return the cotangents of the body's active results, or None if no result of the loop has a cotangent."""
+    # A missing cotangent is None for a stacked result. It is zeros for a carry, which every iteration needs.
     keys = dict(zip(loop.results, segment.results, strict=True))
     given = [grads.cotangents.get(keys[i]) if i in keys else None for i in passes.active_results]
     if all(c is None for c in given):

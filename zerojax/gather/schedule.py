@@ -1,19 +1,20 @@
-"""The schedule: when each parameter is gathered, and when each gradient is computed and reduced.
+"""The schedule decides when each parameter is gathered, and when each gradient is computed and reduced.
 
-`run` makes a `GatherScheduler` for each pass and a `GradScheduler` for the backward pass. Segments ask them for
-gathered parameters, and hand them gradients.
+`run` makes a `GatherScheduler` for each pass and a `GradScheduler` for the backward pass. Segments ask the first for
+gathered parameters, and give gradients to the second.
 
-XLA's scheduler moves a collective as far as data dependence allows: gathers to the top of the program, where they fill
-the memory, or to their use, where nothing hides them. An optimization barrier is the only portable way to fix an order:
-its results depend on all of its operands. The barriers here enforce:
+XLA's scheduler moves a collective as far as data dependence allows. Gathers move to the start of the program, where
+they fill the memory, or to their use, where no compute hides them. An optimization barrier is the only portable way to
+fix an order, because its results depend on all of its operands. The barriers here enforce four rules. A block is a
+segment that gathers.
 
-- A gather may start when the block `prefetch` blocks before its use starts. Its shards pass a barrier with that block's
-  input (`GatherScheduler.start`).
-- A gather must end when the block before its use ends. It passes a barrier with that block's results
-  (`GatherScheduler.finish`).
-- A block's gradients must be computed when the next block's backward pass starts, and be reduce-scattered when that
-  pass ends. They pass a barrier with that block's cotangents (`GradScheduler.due` and `settle`).
-- In hybrid sharding, a gradient that is also reduced across hosts has one more block's time for it.
+- A gather may start when the block `prefetch` blocks before its use starts. Its shards pass a barrier together with
+  that block's input (`GatherScheduler.start`).
+- A gather must end when the block before its use ends. The gathered parameters pass a barrier together with that
+  block's results (`GatherScheduler.finish`).
+- A block's gradients must be computed when the next block's backward pass starts, and reduce-scattered when that pass
+  ends. They pass a barrier together with the next block's cotangents (`GradScheduler.due` and `settle`).
+- In hybrid sharding, a gradient is also reduced across hosts. This must end one block later.
 """
 
 import dataclasses
@@ -61,13 +62,13 @@ class Options:
     def reduce_scatter(
         self, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
-        """Reduce-scatter gradients whose dims are in their parameter's `order`; see `Collectives`."""
+        """Reduce-scatter gradients whose dims are in the `order` of their parameter; see `Collectives`."""
         leaves = [param.grad_leaf for param in params]
         shards = self.comm.reduce_scatter(grads, leaves, exposed=exposed)
         return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
 
     def is_across(self, param: ShardedParam) -> bool:
-        """Return whether the schedule must also reduce a result of `reduce_scatter` across groups."""
+        """Return whether a result of `reduce_scatter` must be reduced across groups during this pass, too."""
         return not self.comm.defers and bool(self.comm.across(param.leaf))
 
     def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
@@ -75,7 +76,7 @@ class Options:
         return self.comm.reduce_across(shards, [param.leaf for param in params])
 
     def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
-        """Return the sum of the gradients of several uses. A single gradient keeps its type."""
+        """Add the gradient of one more use to a total, in a wide type. The first gradient keeps its type."""
         if total is None:
             return grad
         wide = self.comm.encoding.sum_dtype(grad.dtype)
@@ -88,7 +89,7 @@ class Uses:
 
     Attributes:
         params: The parameters that each use needs gathered when it starts.
-        computes: For each use, whether it has work to hide communication behind.
+        computes: For each use, whether it has work that hides communication (`Segment.computes`).
         arguments: The program's arguments.
         rows: Where the program's variables hold the rows of the batch.
     """
@@ -100,7 +101,14 @@ class Uses:
 
 
 class GatherScheduler:
-    """The gathers of one pass over a program. It lives as long as one trace of the pass.
+    """The gathers of one pass over a program. The scheduler exists as long as one trace of the pass.
+
+    The uses of parameters come one after the other. For each use, `take` starts the gathers that are due (`start`), and
+    returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the next
+    use are done. Then `run` updates `position` and `frontier`.
+
+    An anchor is a list of arrays that a gather waits for: the shards pass a barrier with the anchor. The segment must
+    read the anchor that the barrier returns. XLA drops an array from a barrier if no equation reads it afterwards.
 
     Attributes:
         env: Values of the program's variables.
@@ -120,11 +128,11 @@ class GatherScheduler:
         self._gathered: dict[int, list] = {}
 
     def rows_of(self, variables: Sequence) -> list[State]:
-        """Return where variables hold the rows of the batch. A variable that depends on parameters alone holds none."""
+        """Return which dims of variables hold the rows of the batch. Without an entry in `Uses.rows`, no dim does."""
         return [self.uses.rows.get(var, NOWHERE) for var in variables]
 
     def take(self, *anchors: Sequence[jax.Array], **options: Any) -> tuple[list, list[list[jax.Array]]]:
-        """Return `(gathered parameters of this segment, anchors)`; see `start`, which has the same arguments."""
+        """Call `start` with the same arguments, and return `(gathered parameters of this segment, anchors)`."""
         behind = self.start(*anchors, **options)
         return self._gathered.pop(self.position), behind
 
@@ -135,31 +143,32 @@ class GatherScheduler:
         ahead: bool = True,
         beside: MutableMapping | None = None,
     ) -> list[list[jax.Array]]:
-        """Start the gathers that may run during this segment, no earlier than the anchors are computed.
+        """Start the gathers that may run during this segment. They wait until the anchors are computed.
 
         Args:
-            *anchors: Lists of arrays. The segment must read the first list from the result, behind the barrier.
-            rows: Where the arrays of the first list hold the rows of the batch.
+            *anchors: Lists of arrays. The segment must read the first list as it is returned (see the class).
+            rows: Which dims of the arrays of the first list hold the rows of the batch.
             ahead: Whether to start the gathers of the next `prefetch` segments, too. A loop starts them during its last
                 iteration instead.
-            beside: Values of the `frontier`, if the first list does not depend on the segment before: the gathers then
-                wait for one of these values, and the segment does not, so that independent branches stay independent.
+            beside: The values of variables, if the first list does not depend on the previous segment that gathered.
+                The gathers then also wait for one variable of the `frontier`. The segment does not wait for it, so that
+                independent branches stay independent.
 
         Returns:
-            The anchors, behind the barrier.
+            The anchors, as the barrier returns them.
         """
         due = []
         for place in range(self._next, min(self.position + ahead * self.options.prefetch + 1, len(self.uses.params))):
+            # A later gather must wait if it reads a slice whose index is not computed yet.
             if place > self.position and not all(v in self.env for p in self.uses.params[place] for v in p.operands):
                 break
             due.append(place)
         self._next += len(due)
         roots = list(dict.fromkeys(p.root for place in due for p in self.uses.params[place]))
-        # The barrier orders nothing unless a later equation reads its results. The segment reads the first list.
         first, (*others, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
-            # The value is put back for its readers: XLA drops a barrier's operand if no equation reads the result.
+            # The value that the barrier returns replaces the old one, because an equation must read it.
             keys = [key for key in self.frontier if key in beside][:1]
             waited, (values,) = barrier([beside[key] for key in keys], values)
             beside.update(zip(keys, waited, strict=True))
@@ -172,8 +181,11 @@ class GatherScheduler:
     def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> list[jax.Array]:
         unique = {p.key: p for p in self.uses.params[place]}
         params = list(unique.values())
+        # The shards passed a barrier, but XLA:CPU removes barriers. It would then slice a layer at a constant index
+        # early. So the index depends on the anchor.
         zero = functools.cache(lambda: self.options.comm.zero_after(anchor, rows))
         shards = self.options.encode([p.shard(env, zero) for p in params], params)
+        # If no work hides this gather, its buckets are smaller, so that the use can start on the first of them.
         exposed = not any(self.uses.computes[max(0, place - self.options.prefetch) : place])
         gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
         return [gathered[p.key] for p in self.uses.params[place]]
@@ -185,15 +197,14 @@ class GatherScheduler:
 
     @property
     def is_hidden_after(self) -> bool:
-        """Return whether a later segment of this pass has work to hide this segment's communication behind."""
+        """Return whether a later segment of this pass has work that hides this segment's communication."""
         return any(self.uses.computes[self.position + 1 :])
 
     def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return this segment's results, delayed until the next segment's gathers are done.
-
-        Otherwise XLA sinks the gather to its use.
-        """
+        """Return this segment's results, delayed until the next segment's gathers are done."""
         following = self.position + 1
+        # Without the barrier, XLA moves the gather down to its use. But a segment without products does not hide the
+        # gather, so there the barrier would only delay the results.
         if following not in self._gathered or not self.uses.computes[self.position]:
             return list(results)
         results, (self._gathered[following],) = barrier(results, self._gathered[following])
@@ -201,7 +212,7 @@ class GatherScheduler:
 
 
 class GradState(enum.Enum):
-    """The state of a gradient. It is computed, reduce-scattered, perhaps reduced across hosts, and then accumulated."""
+    """The last thing that was done to a gradient. A gradient that needs no reduction here counts as `REDUCED`."""
 
     COMPUTED = enum.auto()
     SCATTERED = enum.auto()
@@ -213,10 +224,11 @@ class PendingGrad:
     """A gradient that is not accumulated yet.
 
     Attributes:
-        key: A sharded parameter; or the variable of an argument, whose gradient needs no reduction here.
-        value: A full gradient when `COMPUTED`, afterwards a shard.
-        state: The last thing that was done to it.
-        stack: If the gradient is a layer of a scan's stack, the number of that stack.
+        key: The `ShardedParam`, or the variable of an argument or a held value, whose gradient is `REDUCED` from the
+            beginning: it needs no reduction here.
+        value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
+        state: The last thing that was done to the gradient.
+        stack: The number of the scan's stack, if the gradient is one layer of it.
     """
 
     key: Any
@@ -226,16 +238,17 @@ class PendingGrad:
 
 
 class GradScheduler:
-    """The gradients of one backward pass, on their way to the arguments. It lives as long as one trace of the pass.
+    """The gradients of one backward pass. The scheduler exists as long as one trace of the pass.
 
-    No equation waits for a parameter's gradient, so XLA's scheduler would delay it, and keep every layer's activations
-    until then. A gradient therefore waits in a queue. Each block passes the queue through its barrier (`due`,
+    No equation waits for a parameter's gradient, so XLA's scheduler would delay it, and keep the activations of every
+    layer until then. A gradient therefore waits in a queue. Each block passes the queue through its barrier (`due`,
     `settle`), and each gradient moves on by one `GradState`.
 
     Attributes:
         env: Values of the program's variables.
-        arguments: The program's arguments, and held values: their gradients are accumulated from the queue.
-        cotangents: The accumulated cotangents, by variable or `Gathered`; a parameter's variable has its shard's.
+        arguments: The program's arguments, and held values. Their gradients also wait in the queue.
+        cotangents: The accumulated cotangents, by variable or `Gathered`. For the variable of a sharded parameter, it
+            is the gradient of the shard.
         options: How to reduce.
     """
 
@@ -253,7 +266,7 @@ class GradScheduler:
         return [pending.value for pending in self._queue]
 
     def settle(self, due: Sequence[jax.Array]) -> None:
-        """Take `due` back from behind a barrier, and do the next step for each gradient."""
+        """Take the gradients that `due` returned, after a barrier, and do the next step for each of them."""
         queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
         for pending in queue:
             if pending.state is GradState.REDUCED:
@@ -265,7 +278,7 @@ class GradScheduler:
         self._queue = [*self._reduced_across(scattered), *self._scattered(computed)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
-        """Add a block's cotangents of the inputs that it does not gather."""
+        """Add a block's cotangents of the inputs that are not gathered."""
         for var, cotangent in zip(variables, cotangents, strict=True):
             if var in self.arguments:
                 self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
@@ -280,17 +293,17 @@ class GradScheduler:
         exposed: bool,
         stacks: Mapping[tuple, int] = MappingProxyType({}),
     ) -> None:
-        """Add the gradients of one block's gathered parameters, which are not summed over devices yet.
+        """Add the gradients of one block's gathered parameters. They are not summed over devices yet.
 
-        `exposed` says that no later block of this pass can hide the reduction. `stacks` has, for the key of a layer of
-        a scan, the number that `add_stack` gave its stack.
+        `exposed` says that no later block of this pass can hide the reduction. `stacks` maps the key of a scan's layer
+        to the number that `add_stack` returned for its stack.
         """
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):
             first, total = totals.get(param.key, (param, None))
             totals[param.key] = first, self.options.add(total, grad)
         computed = [
-            # Transposed before the barrier, where the compiler sees that this undoes the product's own transpose.
+            # Before the barrier, the compiler sees that this transpose undoes the transpose of the product.
             PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key))
             for key, (param, total) in totals.items()
         ]
@@ -298,12 +311,12 @@ class GradScheduler:
         self._queue += self._scattered(computed, exposed=exposed) if at_once else computed
 
     def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
-        """Add shards of layers of a scan, to be reduced across groups; `stacks` has the numbers from `add_stack`."""
+        """Add shards of a scan's layers that must be reduced across groups. `stacks` are numbers from `add_stack`."""
         triples = zip(params, shards, stacks, strict=True)
         self._queue += [PendingGrad(param, shard, GradState.SCATTERED, stack) for param, shard, stack in triples]
 
     def add_stack(self, param: ShardedParam, stack: jax.Array) -> int:
-        """Add the gradients of a scan's stack, and return its number, with which a missing layer is added later."""
+        """Add the gradients of a scan's stack, and return a number, with which its missing layers are added later."""
         self._stacks.append((param, stack))
         return len(self._stacks) - 1
 
@@ -313,16 +326,17 @@ class GradScheduler:
             self.settle(self.due)
 
     def finish(self) -> None:
-        """Accumulate the last gradients."""
+        """Accumulate all gradients that are left."""
         self.drain()
         for param, stack in self._stacks:
-            # Layers are on dim 0, and partial sums per worker on dim 1. The parameter has the workers first.
+            # The layers are on dim 0, and partial sums per group on dim 1. A parameter's gradient has the groups first.
             stack = jnp.moveaxis(stack, 0, stack.ndim - len(param.leaf.shape))
             self.add(param.root, self.root_grad(param, stack))
 
     def root_grad(self, param: ShardedParam, grad: jax.Array) -> jax.Array:
         """Return the gradient of the parameter's shard; see `ShardedParam.root_grad`."""
         shape = self.options.comm.grad_shape(param.stored)
+        # `grad` may have one more dim in front, of groups. It is kept, and the dims of the stored layout follow it.
         rank = grad.ndim - len(param.leaf.shape) + len(param.stored.shape)
         return param.root_grad(grad, self.env, shape[-rank:] if rank else ())
 

@@ -1,15 +1,24 @@
-"""Segments: equations of the loss that run together on the same gathered parameters; and `Program`, a list of them.
+"""A `Segment` has equations of the loss that run together on the same gathered parameters. A `Program` has segments.
 
 `rules` chooses the class of each segment, `assembly` makes them, and `run` runs them forward and backward.
 
 plain    `PlainSegment`: consecutive equations that use no sharded parameter
-block    `BlockSegment`: one use of parameters: an equation, a user's remat, or a call of `zerojax.block`
+block    `BlockSegment`: one use of parameters (an equation, a user's remat, or a call of `zerojax.block`)
 held     `HeldSegment`: a block that computes a value from parameters alone, which later segments read
 scan     `ScanSegment` (`scan`): a loop over stacked layers; each iteration works like a block
-nested   `NestedSegment` (`nested`): a loop that runs a program of its own in each iteration
+nested   `NestedSegment` (`nested`): a loop that runs another program in each iteration
 
 Each segment is differentiated by itself (`vjp`). If JAX differentiated the loss as a whole, gathered parameters would
 be residuals, and the backward pass could not gather them again at a time that we choose.
+
+Five words say which values have cotangents:
+
+live      the variables of a program that depend on an argument whose cotangent is wanted
+moving    the live variables among a segment's inputs
+trained   for each parameter of a segment, whether it is moving
+active    for each other input, whether it is moving. In `Passes`, `active_params`, `active_others` and `active_results`
+          are the indices of all parameters, others and results that have cotangents.
+wanted    the indices of a segment's results that are live
 """
 
 import abc
@@ -39,7 +48,9 @@ class Gathered:
     """The key of a value that one segment gathers for later segments.
 
     A variable of a sharded parameter names the shard, so the gathered value needs another name. `var` is the variable
-    of the parameter, or of a value that is computed from parameters alone. `segment` is the gathering segment's index.
+    of the parameter, or of a value that is computed from parameters alone. `segment` is the number of the `Draft` that
+    gathers it, and only tells several gathers of one variable apart. It is not an index of `Program.segments`, because
+    drafts without equations are dropped.
     """
 
     var: Any
@@ -68,15 +79,15 @@ class Segment(abc.ABC):
 
         Args:
             gathers: Gathers the parameters, and has the values of variables.
-            moving: The `sources` that want cotangents.
+            moving: The `sources` whose cotangents are wanted.
 
         Returns:
-            `(results, residuals)`. Without `moving` sources the residuals are None.
+            `(results, residuals)`. The residuals are None if `moving` is empty.
         """
 
     @abc.abstractmethod
     def backward(self, residuals: Any, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Pull the cotangents of the results, which `grads` has, back to the parameters and others."""
+        """Take the cotangents of the results from `grads`, and add the cotangents of parameters and others to it."""
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
@@ -96,7 +107,7 @@ class Segment(abc.ABC):
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """Return the stacks of which each iteration gathers one layer. Only scans have any."""
+        """Return the stacks of which each iteration gathers one layer. Only a loop has such stacks."""
         return ()
 
     @property
@@ -120,14 +131,14 @@ class Segment(abc.ABC):
         return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.equations(self.jaxpr))
 
     def run(self, params: Sequence, others: Sequence) -> list:
-        """Compute the results from parameters in the types in which they were gathered."""
+        """Compute the results. `params` are in the types in which they were gathered."""
         if not self.params:
             return jax.core.eval_jaxpr(self.jaxpr, (), *others)
         values = [as_gathered(*pair) for pair in zip(params, self.params, strict=True)]
         return evaluate(self.jaxpr, (), [*values, *others])
 
     def live_results(self, moving: Set) -> list:
-        """Return the results that may depend on a variable in `moving`."""
+        """Return the results through which cotangents may flow to a variable in `moving`."""
 
         def live(eqn, reads):
             if not reads or eqn.primitive.name == "stop_gradient":
@@ -137,11 +148,11 @@ class Segment(abc.ABC):
         return self._dependent(moving, live)
 
     def after(self, sources: Collection) -> list:
-        """Return the results that depend on some of these sources."""
+        """Return the results that depend on any of these sources."""
         return self._dependent(sources, lambda eqn, reads: eqn.outvars if reads else ())
 
     def behind(self, results: Collection) -> list:
-        """Return the sources that some of these results depend on."""
+        """Return the sources that any of these results depends on."""
         wanted = [v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results]
         _, reads = jaxprs.needed_for(self.jaxpr.eqns, wanted)
         return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in reads]
@@ -154,11 +165,11 @@ class Segment(abc.ABC):
     def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
 
-        Those gathers start behind an anchor: an input that depends on the segment that gathered before this one. A
-        segment without such an input is an independent branch. It must not wait for the segment before, so only the
-        gathers do (`beside`).
+        The gathers wait for an anchor. This is an input that depends on the previous segment that gathered. A segment
+        without such an input is an independent branch, which must not wait for the previous segment. Its anchor is any
+        input that a segment computed, and only its gathers also wait for the previous segment (`beside` of `start`).
         """
-        # One anchor is enough: each of `follows` depends on the segment that gathered before.
+        # One anchor is enough, because each input in `follows` depends on the previous segment that gathered.
         follows = [v for v in self.others if v in gathers.frontier]
         anchors = (follows or [v for v in self.others if v not in gathers.uses.arguments])[-1:]
         beside = None if follows else gathers.env
@@ -173,7 +184,7 @@ class Segment(abc.ABC):
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Return the cotangents of some results, with zeros for missing ones, or None if all are missing."""
+        """Return the cotangents of the results at `indices`: zeros for a missing one, or None if all are missing."""
         keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
         if not any(key in grads.cotangents for key in keys):
             return None
@@ -219,8 +230,8 @@ class BlockSegment(Segment):
     """One use of parameters, which are gathered together.
 
     Attributes:
-        shared: Passes by the types of their inputs, which segments of the same equations on other parameters share
-            (the layers of an unrolled model); None if no other segment has these equations.
+        shared: A cache of `Passes` by the types of their inputs. Segments that have the same equations share it, such
+            as the layers of an unrolled model. None if no other segment has these equations.
     """
 
     shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
@@ -247,7 +258,8 @@ class BlockSegment(Segment):
         cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
             return
-        # With gradients in the barrier, the gathers wait for the segment that was pulled back before this one.
+        # Gradients in `due` come from the segment before this one in the pass. They are in the barrier, so the gathers
+        # wait for that segment, and `beside` is not needed.
         beside = None if grads.due else grads.cotangents
         again, (cotangents, due) = gathers.take(cotangents, grads.due, rows=passes.result_rows, beside=beside)
         grads.settle(due)
@@ -256,6 +268,8 @@ class BlockSegment(Segment):
             values = dict(zip(sorted(passes.needed), again, strict=True))
             gathered = [values.get(i) for i in range(len(self.params))]
         comm = gathers.options.comm
+        # A segment without products may be a lookup, whose gradient is added into zeros. Without this seed, XLA could
+        # allocate these zeros at the start of the program.
         zero = None if self.computes else comm.zero_after(cotangents, passes.result_rows)
         later = [i for i, v in enumerate(self.others) if v in grads.arguments]
 
@@ -264,6 +278,7 @@ class BlockSegment(Segment):
             return passes.pull(comm, gathered, others, saved, cotangents, zero, reduced_later=later)
 
         shapes = [self.jaxpr.outvars[i].aval.shape for i in passes.active_results]
+        # If a cotangent has partial sums, `pull` runs once per worker, with the collectives of device view.
         to_params, to_others = comm.each_worker(pull, cotangents, shapes)
         to_others = gathers.finish(to_others)
         grads.add_others([self.others[i] for i in passes.active_others], to_others)
@@ -276,7 +291,7 @@ class HeldSegment(BlockSegment):
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
-        grads.drain()  # Cotangents from its readers wait in the queue, since a held value counts as an argument.
+        grads.drain()  # The held value's cotangents wait in the queue, because `grads.arguments` includes held values.
         super().backward(residuals, gathers, grads)
 
 
@@ -288,10 +303,10 @@ class Program:
         invars: Variables of the arguments: parameters' shards, other arguments, constants.
         segments: The segments, in the order in which they run.
         outs: The results: variables, `Gathered` values, or literals.
-        joined: For the variable of each stack that the loss makes of parameters (`jnp.stack`), these parameters.
+        joined: The parameters of which the loss makes a stack (`jnp.stack`), by the variable of the stack.
         held: Variables of the values that `HeldSegment`s compute.
-        rows: Where variables hold the rows of the batch; empty in device view, where no analysis follows them.
-        decisions: Each equation, with the name of the rule that it fell under (`rules.RULES`).
+        rows: Where variables hold the rows of the batch. Empty in device view, where no analysis follows the rows.
+        decisions: Each equation, with the name of the rule that took it (`rules.RULES`).
     """
 
     invars: tuple
@@ -304,7 +319,7 @@ class Program:
 
 
 def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Return the segments. Blocks that have the same equations on different parameters share their passes."""
+    """Let blocks that have the same equations on different parameters share their passes. Return all segments."""
     segments = list(segments)
     signatures = [_signature(segment) if isinstance(segment, BlockSegment) else None for segment in segments]
     counts = Counter(signatures)

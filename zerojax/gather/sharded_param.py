@@ -1,10 +1,11 @@
-"""A parameter of which this device has a shard, and the equations that are applied to the shard before it is gathered.
+"""Describe a sharded parameter, and the equations that are applied to its shard before the shard is gathered.
 
 `rules` asks `extended` whether an equation can be applied to the shard. `schedule` asks `ShardedParam.shard` for the
 array to gather.
 
-Casts to a narrower type, and slices that keep the sharded dim whole, are applied to the shard: after a cast the gather
-moves fewer bytes, and of a stack of layers it gathers one layer. All other equations run on the gathered parameter.
+A cast to a narrower type is applied to the shard, because the gather then moves fewer bytes. A slice that keeps the
+sharded dim whole is applied to the shard, so that a gather moves one layer and not a stack of layers. Most other
+equations run on the gathered parameter; `_SHARDWISE` has the exceptions.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from zerojax.offload.host import to_device
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A sharded parameter, or a slice or cast of one, not gathered.
+    """A sharded parameter that is not gathered yet, or a slice or a cast of one.
 
     Attributes:
         root: The variable of the parameter.
@@ -34,7 +35,7 @@ class ShardedParam:
         wide: The type that the jaxpr expects of the gathered value.
         slices: Equations to apply to the shard, in order.
         layer: The index of the layer, if this is a layer of a scan's stack.
-        order: The dims in the order in which the use makes the gradient (`grad_dims`); `()` for their own order.
+        order: The order of dims in which the use computes the gradient (`grad_dims`). `()` is the parameter's order.
     """
 
     root: Any
@@ -47,25 +48,24 @@ class ShardedParam:
 
     @property
     def operands(self) -> tuple:
-        """Return the variables other than the parameter that the slices read, such as a layer's index."""
+        """Return the variables that the slices read in addition to the parameter, such as the index of a layer."""
         return tuple(v for eqn in self.slices for v in eqn.invars[1:] if not compat.is_literal(v))
 
     @property
     def key(self) -> tuple:
         """Return the key of this value. Uses in one segment that have the same key share one gather."""
+        # JAX's equations define no equality, so the key contains their identity.
         return (self.root, *map(id, self.slices), self.leaf.dtype, self.layer)
 
     @property
     def is_cast(self) -> bool:
-        """Return whether the parameter is gathered in another type than its own."""
+        """Return whether the parameter is gathered in a type other than its own."""
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
-        """Return the parameter as one segment uses it, at a line such as "file.py:12".
-
-        A parameter that has been cast already keeps its type instead of `dtype`: two casts round differently from one.
-        """
+        """Return the parameter with the line ("file.py:12"), the gathered type and the gradient's order of one use."""
         leaf = dataclasses.replace(self.leaf, path=f"{self.leaf.path} {line}".rstrip())
+        # Two casts round differently from one, so a parameter that has been cast keeps its type.
         if dtype is not None and not self.is_cast:
             leaf = dataclasses.replace(leaf, dtype=dtype)
         return dataclasses.replace(self, leaf=leaf, order=order)
@@ -76,35 +76,35 @@ class ShardedParam:
 
     @property
     def grad_leaf(self) -> Leaf:
-        """Return the layout of the gradient, with dims in the order in which the use makes it."""
+        """Return the layout of the gradient, with its dims in the order in which the use computes it."""
         return _with_dims(self.leaf, self.order) if self.order else self.leaf
 
     def to_order(self, grad: jax.Array) -> jax.Array:
-        """Transpose a gradient to the order of dims in which its use makes it."""
-        first = tuple(range(grad.ndim - len(self.order)))  # Partial sums have a dim of the workers in front.
+        """Transpose a gradient to the order of dims in which its use computes it."""
+        first = tuple(range(grad.ndim - len(self.order)))  # A dim of partial sums in front is not moved.
         return lax.transpose(grad, (*first, *(dim + len(first) for dim in self.order))) if self.order else grad
 
     def from_order(self, grad: jax.Array) -> jax.Array:
-        """Undo `to_order`. Also accepts a shard."""
+        """Undo `to_order`. Also accepts a shard of the gradient."""
         first = tuple(range(grad.ndim - len(self.order)))
         return lax.transpose(grad, (*first, *(np.argsort(self.order) + len(first)))) if self.order else grad
 
     def shard(self, env: Mapping, zero: Callable[[], jax.Array]) -> jax.Array:
         """Return this device's shard of the value, on the device, given the parameters' shards in `env`.
 
-        `zero()` is a zero that XLA computes only when the gather may start. Added to a layer's index, it delays the
-        slice.
+        `zero()` returns a zero that XLA can compute only when the gather may start. It is added to the index of a
+        layer, so that the layer is not sliced earlier.
         """
         value = self.sliced(env)
         return to_device(value) if self.layer is None else self.row(value, self.layer + zero())
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
         """Return this device's shard of one layer of the stack that `sliced` returned."""
-        # A stack in host memory is indexed there, so that one layer is copied.
+        # A stack in host memory is indexed there, so that only one layer is copied.
         return to_device(lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False))
 
     def sliced(self, env: Mapping) -> jax.Array:
-        """Return the parameter's shard after its slices, in the memory where it is stored."""
+        """Return the parameter's shard after its slices. A shard in host memory stays there if the slices allow it."""
         return self._slice(env[self.root], {v: env[v] for v in self.operands})
 
     def _slice(self, value, operands: Mapping):
@@ -114,9 +114,10 @@ class ShardedParam:
         return value
 
     def root_grad(self, grad: jax.Array, env: Mapping, shape: tuple[int, ...]) -> jax.Array:
-        """Return the gradient of the parameter's shard, given the gradient of the sliced shard. Accepts partial sums.
+        """Return the gradient of the parameter's shard, given `grad`, the gradient of the sliced shard.
 
-        `shape` is the shape of the result. It differs from the shard's if gradients are sharded over more axes.
+        `shape` is the shape of the result. It differs from the shard's shape if gradients are sharded over more axes
+        than parameters, or if `grad` has partial sums, on one more dim in front.
         """
         if not self.slices:
             return grad
@@ -136,13 +137,13 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
-    """Return whether shards can be stacked: they have one layout, and need nothing that the program computes."""
+    """Return whether the shards can be stacked: all have the same layout, no cast, and no slice at a variable index."""
     alike = {(p.leaf.shape, p.leaf.dim, p.leaf.others, p.leaf.dtype, p.leaf.axes) for p in params}
     return len(alike) == 1 and not any(p.is_cast or p.operands for p in params)
 
 
 def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
-    """Return the stack of parameters, on a new dim 0, that `var` holds. Its shard is the stack of their shards."""
+    """Return `var`, a stack of parameters on a new dim 0, as one sharded parameter. Its shard stacks their shards."""
     leaf = params[0].leaf
     assert leaf.dim is not None
     others = (None, *leaf.others) if leaf.others else ()
@@ -194,13 +195,13 @@ def extended(param: ShardedParam, eqn) -> ShardedParam | None:
 
 
 def _dims_kept(before: Sequence[int], after: Sequence[int]) -> int:
-    """Return the number of last dims that a reshape does not change."""
+    """Return the number of trailing dims that a reshape does not change."""
     pairs = zip(reversed(before), reversed(after), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
 
 
 def _with_dims(leaf: Leaf, dims) -> Leaf:
-    """Return a leaf with some of its dims in the given order. The sharded dim must be among them."""
+    """Return a leaf with only the given dims, in the given order. The sharded dim must be among them."""
     assert leaf.dim is not None
     dims, others = list(dims), [*leaf.others, *[None] * len(leaf.shape)]
     return dataclasses.replace(
@@ -218,7 +219,7 @@ def narrower(new, old) -> bool:
 
 
 def _sharded_dim(value, eqn) -> int:
-    """Return the dim in which the shard is shorter than the logical value, or -1 if it is not shorter."""
+    """Return the dim in which the shard is shorter than the logical value, or -1 if there is none."""
     for dim, (have, full) in enumerate(zip(value.shape, eqn.invars[0].aval.shape, strict=True)):
         if have != full:
             return dim
@@ -247,7 +248,7 @@ def _reshape(value, eqn, indices):
     return lax.reshape(to_device(value), (*after[: len(after) - kept], *value.shape[len(before) - kept :]))
 
 
-# For each equation that can be applied to a shard: `fn(shard, equation, values of the operands after the first)`.
+# How to apply an equation to a shard, by its primitive: `fn(shard, equation, values of the operands after the first)`.
 _SHARDWISE: Mapping[str, Callable] = MappingProxyType(
     {
         "slice": _slice,
@@ -261,14 +262,14 @@ _SHARDWISE: Mapping[str, Callable] = MappingProxyType(
 
 
 # Elementwise primitives that models apply to a weight (to scale, mask or normalise it). Computing them again wherever
-# the weight is read costs less than keeping their result. Not all of `jaxprs.ELEMENTWISE`: the planner moves these
-# equations, and a rare primitive is better left where it is.
+# the weight is read costs less than keeping their result. The set is smaller than `jaxprs.ELEMENTWISE`, because the
+# planner moves these equations, and a rare primitive is better left where it is.
 WEIGHT_ARITHMETIC = frozenset(
     "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin "
     "sqrt square sub tanh".split()
 )
-# Equations that copy the shard. Only a stack that a loop scans over is worth a copy: each layer would otherwise be
-# gathered with the whole stack.
+# Equations that copy the shard. The copy is made only for a stack that a loop scans over. Without it, the whole stack
+# would be gathered before the loop.
 OF_STACKS = frozenset({"transpose", "rev", "reshape"})
 
 

@@ -1,4 +1,4 @@
-"""`tiled`: run a function of positions on one tile of a sequence at a time, so that its memory is that of one tile."""
+"""`tiled` runs a function of positions on one tile of a sequence at a time, so that it needs the memory of one tile."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def tiled(fn: Callable, *, tiles: int) -> Callable:
     """Run a function that treats each position independently on one tile of the positions at a time.
 
     Use it for a head and its cross entropy, so that the logits of all positions never exist at once, and for the
-    feed-forward layers of long sequences. Values and derivatives equal those of `fn(params, *arrays)`, to rounding. The
-    backward pass computes each tile again. Parameters are gathered once for all tiles. Their gradients are summed over
-    the tiles in at least float32, and reduced once.
+    feed-forward layers of long sequences. Values and derivatives equal those of `fn(params, *arrays)`, except for
+    rounding. The backward pass computes each tile again. Parameters are gathered once for all tiles. Their gradients
+    are summed over the tiles in at least float32, and reduced once.
 
     Args:
         fn: `fn(params, *tiles)` returns arrays of (rows, positions, ...). Each position of a result must depend on the
             same position of the arguments alone. Take a mean over positions outside of `fn`.
-        tiles: The number of tiles, at least 1. The memory of the values that `fn` computes is divided by it. A tile has
-            every `tiles`-th position of all rows, so it is divided over the devices as the whole array is. If `tiles`
-            does not divide the positions, the last position is computed more than once.
+        tiles: The number of tiles, at least 1. The memory of the values that `fn` computes is divided by this number. A
+            tile has every `tiles`-th position of all rows, so it is divided over the devices as the whole array is. If
+            the number does not divide the positions, the last position is computed more than once.
 
     Returns:
         `run(params, *arrays)`, which returns the results of `fn` for all positions. `params` is any tree of arrays that
@@ -78,7 +78,7 @@ def tiled(fn: Callable, *, tiles: int) -> Callable:
 
 
 def positions_of(arrays: tuple) -> int:
-    """Return the number of positions of the arrays, on dim 1, or raise a ValueError if they have no such number."""
+    """Return the size of dim 1 (the positions) of all arrays. Raise a ValueError if the arrays have no common size."""
     shapes = [jnp.shape(x) for x in arrays]
     if not shapes or any(len(shape) < 2 for shape in shapes) or len({shape[1] for shape in shapes}) > 1:
         given = ", ".join(str(list(shape)) for shape in shapes) or "none"
@@ -103,13 +103,13 @@ def check_results(results: Any, extent: int) -> None:
 
 
 def summed_wide(w: Any) -> Any:
-    """Return a parameter in a type in which the gradients of many tiles can be added. A sum in bfloat16 loses bits."""
+    """Return a parameter in at least float32, because a sum of many tiles' gradients in bfloat16 would lose bits."""
     dtype = jnp.result_type(w)
     return w.astype(common_dtype(dtype, jnp.float32)) if jnp.issubdtype(dtype, jnp.floating) else w
 
 
 def split_positions(x: Array, tiles: int) -> Shaped[Array, "tiles rows extent ..."]:
-    """Split positions into tiles. Padding repeats the last position, because a function of zeros might be NaN."""
+    """Split positions into tiles. Padding repeats the last position, because `fn` might return NaN for zeros."""
     padding = [(0, 0), (0, -x.shape[1] % tiles), *[(0, 0)] * (x.ndim - 2)]
     x = jnp.pad(x, padding, mode="edge") if padding[1][1] else x
     return jnp.moveaxis(x.reshape(x.shape[0], -1, tiles, *x.shape[2:]), 2, 0)

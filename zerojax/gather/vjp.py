@@ -1,17 +1,17 @@
-"""The forward and the backward pass of one segment, and the residuals that have to be kept between them.
+"""Make the forward and the backward pass of one segment, and choose the residuals to store between them.
 
-Every segment calls `traced_passes`, which traces its function and derivative and returns `Passes`. `Passes.run` is the
-forward pass, and `Passes.pull` the backward pass.
+A segment calls `traced_passes`, which traces the segment's function and its derivative, and returns `Passes`.
+`Passes.run` is the forward pass, and `Passes.pull` the backward pass.
 
-Plain autodiff keeps gathered parameters for the backward pass, also under other names: transposed, reshaped, named by
-`checkpoint_name`, or let through by a remat's policy. So the forward pass is traced together with its residuals, and
-`_classified` sorts each residual by the values that it depends on:
+Plain autodiff keeps gathered parameters for the backward pass. It also keeps them under other names: transposed,
+reshaped, named by `checkpoint_name`, or saved by a remat's policy. So the forward pass is traced together with its
+residuals, and `_classified` sorts the residuals by the values that they depend on:
 
-param     it is a gathered parameter: gathered again, not stored
-other     it is another input of the segment: not stored twice
-derived   it depends on gathered parameters alone: computed again from them. So is a residual that combines a parameter
-          with a smaller value or with a value that is stored anyway (a mask, a gain per unit).
-saved     everything else: activations, stored as JAX would store them
+param     a gathered parameter. It is not stored, but gathered again.
+other     another input of the segment. It is not stored twice.
+derived   a value that depends on gathered parameters alone. It is not stored, but computed again from them. The same
+          holds for a parameter combined with a value that is smaller, or is stored anyway (a mask, a gain per unit).
+saved     everything else: activations. They are stored, as JAX would store them.
 """
 
 import dataclasses
@@ -63,13 +63,13 @@ class Passes:
         active_params: Indices of the parameters that get cotangents.
         active_others: Indices of the others that get cotangents.
         active_results: Indices of the results that have cotangents.
-        sources: The source of each residual of the backward pass.
-        derive: Computes the residuals whose source is "derived" from the values of `derive_reads`.
+        sources: The source of each residual of the backward pass: a word of the module's table, and an index.
+        derive: Computes the residuals whose source is "derived". Its arguments have the sources `derive_reads`.
         derive_reads: The sources of the arguments of `derive`.
         tree: Tree structure of JAX's backward function, whose leaves are the residuals.
         other_shapes: Shapes of the others.
-        residual_rows: Where each residual holds the rows of the batch.
-        result_rows: Where each active result, and so its cotangent, holds the rows of the batch.
+        residual_rows: Which dim of each residual holds the rows of the batch.
+        result_rows: Which dim of each active result, and so of its cotangent, holds the rows of the batch.
         is_shared: Whether several segments run these passes. Each pass is then under `jax.jit`, and traced once.
     """
 
@@ -128,12 +128,12 @@ class Passes:
             others: The others given to `run`. A value that is not in `needed_others` may be None.
             saved: The residuals that `run` returned.
             cotangents: The cotangents of the `active_results`.
-            zero: A seed for zero buffers, such as the one that the gradient of a lookup is added into, so that XLA
-                cannot allocate them before the seed is computed. None: buffers are left as they are.
-            reduced_later: Indices of others whose cotangents may stay partial sums, too.
+            zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added into.
+                XLA then cannot allocate them before `zero` is computed. None: these arrays stay constants.
+            reduced_later: Indices of the others whose cotangents may stay partial sums, as those of parameters may.
 
         Returns:
-            Partial sums of the active parameters' cotangents, and the active others' cotangents.
+            The cotangents of the active parameters, which may be partial sums, and those of the active others.
         """
         return self._pull_once(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
 
@@ -142,7 +142,7 @@ class Passes:
         return jax.jit(self._pull, static_argnums=(0, 1)) if self.is_shared else self._pull
 
     def _check_types(self, cotangents: Sequence) -> None:
-        """Refuse cotangents that a custom rule made of another type than the value. `jax.grad` accepts them."""
+        """Raise a TypeError if a custom rule made a cotangent of another type than its value. `jax.grad` accepts it."""
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
             dtype = self.forward.jaxpr.outvars[index].aval.dtype
             if cotangent.dtype != dtype:
@@ -178,11 +178,12 @@ class Passes:
 
 
 class RowStates(NamedTuple):
-    """Where a function's arguments and results hold the rows of the batch.
+    """Which dims of a function's arguments and results hold the rows of the batch.
 
     Attributes:
         others: The state of each argument that is no parameter.
-        results: The state of each result, if the whole program tells more than the function alone; else empty.
+        results: The state of each result, as the analysis of the whole program found it. Empty: the states that the
+            function's own trace gives.
         follower: The analysis that follows the rows through the function. None: all states are unknown.
     """
 
@@ -213,7 +214,7 @@ def traced_passes(
         trained: For each parameter, whether its cotangent is wanted.
         active: For each other argument, whether its cotangent is wanted.
         wanted: Indices of the results to differentiate. None: all results that have cotangents.
-        rows: Where the rows of the batch are.
+        rows: Which dims hold the rows of the batch.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and differentiable(params[i].dtype))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
@@ -268,7 +269,7 @@ def shared_passes(
     active: Sequence[bool],
     rows: RowStates,
 ) -> Passes:
-    """Return `traced_passes`, traced once for all segments that share `known` and have inputs of the same types."""
+    """Call `traced_passes` once for all segments that share `known` and have inputs of the same types."""
     types = tuple(jax.typeof(x) for x in (*params, *others))
     key = types, tuple(trained), tuple(active), tuple(rows.others), tuple(rows.results)
     if key not in known:
@@ -285,38 +286,41 @@ def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:
 
 
 def _classified(jaxpr, consts, params: int, results: int):
-    """Sort the residuals, which follow the first `results` outputs of `jaxpr`; see the module.
+    """Sort the residuals as the module says, and return `(forward, sources, derive, derive_reads)` for `Passes`.
 
-    Return the fields `(forward, sources, derive, derive_reads)` of `Passes`.
+    `params` is the number of arguments that are parameters. The residuals follow the first `results` outputs.
     """
     constvars = compat.constvars_of(jaxpr)
     arguments: dict[Any, Source] = {var: ("param", i) for i, var in enumerate(jaxpr.invars[:params])}
     arguments |= {var: ("other", i) for i, var in enumerate(jaxpr.invars[params:])}
-    # Variables that depend on anything but parameters and constants, or come out of an effect.
+    # Variables that depend on an input other than parameters, or on the result of an equation with effects.
     mixed = jaxprs.dependent_on(
         jaxpr.invars[params:], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads or eqn.effects else ()
     )
     atoms = jaxpr.outvars[results:]
-    # In order, because every process must make the same program.
+    # Residuals to store, unless `again` has them. The order is fixed, because every process must make the same program.
     kept = dict.fromkeys(atom for atom in jaxprs.variables_in(atoms) if atom in mixed)
     again = _recomputed(jaxpr, [*kept, *arguments], params, mixed)
     saved: dict[Any, int] = {}
+    # A residual that is computed again is not stored, but the values that it reads are.
     for atom in itertools.chain(kept, *again.values()):
         if atom in mixed and atom not in arguments and atom not in again:
             saved.setdefault(atom, len(saved))
     known = arguments.copy()
     known.update((atom, ("saved", i)) for atom, i in saved.items())
-    derived: dict[Any, tuple[int, Any]] = {}
+    derived: dict[Any, tuple[int, Any]] = {}  # computed once each, in the order of first use
     sources = []
     for atom in atoms:
         if not compat.is_literal(atom) and atom in known:
             sources.append(known[atom])
         else:
+            # A literal is not hashable.
             key = id(atom) if compat.is_literal(atom) else atom
             sources.append(("derived", derived.setdefault(key, (len(derived), atom))[0]))
     outs = [*jaxpr.outvars[:results], *saved]
     forward = BoundJaxpr(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
     wanted = [atom for _, atom in derived.values()]
+    # `derive` takes known values as arguments, so it must not compute them.
     eqns = [eqn for eqn in jaxpr.eqns if known.keys().isdisjoint(eqn.outvars)]
     eqns, reads = jaxprs.needed_for(eqns, wanted)
     read = [var for var in known if var in reads]
@@ -325,12 +329,13 @@ def _classified(jaxpr, consts, params: int, results: int):
 
 
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
-    """Return the residuals to compute again although they depend on more than parameters, and what each reads.
+    """Return the residuals to compute again although they depend on more than parameters.
 
     Such a residual is computed element by element from a parameter of its size. The other values that it reads are
-    kept anyway, or take less memory than the residual.
+    kept anyway, or take less memory than the residual. The result maps each residual to the values that it reads.
     """
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    # The parameters, and values that are computed element by element from a parameter of their size.
     of_params = set(jaxpr.invars[:params])
     for eqn in jaxpr.eqns:
         if eqn.effects or eqn.primitive.name not in _BY_ELEMENT:
@@ -343,6 +348,7 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
     for atom in kept:
         if atom not in of_params or atom not in made:
             continue
+        # Walk back from the residual to the values that its recomputation reads.
         reads: dict = {}
         pending, seen = [atom], set()
         while pending:
@@ -350,11 +356,13 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
             if var in seen:
                 continue
             seen.add(var)
+            # A broadcast or a cast is cheap to compute again, and its operand may be smaller.
             grown = var in made and made[var].primitive.name in ("broadcast_in_dim", "convert_element_type")
             if var in mixed and var in made and (var is atom or var not in kept) and (var in of_params or grown):
                 pending += jaxprs.variables_in(made[var].invars)
             elif var in mixed or var not in made:
                 reads[var] = None
+        # The additional bytes to store, if the residual is computed again.
         more = sum(jaxprs.nbytes(var) for var in reads if var in mixed and var not in kept)
         if more < jaxprs.nbytes(atom):
             recomputed[atom] = reads

@@ -1,7 +1,7 @@
-"""How much is gathered at a time, and which parameters are gathered whole, although a loop needs one layer at a time.
+"""Count how much is gathered at a time, and find stacks that are gathered whole, not one layer at a time.
 
 `planning` calls `working_set`, which reads the segments of a loss before anything is compiled. `check` and `estimate`
-print its result.
+print the result.
 """
 
 import itertools
@@ -28,10 +28,10 @@ class Whole(NamedTuple):
     """Parameters that are gathered whole, or kept like activations.
 
     Attributes:
-        path: The path of the largest parameter, and the line that uses it.
-        bytes: The bytes of all of them.
+        path: The path of the largest of these parameters, and the line that uses it.
+        bytes: The bytes of all these parameters.
         layers: The number of layers in these bytes.
-        why: The reason why they are not gathered one layer at a time.
+        why: The reason why the parameters are not gathered one layer at a time.
         remedy: The change of the loss that helps.
     """
 
@@ -42,7 +42,7 @@ class Whole(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        """Return a sentence."""
+        """Return the finding that `check` prints."""
         return f"{self.path} ({self.bytes / 2**20:,.1f} MiB): {self.why}. {self.remedy}."
 
 
@@ -50,15 +50,14 @@ class WorkingSet(NamedTuple):
     """The gathered parameters of a function.
 
     Attributes:
-        bytes: The most bytes of gathered parameters that a device holds at once: those of one use (a block, an
-            iteration of a scan), of the prefetched uses, and of everything that is gathered for several segments.
+        bytes: The most bytes of gathered parameters that a device holds at once. They belong to one use (a block, an
+            iteration of a scan), to the prefetched uses, and to everything that is gathered for several segments.
         stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
-        layer: Bytes of the largest use. Of a stack that is gathered whole, one layer counts.
-        repeats: The number of iterations of the loop over microbatches that gathers a parameter, by the parameter's
-            index.
+        layer: Bytes of the largest use. A stack that is gathered whole counts as one layer.
+        repeats: For each parameter that a loop over microbatches gathers, by index, the number of iterations.
         whole: The parameters that are gathered whole, and why.
         recomputed: Products of parameters alone that are computed in several places, each with its line.
-        rules: For each rule of the planner, by its name, the equations on parameters that fell under it, with lines.
+        rules: For each rule of the planner, by name, the equations on parameters that it took, with their lines.
     """
 
     bytes: int = 0
@@ -71,9 +70,9 @@ class WorkingSet(NamedTuple):
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
-    """Compute what `gather_on_use` would gather of a function's parameters.
+    """Compute which bytes of a function's parameters `gather_on_use` would gather at once.
 
-    The parameters have the types of the leaves of `layout`. Shapes of `args` are enough.
+    The parameters have the types of the leaves of `layout`. `args` may be arrays or shapes.
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -98,7 +97,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
 
 
 def rules_of(program: Program) -> dict[str, tuple[str, ...]]:
-    """Return the equations on parameters under each rule, in the order of the rules, with those of nested programs."""
+    """Return, for each rule in order, the equations on parameters that it took, in nested programs too."""
     inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
     decisions = [decision for each in (program, *inner) for decision in each.decisions]
     by_rule = {rule.name: tuple(named(eqn) for eqn, name in decisions if name == rule.name) for rule in RULES}
@@ -106,7 +105,7 @@ def rules_of(program: Program) -> dict[str, tuple[str, ...]]:
 
 
 def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
-    """Return the bytes of a segment's largest use, if nothing were gathered whole."""
+    """Return the bytes that a segment's largest use would have if no stack were gathered whole."""
     beyond_a_layer = sum(stack.bytes - stack.bytes // stack.layers for stack in whole)
     return max(max(segment.gathered_bytes, default=0) - beyond_a_layer, 0)
 
@@ -138,7 +137,7 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
 
 
 def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
-    """Return the number of layers that were gathered for a loop, or 1 if an iteration does not read one of them."""
+    """Return the number of layers in the values gathered early for a loop, or 1 if one of them is a loop constant."""
     (eqn,) = reader.jaxpr.eqns
     loop = compat.loop_of(eqn)
     assert loop is not None
@@ -165,9 +164,9 @@ def _why_row_by_row(reads: set[str]) -> tuple[str, str]:
 
 
 def row_reads(jaxpr: Any, var: Any, *, in_loop: bool = False) -> set[str]:
-    """Return how loops read rows of an argument: `"index"` for a slice, `"loop"` for a scan in another loop.
+    """Return how loops read rows of an argument: `"index"` for a slice of one row, `"loop"` for a scan in another loop.
 
-    The set is empty if anything else reads the argument.
+    The set is empty if any equation reads the argument in another way.
     """
     reads = {_row_read(eqn, place, in_loop) for eqn, place in jaxprs.uses_of(jaxpr)[0].get(var, ())}
     return set() if "" in reads or var in jaxprs.variables_in(jaxpr.outvars) else reads
@@ -187,7 +186,7 @@ def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
 
 
 def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
-    """Return the equation that changes a parameter elementwise with a value that depends on more than parameters."""
+    """Return the equation, if any, that changes a parameter elementwise and whose result is kept like an activation."""
     if len(param.leaf.shape) < 2:
         return None
     params = set(segment.jaxpr.invars[: len(segment.params)])
@@ -201,7 +200,7 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
 
 
 def named(eqn: Any) -> str:
-    """Return an equation's primitive, and the line of the loss that it comes from."""
+    """Return the name of an equation's primitive, and the line of the loss from which the equation comes."""
     return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))
 
 
