@@ -59,7 +59,7 @@ def rendered(rows):
     reasons = [f"- `{name}`: {program.shared}." for name, program in TABLE.items() if program.shared]
     lines += ["", "Plain jit exchanges activations in these programs too, so as much is allowed:", "", *reasons]
     excepted = [
-        f"- `{name}`, {limit}, at most {allowed.most} times: {allowed.why}."
+        f"- `{name}`, {limit}, at most {allowed.most} times those of plain jit: {allowed.why}."
         for name, program in TABLE.items()
         for limit, allowed in program.exceptions.items()
     ]
