@@ -38,8 +38,8 @@ class Gradients:
     """The gradients of one step, for the parameters on disk.
 
     Each chunk's gradient is written once per microbatch. In the last microbatch, the weights of the whole loss are
-    known. So each sum is then multiplied by the factor that makes it the gradient of the loss. In the same program, it
-    is reduced to the scalars that the update needs. Therefore the update reads each gradient only once.
+    known. So each sum is then multiplied by the factor that makes it the gradient of the loss, and is reduced to the
+    scalars that the update needs. Therefore the update reads each gradient only once.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Gradients:
                     self._finish(k, of, n, zeros)
 
     def scalars(self) -> tuple[dict[int, Array], dict[Any, Array]]:
-        """Return the sum of squares of each gradient, by index, and the values of `at_once` cuts, by variable."""
+        """Return `(squares, cuts)`: each gradient's sum of squares, by index, and `at_once` cuts, by variable."""
         squares, known = {}, {}
         for k, rows in self._scalars.items():
             first, *others = zip(*rows, strict=True)

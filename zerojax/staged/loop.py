@@ -41,7 +41,7 @@ class StagedLoop:
 
     @property
     def loop(self) -> Loop:
-        """Return the record that sorts the scan's operands into parameters and other operands."""
+        """Return the scan's operands, sorted by kind."""
         return self.segment.loop
 
     def sources(self, iteration: int) -> list[Source]:
@@ -79,7 +79,7 @@ def staged_loop(
         layers_of: A function that returns the sources of a stack's layers, or None if they cannot be read one by one.
         moving: The scan's input variables whose cotangents are needed.
         arguments: The arguments of the whole program.
-        rows: For each variable, which of its dims are the rows of the batch.
+        rows: For each variable, the dims along which its value holds the rows of the batch.
         follower: The analysis that follows the rows into the body. None: they are unknown.
     """
     loop = segment.loop
@@ -117,7 +117,7 @@ def _others(loop: Loop) -> list:
 
 
 def _body_rows(segment: ScanSegment, rows: Mapping[Any, State], follower: Follower | None) -> Sequence[State]:
-    """Return, for each input of the body that is not a parameter, which of its dims are the rows of the batch."""
+    """Return, for each input of the body that is not a parameter, the dims that hold the rows of the batch."""
     loop = segment.loop
     if follower is None:
         return [UNKNOWN] * len(loop.others)

@@ -70,7 +70,7 @@ class Reader:
         return self._chunks
 
     def close(self) -> None:
-        """Release the buffers of chunks that were read but not taken, because an error ended the step."""
+        """Give back the buffers of chunks that were read but not taken, because an error ended the step."""
         while self._reading:
             _, reading = self._reading.popleft()
             reading.add_done_callback(lambda read: read.exception() or read.result().release())

@@ -55,7 +55,7 @@ class ModelFiles(StateFiles):
             path: The folder in which each process makes a folder for its files.
             leaves: Layout, chunking and sharding of each parameter and gradient, by the number of the leaf.
             host_bytes: Bytes of host memory for buffers and for chunks. None: only the buffers are in host memory.
-            first: The numbers of all leaves. The chunks of the first leaves are kept in host memory before others.
+            first: The numbers of all leaves. Chunks of earlier leaves are the first to be kept in host memory.
             params: The numbers of the leaves that are parameters. The other leaves are gradients.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
@@ -166,7 +166,7 @@ class ModelFiles(StateFiles):
             )
 
     def saved(self, k: int) -> None:
-        """Record that parameter `k` was written outside of a step. Increase the version when all parameters were."""
+        """Record that parameter `k` was written outside of a step. Add one to the version when all are."""
         self._saved.add(k)
         if self._saved == self._params:
             self._saved.clear()

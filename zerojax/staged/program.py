@@ -46,7 +46,7 @@ class StagedProgram:
         items: One stage per segment, in the order in which they run.
         reads: The chunks of each execution of a stage that reads any, in the order of a forward and a backward pass.
         expected: The number of gradients that each chunk gets in one backward pass.
-        backward: The items that have a backward pass, in its order: the last item comes first.
+        backward: The items that have a backward pass. The last item of `items` comes first.
         live: The variables whose cotangents are needed.
     """
 
@@ -59,7 +59,7 @@ class StagedProgram:
             program: A loss or another function. Its first result is differentiated.
             on_disk: The parameters on disk, by their index among the program's arguments.
             active: For each parameter, whether its gradient is needed.
-            options: The options of gathers.
+            options: How parameters are gathered.
             mesh: The mesh of the shards.
         """
         self.program = program
@@ -157,7 +157,7 @@ class StagedProgram:
         }
 
     def _reached(self) -> list[Item]:
-        """Return the items whose results get cotangents in the backward pass, in its order."""
+        """Return the items whose results get cotangents in the backward pass, in the order of that pass."""
         reached, found = {v for v in variables_of(self.program.outs[:1]) if v in self.live}, []
         for item in reversed(self.items):
             if not reached.isdisjoint(_differentiated(item)):

@@ -135,7 +135,7 @@ def source_of(param: ShardedParam, of: OnDisk) -> Source:
 
 
 def _row_read(param: ShardedParam) -> int | None:
-    """Return the row of dim 0 if the slices of a parameter only select one row, otherwise None."""
+    """Return the index on dim 0 if the slices of a parameter only select one row, otherwise None."""
     if len(param.slices) != 2 or param.slices[1].primitive.name not in ("squeeze", "reshape"):
         return None
     first, (last,) = param.slices[0], param.slices[1].outvars

@@ -66,8 +66,8 @@ class Stage:
         Args:
             segment: The segment.
             wanted: The cotangents that the backward program must return.
-            rows: For inputs and results, which of their dims are the rows of the batch.
-            options: The options of gathers.
+            rows: For inputs and results, the dims that hold the rows of the batch.
+            options: How parameters are gathered.
             by_row: For each parameter, whether its shard is one row of a stack.
             mesh: The mesh of the shards.
         """
@@ -185,7 +185,7 @@ class Stages:
         self._options, self._mesh = options, mesh
 
     def of(self, segment: Segment, wanted: Wanted, rows: RowStates, by_row: Sequence[bool] = ()) -> Stage:
-        """Return the stage of a segment. Segments that share their passes share it if all other arguments agree."""
+        """Return the stage of a segment, which it may share with an earlier segment."""
         make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
         shared = getattr(segment, "shared", None)
         if shared is None:

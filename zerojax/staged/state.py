@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def on_disk(config: Config, layout: Layout, types: Mapping[int, Any] | None = None) -> dict[int, OnDisk]:
-    """Describe the files of each sharded parameter, by its index. If given, `types` replaces the types of `layout`."""
+    """Return an `OnDisk` for each sharded parameter, by index. If given, `types` replaces the types of `layout`."""
     assert config.offload is not None
     found = {}
     for i, (param, wide) in enumerate(zip(layout.params, layout.grads, strict=True)):
@@ -43,7 +43,7 @@ def on_disk(config: Config, layout: Layout, types: Mapping[int, Any] | None = No
 
 
 def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
-    """Describe the files of trained parameters and their gradients, by index among the trained parameters.
+    """Return a `Trained` for each trained parameter on disk, by index among the trained parameters.
 
     Gradients are in float32 or wider. The numbers of their files follow the numbers of the parameters' files.
     """
@@ -57,20 +57,20 @@ def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
 
 
 def files_of_run(config: Config, plan: ShardingPlan) -> ModelFiles:
-    """Name the files of a run's parameters and gradients. Host memory is used for parameters first."""
+    """Return the files of a run's parameters and gradients. Parameters are the first to be kept in host memory."""
     params = on_disk(config, plan.layout)
     grads = [trained.grad for trained in trained_on_disk(config, plan).values()]
     return _files(config, "params", [*params.values(), *grads], len(params))
 
 
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
-    """Name the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
+    """Return the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
     params = list(on_disk(config, layout, {i: leaf.dtype for i, leaf in enumerate(types)}).values())
     return _files(config, "given", params, len(params))
 
 
 def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFiles:
-    """Name the files of all of `kept`. The first `count` of them are parameters, the others are gradients."""
+    """Return the files of the leaves in `kept`. The first `count` are parameters, and the others are gradients."""
     offload = config.offload
     assert offload is not None
     assert offload.path is not None
@@ -104,7 +104,7 @@ def write_params(
         config: The configuration of the transformation.
         layout: The layout of the parameters.
         leaves: The parameters in any form, or their shapes.
-        files: The files for the sharded parameters, which are cast to the types of the files' leaves.
+        files: The files for the sharded parameters. Parameters are cast to the types of the files' leaves.
         shapes: Whether the leaves are shapes. Then no file is written, and the tree consists of shapes.
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
@@ -128,7 +128,7 @@ def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
 
 
 def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) -> None:
-    """Write parameter `i`. If `x` is on disk in equal chunks, copy them, otherwise divide the array from `place`."""
+    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, divide the array from `place`."""
     leaf, chunking, sharding = files.leaf(i)
     if is_chunked(x) and x.chunking == chunking and x.store is not None:
         source = x.store.files

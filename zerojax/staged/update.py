@@ -30,12 +30,7 @@ _AHEAD = 2  # the number of chunks that are read ahead of the chunk that is upda
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """The files of a trained parameter and of its gradient.
-
-    Attributes:
-        param: The parameter on disk.
-        grad: The gradient on disk.
-    """
+    """A trained parameter on disk, and its gradient on disk."""
 
     param: OnDisk
     grad: OnDisk
@@ -68,7 +63,7 @@ class StagedUpdate:
             others: Parameters and gradients on the devices that groups read, by `("param", i)` and `("grad", i)`.
 
         Returns:
-            `(state, params)`: the state leaves, and the parameters on the devices, that the groups updated.
+            `(state, params)`: the new state leaves, and the new values of parameters on the devices, by index.
         """
         new_state: dict[int, Any] = {}
         new_params: dict[int, Array] = {}
@@ -115,7 +110,7 @@ class StagedUpdate:
         return new_state, new_params
 
     def _reading(self, files: ModelFiles, store: StateStore | None) -> Iterator[tuple]:
-        """Begin to read the next chunk at each iteration, in the order of the update."""
+        """Yield the chunks in the order of the update, each after its reads have begun."""
         for g, group in enumerate(self.partition.groups):
             for n in range(len(group.chunks)):
                 begun = {piece: files.read(*piece) for piece in self._pieces(group, n)} if self._fits(group) else {}
@@ -126,13 +121,13 @@ class StagedUpdate:
         return len(self._pieces(group, 0)) * (_AHEAD + 1) <= READ_AHEAD
 
     def _pieces(self, group: UpdateGroup, n: int) -> list[tuple[int, int]]:
-        """Return the chunks to read for chunk `n` of a group. If the group is not chunked, these are all chunks."""
+        """Return the chunks to read for chunk `n` of a group. If the group is not chunked, return all chunks."""
         of = [self._trained[i].param for i in group.params if i in self._trained]
         of += [self._trained[i].grad for i in group.reads(GRAD) if i in self._trained]
         return [(x.index, n) for x in of] if group.chunking is not None else [p for x in of for p in x.pieces]
 
     def _received(self, files: ModelFiles, group: UpdateGroup, n: int, begun: Mapping[Any, Future]) -> dict[int, Array]:
-        """Return the chunks that were read: parameters by index `i`, and gradients by `~i`."""
+        """Return the arrays for chunk `n` of a group: parameters by index `i`, and gradients by `~i`."""
 
         def one(of: OnDisk) -> Array:
             pieces = [(of.index, n)] if group.chunking is not None else of.pieces

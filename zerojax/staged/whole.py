@@ -23,8 +23,8 @@ class WholeStage:
 
     Attributes:
         segment: The segment.
-        roots: The sources of each array of which the segment's parameters are slices, by the array's variable. There is
-            one source, or one per layer if the loss stacks parameters.
+        roots: The sources of each array of which the segment's parameters are slices, by variable. A stack that the
+            loss makes of parameters has one source per layer, and any other array has one source.
         trained: The keys of `roots` whose gradients are needed.
     """
 
@@ -65,7 +65,7 @@ class WholeStage:
         return list(dict.fromkeys([*self.segment.others, *self.segment.operands]))
 
     def _env(self, shards: Sequence[Sequence[Array]], inputs: Sequence[Array | None]) -> dict:
-        """Return the values of variables by variable, from the shards in the order of `roots` and the `inputs`."""
+        """Map variables to values. `shards` are in the order of `roots`, and `inputs` in the order of the property."""
         pairs = zip(self.roots, shards, strict=True)
         roots = {root: jnp.stack(xs) if root in self._stacks else xs[0] for root, xs in pairs}
         return roots | {v: x for v, x in zip(self.inputs, inputs, strict=True) if x is not None}

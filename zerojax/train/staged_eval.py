@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StagedFunction:
-    """A function of logical parameters and a batch. Calls read the parameters from disk stage by stage."""
+    """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage."""
 
     def __init__(self, config: Config, function: Any):
         """Store the arguments. `function` has a method `call`, like a `Loss`, and is traced by the first call."""

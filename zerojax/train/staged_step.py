@@ -60,7 +60,7 @@ class Finished(NamedTuple):
     Attributes:
         new: The new state, without parameters and optimizer state.
         metrics: The step's metrics.
-        params: One array per parameter, as stored: not updated yet if a group updates it. None for one on disk.
+        params: One array per parameter on the devices. Parameters that groups update have old values. Others are None.
         opt_state: One array per leaf of the optimizer state. None for leaves in files.
         shared: The values that several groups of the update read.
         others: Parameters and gradients on the devices that groups may read, by `("param", i)` and `("grad", i)`.
