@@ -80,8 +80,8 @@ class Estimate:
     def offload_seconds(self, stage: int, *, link: float, disk: float | None = None) -> float:
         """Return the least time, in seconds, of a step's offloaded update, streamed through the device.
 
-        Offloaded state comes in and goes out once, both at the same time: `bytes / link`. Bytes on disk are read and
-        written: `(read + written) / disk`, parameters and gradients included. The slower of the two decides.
+        The link copies all offloaded bytes to the device and back, both at the same time, in `bytes / link` seconds.
+        The disk reads and writes state, parameters and gradients in `(read + written) / disk`. The longer time counts.
 
         Args:
             stage: ZeRO stage.
@@ -93,11 +93,11 @@ class Estimate:
         return max(seconds, (row.read + row.written) / disk) if disk else seconds
 
     def disk_bandwidth(self, stage: int, *, seconds: float) -> float:
-        """Return the bandwidth at which the disk no longer bounds a step, in bytes per second and device.
+        """Return the least disk bandwidth at which the disk does not slow a step down, in bytes per second per device.
 
         Args:
             stage: ZeRO stage.
-            seconds: The time of the step without its disk: the larger of compute and link.
+            seconds: The time of the step without disk traffic: the longer of the times of compute and of the link.
         """
         return (self[stage].read + self[stage].written) / seconds
 
@@ -107,7 +107,7 @@ class Estimate:
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
         errors = ["errors"] if any(row.errors for row in self.rows) else []
-        # An optimizer state on disk is read once and written once: its column says that already.
+        # If only optimizer state is on disk, `read` and `written` equal `disk`. Then these two columns are left out.
         traffic = ["read", "written"] if any(row.read != row.disk for row in self.rows) else []
         columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
