@@ -65,7 +65,7 @@ class WholeStage:
         return list(dict.fromkeys([*self.segment.others, *self.segment.operands]))
 
     def _env(self, shards: Sequence[Sequence[Array]], inputs: Sequence[Array | None]) -> dict:
-        """Map variables to values. `shards` are in the order of `roots`, and `inputs` in the order of the property."""
+        """Map variables to values. `shards` are in the order of `roots`, and `inputs` in the order of `self.inputs`."""
         pairs = zip(self.roots, shards, strict=True)
         roots = {root: jnp.stack(xs) if root in self._stacks else xs[0] for root, xs in pairs}
         return roots | {v: x for v, x in zip(self.inputs, inputs, strict=True) if x is not None}
