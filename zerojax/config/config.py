@@ -171,7 +171,7 @@ class Config:
             )
 
     def _check_params_on_disk(self) -> None:
-        """Raise a ValueError for an option that a step in stages does not know."""
+        """Raise a ValueError for an option that cannot be used with `Offload(params="disk")`."""
         for name, found in {"shard_axis": self.shard_axis, "wire": self.wire, "overwrite": self.overwrite}.items():
             if found:
                 raise ValueError(

@@ -65,10 +65,10 @@ MOST_ROWS = 256
 
 
 def row_chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
-    """Divide a parameter on disk, and its gradient and state: a stack of layers by layer, anything else by bytes.
+    """Divide a parameter on disk into chunks. Its gradient and optimizer state are divided in the same way.
 
-    A stack has at most `MOST_ROWS` layers on dim 0, which is not sharded. So a scan, or an indexed layer, reads no
-    other layers.
+    An array of two or more dims counts as a stack of layers if its dim 0 is not sharded and at most `MOST_ROWS` long.
+    Each layer is one chunk, so it can be read alone. All other arrays are divided by `chunking_of`.
     """
     rows = leaf.shape[0] if len(leaf.shape) > 1 and leaf.dim != 0 and not any(leaf.others[:1]) else 0
     return Chunking(0, (1,) * rows) if 0 < rows <= MOST_ROWS else chunking_of(leaf, chunk_bytes)
@@ -79,7 +79,7 @@ def row_chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
 )
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """A leaf of the optimizer state that is offloaded to host memory or disk, in chunks. A pytree node.
+    """An optimizer state leaf in host memory or on disk, or a parameter on disk, in chunks. A pytree node.
 
     `chunks[k]` contains chunk k of every device's shard, so the chunks do not always concatenate to the array.
 

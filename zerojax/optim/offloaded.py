@@ -66,7 +66,7 @@ class OffloadedState:
 
     @functools.cached_property
     def params_on_disk(self) -> frozenset[int]:
-        """Return the trained parameters that are in files."""
+        """Return the indices of the trained parameters that are on disk."""
         sharded = (i for i, leaf in enumerate(self.trained.params) if leaf.kind == "sharded")
         return frozenset(sharded if self.config.params_on_disk else ())
 

@@ -80,9 +80,8 @@ class Estimate:
     def offload_seconds(self, stage: int, *, link: float, disk: float | None = None) -> float:
         """Return the least seconds that a step takes to stream its offloaded state through the device.
 
-        The state is copied to the device and back, in both directions at once, in `bytes / link` seconds. The bytes on
-        disk, parameters and gradients included, take `(read + written) / disk` seconds. The result is the larger of
-        the two times.
+        The link copies all offloaded bytes to the device and back, both at the same time. The disk reads and writes
+        state, parameters and gradients in `(read + written) / disk` seconds. The result is the longer time.
 
         Args:
             stage: ZeRO stage.
@@ -90,15 +89,15 @@ class Estimate:
             disk: Bytes per second of the disk, per device, for reading and writing together.
         """
         row = self[stage]
-        seconds = (row.host + row.disk) / link
+        seconds = (row.host + max(row.read, row.written)) / link
         return max(seconds, (row.read + row.written) / disk) if disk else seconds
 
     def disk_bandwidth(self, stage: int, *, seconds: float) -> float:
-        """Return the bandwidth at which the disk no longer bounds a step, in bytes per second and device.
+        """Return the least disk bandwidth at which the disk does not slow a step down, in bytes per second per device.
 
         Args:
             stage: ZeRO stage.
-            seconds: The time of the step without its disk: the larger of compute and link.
+            seconds: The time of the step without disk traffic: the longer of the times of compute and of the link.
         """
         return (self[stage].read + self[stage].written) / seconds
 
@@ -108,7 +107,7 @@ class Estimate:
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
         errors = ["errors"] if any(row.errors for row in self.rows) else []
-        # An optimizer state on disk is read once and written once: its column says that already.
+        # If only optimizer state is on disk, `read` and `written` equal `disk`. Then these two columns are left out.
         traffic = ["read", "written"] if any(row.read != row.disk for row in self.rows) else []
         columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]

@@ -132,13 +132,13 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 
 
 class DiskBytes(NamedTuple):
-    """Parameters and gradients on disk, in bytes per device.
+    """Bytes per device of parameters and gradients on disk, and of a step's traffic with them.
 
     Attributes:
-        params: Parameters.
-        grads: Gradients.
-        read: Bytes that a step reads of both, at most: the last block of the forward pass is read once, and a parameter
-            whose gradient reads none is not read in the backward pass.
+        params: Bytes of parameters.
+        grads: Bytes of gradients.
+        read: The most bytes that a step reads. A step reads fewer, because the backward pass does not read again the
+            last block of the forward pass, and does not read parameters that it does not need.
         written: Bytes that a step writes.
     """
 
@@ -149,7 +149,7 @@ class DiskBytes(NamedTuple):
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes:
-    """Return the parameters and gradients that are on disk with `accumulate` microbatches per step."""
+    """Return the bytes of parameters and gradients on disk. A step has `accumulate` microbatches."""
     if not config.params_on_disk:
         return DiskBytes()
     layout, inexact = plan.layout, jnp.inexact
@@ -163,7 +163,7 @@ def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes
 
 
 def grads_on_device(config: Config, plan: ShardingPlan) -> list[int]:
-    """Return the trained parameters whose gradients are on the device, by index."""
+    """Return the indices of the trained parameters whose gradients are on the device."""
     leaves = enumerate(plan.trained.params)
     return [k for k, leaf in leaves if not (config.params_on_disk and leaf.kind == "sharded")]
 

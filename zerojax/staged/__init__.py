@@ -1,11 +1,14 @@
-"""A training step in stages, driven from Python: parameters, gradients and optimizer state are in files.
+"""Run a training step as many programs. Parameters, gradients and optimizer state are in files.
 
-model_files    the files of parameters and gradients, and what of them is kept in host memory
-sources        from a parameter's chunks on disk to the shard that a segment gathers, and back to its gradient
-stage          a segment as a compiled program each way; alike segments share one
-loop           a scan over layers, one iteration at a time
-program        a loss as stages: the order of reads, and how many gradients each chunk gets
-microbatch     runs the stages forward and backward, reads ahead and writes behind
-reductions     scalars that the update needs of all gradients (norms), summed chunk by chunk
-update         the update, chunk by chunk
+model_files    read and write the files of parameters and gradients, some of which stay in host memory
+sources        make a segment's shard from a parameter's chunks, and divide the shard's gradient into chunks
+stage          compile a segment into a forward and a backward program, which segments with equal equations share
+loop           run a scan over layers one iteration at a time
+whole          run a loop whose layers cannot be read one by one
+program        divide a loss into stages; find the order of reads, and the number of gradients per chunk
+microbatch     run the stages forward and backward, and read chunks ahead
+gradients      sum the gradients of chunks, scale the sums, and write them to files
+reductions     compute the scalars that the update reduces from gradients, such as norms, chunk by chunk
+state          write parameters to files, and represent them in a tree
+update         update parameters and optimizer state chunk by chunk
 """

@@ -1,4 +1,4 @@
-"""Gradients of chunks on their way to the files: summed over uses and microbatches, and finished with the last one."""
+"""Sum the gradients of chunks over their uses and over microbatches, scale the sums, and write them to files."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _scaled(grad, dtype, share):
 
 
 class Gradients:
-    """The gradients of one step.
+    """The gradients of one step, for the parameters on disk.
 
-    Each chunk's gradient is written once per microbatch. The last time, when the step's weights are known, it is
-    multiplied by the factor that makes it the gradient of the loss, and reduced to the scalars that the update needs.
-    So the update reads it once.
+    Each chunk's gradient is written once per microbatch. In the last microbatch, the weights of the whole loss are
+    known. So each sum is then multiplied by the factor that makes it the gradient of the loss, and is reduced to the
+    scalars that the update needs. Therefore the update reads each gradient only once.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Gradients:
         """Begin a step.
 
         Args:
-            files: Take the gradients.
-            trained: The parameters on disk that are trained.
+            files: The files to which the gradients are written.
+            trained: The trained parameters on disk, by index among all trained parameters.
             expected: How many gradients each chunk gets in one microbatch.
-            reductions: The scalars that the update needs.
-            finishing: The programs of `Finishing`.
-            mesh: Simulated devices run one program at a time.
+            reductions: The scalars that the update reduces from gradients.
+            finishing: A `Finishing`, whose programs scale and reduce the chunks.
+            mesh: The mesh. If its devices are simulated, each program ends before the next one starts.
         """
         self._files, self._expected, self._mesh = files, expected, mesh
         self._of = {x.param.index: (k, x.grad) for k, x in trained.items()}
@@ -72,14 +72,14 @@ class Gradients:
         """Begin a microbatch.
 
         Args:
-            first: Whether it is the first one.
-            share: What its gradients are multiplied by; None: nothing.
-            factor: What the sums are multiplied by if it is the last one; None for the others.
+            first: Whether this is the first microbatch of the step.
+            share: The factor for the gradients of this microbatch. None: they are not scaled.
+            factor: In the last microbatch, the factor for the sums over all microbatches. None in the others.
         """
         self._first, self._share, self._factor = first, share, factor
 
     def add(self, piece: Piece, grad: Array) -> None:
-        """Add the gradient of one use of a chunk; the last use completes it."""
+        """Add the gradient of one use of a chunk. After the last use, write the sum over the uses."""
         count, total = self._pending.pop(piece, (0, None))
         total = grad if total is None else self._wait(_added(total, grad))
         if count + 1 < self._expected[piece]:
@@ -88,7 +88,7 @@ class Gradients:
             self._complete(*self._of[piece[0]], piece[1], total)
 
     def end(self) -> None:
-        """End a microbatch: a chunk that the loss does not use has a gradient of zeros."""
+        """End a microbatch. If it is the last, write zeros as the gradients of chunks that the loss does not use."""
         assert not self._pending
         if self._factor is None:
             return
@@ -100,7 +100,7 @@ class Gradients:
                     self._finish(k, of, n, zeros)
 
     def scalars(self) -> tuple[dict[int, Array], dict[Any, Array]]:
-        """Return the sum of squares of each gradient, by index, and the values of cuts, by variable."""
+        """Return `(squares, cuts)`: each gradient's sum of squares, by index, and `at_once` cuts, by variable."""
         squares, known = {}, {}
         for k, rows in self._scalars.items():
             first, *others = zip(*rows, strict=True)
@@ -132,14 +132,14 @@ class Gradients:
 
 
 class Finishing:
-    """The programs that finish a chunk's gradient: chunks of one layout whose scalars are computed alike share one."""
+    """The programs that scale and reduce a chunk's gradient. Chunks with equal layouts and cuts share a program."""
 
     def __init__(self):
-        """Begin with none."""
+        """Begin without programs."""
         self._made: dict[Any, Any] = {}
 
     def of(self, of: OnDisk, cuts: list[Cut]) -> Any:
-        """Return `f(grad, factor) -> (grad, [sum of squares, cuts...])` for chunks of a gradient."""
+        """Return a program `f(grad, factor) -> (grad, [sum of squares, cuts...])` for the chunks of a gradient."""
         leaf, dim = of.leaf, of.chunking.dim
         key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(jaxprs.signature(cut.jaxpr) for cut in cuts)
         if key not in self._made:
@@ -154,5 +154,5 @@ def _finished(leaf: Leaf, dim: int, cuts: list[Cut], grad: Array, factor: Array)
 
 
 def logical_chunk(chunk: Array, leaf: Leaf, dim: int) -> Array:
-    """Return a chunk without padding; one that is divided on the sharded dim has none."""
+    """Return a chunk without padding. Chunks along the sharded dim are returned as they are: they have no padding."""
     return chunk if dim == leaf.dim else unpadded(chunk, leaf)

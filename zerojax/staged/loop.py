@@ -1,4 +1,4 @@
-"""A scan over layers as a stage: Python runs its iterations, and all of them share one program each way."""
+"""A scan over layers whose iterations Python runs. All iterations share one forward and one backward program."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SourceOf = Callable[[ShardedParam], Source]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedLoop:
-    """A scan whose iterations are one stage.
+    """A scan over layers, run one iteration at a time.
 
     Attributes:
-        segment: The scan.
-        stage: Its body.
-        shared: Where the shards come from that every iteration reads.
-        stacked: For each stack and each layer, where the layer's shard comes from.
+        segment: The segment that consists of the scan.
+        stage: The forward and backward programs of the scan's body.
+        shared: The sources of the parameters that every iteration reads.
+        stacked: For each stack of layers, the source of each layer.
         consts: Arrays that the body closes over.
     """
 
@@ -41,16 +41,16 @@ class StagedLoop:
 
     @property
     def loop(self) -> Loop:
-        """Return the scan's operands, sorted."""
+        """Return the scan's operands, sorted by kind."""
         return self.segment.loop
 
     def sources(self, iteration: int) -> list[Source]:
-        """Return where the shards of one iteration come from."""
+        """Return the sources of the parameters that one iteration reads."""
         layer = self.loop.layer(iteration)
         return [*self.shared, *(layers[layer] for layers in self.stacked)]
 
     def values(self, env: Mapping) -> tuple[list, list, list]:
-        """Return `(consts, carry, slices)` of the scan, in the types that the body takes."""
+        """Return the operands `(consts, carry, slices)` of the scan, in the types of the body's inputs."""
         loop, types = self.loop, [v.aval.dtype for v in _others(self.loop)]
         values = [
             jnp.asarray(literal, dtype) if index is None else env[self.segment.others[index]]
@@ -70,17 +70,17 @@ def staged_loop(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> StagedLoop | None:
-    """Return a scan as a stage, or None if its layers are not read one by one.
+    """Return a scan whose iterations Python can run, or None if the scan's layers cannot be read one by one.
 
     Args:
-        segment: The scan.
-        stages: Makes the stage of the body.
-        source_of: Finds the source of a parameter.
-        layers_of: Finds the sources of a stack's layers; None if the stack is not on disk layer by layer.
-        moving: The variables before the scan that want cotangents.
-        arguments: The program's arguments.
-        rows: Where variables hold the rows of the batch.
-        follower: Follows the rows.
+        segment: The segment that consists of the scan.
+        stages: The stages of the program, to which the body's stage is added.
+        source_of: A function that returns the source of a parameter.
+        layers_of: A function that returns the sources of a stack's layers, or None if they cannot be read one by one.
+        moving: The scan's input variables whose cotangents are needed.
+        arguments: The arguments of the whole program.
+        rows: For each variable, the dims along which its value holds the rows of the batch.
+        follower: The analysis that follows the rows into the body. None: they are unknown.
     """
     loop = segment.loop
     stacked = [layers_of(p) for p in loop.stacked]
@@ -111,13 +111,13 @@ def staged_loop(
 
 
 def _others(loop: Loop) -> list:
-    """Return the body's variables of everything but parameters."""
+    """Return the body's input variables that are not parameters."""
     body, _ = compat.opened(loop.eqn.body)
     return [v for on, v in zip(loop.is_param, body.invars, strict=True) if not on]
 
 
 def _body_rows(segment: ScanSegment, rows: Mapping[Any, State], follower: Follower | None) -> Sequence[State]:
-    """Return where the body's inputs, except parameters, hold the rows of the batch."""
+    """Return, for each input of the body that is not a parameter, the dims that hold the rows of the batch."""
     loop = segment.loop
     if follower is None:
         return [UNKNOWN] * len(loop.others)

@@ -1,4 +1,4 @@
-"""Run a staged program forward and backward, with chunks read ahead."""
+"""Run the stages of a program forward and backward, and read chunks from disk ahead."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 
-# Stages that may run on the devices, or wait there, while Python prepares the next one.
+# The number of stages that the devices may still be running, or have queued, while Python prepares the next stage.
 _RUNNING = 1
 
 
 class Sink(Protocol):
-    """Takes the gradients of chunks."""
+    """An object that accepts the gradients of chunks."""
 
     def add(self, piece: Piece, grad: Array) -> None:
         """Add one gradient of a chunk."""
@@ -40,13 +40,14 @@ class Sink(Protocol):
 
 
 class Reader:
-    """Brings chunks to the devices, use by use, and reads those of later uses ahead.
+    """Reads chunks from disk to the devices. A use is one execution of a stage that reads chunks.
 
-    Chunks that the next use needs, too, stay: so the last block of the forward pass is read once.
+    Chunks for later uses are read ahead. A chunk stays on the devices if the next use needs it too. So the last block
+    of the forward pass is not read again for the backward pass.
     """
 
     def __init__(self, files: ModelFiles, reads: Sequence[tuple[Piece, ...]]):
-        """Begin to read. `reads` has the chunks of each use, in order."""
+        """Begin to read. `reads` lists the chunks of each use, in the order of the uses."""
         self._files = files
         self._uses = collections.deque(reads)
         before = [(), *reads]
@@ -69,7 +70,7 @@ class Reader:
         return self._chunks
 
     def close(self) -> None:
-        """Give back the buffers of chunks that nobody took, after an error."""
+        """Give back the buffers of chunks that were read but not taken, because an error ended the step."""
         while self._reading:
             _, reading = self._reading.popleft()
             reading.add_done_callback(lambda read: read.exception() or read.result().release())
@@ -96,17 +97,17 @@ def _stacked(rows, dim):
 
 
 class Microbatch:
-    """One pass forward and backward."""
+    """One forward pass and one backward pass of a staged program."""
 
     def __init__(self, staged: StagedProgram, reader: Reader, comm: Collectives, mesh: Mesh, sink: Sink):
         """Store the arguments.
 
         Args:
-            staged: What to run.
-            reader: Reads the chunks of both passes.
-            comm: Adds cotangents.
-            mesh: Simulated devices run one program at a time.
-            sink: Takes the gradients of chunks.
+            staged: The program to run.
+            reader: The reader of the chunks of both passes.
+            comm: The collectives, which add two cotangents of one variable.
+            mesh: The mesh. If its devices are simulated, each program ends before the next one starts.
+            sink: The object that accepts the gradients of chunks.
         """
         self._staged, self._reader, self._sink, self._mesh = staged, reader, sink, mesh
         self._add_two = _adding(comm)
@@ -116,7 +117,7 @@ class Microbatch:
         self._running: collections.deque = collections.deque()
 
     def forward(self, args: Mapping[int, Array]) -> list:
-        """Return the program's results. `args` has its arguments by index, except those on disk."""
+        """Return the program's results. `args` contains the arguments that are not on disk, by index."""
         staged, env = self._staged, self._env
         env.update({staged.program.invars[i]: x for i, x in args.items()})
         last_read, arguments = staged.last_read, set(env)
@@ -134,7 +135,7 @@ class Microbatch:
         return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else jnp.asarray(a.val) for a in outs]
 
     def backward(self, cotangent: Array) -> dict[int, Array]:
-        """Pull the cotangent of the first result back; the cotangents of arguments that are not on disk, by index."""
+        """Return the cotangents of the arguments not on disk, by index, for a cotangent of the first result."""
         staged = self._staged
         if staged.backward:
             self._cotangents[staged.program.outs[0]] = cotangent
@@ -154,11 +155,11 @@ class Microbatch:
         return arrays
 
     def _ran(self, results: Any) -> Any:
-        """Return the results of a stage, after those of an earlier stage are computed.
+        """Return the results of a stage, after the devices have finished the stage before it.
 
-        Otherwise Python runs ahead of the devices, and brings the shards of all stages to them.
+        Without this wait, Python would run ahead of the devices and copy the shards of all stages to them.
         """
-        # The arrays of one program are ready together: the smallest one stands for all, and holds little memory.
+        # All results of a program become ready together. Wait for the smallest: keeping it takes little memory.
         self._running.extend(sorted(jax.tree.leaves(results), key=lambda x: x.size)[:1])
         if len(self._running) > _RUNNING and not self._running[0].is_deleted():
             jax.block_until_ready(self._running[0])

@@ -1,4 +1,4 @@
-"""The files of parameters and gradients, of which a part is kept in host memory."""
+"""Read and write the files of parameters and gradients. Some of the chunks stay in host memory instead."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, shar
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
-# Chunks that are read ahead, and as many that are written behind.
+# The number of chunks that are read ahead at a time. As many chunks can wait to be written.
 READ_AHEAD = 8
-# Arrays on the devices that wait until they are copied to a buffer.
+# The number of arrays whose copies from the devices to host memory run while Python goes on.
 _COPYING = 2
 
 
 class ModelFiles(StateFiles):
     """The files of one process's shards of parameters and gradients.
 
-    Each chunk has a version of its own: a gradient is written more often than a parameter, and a frozen parameter once.
-    Chunks that fit into `host_bytes` are kept in memory. Which ones is decided once, because every step reads all
-    chunks in the same order: a cache that drops the oldest chunk would drop each one just before it is needed.
+    The files store a version per chunk, because a gradient is written more often than a parameter, and a frozen
+    parameter only once. As many chunks as fit into `host_bytes` stay in host memory, and always the same ones. Every
+    step reads all chunks in the same order, so a cache of recently used chunks would drop each just before its use.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class ModelFiles(StateFiles):
         """Name the files.
 
         Args:
-            path: The folder in which each process makes its own.
-            leaves: Layout, chunking and sharding of each parameter and gradient, by a number.
-            host_bytes: Host memory for buffers and for chunks that are kept there; None: for buffers alone.
-            first: The numbers of the leaves in the order in which they are kept in host memory.
-            params: The numbers of parameters.
+            path: The folder in which each process makes a folder for its files.
+            leaves: Layout, chunking and sharding of each parameter and gradient, by the number of the leaf.
+            host_bytes: Bytes of host memory for buffers and for chunks. None: only the buffers are in host memory.
+            first: The numbers of all leaves. Chunks of earlier leaves are the first to be kept in host memory.
+            params: The numbers of the leaves that are parameters. The other leaves are gradients.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
         self._path = path
@@ -74,17 +74,17 @@ class ModelFiles(StateFiles):
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the memory of all buffers."""
+        """Return the bytes of host memory that the buffers for reading and writing take."""
         return 2 * READ_AHEAD * max(spec.bytes for spec in self._specs)
 
     @property
     def host_bytes(self) -> int:
-        """Return the host memory of buffers and of the chunks that are kept there."""
+        """Return the bytes of host memory that the buffers and the chunks in host memory take."""
         return self.buffer_bytes + sum(self._specs[i].bytes for i in self._held)
 
     @property
     def disk_bytes(self) -> int:
-        """Return the bytes of all files."""
+        """Return the bytes of all chunks that are in files, not in host memory."""
         return sum(spec.bytes for i, spec in enumerate(self._specs) if i not in self._held)
 
     @functools.cached_property
@@ -97,11 +97,11 @@ class ModelFiles(StateFiles):
         return store
 
     def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
-        """Return layout, chunking and sharding of a leaf."""
+        """Return the layout, the chunking and the sharding of leaf `k`."""
         return self._leaves[k]
 
     def nodes(self, *, is_shape: bool = False) -> dict[int, Chunked]:
-        """Return the nodes that stand for the parameters in a tree; if `is_shape`, of parameters not yet written."""
+        """Return a `Chunked` node per parameter, by number. If `is_shape`, nodes contain shapes instead of arrays."""
         found = {}
         for k in sorted(self._params):
             leaf, chunking, sharding = self._leaves[k]
@@ -115,7 +115,7 @@ class ModelFiles(StateFiles):
         return found
 
     def read(self, k: int, n: int) -> Future[Lease]:
-        """Begin to read chunk `n` of leaf `k`; see `StateFiles`."""
+        """Begin to read chunk `n` of leaf `k` from host memory or its file; see `StateFiles.read`."""
         if any((k, n) == (other, m) for other, m, _ in self._copying):
             self.copy_all()
         index = self._index[k, n]
@@ -126,14 +126,14 @@ class ModelFiles(StateFiles):
         return self._store.read(index, version=self._versions[index])
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Write chunk `n` of leaf `k` behind: its copy to a buffer is begun, and the oldest such copy is awaited."""
+        """Begin to copy chunk `n` of leaf `k` to host memory. If more than `_COPYING` copies wait, write the oldest."""
         array.copy_to_host_async()
         self._copying.append((k, n, array))
         if len(self._copying) > _COPYING:
             self._write(*self._copying.popleft())
 
     def copy_all(self) -> None:
-        """Block until everything is in buffers."""
+        """Block until all arrays that were passed to `write` are copied from the devices."""
         while self._copying:
             self._write(*self._copying.popleft())
 
@@ -148,11 +148,11 @@ class ModelFiles(StateFiles):
         self._store.write(index, shards, version=self._versions[index])
 
     def advance(self) -> None:
-        """Count one more version of the parameters: an earlier state can no longer be read."""
+        """Add one to the version of the parameters. States of earlier versions can then no longer be read."""
         self._version += 1
 
     def require(self, version: Any) -> None:
-        """Refuse a state of a version that the files no longer have; see `StateFiles`."""
+        """Raise a `ValueError` if a state's version is not the version of the files; see `StateFiles.require`."""
         if self._version < 0:
             raise ValueError(
                 f"The parameters on disk in {self.path} are half written, because a step on them was interrupted or "
@@ -166,14 +166,14 @@ class ModelFiles(StateFiles):
             )
 
     def saved(self, k: int) -> None:
-        """Record that a parameter was written outside of a step. When all of them were, their version advances."""
+        """Record that parameter `k` was written outside of a step. Add one to the version when all are."""
         self._saved.add(k)
         if self._saved == self._params:
             self._saved.clear()
             self.advance()
 
     def abandon(self) -> None:
-        """Give up files that an interrupted step left half written; see `StateFiles`."""
+        """Give up the files after an interrupted step, which wrote only some chunks; see `StateFiles.abandon`."""
         self._copying.clear()
         self._version = -1
         super().abandon()
@@ -187,12 +187,12 @@ class ModelFiles(StateFiles):
 
 @dataclasses.dataclass(frozen=True)
 class ModelLeaf(LeafFiles):
-    """Where a parameter is on disk; see `LeafFiles`."""
+    """The files of one parameter; see `LeafFiles`."""
 
     part: ClassVar[str] = "params"
 
     def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
-        """Write it anew; see `LeafFiles`."""
+        """Write the parameter, wait until it is in the files, and return the new version; see `LeafFiles.save`."""
         files = self.files
         assert isinstance(files, ModelFiles)
         version = super().save(jax.block_until_ready(list(chunks)))
@@ -202,7 +202,7 @@ class ModelLeaf(LeafFiles):
 
 
 def local_bytes(leaf: Leaf, chunking: Chunking, sharding: NamedSharding) -> int:
-    """Return the bytes of one process's chunks of a leaf, without the padding to complete blocks."""
+    """Return the bytes of a leaf's chunks on one process. The padding of the files to full blocks does not count."""
     shapes = chunking.chunk_shapes(leaf)
     return sum(
         len(shards_of(sharding, shape)) * int(np.prod(sharding.shard_shape(shape))) * np.dtype(leaf.dtype).itemsize

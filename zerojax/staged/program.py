@@ -1,4 +1,4 @@
-"""A loss as stages: which chunks each of them reads, in which order, and how many gradients each chunk gets."""
+"""Divide a loss into stages. Find the chunks that each stage reads, their order, and the gradients per chunk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from zerojax.staged.whole import WholeStage
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StagedBlock:
-    """A segment that runs once.
+    """A segment that runs once per pass.
 
     Attributes:
         segment: The segment.
-        stage: Its programs.
-        sources: Where the shards of its parameters come from.
+        stage: The forward and backward programs of the segment.
+        sources: The source of each parameter of the segment.
     """
 
     segment: Segment
@@ -39,27 +39,27 @@ Item = StagedBlock | StagedLoop | WholeStage
 
 
 class StagedProgram:
-    """A program as stages.
+    """A traced function, divided into stages.
 
     Attributes:
-        program: The program.
-        items: Its segments as stages, in order.
-        reads: For each execution of a stage that reads any, forward and then backward, the chunks that it reads.
-        expected: How many gradients each chunk gets in one pass backward.
-        backward: The items whose backward pass runs, last first.
-        live: The variables that want cotangents.
+        program: The traced function and its segments.
+        items: One stage per segment, in the order in which they run.
+        reads: The chunks of each execution of a stage that reads any, in the order of a forward and a backward pass.
+        expected: The number of gradients that each chunk gets in one backward pass.
+        backward: The items that have a backward pass. The last item of `items` comes first.
+        live: The variables whose cotangents are needed.
     """
 
     def __init__(
         self, program: Program, on_disk: Mapping[int, OnDisk], active: Sequence[bool], options: Options, mesh: Any
     ):
-        """Divide a program.
+        """Make the stages of a program.
 
         Args:
-            program: A loss; its first result is differentiated.
-            on_disk: The sharded parameters, by their index among the program's arguments.
-            active: For each argument, whether its cotangent is wanted.
-            options: How to gather.
+            program: A loss or another function. Its first result is differentiated.
+            on_disk: The parameters on disk, by their index among the program's arguments.
+            active: For each parameter, whether its gradient is needed.
+            options: How parameters are gathered.
             mesh: The mesh of the shards.
         """
         self.program = program
@@ -85,12 +85,12 @@ class StagedProgram:
 
     @property
     def gathered_before(self) -> list[str]:
-        """Return the loops whose layers are not read one by one, each with its parameters' paths and the reason."""
+        """Return, per loop whose layers cannot be read one by one, a message with its parameters and the reason."""
         return [item.reason for item in self.items if isinstance(item, WholeStage)]
 
     @property
     def last_read(self) -> dict[Any, int]:
-        """Return the index of the last item that reads each variable."""
+        """Return, for each variable, the index of the last item that reads it."""
         found = {}
         for i, item in enumerate(self.items):
             operands = [v for p in item.segment.params for v in p.operands]
@@ -126,10 +126,10 @@ class StagedProgram:
         return StagedBlock(segment, stage, sources)
 
     def _source(self, param: ShardedParam) -> Source:
-        """Return where the shard of a parameter comes from.
+        """Return the source of a parameter's shard.
 
         Raises:
-            ValueError: If it is taken from a stack that `jnp.stack` makes.
+            ValueError: If the parameter is taken from a stack that the loss makes with `jnp.stack`.
         """
         if param.root not in self.variables:
             raise ValueError(
@@ -140,7 +140,7 @@ class StagedProgram:
         return source_of(param, self.variables[param.root])
 
     def _layers(self, param: ShardedParam) -> tuple[Source, ...] | None:
-        """Return where each layer of a stack comes from; None if the layers are not read one by one."""
+        """Return the source of each layer of a stack, or None if the layers cannot be read one by one."""
         if param.slices:
             return None
         if param.root in self.program.joined:
@@ -149,7 +149,7 @@ class StagedProgram:
         return tuple(Source(of, row) for row in range(of.leaf.shape[0])) if of.is_by_row else None
 
     def _sources_of_root(self, segment: Segment) -> dict[Any, tuple[Source, ...]]:
-        """Return where the arrays come from that a segment's parameters are taken from."""
+        """Return the sources of the arrays of which a segment's parameters are slices, by the variable of the array."""
         members = {p.root: self.program.joined.get(p.root) for p in segment.params}
         return {
             root: (Source(self.variables[root]),) if layers is None else tuple(map(self._source, layers))
@@ -157,7 +157,7 @@ class StagedProgram:
         }
 
     def _reached(self) -> list[Item]:
-        """Return the items whose results have cotangents, last first."""
+        """Return the items whose results get cotangents in the backward pass, in the order of that pass."""
         reached, found = {v for v in variables_of(self.program.outs[:1]) if v in self.live}, []
         for item in reversed(self.items):
             if not reached.isdisjoint(_differentiated(item)):
@@ -166,7 +166,7 @@ class StagedProgram:
         return found
 
     def _trained_uses(self) -> list[list[Source]]:
-        """Return the sources that get gradients, for each execution of the backward pass."""
+        """Return the sources that get gradients, for each execution of a stage's backward program."""
         uses = []
         for item in self.backward:
             if isinstance(item, WholeStage):
@@ -184,7 +184,7 @@ def variables_of(outs: Sequence) -> list:
 
 
 def _differentiated(item: Item) -> list:
-    """Return the results of an item that may have cotangents."""
+    """Return the results of an item that can be differentiated."""
     if isinstance(item, WholeStage):
         return list(item.segment.results) if item.is_differentiated else []
     if item.stage.passes is None:
@@ -196,14 +196,14 @@ def _differentiated(item: Item) -> list:
 
 
 def _forward_uses(item: Item) -> list[list[Source]]:
-    """Return the sources that each execution of the forward pass reads."""
+    """Return the sources that each execution of an item's forward program reads."""
     if isinstance(item, StagedLoop):
         return [item.sources(iteration) for iteration in range(item.loop.length)]
     return [list(item.sources)]
 
 
 def _backward_uses(item: Item) -> list[list[Source]]:
-    """Return the sources that each execution of the backward pass reads, in its order."""
+    """Return the sources that each execution of an item's backward program reads, in the order of the executions."""
     if isinstance(item, WholeStage):
         return [item.sources]
     return [[use[i] for i in item.stage.needed] for use in reversed(_forward_uses(item))]

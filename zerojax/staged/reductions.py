@@ -1,9 +1,9 @@
-"""Scalars that an update needs of all gradients, such as their norm, when these are in files.
+"""Compute the scalars, such as norms, that an update reduces from gradients in files.
 
-The part of an update that depends on no offloaded state is traced as one list of equations. An equation that
-reduces a gradient on disk to a scalar is a cut: what comes before it is evaluated chunk by chunk, and what comes after
-it needs the scalar alone. Cuts that need the results of other cuts are evaluated in later rounds, each of which reads
-the gradients once more.
+The part of an update that does not depend on offloaded state is traced as one list of equations. An equation that
+reduces a gradient on disk to a scalar is called a cut. The equations before the cut are evaluated chunk by chunk if
+they are elementwise. The equations after the cut read only the scalar. Cuts that need the results of other cuts are
+evaluated in later rounds, and each round reads the gradients again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Cut:
     """A scalar that is reduced from one gradient.
 
     Attributes:
-        var: The scalar.
-        grad: Index of the gradient among the trained parameters'.
-        round: When it is evaluated: 1, or later if it needs other cuts.
-        jaxpr: The equations behind it, from `inputs`.
-        inputs: The gradient's variable first, then scalars and other small values that are known before.
-        combine: Joins the values of two chunks; None if the gradient is needed whole.
+        var: The variable of the scalar.
+        grad: The index of the gradient among those of the trained parameters.
+        round: The round in which the cut is evaluated: 1, or a later round if the cut needs other cuts.
+        jaxpr: The equations that compute the scalar from `inputs`.
+        inputs: The variable of the gradient, then variables whose values are known before the round, such as scalars.
+        combine: The function that joins the values of two chunks. None if the cut needs the whole gradient.
     """
 
     var: Any
@@ -54,7 +54,7 @@ class Cut:
     combine: Callable | None
 
     def of_chunk(self, chunk: Array, known: Sequence[Array] = ()) -> Array:
-        """Return the scalar of one chunk, in logical shape, given the other inputs."""
+        """Return the scalar of one chunk without padding. `known` contains the values of the other inputs."""
         *eqns, last = self.jaxpr.eqns
         values = [chunk.astype(self.inputs[0].aval.dtype), *known]
         before = compat.part_of(self.jaxpr, eqns, self.jaxpr.invars, last.invars)
@@ -64,7 +64,7 @@ class Cut:
         return reduced[last.primitive.name](jnp.broadcast_to(x, chunk.shape))
 
     def of_whole(self, grad: Array, known: Sequence[Array]) -> Array:
-        """Return the scalar of the whole gradient, in logical shape, given the other inputs."""
+        """Return the scalar of the whole gradient without padding. `known` contains the values of the other inputs."""
         values = [grad.astype(self.inputs[0].aval.dtype), *known]
         return jax.core.eval_jaxpr(self.jaxpr, (), *values)[0]
 
@@ -73,12 +73,12 @@ class Reductions:
     """The cuts of an update's equations.
 
     Attributes:
-        cuts: The cuts.
-        whole: Gradients on disk that the remaining equations need whole.
+        cuts: The cuts, in the order of the equations.
+        whole: Indices of the gradients on disk that the equations after the cuts read as whole arrays.
     """
 
     def __init__(self, equations: Equations, on_disk: Collection[int]):
-        """Find the cuts. `on_disk` are the gradients in files, by index."""
+        """Find the cuts. `on_disk` contains the indices of the gradients in files."""
         self.equations, jaxpr = equations, equations.jaxpr
         pairs = zip(jaxpr.invars, equations.reads, strict=True)
         self._grads = {var: i for var, (kind, i) in pairs if kind == GRAD and i in on_disk}
@@ -105,19 +105,19 @@ class Reductions:
 
     @property
     def rounds(self) -> int:
-        """Return how many rounds there are."""
+        """Return the number of rounds."""
         return max((cut.round for cut in self.cuts), default=0)
 
     def at_once(self, grad: int) -> list[Cut]:
-        """Return the cuts of a gradient that need its chunks alone, and are evaluated where these are computed."""
+        """Return the cuts that need only the chunks of this gradient, and are evaluated before a chunk is written."""
         return [cut for cut in self.cuts if cut.grad == grad and cut.combine is not None and len(cut.inputs) == 1]
 
     def later(self, number: int) -> list[Cut]:
-        """Return the other cuts of one round."""
+        """Return the cuts of one round that are not in `at_once`."""
         return [cut for cut in self.cuts if cut.round == number and cut not in self.at_once(cut.grad)]
 
     def small_values(self, cuts: Sequence[Cut], known: Mapping) -> dict:
-        """Return what some cuts read beside gradients, computed from what is `known`. Traced under jit."""
+        """Return the inputs of some cuts except gradients, by variable, from the `known` values. Traced under jit."""
         wanted = list(dict.fromkeys(v for cut in cuts for v in cut.inputs[1:]))
         jaxpr = self.equations.jaxpr
         eqns, inputs = equations_behind(jaxpr, producers_of(jaxpr), wanted, set(known))
@@ -125,7 +125,7 @@ class Reductions:
         return dict(zip(wanted, jax.core.eval_jaxpr(part, (), *(known[v] for v in inputs)), strict=True))
 
     def results(self, known: Mapping) -> list:
-        """Return the equations' results, given their inputs and the cuts, by variable. Traced under jit."""
+        """Return the results of all equations. `known` maps inputs and cuts to their values. Traced under jit."""
         jaxpr = self.equations.jaxpr
         part = compat.part_of(jaxpr, self._rest, self._rest_inputs, jaxpr.outvars)
         return jax.core.eval_jaxpr(part, (), *(known[v] for v in self._rest_inputs))
@@ -155,7 +155,7 @@ class Reductions:
         return Cut(eqn.outvars[0], grad, number, part, inputs, _COMBINED[eqn.primitive.name] if by_chunk else None)
 
     def _is_by_chunk(self, eqns: Sequence, root: Any, inputs: Sequence) -> bool:
-        """Return whether a cut is elementwise up to a reduction over all dims."""
+        """Return whether a cut's equations are elementwise, except the last, which reduces over all dims."""
         *before, last = eqns
         shape = root.aval.shape
         full = last.primitive.name in _COMBINED and len(last.params["axes"]) == len(shape)
@@ -168,6 +168,6 @@ class Reductions:
 
 
 def combined(cut: Cut, values: Sequence[Array]) -> Array:
-    """Return a cut's scalar, given those of all chunks."""
+    """Return a cut's scalar for the whole gradient. `values` contains the scalar of each chunk."""
     assert cut.combine is not None
     return functools.reduce(cut.combine, values)

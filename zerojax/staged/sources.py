@@ -1,4 +1,4 @@
-"""From a parameter's chunks on disk to the shard that a segment gathers, and from its gradient back to chunks."""
+"""Make the shard that a segment gathers from a parameter's chunks, and divide the shard's gradient into chunks."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from zerojax.placement.chunking import joining, splitting
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-Piece = tuple[int, int]  # a parameter, by its index among all, and the number of a chunk
+Piece = tuple[int, int]  # the number of a parameter's (or gradient's) files, and the number of a chunk
 
 
 @dataclasses.dataclass(frozen=True)
 class OnDisk:
-    """How one parameter is kept on disk.
+    """How one parameter, or its gradient, is kept on disk.
 
     Attributes:
-        index: Its index among all parameters.
-        leaf: Its layout.
-        chunking: How it is divided into chunks.
-        sharding: Its sharding.
+        index: The number of its files. For a parameter, this is its index among all parameters.
+        leaf: The layout.
+        chunking: The division into chunks.
+        sharding: The sharding when it is on the devices.
     """
 
     index: int
@@ -42,7 +42,7 @@ class OnDisk:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Return all its chunks."""
+        """Return all chunks."""
         return tuple((self.index, n) for n in range(len(self.chunking.extents)))
 
     @property
@@ -52,28 +52,28 @@ class OnDisk:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh."""
+        """Return the mesh of `sharding`."""
         mesh = self.sharding.mesh
         assert isinstance(mesh, Mesh)
         return mesh
 
     def joined(self, chunks: Sequence[Array]) -> Array:
-        """Return the chunks as one array, in storage shape."""
+        """Join the chunks into one array, in storage shape."""
         return joining(self.mesh, self.sharding, self.leaf, self.chunking)(list(chunks))
 
     def split(self, stored: Array) -> list[Array]:
-        """Return the chunks of an array that is laid out like the parameter."""
+        """Divide an array in storage shape into chunks."""
         return splitting(self.mesh, self.sharding, self.leaf, self.chunking)(stored)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """Where the shard comes from that a segment gathers.
+    """The origin of a shard that a segment gathers.
 
     Attributes:
-        of: The parameter.
-        row: The only row of dim 0 that is read, with a dim 0 of one; None: all chunks are read, and joined.
-        param: Its slices are applied to the joined shard; None: there are none.
+        of: The parameter on disk.
+        row: The row of dim 0 that is read. The shard has a dim 0 of length 1. None: all chunks are read and joined.
+        param: The parameter with the slices that are applied to the joined chunks. None: there are no slices.
     """
 
     of: OnDisk
@@ -86,7 +86,7 @@ class Source:
         return self.of.pieces if self.row is None else ((self.of.index, self.row),)
 
     def shard(self, chunks: Mapping[Piece, Array], env: Mapping) -> Array:
-        """Return the shard, given its chunks and what its slices read."""
+        """Make the shard from its chunks. `env` maps the variables that the slices read to their values."""
         values = [chunks[piece] for piece in self.pieces]
         if self.row is not None:
             return values[0]
@@ -94,7 +94,7 @@ class Source:
         return stored if self.param is None else self._sliced(stored, [env[v] for v in self.param.operands])
 
     def grad_chunks(self, grad: Array, env: Mapping) -> dict[Piece, Array]:
-        """Return the gradient of the shard as gradients of chunks."""
+        """Divide the gradient of the shard into gradients of chunks. `env` is as for `shard`."""
         if self.row is not None:
             return {self.pieces[0]: grad}
         if self.param is not None:
@@ -103,7 +103,7 @@ class Source:
 
     @functools.cached_property
     def _sliced(self) -> Any:
-        """Return the program that slices a shard."""
+        """Return the program that slices the joined chunks."""
         param = self.param
         assert param is not None
 
@@ -114,7 +114,7 @@ class Source:
 
     @functools.cached_property
     def _root_grad(self) -> Any:
-        """Return the program from the gradient of a sliced shard to that of the shard."""
+        """Return the program that turns the gradient of the slice into the gradient of the joined chunks."""
         param, leaf = self.param, self.of.leaf
         assert param is not None
 
@@ -127,7 +127,7 @@ class Source:
 
 
 def source_of(param: ShardedParam, of: OnDisk) -> Source:
-    """Return where the shard of a segment's parameter comes from."""
+    """Return the source of a parameter's shard."""
     if not param.slices:
         return Source(of)
     row = _row_read(param) if of.is_by_row else None
@@ -135,7 +135,7 @@ def source_of(param: ShardedParam, of: OnDisk) -> Source:
 
 
 def _row_read(param: ShardedParam) -> int | None:
-    """Return the row of dim 0 that the slices of a parameter read, if they do nothing else."""
+    """Return the index on dim 0 if the slices of a parameter only select one row, otherwise None."""
     if len(param.slices) != 2 or param.slices[1].primitive.name not in ("squeeze", "reshape"):
         return None
     first, (last,) = param.slices[0], param.slices[1].outvars

@@ -1,4 +1,4 @@
-"""A segment as two compiled programs, forward and backward; segments that are alike share them."""
+"""Compile a segment into a forward and a backward program. Segments with equal equations and layouts share them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
-    """Stands for a variable, in a segment that several segments share.
+    """A placeholder for a variable, in a stage that several segments share.
 
     Attributes:
-        aval: Shape and type of the value.
+        aval: The shape and type of the variable's value.
     """
 
     aval: Any
@@ -34,12 +34,12 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Which cotangents a segment's backward pass gives.
+    """The cotangents that a segment's backward pass must compute.
 
     Attributes:
-        trained: For each parameter, whether its gradient is wanted.
-        active: For each other input, whether its cotangent is wanted.
-        results: Indices of the results that are differentiated; None: all that can be.
+        trained: For each parameter, whether its gradient is needed.
+        active: For each other input, whether its cotangent is needed.
+        results: Indices of the results that are differentiated. None: all results with a differentiable type.
         summands: Indices of the other inputs whose cotangents may stay one partial sum per worker.
     """
 
@@ -50,25 +50,25 @@ class Wanted:
 
 
 class Stage:
-    """A segment as two programs.
+    """The forward and backward programs of a segment.
 
-    Its parameters are given as shards. A shard that is one row of a stack has a dim 0 of one, as on disk.
+    The programs take parameters as shards. A shard that is one row of a stack has a dim 0 of length 1, as on disk.
 
     Attributes:
-        passes: The two passes; None if nothing before the segment wants a cotangent.
+        passes: The traced passes. None if no cotangent of an input is needed.
     """
 
     def __init__(
         self, segment: Segment, wanted: Wanted, rows: RowStates, options: Options, by_row: Sequence[bool], mesh: Any
     ):
-        """Trace the passes; nothing is compiled yet.
+        """Trace the passes. The programs are compiled when they are first called.
 
         Args:
             segment: The segment.
-            wanted: Its cotangents.
-            rows: Where its inputs and results hold the rows of the batch.
-            options: How to gather.
-            by_row: For each parameter, whether its shard has a dim 0 of one.
+            wanted: The cotangents that the backward program must return.
+            rows: For inputs and results, the dims that hold the rows of the batch.
+            options: How parameters are gathered.
+            by_row: For each parameter, whether its shard is one row of a stack.
             mesh: The mesh of the shards.
         """
         assert isinstance(segment, BlockSegment | PlainSegment)
@@ -106,7 +106,7 @@ class Stage:
         return [] if self.passes is None else sorted(self.passes.needed_others)
 
     def _forward(self, shards: Sequence[Array], others: Sequence[Array]) -> tuple[list, list]:
-        """Return `(results, saved)`."""
+        """Return `(results, saved)`, where `saved` are the residuals for the backward pass."""
         segment = self._segment
         env = dict(zip(segment.others, others, strict=True)) | self._roots(dict(enumerate(shards)))
         gathered, others = segment.take_inputs(self._gathers(env, segment.params))
@@ -115,13 +115,13 @@ class Stage:
     def _backward(
         self, shards: Sequence[Array], others: Sequence[Array], saved: Sequence, cotangents: Sequence[Array | None]
     ) -> tuple[list, list]:
-        """Return `(gradients of shards, cotangents of other inputs)`, None where there is none.
+        """Return `(gradients of shards, cotangents of other inputs)`. Those that were not computed are None.
 
         Args:
-            shards: Those in `needed`.
-            others: Those in `kept`.
-            saved: As the forward pass returned it.
-            cotangents: One for each result; None where it is zero.
+            shards: The shards of the parameters in `needed`.
+            others: The other inputs in `kept`.
+            saved: The residuals that the forward pass returned.
+            cotangents: The cotangent of each result. None means zero.
         """
         segment, passes = self._segment, self.passes
         assert passes is not None
@@ -143,7 +143,7 @@ class Stage:
         return to_params, [grads.cotangents.get(key) for key in segment.others]
 
     def _stored(self, grad: Array, param: ShardedParam, by_row: bool) -> Array:
-        """Return a shard's gradient in the layout in which it is written."""
+        """Return a shard's gradient in the parameter's storage layout. A row of a stack gets its dim 0 of length 1."""
         leaf = param.stored
         if by_row:
             assert leaf.dim is not None
@@ -153,7 +153,7 @@ class Stage:
         return constrain(self._mesh, grad, leaf)
 
     def _roots(self, shards: dict[int, Array]) -> dict:
-        """Return the shards by their slots; of one that is not given, shape and type."""
+        """Return the shard of each parameter by slot. For parameters without a shard, return its shape and type."""
         params = enumerate(zip(self._segment.params, self._by_row, strict=True))
         value = lambda x, by_row: jnp.squeeze(x, 0) if by_row else x
         return {
@@ -164,28 +164,28 @@ class Stage:
         }
 
     def _gathers(self, env: dict, params: Sequence[ShardedParam]) -> GatherScheduler:
-        """Return the gathers of this segment alone. The empty second use stands for the stages that follow."""
+        """Return a scheduler of the gathers of this segment. The empty second use represents all later segments."""
         uses = Uses([params, []], [self._segment.computes, False], frozenset(self._arguments), {})
         return GatherScheduler(env, uses, self._options)
 
 
 def _plain(param: ShardedParam, slot: Slot) -> ShardedParam:
-    """Return a parameter whose slices are done already, as a parameter of its own."""
+    """Return a parameter without slices, for a shard that is sliced before the stage runs."""
     leaf = dataclasses.replace(param.leaf, path="", reason="")
     stored = dataclasses.replace(leaf, dtype=slot.aval.dtype)
     return dataclasses.replace(param, root=slot, stored=stored, leaf=leaf, slices=(), layer=None)
 
 
 class Stages:
-    """The stages of one program: segments that are alike get one."""
+    """The stages of one program. Segments with equal equations and layouts share a stage."""
 
     def __init__(self, options: Options, mesh: Any):
-        """Begin with none."""
+        """Begin without stages."""
         self._made: dict[Any, Stage] = {}
         self._options, self._mesh = options, mesh
 
     def of(self, segment: Segment, wanted: Wanted, rows: RowStates, by_row: Sequence[bool] = ()) -> Stage:
-        """Return the stage of a segment."""
+        """Return the stage of a segment, which it may share with an earlier segment."""
         make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
         shared = getattr(segment, "shared", None)
         if shared is None:
@@ -201,5 +201,5 @@ class Stages:
 
     @property
     def compiled(self) -> int:
-        """Return how many stages alike segments share."""
+        """Return the number of stages that can be shared by several segments."""
         return len(self._made)

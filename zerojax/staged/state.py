@@ -1,4 +1,4 @@
-"""Parameters on disk as a tree: nodes that know their files, and the files' numbers."""
+"""Write parameters to files, and represent them in a tree by nodes that refer to the files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def on_disk(config: Config, layout: Layout, types: Mapping[int, Any] | None = None) -> dict[int, OnDisk]:
-    """Return how each sharded parameter is kept on disk, by its index; in other types if `types` has them."""
+    """Return an `OnDisk` for each sharded parameter, by index. If given, `types` replaces the types of `layout`."""
     assert config.offload is not None
     found = {}
     for i, (param, wide) in enumerate(zip(layout.params, layout.grads, strict=True)):
@@ -43,9 +43,9 @@ def on_disk(config: Config, layout: Layout, types: Mapping[int, Any] | None = No
 
 
 def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
-    """Return the trained parameters on disk with their gradients, by their index among the trained.
+    """Return a `Trained` for each trained parameter on disk, by index among the trained parameters.
 
-    Gradients are at least float32 in files. Their numbers follow those of the parameters.
+    Gradients are in float32 or wider. The numbers of their files follow the numbers of the parameters' files.
     """
     params, found = on_disk(config, plan.layout), {}
     for k, i in enumerate(plan.layout.trained):
@@ -57,20 +57,20 @@ def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
 
 
 def files_of_run(config: Config, plan: ShardingPlan) -> ModelFiles:
-    """Return the files of a run's parameters and gradients. Parameters are kept in host memory before gradients."""
+    """Return the files of a run's parameters and gradients. Parameters are the first to be kept in host memory."""
     params = on_disk(config, plan.layout)
     grads = [trained.grad for trained in trained_on_disk(config, plan).values()]
     return _files(config, "params", [*params.values(), *grads], len(params))
 
 
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
-    """Return the files of parameters that no run has yet, in the types of some leaves."""
+    """Return the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
     params = list(on_disk(config, layout, {i: leaf.dtype for i, leaf in enumerate(types)}).values())
     return _files(config, "given", params, len(params))
 
 
 def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFiles:
-    """Return files of parameters, of which there are `count`, and of gradients."""
+    """Return the files of the leaves in `kept`. The first `count` are parameters, and the others are gradients."""
     offload = config.offload
     assert offload is not None
     assert offload.path is not None
@@ -82,13 +82,13 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFi
 
 
 def files_of(params: PyTree) -> ModelFiles | None:
-    """Return the files of a tree of parameters, or None if it has no parameter on disk; optimizer state is none."""
+    """Return the files of the parameters in a tree, or None if it has no parameter on disk."""
     stores = (x.store for x in leaves_of(params) if is_chunked(x) and x.store is not None)
     return next((store.files for store in stores if isinstance(store.files, ModelFiles)), None)
 
 
 def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
-    """Return a parameter in storage shape on the devices, in the type it has: a copy, or read from its files."""
+    """Copy a parameter to the devices, or read it from its files. It has storage shape, and keeps its type."""
     if is_chunked(x):
         return joined(x)
     (stored,) = storage_leaves([x], [leaf])
@@ -98,14 +98,14 @@ def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
 def write_params(
     config: Config, layout: Layout, leaves: Iterable[Any], files: ModelFiles, *, shapes: bool = False
 ) -> PyTree:
-    """Return a tree of parameters in storage; those that are sharded are written to files, one after the other.
+    """Write sharded parameters to files, one after the other. Return all parameters as a tree in storage.
 
     Args:
-        config: The transformation.
-        layout: Layout of the parameters.
-        leaves: The parameters in any form; if `shapes`, their shapes, of which no file is made.
-        files: Take the sharded parameters, in the types of the files' leaves.
-        shapes: Whether the leaves are shapes.
+        config: The configuration of the transformation.
+        layout: The layout of the parameters.
+        leaves: The parameters in any form, or their shapes.
+        files: The files for the sharded parameters. Parameters are cast to the types of the files' leaves.
+        shapes: Whether the leaves are shapes. Then no file is written, and the tree consists of shapes.
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
     for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True)):
@@ -120,7 +120,7 @@ def write_params(
 
 
 def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
-    """Return existing parameters, or their shapes, in storage; those that are sharded are in files of their own."""
+    """Write existing parameters that are sharded to new files. Return all parameters, or their shapes, in storage."""
     leaves = leaves_of(params)
     return write_params(
         config, layout, leaves, files_of_params(config, layout, layout.params), shapes=are_shapes(leaves)
@@ -128,7 +128,7 @@ def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
 
 
 def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) -> None:
-    """Write parameter `i`, chunk by chunk if it is on disk in the same chunks, otherwise by way of the devices."""
+    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, divide the array from `place`."""
     leaf, chunking, sharding = files.leaf(i)
     if is_chunked(x) and x.chunking == chunking and x.store is not None:
         source = x.store.files
@@ -144,7 +144,7 @@ def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) ->
 
 
 def shapes_on_disk(params: PyTree) -> PyTree:
-    """Return the tree with the logical shapes of parameters on disk in place of their nodes."""
+    """Return the tree with the nodes of parameters on disk replaced by the logical shapes of the parameters."""
 
     def one(x):
         return jax.ShapeDtypeStruct(x.leaf.shape, x.leaf.dtype) if is_chunked(x) else x
@@ -153,7 +153,7 @@ def shapes_on_disk(params: PyTree) -> PyTree:
 
 
 def loaded(tree: PyTree) -> PyTree:
-    """Return the tree with parameters on disk brought to the devices, sharded as they are; all of them at once."""
+    """Load all parameters on disk onto the devices. They keep their sharding."""
 
     def one(x):
         if not is_chunked(x):
@@ -165,7 +165,7 @@ def loaded(tree: PyTree) -> PyTree:
 
 
 def dtype_of(x: Any) -> Any:
-    """Return the type of a leaf as JAX has it."""
+    """Return the type that a leaf has as a JAX array."""
     return x.dtype if is_chunked(x) else canonical(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The update of parameters on disk, chunk by chunk: parameter, gradient and state are read, updated and written."""
+"""Update parameters on disk chunk by chunk: read parameter, gradient and state, update, and write the results."""
 
 from __future__ import annotations
 
@@ -25,34 +25,29 @@ from zerojax.streaming.stores import StateStore
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-_AHEAD = 2  # chunks whose reading has begun before they are updated
+_AHEAD = 2  # the number of chunks that are read ahead of the chunk that is updated
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A trained parameter on disk, and its gradient.
-
-    Attributes:
-        param: The parameter.
-        grad: Its gradient, whose index is the number of its files.
-    """
+    """A trained parameter on disk, and its gradient on disk."""
 
     param: OnDisk
     grad: OnDisk
 
 
 class StagedUpdate:
-    """The update of one plan: its programs, compiled when they are first needed."""
+    """The programs that update the parameters of one plan. They are compiled when they are first needed."""
 
     def __init__(self, config: Config, plan: ShardingPlan, trained: Mapping[int, Trained]):
-        """Store the plan. `trained` has the parameters on disk, by their index among the trained."""
+        """Store the plan. `trained` contains the trained parameters on disk, by index among all trained parameters."""
         self._config, self._plan, self._trained = config, plan, trained
         self.partition = partitioned_update(config, plan)
         self._program = functools.cache(lambda key: update_on_device(config, key))
         self._key = functools.cache(lambda g, length: self._key_of(self.partition.groups[g], length))
 
     def _key_of(self, group: UpdateGroup, length: int) -> ProgramKey:
-        """Return the key of a chunk's program, which is given chunks of parameters and gradients."""
+        """Return the key of the program that updates a group's chunks of this length."""
         return ProgramKey.of(self._plan, group, length)
 
     def run(
@@ -61,14 +56,14 @@ class StagedUpdate:
         """Update every chunk.
 
         Args:
-            files: Parameters and gradients.
-            store: The optimizer state; None if none of it is on disk.
-            shared: What the groups share.
-            resident: Leaves of the state on the devices, by index.
-            others: Parameters and gradients on the devices that groups read: `("param", i)` and `("grad", i)`.
+            files: The files of parameters and gradients.
+            store: The store of the optimizer state on disk. None if there is no such state.
+            shared: The values that several groups read, such as a norm of all gradients.
+            resident: The leaves of the state on the devices, by index.
+            others: Parameters and gradients on the devices that groups read, by `("param", i)` and `("grad", i)`.
 
         Returns:
-            `(state, params)`: new leaves of the state that groups replace, and parameters on the devices.
+            `(state, params)`: the new state leaves, and the new values of parameters on the devices, by index.
         """
         new_state: dict[int, Any] = {}
         new_params: dict[int, Array] = {}
@@ -115,24 +110,24 @@ class StagedUpdate:
         return new_state, new_params
 
     def _reading(self, files: ModelFiles, store: StateStore | None) -> Iterator[tuple]:
-        """Begin to read chunk after chunk."""
+        """Yield the chunks in the order of the update, each after its reads have begun."""
         for g, group in enumerate(self.partition.groups):
             for n in range(len(group.chunks)):
                 begun = {piece: files.read(*piece) for piece in self._pieces(group, n)} if self._fits(group) else {}
                 yield g, n, begun, store.fetch(group, n, "device") if store is not None and group.state else None
 
     def _fits(self, group: UpdateGroup) -> bool:
-        """Return whether the chunks that one program needs fit into the buffers that read ahead."""
+        """Return whether there are enough buffers to read ahead the chunks of `_AHEAD + 1` executions of a group."""
         return len(self._pieces(group, 0)) * (_AHEAD + 1) <= READ_AHEAD
 
     def _pieces(self, group: UpdateGroup, n: int) -> list[tuple[int, int]]:
-        """Return the chunks of parameters and gradients that a group's chunk reads: one each, or all."""
+        """Return the chunks to read for chunk `n` of a group. If the group is not chunked, return all chunks."""
         of = [self._trained[i].param for i in group.params if i in self._trained]
         of += [self._trained[i].grad for i in group.reads(GRAD) if i in self._trained]
         return [(x.index, n) for x in of] if group.chunking is not None else [p for x in of for p in x.pieces]
 
     def _received(self, files: ModelFiles, group: UpdateGroup, n: int, begun: Mapping[Any, Future]) -> dict[int, Array]:
-        """Return parameters by index, and gradients by the complement of theirs."""
+        """Return the arrays for chunk `n` of a group: parameters by index `i`, and gradients by `~i`."""
 
         def one(of: OnDisk) -> Array:
             pieces = [(of.index, n)] if group.chunking is not None else of.pieces

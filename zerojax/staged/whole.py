@@ -1,4 +1,4 @@
-"""A loop whose layers cannot be read one by one: its parameters are on the devices, sharded, while it runs."""
+"""Run a loop whose layers cannot be read one by one. Its parameters stay on the devices, sharded, while it runs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class WholeStage:
-    """A segment that runs as the engine runs it, on complete shards of its parameters.
+    """The forward and backward programs of a segment whose parameters are all on the devices while it runs.
 
     Attributes:
         segment: The segment.
-        roots: For each array that its parameters are taken from, where its shards come from: one source, or one per
-            layer if the array is a stack of parameters.
-        trained: Those whose gradient is wanted.
+        roots: The sources of each array of which the segment's parameters are slices, by variable. A stack that the
+            loss makes of parameters has one source per layer, and any other array has one source.
+        trained: The keys of `roots` whose gradients are needed.
     """
 
     def __init__(
         self, segment: Segment, roots: Mapping[Any, tuple[Source, ...]], moving: Set, program: Program, options: Options
     ):
-        """Store the arguments; nothing is traced yet. `moving` are the sources that want cotangents."""
+        """Store the arguments. `moving` contains the segment's input variables whose cotangents are needed."""
         self.segment, self.roots = segment, dict(roots)
         self.trained = [root for root in roots if root in moving]
         self._moving, self._program, self._options = moving, program, options
@@ -41,17 +41,17 @@ class WholeStage:
 
     @property
     def is_differentiated(self) -> bool:
-        """Return whether there is a backward pass."""
+        """Return whether the segment has a backward pass."""
         return bool(self._moving)
 
     @property
     def sources(self) -> list[Source]:
-        """Return where all shards come from."""
+        """Return the sources of all arrays."""
         return [source for sources in self.roots.values() for source in sources]
 
     @property
     def reason(self) -> str:
-        """Say which parameters are read before the loop, and why."""
+        """Return a message that says which parameters are read before the loop, and why."""
         paths = ", ".join(sorted({source.of.leaf.path for source in self.sources}))
         return (
             f"A loop does not read params{paths} layer by layer, so their shards are read before the loop and stay on "
@@ -61,17 +61,17 @@ class WholeStage:
 
     @property
     def inputs(self) -> list:
-        """Return the variables of the other inputs, and those that slices of the parameters read."""
+        """Return the variables that the segment, or a slice of its parameters, reads and that are not parameters."""
         return list(dict.fromkeys([*self.segment.others, *self.segment.operands]))
 
     def _env(self, shards: Sequence[Sequence[Array]], inputs: Sequence[Array | None]) -> dict:
-        """Return the values of variables, given the shards of each root and the `inputs`."""
+        """Map variables to values. `shards` are in the order of `roots`, and `inputs` in the order of `self.inputs`."""
         pairs = zip(self.roots, shards, strict=True)
         roots = {root: jnp.stack(xs) if root in self._stacks else xs[0] for root, xs in pairs}
         return roots | {v: x for v, x in zip(self.inputs, inputs, strict=True) if x is not None}
 
     def _forward(self, shards: Sequence[Sequence[Array]], inputs: Sequence[Array]) -> tuple[list, Any]:
-        """Return `(results, residuals)`."""
+        """Return `(results, residuals)`, where the residuals are for the backward pass."""
         return self.segment.forward(self._gathers(self._env(shards, inputs), self.segment.first_gather), self._moving)
 
     def _backward(
@@ -79,8 +79,8 @@ class WholeStage:
     ) -> tuple[list, list]:
         """Return `(gradients of the trained shards, cotangents of the segment's other inputs)`.
 
-        `inputs` has those that slices of the parameters read, and None for the others; `cotangents` has one for each
-        result, or None.
+        `inputs` contains the values that slices of the parameters read, and None for other inputs. `cotangents`
+        contains the cotangent of each result, or None if it is zero.
         """
         segment, program, env = self.segment, self._program, self._env(shards, inputs)
         grads = GradScheduler(env, [*program.invars, *program.held], self._options)
@@ -92,7 +92,7 @@ class WholeStage:
         return to_shards, [grads.cotangents.get(v) for v in segment.others]
 
     def _grads_of(self, root: Any, grad: Array | None, stored: Array) -> list[Array]:
-        """Return the gradients of the sources of one array."""
+        """Divide the gradient of one array into the gradients of its sources."""
         grad = jnp.zeros_like(stored) if grad is None else grad
         layers = list(grad) if root in self._stacks else [grad]
         mesh = self.roots[root][0].of.mesh
@@ -100,7 +100,7 @@ class WholeStage:
         return [constrain(mesh, x, source.of.leaf) if source.param is None else x for x, source in pairs]
 
     def _gathers(self, env: dict, params: Sequence) -> GatherScheduler:
-        """Return the gathers of this segment alone; see `Stage`."""
+        """Return a scheduler of the gathers of this segment; see `Stage._gathers`."""
         program = self._program
         uses = Uses([params, []], [self.segment.computes, False], frozenset(program.invars), program.rows)
         return GatherScheduler(env, uses, self._options)

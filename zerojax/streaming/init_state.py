@@ -38,12 +38,12 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[A
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """A parameter that is brought to the devices when it is needed.
+    """A parameter that is copied to the devices when it is needed.
 
     Attributes:
-        load: Brings it, in storage shape.
-        shape: Its storage shape.
-        dtype: Its type.
+        load: A function that copies the parameter to the devices, and returns it in storage shape.
+        shape: The parameter's storage shape.
+        dtype: The parameter's type.
     """
 
     load: Callable[[], Array]

@@ -1,4 +1,4 @@
-"""A function of parameters on disk, such as an evaluation: run in stages, forward alone."""
+"""Call a function of parameters on disk, such as an evaluation. It runs in stages, without a backward pass."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class StagedFunction:
-    """A function of full parameters and a batch, whose parameters are read while it runs."""
+    """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage."""
 
     def __init__(self, config: Config, function: Any):
-        """Store the arguments; nothing is traced yet. `function` has the `call` of a loss."""
+        """Store the arguments. `function` has a method `call`, like a `Loss`, and is traced by the first call."""
         self._config, self._function = config, function
         self._traced: dict[Any, Traced] = {}
         self._on_devices: Callable = jax.jit(lambda *inputs: inputs)
 
     def __call__(self, params: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Return what the function returns."""
+        """Call the function and return its result."""
         files = files_of(params)
         assert files is not None
         layout = layout_of(self._config, shapes_on_disk(params))
@@ -78,8 +78,8 @@ class StagedFunction:
 
 
 class NoGradients:
-    """Takes no gradients, because nothing is differentiated."""
+    """A sink of gradients for a program without a backward pass."""
 
     def add(self, piece: Any, grad: Any) -> None:
-        """Refuse a gradient."""
+        """Raise an `AssertionError`, because nothing is differentiated."""
         raise AssertionError(piece)

@@ -1,4 +1,4 @@
-"""A loss in stages: traced once per kind of batch, and run forward and backward for each microbatch."""
+"""Divide a loss into stages, and run them forward and backward for each microbatch."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zerojax.train")
 
-# Of the loss's arguments after the parameters, the batch has rows.
+# The arguments of the loss with rows, by index after the parameters (mutable state, batch, *args): only the batch.
 OF_ROWS = (1,)
 
 
 class Traced(NamedTuple):
-    """A loss for batches of one kind.
+    """A loss, traced for arguments of certain shapes and types.
 
     Attributes:
-        staged: Its stages.
-        consts: Arrays that it closes over.
-        structure: The structure of what it returns.
+        staged: The stages of the loss.
+        consts: Arrays that the loss closes over.
+        structure: The tree structure of the loss's result.
     """
 
     staged: StagedProgram
@@ -49,16 +49,15 @@ class Traced(NamedTuple):
 
 
 class LossAndGrads(NamedTuple):
-    """What the loss and its gradients give, but for the gradients in files.
+    """The results of differentiating a loss in all microbatches, except the gradients in files.
 
     Attributes:
-        returned: What each microbatch returned.
-        resident: Sums of the gradients of parameters on the devices, one per differentiable parameter, reduced; None
-            for those on disk.
+        returned: The values that the loss returned in each microbatch, without the mutable state.
+        resident: Per differentiable parameter, the sum of its reduced gradients. None for a parameter on disk.
         loss: The mean loss.
-        factor: What makes the sums the gradients of the loss.
-        weights_valid: Whether the weights can be divided by.
-        mutable: The last mutable state.
+        factor: The factor that turns sums over microbatches into the gradients of the mean loss.
+        weights_valid: Whether no weight is negative and their sum is positive.
+        mutable: The mutable state that the last microbatch returned.
     """
 
     returned: list[Returned]
@@ -70,10 +69,10 @@ class LossAndGrads(NamedTuple):
 
 
 class StagedLoss:
-    """One loss under one plan."""
+    """The loss of a step, in stages, under one plan."""
 
     def __init__(self, program: StepProgram, plan: ShardingPlan):
-        """Store the arguments; nothing is traced yet."""
+        """Store the arguments. The loss is traced when `traced` is called."""
         self.view = View(program.config, plan.layout, plan.grads, program.loss, program.options.accumulate)
         self.plan = plan
         self._program = program
@@ -85,7 +84,7 @@ class StagedLoss:
         self._reduce = jax.jit(self._reduced)
 
     def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
-        """Return the stages of the loss for `(mutable, batch, args)` of some types."""
+        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace it once per `type_key`."""
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = type_key(arrays)
         if key not in self._traced:
@@ -121,13 +120,13 @@ class StagedLoss:
         inputs: tuple,
         scale: Any,
     ) -> LossAndGrads:
-        """Differentiate every microbatch.
+        """Differentiate the loss in every microbatch.
 
         Args:
-            traced: The stages.
-            files: Parameters.
-            gradients: Takes the gradients of parameters on disk.
-            stored: Parameters on the devices.
+            traced: The stages of the loss.
+            files: The files of parameters.
+            gradients: The object that sums and writes the gradients of parameters on disk.
+            stored: The parameters on the devices, by index.
             inputs: `(mutable, batch, args)`.
             scale: The loss scale.
         """
@@ -159,7 +158,7 @@ class StagedLoss:
         return LossAndGrads(returned, sums, end[0], end[1], end[2], mutable)
 
     def _inputs(self, mutable: PyTree, batch: PyTree, args: tuple, number: int) -> tuple:
-        """Return the arguments of one microbatch. Traced under jit."""
+        """Return the loss's arguments after the parameters for one microbatch. Traced under jit."""
         view = self.view
         batch = lax.with_sharding_constraint(batch, batch_shardings(view.config, view.config.mesh, batch))
         if view.accumulate > 1:
@@ -168,7 +167,7 @@ class StagedLoss:
         return mutable, batch, *args
 
     def _cotangent(self, total: Array, weight: Array, scale: Array) -> tuple[Array, Array]:
-        """Return the cotangent of a microbatch's loss, and what its gradients are multiplied by."""
+        """Return the cotangent of a microbatch's loss, and the factor by which its gradients are multiplied."""
         view = self.view
         cotangent = jnp.asarray(scale).astype(total.dtype)
         if not view.loss.weighted:
@@ -177,7 +176,7 @@ class StagedLoss:
         return cotangent / share, share
 
     def _factor(self, totals: list, weights: list, shares: list, scale: Array) -> tuple[Array, Array, Array]:
-        """Return `(loss, factor, whether weights are valid)`."""
+        """Return `(loss, factor, weights_valid)` of a `LossAndGrads`."""
         view, total = self.view, jnp.stack(totals).sum()
         if not view.loss.weighted:
             return total / view.microbatches, jnp.asarray(1 / scale, jnp.float32), jnp.array(True)
@@ -189,7 +188,7 @@ class StagedLoss:
         return total / weight, factor, valid
 
     def _reduced(self, others: dict[int, Array], share: Array, sums: list | None) -> list:
-        """Return the gradients of parameters on the devices: reduced, and added to those of earlier microbatches."""
+        """Reduce a microbatch's gradients of parameters on the devices, and add them to the earlier `sums`."""
         view, layout = self.view, self.view.layout
         grads: list[Any] = []
         for k in view.differentiable:
@@ -205,12 +204,12 @@ class StagedLoss:
 
 
 def type_key(arrays: tuple) -> Any:
-    """Return what arguments have in common for which a loss is traced once."""
+    """Return a key of structure, shapes and types. A loss is traced once per key."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
 
 
 def wait(mesh: Any, arrays: Any) -> Any:
-    """Return the arrays; simulated devices finish them before."""
+    """Return the arrays. If devices are simulated, wait until they are computed."""
     wait_if_simulated(mesh, arrays)
     return arrays

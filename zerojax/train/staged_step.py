@@ -1,4 +1,4 @@
-"""A training step whose parameters are on disk: the loss runs in stages, then the update chunk by chunk."""
+"""Run a training step with parameters on disk: first the loss in stages, then the update chunk by chunk."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 
 
 class Small(NamedTuple):
-    """What of a step is on the devices when all gradients are in files.
+    """The values of a step that are on the devices after the gradients were written to files.
 
     Attributes:
-        state: The state before it, without parameters; a list as `opt_state`, with None for offloaded leaves.
-        stored: Parameters on the devices, by index, in storage shape.
-        found: The loss and its gradients.
-        squares: Sums of squares of the gradients in files, by index among the trained.
-        cuts: Values of the cuts, in their order; None for those that are not evaluated yet.
-        whole: Gradients that are needed whole, by index among the trained, in logical shape.
+        state: The state before the step, without parameters and optimizer state.
+        stored: The parameters on the devices, by index, in storage shape.
+        found: The loss, and the gradients of parameters on the devices.
+        squares: The sum of squares of each gradient in files, by index among the trained parameters.
+        cuts: The value of each cut, in the order of `Reductions.cuts`. None if the cut is not evaluated yet.
+        whole: Gradients in files that the update reads as whole arrays in logical shape, by index as in `squares`.
     """
 
     state: ZeroState
@@ -55,15 +55,15 @@ class Small(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A step but for the update of what is in files.
+    """The results of a step before the parameters and optimizer state in files are updated.
 
     Attributes:
         new: The new state, without parameters and optimizer state.
         metrics: The step's metrics.
-        params: One array per parameter, as stored; None for those on disk, and for those that groups update.
-        opt_state: One array per leaf of the optimizer state; None for those in files.
-        shared: What the groups of the update share.
-        others: Parameters and gradients on the devices that groups may read: `("param", i)` and `("grad", i)`.
+        params: One array per parameter on the devices. Parameters that groups update have old values. Others are None.
+        opt_state: One array per leaf of the optimizer state. None for leaves in files.
+        shared: The values that several groups of the update read.
+        others: Parameters and gradients on the devices that groups may read, by `("param", i)` and `("grad", i)`.
     """
 
     new: ZeroState
@@ -75,10 +75,10 @@ class Finished(NamedTuple):
 
 
 class StagedStep:
-    """The step of one plan: its programs, compiled when they are first needed."""
+    """The training step of one plan. Its programs are compiled when they are first needed."""
 
     def __init__(self, program: StepProgram, plan: ShardingPlan):
-        """Plan the update; nothing is compiled yet."""
+        """Plan the update. Nothing is compiled."""
         self._program, self._plan, self._config = program, plan, program.config
         self._trained = trained_on_disk(program.config, plan)
         self._loss = StagedLoss(program, plan)
@@ -90,7 +90,7 @@ class StagedStep:
         self._unshard = jax.jit(self._unsharded)
 
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
-        """Do one step. Files that it leaves half written after an error are given up."""
+        """Run one step. After an error the files may be half written, so they are given up."""
         check_state(self._plan, state.opt_state)
         files = files_of(state.params)
         if files is None:
@@ -145,12 +145,12 @@ class StagedStep:
         return done.new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), done.metrics
 
     def _stored(self, state: ZeroState) -> dict[int, Array]:
-        """Return the parameters on the devices by index, in storage shape."""
+        """Return the parameters on the devices, by index, in storage shape."""
         leaves = enumerate(zip(leaves_of(state.params), self._plan.layout.params, strict=True))
         return {i: storage_leaves([x], [leaf])[0] for i, (x, leaf) in leaves if not is_chunked(x)}
 
     def _reduced(self, small: Small, resident: Sequence, files: ModelFiles) -> Small:
-        """Evaluate the cuts that were not reduced with the gradients, and read what is needed whole."""
+        """Evaluate the cuts that are not in `at_once`, and read the gradients that the update needs as whole arrays."""
         reductions, cuts = self._reductions, list(small.cuts)
         for number in range(1, reductions.rounds + 1):
             later = reductions.later(number)
@@ -172,13 +172,13 @@ class StagedStep:
         return combined(cut, [wait(self._config.mesh, program(x, list(known.values()))) for x in chunks])
 
     def _whole(self, k: int, files: ModelFiles) -> Array:
-        """Return a gradient in logical shape on the devices."""
+        """Read a gradient in files onto the devices, in logical shape."""
         grad = self._trained[k].grad
         stored = grad.joined([files.receive(*piece, files.read(*piece), "device") for piece in grad.pieces])
         return wait(self._config.mesh, unpadded(stored, grad.leaf))
 
     def _known(self, small: Small, resident: Sequence, old: Mapping, grads: Mapping) -> dict:
-        """Return the values of the update's variables that are known before it; traced under jit."""
+        """Return the values of the inputs of `Reductions.equations` and of evaluated cuts. Traced under jit."""
         plan, equations = self._plan, self._reductions.equations
         consts = self._update.partition.consts
         read = {
@@ -199,19 +199,19 @@ class StagedStep:
         return known | {cut.var: x for cut, x in cuts if x is not None}
 
     def _small_values(self, small: Small, number: int, resident: Sequence) -> dict[int, list]:
-        """Return what the later cuts of a round read beside gradients, by their index; traced under jit."""
+        """Return the inputs, except gradients, of a round's `later` cuts, by index of the cut. Traced under jit."""
         cuts = self._reductions.later(number)
         values = self._reductions.small_values(cuts, self._known(small, resident, self._old(small), self._grads(small)))
         return {self._reductions.cuts.index(cut): [values[v] for v in cut.inputs[1:]] for cut in cuts}
 
     def _old(self, small: Small) -> dict[int, Array]:
-        """Return the trained parameters on the devices, sharded for the update, by index among the trained."""
+        """Return the trained parameters on the devices, sharded for the update, by index among trained parameters."""
         plan = self._plan
         pairs = [(k, i) for k, i in enumerate(plan.layout.trained) if i in small.stored]
         return {k: to_storage(self._config.mesh, small.stored[i], plan.grads[k]) for k, i in pairs}
 
     def _grads(self, small: Small) -> dict[int, Array]:
-        """Return the gradients on the devices, multiplied by the step's factor, by index among the trained."""
+        """Return the gradients on the devices, times `LossAndGrads.factor`, by index among trained parameters."""
         plan, view, factor = self._plan, self._loss.view, small.found.factor
         found = dict(zip(view.differentiable, small.found.resident, strict=True))
         given = {k: x for k, x in found.items() if x is not None}
@@ -223,7 +223,7 @@ class StagedStep:
         return grads
 
     def _finished(self, small: Small, resident: Sequence) -> Finished:
-        """Finish the step but for the update of what is in files; traced under jit."""
+        """Finish the step, except the update of files. Traced under jit."""
         config, plan, program = self._config, self._plan, self._program
         state, found, view = small.state, small.found, self._loss.view
         old, wide = self._old(small), self._grads(small)
@@ -260,7 +260,7 @@ class StagedStep:
         return Finished(new, metrics, params, leaves, shared, others)
 
     def _unsharded(self, updated: Mapping[int, Array], stored: Mapping[int, Array] | None = None) -> list:
-        """Return updated parameters as they are stored, and the others of `stored`; None for the rest."""
+        """Return updated parameters as they are stored, and others from `stored`. Parameters in neither are None."""
         plan, given = self._plan, stored or {}
         frozen = [given.get(i) for i in range(len(plan.layout.params))]
         new = [updated.get(k) for k in range(len(plan.grads))]
@@ -280,6 +280,6 @@ class StagedStep:
 
 
 def in_forms(params: Sequence, plan: ShardingPlan) -> list:
-    """Return parameters on the devices as leaves of a tree in storage. None of them is padded: these are sharded."""
+    """Return parameters on the devices as leaves of a tree in storage. Only sharded parameters have padding there."""
     pairs = zip(params, plan.layout.params, strict=True)
     return [x if x is None else unpadded(x, leaf) for x, leaf in pairs]
