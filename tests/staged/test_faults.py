@@ -143,3 +143,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
         tx.value_and_grad(LOSS)(state.params, batch_of(0))
     with pytest.raises(TypeError, match="state is on disk"):
         tx.update(model_params(), state.opt_state, model_params())
+
+
+def test_host_memory_that_does_not_hold_the_buffers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"host_bytes=1000\) is less than the \d+ bytes of the buffers"):
+        on_disk(tmp_path / "run", devices=2, host_bytes=1000).create(model_params())

@@ -57,6 +57,9 @@ class ModelFiles(StateFiles):
             host_bytes: Bytes of host memory for buffers and for chunks. None: only the buffers are in host memory.
             first: The numbers of all leaves. Chunks of earlier leaves are the first to be kept in host memory.
             params: The numbers of the leaves that are parameters. The other leaves are gradients.
+
+        Raises:
+            ValueError: If the buffers need more than `host_bytes`.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
         self._path = path
@@ -64,6 +67,12 @@ class ModelFiles(StateFiles):
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
         self._params, self._saved = frozenset(params), set[int]()
+        if host_bytes is not None and host_bytes < self.buffer_bytes:
+            raise ValueError(
+                f"Offload(host_bytes={host_bytes}) is less than the {self.buffer_bytes} bytes of the buffers that read "
+                f"and write: {2 * READ_AHEAD} buffers with the size of the largest chunk. Allow at least as many bytes, "
+                f"or make the chunks smaller with chunk_bytes=."
+            )
         left = (host_bytes or 0) - self.buffer_bytes
         for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
             index = self._index[key]
@@ -199,12 +208,3 @@ class ModelLeaf(LeafFiles):
         files.flush()
         files.saved(self.k)
         return version
-
-
-def local_bytes(leaf: Leaf, chunking: Chunking, sharding: NamedSharding) -> int:
-    """Return the bytes of a leaf's chunks on one process. The padding of the files to full blocks does not count."""
-    shapes = chunking.chunk_shapes(leaf)
-    return sum(
-        len(shards_of(sharding, shape)) * int(np.prod(sharding.shard_shape(shape))) * np.dtype(leaf.dtype).itemsize
-        for shape in shapes
-    )

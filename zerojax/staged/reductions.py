@@ -130,10 +130,6 @@ class Reductions:
         part = compat.part_of(jaxpr, self._rest, self._rest_inputs, jaxpr.outvars)
         return jax.core.eval_jaxpr(part, (), *(known[v] for v in self._rest_inputs))
 
-    def grad_variable(self, i: int) -> Any:
-        """Return the variable of a gradient on disk."""
-        return next(var for var, grad in self._grads.items() if grad == i)
-
     def _cut(self, eqn: Any, grad: int, number: int, needs: Mapping, producers: dict) -> Cut:
         jaxpr = self.equations.jaxpr
         pending, eqns, inputs = [eqn], {}, {}
