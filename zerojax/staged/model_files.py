@@ -70,8 +70,8 @@ class ModelFiles(StateFiles):
         if host_bytes is not None and host_bytes < self.buffer_bytes:
             raise ValueError(
                 f"Offload(host_bytes={host_bytes}) is less than the {self.buffer_bytes} bytes of the buffers that read "
-                f"and write: {2 * READ_AHEAD} buffers with the size of the largest chunk. Allow at least as many bytes, "
-                f"or make the chunks smaller with chunk_bytes=."
+                f"and write: {2 * READ_AHEAD} buffers with the size of the largest chunk. Allow at least that many, or "
+                f"make the chunks smaller with chunk_bytes=."
             )
         left = (host_bytes or 0) - self.buffer_bytes
         for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
