@@ -20,7 +20,7 @@ class Encoding:
     A gathered parameter is converted back where it is used: the model casts it, or `gather/evaluate.py` widens it.
 
     Attributes:
-        reduce: The floating type in which gradients are summed over the devices. None: each gradient's own type.
+        reduce: The floating type in which gradients are summed over the devices. None: the type of each gradient.
         formats: The formats of quantised leaves. None: no leaf is quantised.
     """
 

@@ -92,7 +92,7 @@ class GlobalCollectives(Collectives):
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
-        """Reduce-scatter gradients; see `Collectives`. Gradients that the compiler has summed are only sharded."""
+        """Reduce-scatter gradients; see `Collectives`. A gradient that the compiler has summed is only constrained."""
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
 
@@ -206,11 +206,11 @@ class GlobalCollectives(Collectives):
         return self._mapped(row, divided.specs(spec_entry(self.axes)), self._divided)(*divided.opened(values))
 
     def _alike(self, grad: Array) -> Array:
-        """Replicate a gradient, which all workers compute alike, over the workers. Other mesh axes stay free.
+        """Replicate `grad`, which is equal on all workers, over the workers. Other mesh axes stay unconstrained.
 
         Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are
         divided. Padding makes shards uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
-        an index past the end and of a window maximum. A sharding constraint could not leave the other axes free.
+        an index past the end and of a window maximum. A sharding constraint cannot leave other axes free.
 
         The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
         merges two slices, and clamps their indices as if there were one slice.
@@ -226,7 +226,7 @@ class GlobalCollectives(Collectives):
         return self._mapped(fn, (spec,), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Return the layouts that leaves have inside `_mapped`, where other mesh axes divide them already."""
+        """Return the layouts of `leaves` inside `_mapped`, where other mesh axes have divided the leaves already."""
         return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -62,7 +62,7 @@ class PartialSum:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """The dims that hold the rows in the operands of an equation that sums over rows. The workers divide the rows.
+    """The place of the rows in each operand of an equation that sums over rows. The workers divide the rows.
 
     The place is None for an operand that every worker has in full.
     """
@@ -113,7 +113,7 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
 
     Args:
         backward: The backward pass, as a closed jaxpr.
-        args: The arguments of the pass. An argument that it only adds to gradients may be a `PartialSum`.
+        args: The arguments. An argument that the pass only adds to gradients may be a `PartialSum`.
         how: The options.
         grads: The indices of the results that are gradients of parameters.
         rows: For each argument, which dims hold the rows of the batch.
@@ -216,7 +216,7 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
-    """Return the variables that affect no results but `grads`, and affect these linearly."""
+    """Return the variables that affect only the results with indices `grads`, and affect them linearly."""
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
     refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
@@ -233,7 +233,7 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
 def _is_linear(eqn) -> bool:
     """Return whether an equation can be applied to each partial sum.
 
-    A cast to float8 cannot, because it would round each partial sum.
+    A cast to float8 cannot be applied, because it would round each partial sum.
     """
     if eqn.primitive.name == "convert_element_type":
         dtype = np.dtype(eqn.params["new_dtype"])
@@ -265,15 +265,15 @@ def _linear(eqn, values: Sequence, workers: int) -> list:
 
 
 def as_rows(value: jax.Array, workers: int) -> jax.Array:
-    """Return a sum as partial sums: the value on the first worker, zeros on all others."""
+    """Return partial sums that add up to `value`. The first worker has `value`, and all other workers have zeros."""
     first = lax.broadcasted_iota(jnp.int32, (workers, *value.shape), 0) == 0
     return jnp.where(first, value[None], 0)
 
 
 def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
-    """Return the places of the rows in the operands of an equation that sums over them. None: it sums over no rows.
+    """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None.
 
-    Also return None if the result still holds rows, as in a batched product: a later equation sums over them.
+    Also return None if the result still holds rows, as in a batched product. A later equation then sums over the rows.
     """
     known = [state for state in states if state is not None]
     if len(known) < len(states) or result is None or result.places:
@@ -294,7 +294,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
 
 
 def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
-    """Find the pair of contracted dims that holds the rows. If one operand holds none, it is the same for every row."""
+    """Return the pair of contracted dims that hold the rows, or None. An operand without rows is the same for all."""
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
@@ -303,7 +303,7 @@ def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
 
 
 def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
-    """Return the places of the rows in a scatter-add into zeros. Its updates hold rows, and its indices may."""
+    """Return the places of the rows in a scatter-add into zeros, or None. The updates or indices hold rows."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.places} or {*updates.places}), None)

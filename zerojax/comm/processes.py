@@ -25,7 +25,7 @@ SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
 class Processes:
-    """The processes of the run, and the index of this process, which waits up to `timeout` seconds for the others."""
+    """The processes of the run. Process `index`, which is this one, waits up to `timeout` seconds for messages."""
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
         """Prepare to exchange messages about one purpose, or about a counted call."""
@@ -96,7 +96,7 @@ class Processes:
 
 
 def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False, timeout: float | None = None) -> None:
-    """Check that all processes are about to do the same, so that none waits for another in vain.
+    """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
     Args:
         topic: A verb that says what the processes are about to do, such as `"begin"`.

@@ -9,8 +9,9 @@ while it computes the next one.
 The last iteration has nothing to gather. It is peeled: it runs after the loop, and the next segment's gathers start
 together with it. A clamped index would avoid the peeling, but would gather one layer twice in each pass.
 
-The first iteration is peeled, too. Its layers are gathered outside of the loop, and XLA hides a collective only behind
-work in the same computation. With two iterations, the loop has only this one, and XLA inlines a loop of one iteration.
+The first iteration is peeled, too. Its layers are gathered outside of the loop, and XLA overlaps a collective only with
+work in the same computation. If there are two iterations, the first is not peeled. The loop then has only this
+iteration, and XLA inlines a loop of one iteration.
 """
 
 import dataclasses
@@ -70,7 +71,7 @@ class Forward:
     ahead: bool
 
     def iterate(self, state: ForwardState, iteration, *, fetch: bool, peeled: bool) -> ForwardState:
-        """Run one iteration, and with `fetch` gather the layers of the next one."""
+        """Run one iteration. If `fetch` is true, also gather the layers of the next iteration."""
         carry, gathered, stacks = state
         if not self.ahead:
             gathered, carry = self.layers.gather(iteration, carry)
@@ -144,7 +145,7 @@ class ScanSegment(Segment):
     @property
     def waits_for_next(self) -> bool:
         """Return whether the iterations gather."""
-        # If they do not, the whole loop can hide the next segment's gathers. When the results waited for these gathers,
+        # If they do not gather, the whole loop can hide the next segment's gathers. When the results waited for them,
         # XLA ended half of them before the loop.
         return bool(self.loop.stacked)
 

@@ -133,7 +133,7 @@ class Passes:
             reduced_later: Indices of the others whose cotangents may stay partial sums, as those of parameters may.
 
         Returns:
-            The cotangents of the active parameters, which may be partial sums, and those of the active others.
+            The cotangents of the active parameters, which may be partial sums, and the cotangents of the active others.
         """
         return self._pull_once(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
 
@@ -142,7 +142,7 @@ class Passes:
         return jax.jit(self._pull, static_argnums=(0, 1)) if self.is_shared else self._pull
 
     def _check_types(self, cotangents: Sequence) -> None:
-        """Raise a TypeError if a custom rule made a cotangent of another type than its value. `jax.grad` accepts it."""
+        """Raise a TypeError if a custom rule returned a cotangent with another type than the value has."""
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
             dtype = self.forward.jaxpr.outvars[index].aval.dtype
             if cotangent.dtype != dtype:

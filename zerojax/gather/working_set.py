@@ -70,7 +70,7 @@ class WorkingSet(NamedTuple):
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
-    """Compute which bytes of a function's parameters `gather_on_use` would gather at once.
+    """Find which parameters of `fn` the engine would gather at once, and how many bytes they have.
 
     The parameters have the types of the leaves of `layout`. `args` may be arrays or shapes.
     """
