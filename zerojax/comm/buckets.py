@@ -60,7 +60,7 @@ def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shar
 
 
 def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Undo `to_rows`: return the logical array, without the padding."""
+    """Undo `to_rows`, and return the logical array without the padding."""
     if leaf.dim is None:
         return unflatten(rows.reshape(-1), leaf)
     divided = jnp.moveaxis(rows.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
@@ -87,5 +87,5 @@ def flatten(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, " sto
 
 
 def unflatten(storage: Shaped[Array, " storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Undo `flatten`: return the array in logical shape, without the padding."""
+    """Undo `flatten`, and return the array in logical shape without the padding."""
     return trim(storage, 0, leaf.size).reshape(leaf.shape)

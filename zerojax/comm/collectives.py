@@ -100,7 +100,7 @@ class Collectives(abc.ABC):
     def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
         """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
-        Without hybrid sharding, a leaf's axes are all data axes. With it, `across` returns the remaining data axes.
+        Without hybrid sharding, a leaf's axes are all data axes. With hybrid sharding, `across` returns the other axes.
 
         Args:
             grads: One gradient per leaf, in logical shape.
@@ -177,7 +177,7 @@ class Collectives(abc.ABC):
 
     @property
     def follower(self) -> Follower | None:
-        """Return the analysis that finds the rows of the batch in each value. None: device view does not need it."""
+        """Return the analysis that finds the rows of the batch in each value. None in device view."""
         return None
 
     def element(self, x: Array, rows: State) -> Array:
@@ -191,11 +191,11 @@ class Collectives(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class ManualCollectives(Collectives):
-    """Collectives inside a `shard_map` that is manual over the data axes: an array is one device's part."""
+    """Collectives inside a `shard_map` that is manual over the data axes. An array is one device's part."""
 
     @property
     def losses(self) -> int:
-        """Return the number of workers: each computes one loss."""
+        """Return the number of workers, because each worker computes one loss."""
         return lax.axis_size(self.axes)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:

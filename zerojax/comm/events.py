@@ -67,7 +67,7 @@ class Call:
 
 @functools.lru_cache(maxsize=64)
 def is_of_all(mesh: Mesh) -> bool:
-    """Return whether there are several processes, and each of them has devices of the mesh."""
+    """Return whether there are several processes, and each process has devices of the mesh."""
     if jax.process_count() == 1:
         return False
     return {getattr(device, "process_index", 0) for device in mesh.devices.flat} == set(range(jax.process_count()))
@@ -132,7 +132,7 @@ class Events:
         return call
 
     def last_number(self) -> int:
-        """Return the number of the last counted call; -1 if there is none."""
+        """Return the number of the last counted call, or -1 if no call was counted."""
         return self._next - 1
 
     def publish(self) -> None:
@@ -147,7 +147,7 @@ class Events:
         return {i: one | {"calls": {int(n): name for n, name in one["calls"].items()}} for i, one in found.items()}
 
     def difference(self) -> str:
-        """Describe the first call that differs between this process and another process; empty if none differs."""
+        """Describe the first call that differs between this process and another process, or return an empty string."""
         mine = self._names()
         theirs = [(n, index, name) for index, other in self.others().items() for n, name in other["calls"].items()]
         differing = [(n, index, name) for n, index, name in theirs if mine.get(n, name) != name]
@@ -196,7 +196,7 @@ class Events:
             before = time.monotonic()
 
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
-        """Print which processes failed. End this process if its call hangs and one failed or made other calls."""
+        """Print which processes failed. End this process if its call hangs and another failed or differs."""
         (index, count), failed = rank(), _failed(notices)
         for other in sorted(failed.keys() - self._said):
             self._said.add(other)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GlobalCollectives(Collectives):
-    """Collectives outside of any `shard_map`: a shard is a global array in storage shape.
+    """Collectives outside of any `shard_map`. A shard is a global array in storage shape.
 
     A gradient has one of these forms:
 
@@ -63,7 +63,7 @@ class GlobalCollectives(Collectives):
 
     @property
     def losses(self) -> int:
-        """Return 1: a program computes one loss from all rows."""
+        """Return 1, because a program computes one loss from all rows."""
         return 1
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -192,7 +192,7 @@ class GlobalCollectives(Collectives):
         return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
 
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
-        """Return the tree unchanged: a value computed from all rows is already a global sum, mean or maximum."""
+        """Return the tree unchanged, because a value of all rows is already a global sum, mean or maximum."""
         return tree
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:

@@ -94,7 +94,7 @@ def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
-    """Return shardings for `tree`. Arrays with as many rows as the batch are sharded like the batch."""
+    """Return shardings for `tree`. Arrays with as many rows as the batch are sharded like it, others replicated."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)

@@ -294,7 +294,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
 
 
 def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
-    """Return the pair of contracted dims that hold the rows, or None. An operand without rows is the same for all."""
+    """Find the pair of contracted dims that holds the rows, or return None. One of the dims may be uniform."""
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
@@ -303,7 +303,7 @@ def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
 
 
 def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
-    """Return the places of the rows in a scatter-add into zeros, or None. The updates or indices hold rows."""
+    """Return the places of the rows in a scatter-add into zeros, or None. The indices may have no rows."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.places} or {*updates.places}), None)

@@ -125,7 +125,7 @@ def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False
 
 
 def first_difference(records: list[dict[str, str]], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
-    """Return the first process whose record differs, a process it differs from, and the differing names, or None."""
+    """Return `(process, other process, names that differ)` for the first record that differs, or None."""
     first_with: dict[str, int] = {}
     for index, record in enumerate(records):
         names = record if partial else {**records[0], **record}

@@ -318,7 +318,7 @@ def _type(aval: Any) -> tuple:
 
 
 def _typed(aval: Any, mesh: AbstractMesh, spec: tuple = ()) -> Any:
-    """Return an array's type with the sharding `spec` on a mesh."""
+    """Return the array type `aval` with the sharding `spec` on `mesh`."""
     if not isinstance(aval, jax.core.ShapedArray):
         return aval
     entries = (*spec, *[None] * (aval.ndim - len(spec)))

@@ -57,7 +57,7 @@ class Places:
 
     @property
     def only(self) -> Place | None:
-        """Return the only place, or None if there are none or several."""
+        """Return the place if the value has exactly one place, and otherwise None."""
         return next(iter(self.places)) if len(self.places) == 1 else None
 
     def along(self, dim: int) -> Place | None:

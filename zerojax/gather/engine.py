@@ -130,7 +130,7 @@ def check_types(jaxpr: Any) -> None:
 
 
 def block(fn: Callable) -> Callable:
-    """Mark `fn` as one layer: its parameters are gathered together, and dropped when it returns.
+    """Mark `fn` as one layer, whose parameters are gathered together, and dropped when `fn` returns.
 
     Use `block` for models whose layers are not under `jax.checkpoint`. Outside of stage 3, `block` is `jax.jit`.
 

@@ -16,7 +16,7 @@ MOST_HELD = 4  # All held values together take at most this many times the gathe
 
 
 def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
-    """Return the variables to hold, which segments read, and which are computed with a repeated matrix product.
+    """Return the variables to hold. Segments read them, and computing them needs a repeated matrix product.
 
     `program` is the program in which nothing is held. `params` and `repeated` are attributes of `Decisions`.
     """

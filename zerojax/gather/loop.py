@@ -46,7 +46,7 @@ class Loop:
 
     @classmethod
     def of(cls, jaxpr, params: Sequence[ShardedParam]) -> "Loop":
-        """Sort the operands of a loop: the one equation of `jaxpr`, whose first arguments are `params`."""
+        """Sort the operands of the loop in `jaxpr`, its only equation. The first arguments of `jaxpr` are `params`."""
         (eqn,) = jaxpr.eqns
         loop = compat.loop_of(eqn)
         assert loop is not None

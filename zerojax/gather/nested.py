@@ -46,11 +46,11 @@ class NestedSegment(Segment):
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
-        """Return nothing, because the iterations gather."""
+        """Return no parameters, because the iterations gather them."""
         return ()
 
     def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
-        """Return nothing, because the iterations gather."""
+        """Return no parameters, because the iterations gather them."""
         return ()
 
     @property
@@ -130,7 +130,7 @@ class NestedSegment(Segment):
 
 
 def iterations_are_independent(loop: compat.LoopEqn) -> bool:
-    """Return whether the iterations do not depend on each other, and only add to their carry."""
+    """Return whether iterations only add to the carry, and do not depend on each other in any other way."""
     body = compat.opened(loop.body)[0]
     uses, _ = jaxprs.uses_of(body)
     carried = zip(body.invars[loop.consts :], body.outvars[: loop.carry], strict=False)

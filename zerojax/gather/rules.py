@@ -167,7 +167,7 @@ class Decisions:
         eqn = site.eqn
 
         def stays_sharded(i: int, var: Any) -> bool:
-            """Return whether the loop takes `var`, its operand `i`, as a shard. The carry is always gathered."""
+            """Return whether the loop takes `var`, its operand `i`, as a shard and not as a gathered array."""
             if var not in self.params or loop.length == 0:
                 return False
             return i < loop.consts or (i >= loop.consts + loop.carry and self.params[var].leaf.dim != 0)

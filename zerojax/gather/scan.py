@@ -77,7 +77,7 @@ class Forward:
             gathered, carry = self.layers.gather(iteration, carry)
         following = gathered
         if fetch:
-            # In the loop, a gather cannot leave its iteration. In a peeled iteration, it waits for the carry.
+            # In the loop, a gather cannot leave its iteration. In a peeled iteration, the gather waits for the carry.
             following, behind = self.layers.gather(iteration + 1, carry if peeled else [])
             carry = behind if peeled else carry
         carry, rows = self.rows(iteration, carry, gathered)
@@ -144,7 +144,7 @@ class ScanSegment(Segment):
 
     @property
     def waits_for_next(self) -> bool:
-        """Return whether the iterations gather."""
+        """Return whether the iterations gather layers; see `Segment`."""
         # If they do not gather, the whole loop can hide the next segment's gathers. When the results waited for them,
         # XLA ended half of them before the loop.
         return bool(self.loop.stacked)

@@ -198,7 +198,7 @@ class Backward:
         )
 
     def _given(self, carry: Sequence, iteration) -> list:
-        """Return the cotangents of the body's active results in one iteration. `carry` has those of the carry."""
+        """Return the cotangents of the body's active results in one iteration. `carry` are the carry's cotangents."""
         of_carry, results = iter(carry), []
         for index, stack in zip(self.passes.active_results, self.cotangents, strict=True):
             if index < self.loop.carry:

@@ -36,7 +36,7 @@ from zerojax.gather.sharded_param import ShardedParam
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How parameters are gathered.
+    """The options for gathering parameters and reducing gradients.
 
     Attributes:
         comm: The collectives that gather shards and reduce gradients.
@@ -212,7 +212,7 @@ class GatherScheduler:
 
 
 class GradState(enum.Enum):
-    """The last thing that was done to a gradient. A gradient that needs no reduction here counts as `REDUCED`."""
+    """The last step that a gradient has gone through. A gradient that needs no reduction here counts as `REDUCED`."""
 
     COMPUTED = enum.auto()
     SCATTERED = enum.auto()
@@ -227,7 +227,7 @@ class PendingGrad:
         key: The `ShardedParam`, or the variable of an argument or a held value. The gradient of such a variable is
             `REDUCED` from the beginning, because it needs no reduction here.
         value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
-        state: The last thing that was done to the gradient.
+        state: The last step that the gradient has gone through.
         stack: The number of the scan's stack (`add_stack`), if the gradient is one layer of this stack.
     """
 
@@ -326,7 +326,7 @@ class GradScheduler:
             self.settle(self.due)
 
     def finish(self) -> None:
-        """Accumulate all gradients that are left."""
+        """Accumulate all remaining gradients."""
         self.drain()
         for param, stack in self._stacks:
             # The layers are on dim 0, and partial sums per group on dim 1. A parameter's gradient has the groups first.

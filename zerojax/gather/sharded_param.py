@@ -25,7 +25,7 @@ from zerojax.offload.host import to_device
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A sharded parameter that is not gathered yet, or a slice or a cast of one.
+    """A sharded parameter that is not gathered yet, or a slice or a cast of such a parameter.
 
     Attributes:
         root: The variable of the parameter.
@@ -137,7 +137,7 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
-    """Return whether the shards can be stacked: all have the same layout, no cast, and no slice at a variable index."""
+    """Return whether the shards can be stacked. All must have one layout, no cast, and no slice at a variable index."""
     alike = {(p.leaf.shape, p.leaf.dim, p.leaf.others, p.leaf.dtype, p.leaf.axes) for p in params}
     return len(alike) == 1 and not any(p.is_cast or p.operands for p in params)
 

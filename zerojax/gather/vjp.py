@@ -36,7 +36,7 @@ Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
 
 def differentiable(dtype) -> bool:
-    """Return whether values of a type have cotangents. Of the extended types, PRNG keys have none."""
+    """Return whether values of a type have cotangents. PRNG keys have none, but other extended types do."""
     extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
 
