@@ -50,7 +50,7 @@ class Collectives(abc.ABC):
     Attributes:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
-        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. 0: each is alone.
+        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, each is alone.
         encoding: The types and formats in which collectives send values.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
 
@@ -136,11 +136,11 @@ class Collectives(abc.ABC):
         """Run a backward pass.
 
         Args:
-            fn: The backward pass: a function of a list of residuals and cotangents that returns a tree of results.
+            fn: The backward pass, a function of a list of residuals and cotangents that returns a tree of results.
             values: The residuals and cotangents.
             rows: For each value, which dims hold the rows of the batch. Only global view reads `rows`.
             grads: The indices of the results that are gradients for `reduce_scatter`.
-            rule: A rule for `jaxprs.evaluate`. None: the equations of the pass are evaluated unchanged.
+            rule: A rule for `jaxprs.evaluate`. If None, the equations are evaluated unchanged.
 
         Returns:
             The leaves of the tree of results. A gradient may have a leading dim with one partial sum per worker.

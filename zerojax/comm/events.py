@@ -42,10 +42,10 @@ class Call:
     """A call that all processes make.
 
     Attributes:
-        number: The number of the call in the run, from 0. -1: the call is not counted.
+        number: The number of the call in the run, from 0, or -1 if the call is not counted.
         name: The name of the call, such as `"step 3"`.
         watched: Whether the call ends when its `result` is ready. Calls that exchange messages have a timeout instead.
-        result: An array that the call computes. None: the call has not dispatched it yet.
+        result: An array that the call computes, or None if the call has not dispatched it yet.
         failed: Whether the call raised an error.
         begun: When the call began, by the monotonic clock.
     """
@@ -95,7 +95,7 @@ class Events:
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
         self._next, self._beat, self.frozen = 0, 0, 0.0
         self._thread: int | None = None  # the thread whose calls are counted
-        self._watcher: threading.Thread | None = None  # made by the first call: a forked process has no threads
+        self._watcher: threading.Thread | None = None  # made by the first call, because a forked process has no threads
         self._at_end = threading.Event()
         self._said: set[int] = set()
 

@@ -33,7 +33,7 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """Check the given mesh, or make a mesh of all devices on one axis.
 
     Args:
-        mesh: A mesh. Its devices may be GPUs that this machine does not have. None: all devices.
+        mesh: A mesh. Its devices may be GPUs that this machine does not have. If None, all devices are used.
         axes: The data axes.
 
     Raises:

@@ -98,8 +98,8 @@ class Evaluation:
     Attributes:
         workers: The number of data-parallel workers.
         island: `island(eqn, divided, values)` computes an equation that sums over rows, and returns its partial sums.
-        alike: Constrains a gradient that is computed from parameters alone. None: the compiler decides.
-        rule: A rule for `jaxprs.evaluate`, for all other equations. None: they are evaluated unchanged.
+        alike: Constrains a gradient that is computed from parameters alone. If None, the compiler decides.
+        rule: A rule for `jaxprs.evaluate`, for all other equations. If None, they are evaluated unchanged.
     """
 
     workers: int
@@ -253,7 +253,7 @@ def _linear(eqn, values: Sequence, workers: int) -> list:
 
     joint = range(len(rows))[_JOINTLY.get(eqn.primitive.name, slice(0))]
     if joint and not any(on and i not in joint for i, on in enumerate(partial)):
-        # A literal zero is broadcast to every row: it adds nothing.
+        # A literal zero is broadcast to every row, because it adds nothing.
         zero = [compat.is_literal(atom) and not np.any(atom.val) for atom in eqn.invars]
         batched = [i in joint and not zero[i] for i in range(len(rows))]
         rows = [as_rows(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(rows)]

@@ -55,7 +55,7 @@ class Codec:
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
 
     def encode(self, x: Float[Array, "*rows elements"]) -> UInt8[Array, "*rows bytes"]:
-        """Encode each row: the bytes of all elements, followed by all scales."""
+        """Encode each row as the bytes of all elements, followed by all scales."""
         size = -(-x.shape[-1] // self.block) * self.block
         blocks = pad(x, x.ndim - 1, size).astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / self._limit

@@ -1,4 +1,4 @@
-"""Find the `State` of each value in a jaxpr and its calls, loops and branches. It says where the followed dim is.
+"""Find the `State` of each value in a jaxpr and its calls, loops and branches. A state says where the followed dim is.
 
 In the engine and `comm.partial_sums`, the followed dim has the rows of a batch, and each trace has one `Follower`. In
 `optim.dims`, the followed dim has the matrices of a stack.

@@ -210,8 +210,8 @@ IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     """Return the state of the operand `atom` of `eqn`, with the places that follow from the places of the result.
 
-    The primitive of `eqn` is in `IMPLIES`. `state` is the state of the result. `given` is the state of `atom` before,
-    which has no place.
+    The primitive of `eqn` is in `IMPLIES`. `state` is the state of the result. `given` is the present state of
+    `atom`, which has no place.
     """
     name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
     if name == "broadcast_in_dim":

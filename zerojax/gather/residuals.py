@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 
-# `eq=False` compares by identity: the structure of a pytree must be hashable, and the value may be a list.
+# `eq=False` compares by identity. The structure of a pytree must be hashable, but the value may be a list.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:

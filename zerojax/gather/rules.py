@@ -100,7 +100,7 @@ class Decisions:
 
     def of_shard(self, site: Site) -> ShardedParam | None:
         """Return the slice, cast or other view of a parameter that can be computed on its shard."""
-        # There is an operand: the rule "activations" took every equation that reads no parameter.
+        # There is an operand, because the rule "activations" took every equation that reads no parameter.
         eqn, first = site.eqn, site.eqn.invars[0]
         # A slice of each shard is a shard of the slice only if every device slices at the same index.
         alone = site.touched == [first] and first in self.params and self._uniform.issuperset(site.reads[1:])

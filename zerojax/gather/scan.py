@@ -6,7 +6,7 @@ which means every layer, as residuals. So the engine writes both passes as loops
 and residuals in place into stacks. The backward loop (`scan_backward`) reduce-scatters the gradients of one iteration
 while it computes the next one.
 
-The last iteration has nothing to gather. It is peeled: it runs after the loop, and the next segment's gathers start
+The last iteration has nothing to gather. It is peeled, so it runs after the loop, and the next segment's gathers start
 together with it. A clamped index would avoid the peeling, but would gather one layer twice in each pass.
 
 The first iteration is peeled, too. Its layers are gathered outside of the loop, and XLA overlaps a collective only with
@@ -39,7 +39,7 @@ class ForwardState(NamedTuple):
 
     Attributes:
         carry: The carry of the user's scan.
-        gathered: Gathered layers of the next iteration; empty without prefetch.
+        gathered: Gathered layers of the next iteration. Empty without prefetch.
         stacks: The stacks of the rows that the iterations have written; see `Forward.rows`.
     """
 

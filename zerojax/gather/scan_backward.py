@@ -59,7 +59,7 @@ class StepState:
 
     Attributes:
         carry: Cotangents of the scan's carry.
-        gathered: Gathered layers of the next iteration; empty without prefetch.
+        gathered: Gathered layers of the next iteration. Empty without prefetch.
         pending: Gradients of the layers of the iteration just computed. They are not reduce-scattered yet.
         scattered: Shards of the gradients of the iteration computed one step earlier. They are not reduced across
             groups yet. Empty without hybrid sharding.
@@ -141,8 +141,8 @@ class Backward:
         of_consts, _, of_slices = self.active_others
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in of_consts]
-        # Every row will be overwritten, so the stacks may start with any value. It is computed only now, because XLA
-        # could allocate stacks of zeros at the start of the program.
+        # Every row will be overwritten, so the stacks may start with any value. This value is computed only now,
+        # because XLA could allocate stacks of zeros at the start of the program.
         first = next(n for n, c in enumerate(cotangents) if c is not None)
         seed = comm.element(cotangents[first], cotangent_rows(self.passes, loop)[first])
         rows = [zeros(i) for i in of_slices]

@@ -107,7 +107,7 @@ class GatherScheduler:
     returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the next
     use are done. Then `run` updates `position` and `frontier`.
 
-    An anchor is a list of arrays that a gather waits for: the shards pass a barrier with the anchor. The segment must
+    An anchor is a list of arrays that a gather waits for. The shards pass a barrier with the anchor. The segment must
     read the anchor that the barrier returns. XLA drops an array from a barrier if no equation reads it afterwards.
 
     Attributes:

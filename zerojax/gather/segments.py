@@ -184,7 +184,7 @@ class Segment(abc.ABC):
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Return the cotangents of the results at `indices`, with zeros for missing ones. None: all are missing."""
+        """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
         keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
         if not any(key in grads.cotangents for key in keys):
             return None

@@ -63,7 +63,7 @@ class Passes:
         active_params: Indices of the parameters that get cotangents.
         active_others: Indices of the others that get cotangents.
         active_results: Indices of the results that have cotangents.
-        sources: The source of each residual of the backward pass: a word of the module's table, and an index.
+        sources: The source of each residual of the backward pass, as a word of the module's table and an index.
         derive: Computes the residuals whose source is "derived". Its arguments have the sources `derive_reads`.
         derive_reads: The sources of the arguments of `derive`.
         tree: Tree structure of JAX's backward function, whose leaves are the residuals.
@@ -129,7 +129,7 @@ class Passes:
             saved: The residuals that `run` returned.
             cotangents: The cotangents of the `active_results`.
             zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added into.
-                XLA then cannot allocate them before `zero` is computed. None: these arrays stay constants.
+                XLA then cannot allocate them before `zero` is computed. If None, these arrays stay constants.
             reduced_later: Indices of the others whose cotangents may stay partial sums, as those of parameters may.
 
         Returns:
@@ -182,9 +182,9 @@ class RowStates(NamedTuple):
 
     Attributes:
         others: The state of each argument that is no parameter.
-        results: The state of each result, as the analysis of the whole program found it. Empty: the states that the
-            function's own trace gives.
-        follower: The analysis that follows the rows through the function. None: all states are unknown.
+        results: The state of each result, as the analysis of the whole program found it. If empty, the states
+            come from the function's own trace.
+        follower: The analysis that follows the rows through the function. If None, all states are unknown.
     """
 
     others: Sequence[State] = ()
@@ -213,7 +213,7 @@ def traced_passes(
         others: The other arguments, or their shapes.
         trained: For each parameter, whether its cotangent is wanted.
         active: For each other argument, whether its cotangent is wanted.
-        wanted: Indices of the results to differentiate. None: all results that have cotangents.
+        wanted: Indices of the results to differentiate. If None, all results that have cotangents.
         rows: Which dims hold the rows of the batch.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and differentiable(params[i].dtype))
