@@ -142,7 +142,7 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr. Each equation is followed by those of the jaxprs inside it."""
+    """Yield the equations of a jaxpr. After each equation, yield the equations of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in compat.inner_jaxprs(eqn):

@@ -124,7 +124,7 @@ class GlobalCollectives(Collectives):
         return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Reduce shards across groups, except those that the compiler has summed already; see `Collectives`."""
+        """Reduce shards across groups. Shards that the compiler has summed are returned unchanged; see `Collectives`."""
         pairs = enumerate(zip(shards, leaves, strict=True))
         partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
         chosen = [leaves[i] for i in partial]
@@ -177,7 +177,7 @@ class GlobalCollectives(Collectives):
 
     @property
     def follower(self) -> Follower:
-        """Return the analysis that follows the rows; see `Collectives`."""
+        """Return the analysis that finds the rows of the batch; see `Collectives`."""
         return Follower(self._workers)
 
     def element(self, x: Array, rows: State) -> Array:

@@ -6,7 +6,7 @@ small `shard_map` instead: each worker's partial sum is a row of a global array 
 The reduction is then a separate step, as in device view. Linear operations after the product are applied to each row.
 
 The result is right for any model and any divided dim, because a sum equals the sum of its parts. The divided dim only
-decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` follows through the program. If
+decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` finds in each value. If
 a sum is over other dims, or the place of the rows is unknown, the compiler reduces the sum.
 """
 
@@ -203,7 +203,7 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], ins
 
 
 def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
-    """Return those indices in `grads` that belong to a carry to which the loop only adds."""
+    """Return the indices in `grads` of carries to which the loop only adds."""
     jaxpr, _ = compat.opened(loop.body)
     carries, stacked = [i for i in grads if i < loop.carry], [i for i in grads if i >= loop.carry]
     while carries:

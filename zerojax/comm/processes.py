@@ -25,7 +25,7 @@ SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
 class Processes:
-    """The processes of the run. Process `index`, which is this one, waits up to `timeout` seconds for messages."""
+    """The processes of the run. This process has the index `index`, and waits up to `timeout` seconds for messages."""
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
         """Prepare to exchange messages about one purpose, or about a counted call."""

@@ -8,7 +8,7 @@ place      describes where the followed dim is in one value
 moves      has rules for primitives that move elements, or compute each one from elements at the same place
 products   has rules for products, convolutions and decompositions
 indexing   has rules for slices, gathers and scatters
-follow     walks through a jaxpr, its calls, loops and branches
+follow     finds the places in a jaxpr, its calls, loops and branches
 """
 
 from zerojax.dims.follow import Follower

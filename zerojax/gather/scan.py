@@ -200,7 +200,7 @@ class ScanSegment(Segment):
         return [state for state, is_param in zip(inside, self.loop.is_param, strict=True) if not is_param]
 
     def _passes(self, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
-        """Return the passes of the body. Every carry counts as active, because it may depend on any active input."""
+        """Return the passes of the body. Every carry is active, because it may depend on any active input."""
         loop = self.loop
         active = [index is not None and self.others[index] in moving for index in loop.others]
         active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry

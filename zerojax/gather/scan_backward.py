@@ -263,8 +263,8 @@ def backward(
         return
     here = [c for c in cotangents if c is not None]
     flat, structure = jax.tree.flatten(residuals.saved)
-    # The residuals pass the barrier, too. Otherwise XLA would merge what the first step recomputes with the last
-    # iteration of the forward pass, and keep that iteration's values until then.
+    # The residuals pass the barrier, too. Otherwise XLA would merge the first step's recomputation with the last
+    # iteration of the forward pass, and keep the values of that iteration until then.
     rows = [rows for rows, c in zip(cotangent_rows(passes, loop), cotangents, strict=True) if c is not None]
     entry, (here, flat, due) = gathers.take(here, flat, grads.due, rows=rows, ahead=not loop.stacked)
     grads.settle(due)

@@ -212,7 +212,7 @@ class GatherScheduler:
 
 
 class GradState(enum.Enum):
-    """The last step that a gradient has gone through. A gradient that needs no reduction here counts as `REDUCED`."""
+    """The last step that a gradient has gone through. A gradient that needs no reduction here is `REDUCED`."""
 
     COMPUTED = enum.auto()
     SCATTERED = enum.auto()
@@ -321,7 +321,7 @@ class GradScheduler:
         return len(self._stacks) - 1
 
     def drain(self) -> None:
-        """Accumulate all gradients except those of stacks."""
+        """Accumulate all gradients except the gradients of stacks."""
         while self._queue:
             self.settle(self.due)
 
@@ -336,7 +336,7 @@ class GradScheduler:
     def root_grad(self, param: ShardedParam, grad: jax.Array) -> jax.Array:
         """Return the gradient of the parameter's shard; see `ShardedParam.root_grad`."""
         shape = self.options.comm.grad_shape(param.stored)
-        # `grad` may have one more dim in front, of groups. It is kept, and the dims of the stored layout follow it.
+        # `grad` may have one more dim in front, with one entry per group. The result keeps this dim.
         rank = grad.ndim - len(param.leaf.shape) + len(param.stored.shape)
         return param.root_grad(grad, self.env, shape[-rank:] if rank else ())
 

@@ -130,7 +130,7 @@ class Passes:
             cotangents: The cotangents of the `active_results`.
             zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added into.
                 XLA then cannot allocate them before `zero` is computed. If None, these arrays stay constants.
-            reduced_later: Indices of the others whose cotangents may stay partial sums, as those of parameters may.
+            reduced_later: Indices of the others whose cotangents may be returned as partial sums.
 
         Returns:
             The cotangents of the active parameters, which may be partial sums, and the cotangents of the active others.
@@ -184,7 +184,7 @@ class RowStates(NamedTuple):
         others: The state of each argument that is no parameter.
         results: The state of each result, as the analysis of the whole program found it. If empty, the states
             come from the function's own trace.
-        follower: The analysis that follows the rows through the function. If None, all states are unknown.
+        follower: The analysis that finds the rows in the function's values. If None, all states are unknown.
     """
 
     others: Sequence[State] = ()
