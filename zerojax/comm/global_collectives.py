@@ -124,7 +124,7 @@ class GlobalCollectives(Collectives):
         return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Reduce shards across groups. Shards that the compiler has summed are returned unchanged; see `Collectives`."""
+        """Reduce shards across groups. Shards summed by the compiler are returned unchanged; see `Collectives`."""
         pairs = enumerate(zip(shards, leaves, strict=True))
         partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
         chosen = [leaves[i] for i in partial]
