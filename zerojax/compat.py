@@ -1,12 +1,12 @@
-"""Hide the differences between versions of JAX, and the uses of its internals. No other module depends on either.
+"""Contain all code that depends on the version of JAX, or that uses the internals of JAX.
 
 Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new version of JAX changes one file:
 
-- A closed jaxpr is a `ClosedJaxpr` that holds a `Jaxpr` up to 0.11, and one class from 0.12.
-- `scan` counts its constants and carries in two integers up to 0.11, and in trees from 0.12.
+- Up to 0.11, a closed jaxpr is a `ClosedJaxpr` that holds a `Jaxpr`. From 0.12, both are one class.
+- Up to 0.11, the parameters of `scan` have the numbers of constants and carries. From 0.12, they have trees.
 - The primitives of `jax.jit` and `jax.checkpoint` have changed their names.
-- `compute_on` is a context up to 0.11, and takes the function from 0.12.
-- The functions with which JAX and optax add numbers over the leaves of a tree have moved.
+- Up to 0.11, `compute_on` returns a context manager. From 0.12, it takes the function to run.
+- The functions of JAX and optax that sum over the leaves of a tree have moved to other modules.
 """
 
 import dataclasses
@@ -55,14 +55,14 @@ def _jex():
 
 
 def opened(closed) -> tuple[Any, Sequence]:
-    """Return a closed jaxpr as `(jaxpr, consts)`. `consts` are the values of `constvars_of(jaxpr)`."""
+    """Split `closed` into `(jaxpr, consts)`. `consts` has the values of `constvars_of(jaxpr)`."""
     if isinstance(closed, _jex().ClosedJaxpr) and hasattr(closed, "jaxpr"):
         return closed.jaxpr, tuple(closed.consts)
     return closed, ()
 
 
 def is_jaxpr(x) -> bool:
-    """Return whether an equation's parameter is a jaxpr, open or closed."""
+    """Return whether `x`, a parameter of an equation, is an open or a closed jaxpr."""
     return isinstance(x, _jex().Jaxpr | _jex().ClosedJaxpr)
 
 
@@ -83,7 +83,7 @@ def line_of(eqn) -> str:
 
 
 def at_line_of(eqn) -> Any:
-    """Enter a context in which traced equations get the source line of an equation."""
+    """Enter a context in which all equations that are traced get the source line of `eqn`."""
     from jax._src import source_info_util
 
     name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
@@ -96,39 +96,39 @@ def is_users(file: str) -> bool:
 
 
 def keeps_barriers(platform: str) -> bool:
-    """Return whether barriers order a program's gathers. On CPU, jax 0.10 drops barriers, and merges equal gathers."""
+    """Return whether XLA keeps optimization barriers. On CPU with jax 0.10, XLA drops them and merges equal gathers."""
     return platform != "cpu" or jax.__version_info__ >= (0, 11)
 
 
 def is_literal(atom) -> bool:
-    """Return whether an equation's operand is a constant written into the jaxpr."""
+    """Return whether `atom`, an operand of an equation, is a constant that is written into the jaxpr."""
     return isinstance(atom, _jex().Literal)
 
 
 def is_dropped(var) -> bool:
-    """Return whether an equation's result variable is a placeholder for a result that nothing reads."""
+    """Return whether `var`, a result of an equation, is a placeholder for a result that nothing reads."""
     return isinstance(var, _jex().DropVar)
 
 
 def is_ref(atom) -> bool:
-    """Return whether an operand or a result is a mutable array, such as `jax.new_ref` returns."""
+    """Return whether `atom`, an operand or a result of an equation, is a mutable array (`jax.Ref`)."""
     return hasattr(atom.aval, "inner_aval")
 
 
 def is_high(atom) -> bool:
-    """Return whether an operand or a result is of a type that `jax.experimental.hijax` defines."""
+    """Return whether the type of `atom`, an operand or a result, is defined with `jax.experimental.hijax`."""
     return bool(getattr(atom.aval, "is_high", False))
 
 
 def called(eqn):
-    """Return the closed jaxpr that a call equation (such as `jax.jit`'s) inlines to, or None."""
+    """Return the closed jaxpr that `eqn` calls, for example through `jax.jit`. Return None if `eqn` is not a call."""
     if eqn.primitive.name not in _CALLS:
         return None
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
 
 def inner_jaxprs(eqn) -> list:
-    """Return the jaxprs among an equation's parameters, opened."""
+    """Return the jaxprs among the parameters of `eqn`, as open jaxprs."""
     return [opened(inner)[0] for inner in _jex().jaxprs_in_params(eqn.params)]
 
 
@@ -138,13 +138,13 @@ def is_remat(eqn) -> bool:
 
 
 def inlined_body(eqn):
-    """Return the jaxpr that a call or a remat evaluates on its operands, or None."""
+    """Return the open jaxpr inside `eqn` if `eqn` is a call or a `jax.checkpoint`, or None."""
     body = eqn.params["jaxpr"] if is_remat(eqn) else called(eqn)
     return None if body is None else opened(body)[0]
 
 
 def evaluated_body(eqn):
-    """Return the jaxpr that a call, a remat or a custom rule's function evaluates on its operands, or None."""
+    """Return `inlined_body(eqn)`, or the jaxpr of the function if `eqn` calls a function with a custom derivative."""
     if not eqn.primitive.name.startswith("custom_"):
         return inlined_body(eqn)
     bodies = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
@@ -165,20 +165,20 @@ def loop_of(eqn) -> LoopEqn | None:
 
 
 def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
-    """Return a jaxpr with the given equations of `jaxpr`, arguments and results, and without constants."""
+    """Return a jaxpr without constants that has some equations of `jaxpr`, and the given arguments and results."""
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
 def in_force(eqn):
-    """Return an equation as if it had been traced on the current mesh. The rest of its context is unchanged."""
+    """Return `eqn` as if it had been traced on the current mesh. The rest of its context is unchanged."""
     mesh = jax.sharding.get_abstract_mesh()
     with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
         return eqn.replace(ctx=type(eqn.ctx)())
 
 
 def eval_shape(fn: Callable, *args: Any) -> Any:
-    """Evaluate like `jax.eval_shape`, but without a cache entry per call that exists as long as `fn` does."""
+    """Return `jax.eval_shape(fn, *args)`, without a cache entry that would exist as long as `fn` exists."""
     return jax.eval_shape(lambda *args: fn(*args), *args)
 
 
@@ -189,7 +189,7 @@ def mesh_of_calls() -> Any:
 
 
 def like(closed, other):
-    """Return a closed jaxpr in the form of `other`, the equation's parameter that it replaces: closed or open."""
+    """Return `closed` as a closed or an open jaxpr, whichever `other` is. It replaces `other` in an equation."""
     if isinstance(other, _jex().ClosedJaxpr):
         return closed
     jaxpr, consts = opened(closed)
@@ -201,7 +201,7 @@ def evaluate_one(eqn, values: Sequence) -> list:
     """Evaluate one equation on `values`. A dropped result is None.
 
     This calls the public `jax.core.eval_jaxpr`, which binds any primitive correctly (custom derivatives, effects, the
-    name stack). `bind` itself must be called in another way in jax 0.10 than in 0.12.
+    name stack). The way to call `bind` itself differs between jax 0.10 and 0.12.
     """
     operands = {var: value for var, value in zip(eqn.invars, values, strict=True) if not is_literal(var)}
     read = [var for var in eqn.outvars if not is_dropped(var)]
@@ -216,7 +216,7 @@ def _empty_jaxpr():
 
 
 def in_host_memory(aval) -> bool:
-    """Return whether values of a type are in pinned host memory."""
+    """Return whether arrays of the type `aval` are in pinned host memory."""
     from jax._src.core import MemorySpace
 
     return getattr(aval, "memory_space", None) == MemorySpace.Host
@@ -259,21 +259,21 @@ def on_host(fn: Callable) -> Callable:
 
 
 def makes_refs(effects: Any) -> bool:
-    """Return whether, by its effects, a function makes a `jax.Ref`, which JAX must remove before the evaluation."""
+    """Return whether a function with these `effects` makes a `jax.Ref`, which JAX must remove before the evaluation."""
     from jax._src.core import internal_mutable_array_effect
 
     return internal_mutable_array_effect in effects
 
 
 def is_check(effect: Any) -> bool:
-    """Return whether an effect comes from a `checkify.check`."""
+    """Return whether `effect` comes from a call of `checkify.check`."""
     from jax._src.checkify import ErrorEffect
 
     return isinstance(effect, ErrorEffect)
 
 
 def flags_of(error: Any) -> list:
-    """Return whether each kind of error in a `checkify.Error` has happened."""
+    """Return one flag per kind of error in a `checkify.Error`. The flag says whether this error has happened."""
     (flags, _, _), _ = error.tree_flatten()
     return list(flags.values())
 
@@ -292,7 +292,7 @@ def coordination_client() -> Any:
     return distributed.global_state.client
 
 
-# Functions that map a sum or an inner product over a tree, and add the results. Zeros in an array change nothing.
+# Functions that sum an expression over the leaves of a tree, by module. Zeros in a leaf do not change the sum.
 SUMS_OVER_TREES = {
     "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
     "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
@@ -300,10 +300,10 @@ SUMS_OVER_TREES = {
 
 
 def is_sum_over_tree() -> bool:
-    """Return whether a function of `SUMS_OVER_TREES` makes a pytree node, which then holds one term of the sum.
+    """Return whether a function of `SUMS_OVER_TREES` makes the calling pytree node, which then holds a term of the sum.
 
     A `Padded` node calls this function when it is made, because it sees only the result of a mapped function, and not
-    the function. If such a node were refused, optax could not compute a norm of padded leaves.
+    the function. If the node raised an error here, optax could not compute a norm of padded leaves.
     """
     frame = sys._getframe(1)
     between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # the frames of the node and of jax.tree.map

@@ -55,8 +55,8 @@ def evaluate(
 
     Args:
         jaxpr: An open jaxpr, as `compat.opened` gives it.
-        consts: Values of its constants.
-        args: Values of its arguments: arrays, tracers, or other objects that `rule` understands.
+        consts: The values of the jaxpr's constants.
+        args: The values of the jaxpr's arguments: arrays, tracers, or other objects that `rule` understands.
         rule: `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`.
         literal: Converts the value of a literal. By default the value is used as it is.
 
@@ -79,7 +79,7 @@ def evaluate(
 
 
 def as_jax_values(consts: Sequence) -> list:
-    """Convert NumPy arrays among constants to JAX arrays, which a `custom_vjp` can index with traced values."""
+    """Convert NumPy arrays in `consts` to JAX arrays, because a `custom_vjp` may index them with traced values."""
     is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array | jax.Ref)
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
 
@@ -98,7 +98,7 @@ def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
 
 
 def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
-    """Return a value broadcast to a shape. The value's dims become the dims `dims` of the shape."""
+    """Return `value` broadcast to `shape`. Dim i of `value` becomes dim `dims[i]` of the result."""
     spread = [1] * len(shape)
     for dim, size in zip(dims, value.shape, strict=True):
         spread[dim] = size
@@ -122,17 +122,17 @@ def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Seq
 
 
 def variables_in(atoms: Iterable) -> list:
-    """Return the operands or results that are variables and not literals."""
+    """Return the elements of `atoms` that are variables and not literals."""
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
 
 def nbytes(var: Any) -> int:
-    """Return the bytes of a variable's value."""
+    """Return the size of a variable's value in bytes."""
     return var.aval.size * var.aval.dtype.itemsize
 
 
 def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
-    """Return the uses of each variable as `(equation, operand index)`, and the variables that are results."""
+    """Return the uses of each variable as pairs `(equation, operand index)`, and the set of the result variables."""
     uses: dict = {}
     for eqn in jaxpr.eqns:
         for index, atom in enumerate(eqn.invars):
@@ -142,7 +142,7 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr. Each is followed by the equations of the jaxprs inside it."""
+    """Yield the equations of a jaxpr. After each equation, yield the equations of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in compat.inner_jaxprs(eqn):
@@ -208,7 +208,7 @@ def _of_param(value: Any, functions: bool) -> Any:
 
 
 def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
-    """Return the equations on which `wanted` depends, in order, and `wanted` with all variables that they read."""
+    """Return the equations that `wanted` depends on, and the set of `wanted` and all variables that they read."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):
@@ -229,8 +229,8 @@ def alive(jaxpr: Any) -> list:
 def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, bool], Sequence]) -> set:
     """Return the set of `variables` and all variables that depend on them.
 
-    `results(eqn, reads)` returns the results of an equation that belong to the set. `reads` says whether an operand of
-    the equation does.
+    `results(eqn, reads)` returns the results of `eqn` that belong to the set. `reads` says whether any operand of `eqn`
+    belongs to the set.
     """
     dependent = set(variables)
     for eqn in eqns:
@@ -242,7 +242,7 @@ def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, 
 
 
 def passed_on(jaxpr: Any) -> list[int | None]:
-    """Return, for each result, the index of the argument that it equals; None for a computed result."""
+    """Return, for each result of `jaxpr`, the index of the argument that it equals, or None for a computed result."""
     given = {var: i for i, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
         for out, index in zip(eqn.outvars, _operands_passed_on(eqn) or (), strict=False):

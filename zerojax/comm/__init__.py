@@ -1,4 +1,4 @@
-"""Communication: the mesh, every collective that zerojax writes, and messages between processes.
+"""The mesh, every collective that zerojax writes, and messages between processes.
 
 In reading order:
 

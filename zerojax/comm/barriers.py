@@ -8,7 +8,7 @@ from jax import lax
 
 
 def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[jax.Array]]]:
-    """Return the arrays after one optimization barrier: no operation reads any of them before all are computed.
+    """Return the arrays after one optimization barrier. A returned array can be read only after all are computed.
 
     If the anchor is empty, or all groups are empty, there is no barrier.
     """

@@ -26,7 +26,7 @@ def buckets(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list
 
     - Flat leaves of one type share a bucket.
     - Consecutive sharded leaves of one type share a bucket of up to `limit` logical bytes.
-    - A leaf that is also sharded over other mesh axes is alone in its bucket. Packing would gather it over these axes.
+    - A leaf that is also sharded over other mesh axes is alone in its bucket. Packing would gather the leaf over them.
     - A replicated leaf is alone in its bucket.
 
     Quantised and unquantised leaves never share a bucket.
@@ -60,7 +60,7 @@ def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shar
 
 
 def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Undo `to_rows`: return the logical array, without the padding."""
+    """Undo `to_rows`, and return the logical array without the padding."""
     if leaf.dim is None:
         return unflatten(rows.reshape(-1), leaf)
     divided = jnp.moveaxis(rows.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
@@ -70,8 +70,8 @@ def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Arra
 def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
     """Split the last dim of a bucket's rows into one array per leaf.
 
-    A barrier hides from XLA where each leaf begins, so that XLA compiles one kernel for all leaves of one shape. One
-    kernel per leaf took most of the compile time.
+    XLA cannot see through the barrier where each leaf begins, so it compiles one kernel for all leaves of one shape.
+    Without the barrier, it compiled one kernel per leaf, which took most of the compile time.
     """
     if len(leaves) == 1:
         return [rows]
@@ -87,5 +87,5 @@ def flatten(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, " sto
 
 
 def unflatten(storage: Shaped[Array, " storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Undo `flatten`: return the array in logical shape, without the padding."""
+    """Undo `flatten`, and return the array in logical shape without the padding."""
     return trim(storage, 0, leaf.size).reshape(leaf.shape)

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
     from zerojax.jaxprs import Rule
 
-# For each value, what is known about the dims that hold the rows of the batch.
+# For each value, the state that says which dims hold the rows of the batch.
 Rows = Sequence[State]
-# Finds the name scope of a collective below in an operation's name. The groups are the kind and the leaves.
+# Matches the name scope of a collective in an operation's name. The groups are the collective's kind and leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
 UPDATE = "zerojax_update"  # the name scope of the optimizer's update
 
@@ -45,12 +45,12 @@ class Collectives(abc.ABC):
     """Gather and reduce leaves.
 
     In device view (`ManualCollectives`), a shard is one device's part of an array. In global view
-    (`GlobalCollectives`), it is the global array in storage shape. Methods that are not abstract suit device view.
+    (`GlobalCollectives`), it is the global array in storage shape. Methods that are not abstract are for device view.
 
     Attributes:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
-        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. 0: no two of them share one.
+        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, each is alone.
         encoding: The types and formats in which collectives send values.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
 
@@ -76,7 +76,7 @@ class Collectives(abc.ABC):
     @property
     @abc.abstractmethod
     def losses(self) -> int:
-        """Return how many losses a program computes: one per worker, or one in all. The step's loss is their mean."""
+        """Return the number of losses that a program computes: one per worker, or 1. The step uses their mean."""
 
     @abc.abstractmethod
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -93,19 +93,19 @@ class Collectives(abc.ABC):
         Args:
             shards: One shard per leaf, converted by `Encoding.encode_param`.
             leaves: The layout of each shard. A replicated leaf is returned unchanged.
-            exposed: Whether no compute of another block can overlap with these collectives.
+            exposed: Whether these collectives cannot overlap with the compute of another block.
         """
 
     @abc.abstractmethod
     def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
         """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
-        Without hybrid sharding, a leaf's axes are all data axes. With it, `across` returns the remaining data axes.
+        Without hybrid sharding, a leaf's axes are all data axes. With hybrid sharding, `across` returns the other axes.
 
         Args:
             grads: One gradient per leaf, in logical shape.
             leaves: The layout of each result. The gradient of a replicated leaf is all-reduced over all workers.
-            exposed: Whether no compute of another block can overlap with these collectives.
+            exposed: Whether these collectives cannot overlap with the compute of another block.
 
         Returns:
             One shard per leaf, in the type of the reduction, which `Encoding.decode_grad` converts.
@@ -136,11 +136,11 @@ class Collectives(abc.ABC):
         """Run a backward pass.
 
         Args:
-            fn: The backward pass: a function of a list of residuals and cotangents that returns a tree of results.
+            fn: The backward pass, a function of a list of residuals and cotangents that returns a tree of results.
             values: The residuals and cotangents.
             rows: For each value, which dims hold the rows of the batch. Only global view reads `rows`.
             grads: The indices of the results that are gradients for `reduce_scatter`.
-            rule: A rule for `jaxprs.evaluate`. None: the equations of the pass are evaluated unchanged.
+            rule: A rule for `jaxprs.evaluate`. If None, the equations are evaluated unchanged.
 
         Returns:
             The leaves of the tree of results. A gradient may have a leading dim with one partial sum per worker.
@@ -177,7 +177,7 @@ class Collectives(abc.ABC):
 
     @property
     def follower(self) -> Follower | None:
-        """Return the analysis that finds the rows of the batch in each value. None: device view does not need it."""
+        """Return the analysis that finds the rows of the batch in each value. None in device view."""
         return None
 
     def element(self, x: Array, rows: State) -> Array:
@@ -185,17 +185,17 @@ class Collectives(abc.ABC):
         return x.ravel()[0]
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return `barriers.zero_after`. If `rows` says which dim holds rows, this needs no communication."""
+        """Return `barriers.zero_after(anchor)`. If `rows` says which dim holds rows, this needs no communication."""
         return zero_after(anchor)
 
 
 @dataclasses.dataclass(frozen=True)
 class ManualCollectives(Collectives):
-    """Collectives inside a `shard_map` that is manual over the data axes: an array is one device's part."""
+    """Collectives inside a `shard_map` that is manual over the data axes. An array is one device's part."""
 
     @property
     def losses(self) -> int:
-        """Return the number of workers: each computes one loss."""
+        """Return the number of workers, because each worker computes one loss."""
         return lax.axis_size(self.axes)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -280,7 +280,8 @@ class ManualCollectives(Collectives):
         """Run a collective on each bucket, in a name scope with the kind of collective and the leaves.
 
         Exposed collectives overlap only with the compute of their own block, which begins when its first leaves have
-        arrived. So their buckets are smaller. With `from_last`, each bucket waits for the next; the last runs first.
+        arrived. So their buckets are smaller. If `from_last` is true, the buckets run one by one, from the last
+        to the first.
         """
         results, before = list(arrays), []
         found = buckets(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)

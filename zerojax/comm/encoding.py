@@ -20,8 +20,8 @@ class Encoding:
     A gathered parameter is converted back where it is used: the model casts it, or `gather/evaluate.py` widens it.
 
     Attributes:
-        reduce: The floating type in which gradients are summed over the devices. None: each gradient's own type.
-        formats: The formats of quantised leaves. None: no leaf is quantised.
+        reduce: The floating type in which gradients are summed over the devices. If None, the type of each gradient.
+        formats: The formats of quantised leaves. If None, no leaf is quantised.
     """
 
     reduce: np.dtype | None = None
@@ -40,11 +40,11 @@ class Encoding:
         return lax.convert_element_type(grad, dtype)
 
     def gather_codec(self, leaf: Leaf) -> Codec | None:
-        """Return the codec that quantises a leaf's shards for a gather. None: the shards are sent unquantised."""
+        """Return the codec that quantises a leaf's shards for a gather, or None if they are sent unquantised."""
         return self.formats and self._codec(leaf, self.formats.gather)
 
     def reduce_codec(self, leaf: Leaf) -> Codec | None:
-        """Return the codec that quantises a leaf's gradients for a reduction. None: they are sent unquantised."""
+        """Return the codec that quantises a leaf's gradients for a reduction, or None if they are not quantised."""
         return self.formats and self._codec(leaf, self.formats.reduce, self.formats.rounding == "stochastic")
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:

@@ -42,10 +42,10 @@ class Call:
     """A call that all processes make.
 
     Attributes:
-        number: The number of the call in the run, from 0. -1: the call is not counted.
+        number: The number of the call in the run, from 0, or -1 if the call is not counted.
         name: The name of the call, such as `"step 3"`.
         watched: Whether the call ends when its `result` is ready. Calls that exchange messages have a timeout instead.
-        result: An array that the call computes. None: the call has not dispatched it yet.
+        result: An array that the call computes, or None if the call has not dispatched it yet.
         failed: Whether the call raised an error.
         begun: When the call began, by the monotonic clock.
     """
@@ -67,7 +67,7 @@ class Call:
 
 @functools.lru_cache(maxsize=64)
 def is_of_all(mesh: Mesh) -> bool:
-    """Return whether there are several processes, and each of them has devices of the mesh."""
+    """Return whether there are several processes, and each process has devices of the mesh."""
     if jax.process_count() == 1:
         return False
     return {getattr(device, "process_index", 0) for device in mesh.devices.flat} == set(range(jax.process_count()))
@@ -83,7 +83,7 @@ def rank() -> tuple[int, int]:
 
 
 def first_array(tree: Any) -> jax.Array:
-    """Return the first array of a tree. When it is ready, the program that computes the tree has ended."""
+    """Return the first array of a tree. When this array is ready, the program that computes the tree has ended."""
     return next((x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)), jnp.zeros(()))
 
 
@@ -95,19 +95,19 @@ class Events:
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
         self._next, self._beat, self.frozen = 0, 0, 0.0
         self._thread: int | None = None  # the thread whose calls are counted
-        self._watcher: threading.Thread | None = None  # made by the first call: a forked process has no threads
+        self._watcher: threading.Thread | None = None  # made by the first call, because a forked process has no threads
         self._at_end = threading.Event()
         self._said: set[int] = set()
 
     def __reduce__(self):
-        """Pickle only the name `EVENTS`: a process that unpickles it gets its own `EVENTS`."""
+        """Pickle only the name `EVENTS`, so that a process that unpickles this object gets its own `EVENTS`."""
         return "EVENTS"
 
     @contextmanager
     def calling(self, name: str, mesh: Mesh | None = None) -> Iterator[Call]:
-        """Count a call, and yield it, so that the caller can set its `result`. All processes must give the same name.
+        """Count a call, and yield its `Call`, whose `result` the caller sets. All processes must give the same name.
 
-        If some process has no devices of `mesh`, on which the call computes, the call is not counted.
+        The call computes on `mesh`. If any process has no devices of `mesh`, the call is not counted.
         """
         counts = jax.process_count() > 1 if mesh is None else is_of_all(mesh)
         call = self.begin(name, watched=True) if counts else Call(-1, name)
@@ -118,7 +118,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call, unless another thread made the first call: calls of two threads have no fixed order."""
+        """Count a call, unless another thread made the first call. Calls of two threads have no fixed order."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
@@ -132,7 +132,7 @@ class Events:
         return call
 
     def last_number(self) -> int:
-        """Return the number of the last counted call; -1 if there is none."""
+        """Return the number of the last counted call, or -1 if no call was counted."""
         return self._next - 1
 
     def publish(self) -> None:
@@ -142,12 +142,12 @@ class Events:
         coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
 
     def others(self) -> dict[int, dict[str, Any]]:
-        """Return what each other process published last: `beat`, `frozen` (in seconds), and `calls` by number."""
+        """Return the last state of each other process, with `beat`, `frozen` (in seconds), and `calls` by number."""
         found = _read(STATE)
         return {i: one | {"calls": {int(n): name for n, name in one["calls"].items()}} for i, one in found.items()}
 
     def difference(self) -> str:
-        """Describe the first call that differs between this process and another process; empty if none differs."""
+        """Describe the first call that differs between this process and another process, or return an empty string."""
         mine = self._names()
         theirs = [(n, index, name) for index, other in self.others().items() for n, name in other["calls"].items()]
         differing = [(n, index, name) for n, index, name in theirs if mine.get(n, name) != name]
@@ -196,7 +196,7 @@ class Events:
             before = time.monotonic()
 
     def _heed(self, notices: dict[int, dict[str, Any]]) -> None:
-        """Print which processes failed. End this process if its call hangs and another failed or made other calls."""
+        """Print which processes failed. End this process if its call hangs and another failed or differs."""
         (index, count), failed = rank(), _failed(notices)
         for other in sorted(failed.keys() - self._said):
             self._said.add(other)
@@ -214,7 +214,7 @@ class Events:
             self.leave(1, difference)
 
     def _at_exit(self) -> None:
-        """End together with the other processes, or alone if some are dead, because JAX would wait for the dead."""
+        """End together with the other processes, or alone if one is dead, because JAX would wait for it."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
             if coordination_client() is None:
@@ -281,7 +281,8 @@ class Events:
 def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
     """Tell the other processes that this process ends, and why. A status of 0 means that there is no error.
 
-    `leaves` says whether the process ends at once, so that the others must not wait for it in JAX's shutdown.
+    `leaves` says whether the process ends at once, so that the others must not wait for this process in JAX's
+    shutdown.
     """
     notice = json.dumps({"status": status, "text": text, "leaves": leaves})
     coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)

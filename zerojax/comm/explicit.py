@@ -66,9 +66,9 @@ def on_auto_mesh(
     """Call `fn(*args)` on the Auto mesh, and return the results on the caller's mesh.
 
     Args:
-        mesh: The caller's mesh. None: the mesh of the first argument that has one.
+        mesh: The caller's mesh. If None, the mesh of the first argument that has a mesh.
         fn: The function to call.
-        *args: Its arguments. Arrays, shapes and shardings on `mesh` are moved to the Auto mesh.
+        *args: The arguments of `fn`. Arrays, shapes and shardings on `mesh` are moved to the Auto mesh.
         shardings: A function of the results that returns their shardings or specs, as a tree or a tree prefix. Traced
             results need it, because their types do not say how Auto axes divide them. Default: replicated. `Typed`
             results do not need it.

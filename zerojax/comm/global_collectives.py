@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GlobalCollectives(Collectives):
-    """Collectives outside of any `shard_map`: a shard is a global array in storage shape.
+    """Collectives outside of any `shard_map`. A shard is a global array in storage shape.
 
     A gradient has one of these forms:
 
@@ -63,7 +63,7 @@ class GlobalCollectives(Collectives):
 
     @property
     def losses(self) -> int:
-        """Return 1: a program computes one loss from all rows."""
+        """Return 1, because a program computes one loss from all rows."""
         return 1
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class GlobalCollectives(Collectives):
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
-        """Reduce-scatter gradients; see `Collectives`. Gradients that the compiler has summed are only sharded."""
+        """Reduce-scatter gradients; see `Collectives`. A gradient that the compiler has summed is only constrained."""
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
 
@@ -124,7 +124,7 @@ class GlobalCollectives(Collectives):
         return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
 
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Reduce shards across groups, except those that the compiler has summed already; see `Collectives`."""
+        """Reduce shards across groups. Shards summed by the compiler are returned unchanged; see `Collectives`."""
         pairs = enumerate(zip(shards, leaves, strict=True))
         partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
         chosen = [leaves[i] for i in partial]
@@ -177,7 +177,7 @@ class GlobalCollectives(Collectives):
 
     @property
     def follower(self) -> Follower:
-        """Return the analysis that follows the rows; see `Collectives`."""
+        """Return the analysis that finds the rows of the batch; see `Collectives`."""
         return Follower(self._workers)
 
     def element(self, x: Array, rows: State) -> Array:
@@ -192,7 +192,7 @@ class GlobalCollectives(Collectives):
         return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
 
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
-        """Return the tree unchanged: a value computed from all rows is already a global sum, mean or maximum."""
+        """Return the tree unchanged, because a value of all rows is already a global sum, mean or maximum."""
         return tree
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
@@ -206,11 +206,11 @@ class GlobalCollectives(Collectives):
         return self._mapped(row, divided.specs(spec_entry(self.axes)), self._divided)(*divided.opened(values))
 
     def _alike(self, grad: Array) -> Array:
-        """Replicate a gradient, which all workers compute alike, over the workers. Other mesh axes stay free.
+        """Replicate `grad`, which is equal on all workers, over the workers. Other mesh axes stay unconstrained.
 
         Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are
         divided. Padding makes shards uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
-        an index past the end and of a window maximum. A sharding constraint could not leave the other axes free.
+        an index past the end and of a window maximum. A sharding constraint cannot leave other axes free.
 
         The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
         merges two slices, and clamps their indices as if there were one slice.
@@ -226,7 +226,7 @@ class GlobalCollectives(Collectives):
         return self._mapped(fn, (spec,), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Return the layouts that leaves have inside `_mapped`, where other mesh axes divide them already."""
+        """Return the layouts of `leaves` inside `_mapped`, where other mesh axes have divided the leaves already."""
         return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
     def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:

@@ -33,7 +33,7 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """Check the given mesh, or make a mesh of all devices on one axis.
 
     Args:
-        mesh: A mesh. Its devices may be GPUs that this machine does not have. None: all devices.
+        mesh: A mesh. Its devices may be GPUs that this machine does not have. If None, all devices are used.
         axes: The data axes.
 
     Raises:
@@ -63,7 +63,7 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
 
 
 def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
-    """Constrain a stored array, inside jit, to the sharding that its layout says."""
+    """Constrain the array `stored`, inside jit, to the sharding of `leaf`."""
     spec = leaf.spec
     if len(mesh.axis_names) > 1 and not leaf.others:  # the compiler chooses the sharding over the other axes
         free = PartitionSpec.UNCONSTRAINED
@@ -94,17 +94,17 @@ def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
-    """Return a tree of shardings. Arrays with as many rows as the batch are sharded like it, all others replicated."""
+    """Return shardings for `tree`. Arrays with as many rows as the batch are sharded like it, others replicated."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)
 
 
 def wait_if_simulated(mesh: Mesh, arrays: Any) -> None:
-    """Wait until arrays are computed, if devices are simulated on a CPU, before another program begins.
+    """Wait until `arrays` are computed if the devices of `mesh` are simulated on a CPU.
 
-    Simulated devices share one pool of threads, in which the collectives of two programs starve each other until XLA
-    aborts.
+    Simulated devices share one pool of threads. If two programs run at the same time, their collectives block each
+    other until XLA aborts.
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)

@@ -3,8 +3,8 @@
 Matrices of one shape form a stack. In storage, device r has slice r of every matrix. One all-to-all sends the slices
 to the owners, so that each owner has some whole matrices. Another all-to-all sends the results back.
 
-If there are fewer matrices than devices, each owner consists of several devices. They are neighbours in the mesh, and
-so in one host. Each has a slice of the owner's matrix, and the compiler divides the products among them.
+If there are fewer matrices than devices, each owner consists of several devices. They are neighbours in the mesh, so
+they are in one host. Each device has a slice of the owner's matrix, and the compiler divides the products among them.
 """
 
 from __future__ import annotations
@@ -182,13 +182,13 @@ def at(leaf: Leaf) -> int:
 
 
 def _repeated(stack: Array, slots: int) -> Array:
-    """Repeat a stack's items until they fill all slots, so that no owner computes with zeros."""
+    """Repeat the items of `stack` until there are `slots` items, so that no owner computes with zeros."""
     times = -(-slots // stack.shape[0])
     return stack if stack.shape[0] == slots else jnp.concatenate([stack] * times)[:slots]
 
 
 def _merged(x: Array, dim: int) -> Array:
-    """Convert `(sources, slots, *slice)` to `(slots, *item)`: join the slices from all sources along `dim`."""
+    """Join the slices from all sources along `dim`. This converts `(sources, slots, *slice)` to `(slots, *item)`."""
     x = jnp.moveaxis(x, 0, dim + 1)
     return x.reshape(*x.shape[: dim + 1], -1, *x.shape[dim + 3 :])
 

@@ -6,7 +6,7 @@ small `shard_map` instead: each worker's partial sum is a row of a global array 
 The reduction is then a separate step, as in device view. Linear operations after the product are applied to each row.
 
 The result is right for any model and any divided dim, because a sum equals the sum of its parts. The divided dim only
-decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` follows through the program. If
+decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` finds in each value. If
 a sum is over other dims, or the place of the rows is unknown, the compiler reduces the sum.
 """
 
@@ -62,7 +62,7 @@ class PartialSum:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """The dims that hold the rows in the operands of an equation that sums over rows. The workers divide the rows.
+    """The place of the rows in each operand of an equation that sums over rows. The workers divide the rows.
 
     The place is None for an operand that every worker has in full.
     """
@@ -98,8 +98,8 @@ class Evaluation:
     Attributes:
         workers: The number of data-parallel workers.
         island: `island(eqn, divided, values)` computes an equation that sums over rows, and returns its partial sums.
-        alike: Constrains a gradient that is computed from parameters alone. None: the compiler decides.
-        rule: A rule for `jaxprs.evaluate`, for all other equations. None: they are evaluated unchanged.
+        alike: Constrains a gradient that is computed from parameters alone. If None, the compiler decides.
+        rule: A rule for `jaxprs.evaluate`, for all other equations. If None, they are evaluated unchanged.
     """
 
     workers: int
@@ -113,7 +113,7 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
 
     Args:
         backward: The backward pass, as a closed jaxpr.
-        args: The arguments of the pass. An argument that it only adds to gradients may be a `PartialSum`.
+        args: The arguments. An argument that the pass only adds to gradients may be a `PartialSum`.
         how: The options.
         grads: The indices of the results that are gradients of parameters.
         rows: For each argument, which dims hold the rows of the batch.
@@ -203,7 +203,7 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], ins
 
 
 def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
-    """Return those indices in `grads` that belong to a carry to which the loop only adds."""
+    """Return the indices in `grads` of carries to which the loop only adds."""
     jaxpr, _ = compat.opened(loop.body)
     carries, stacked = [i for i in grads if i < loop.carry], [i for i in grads if i >= loop.carry]
     while carries:
@@ -216,7 +216,7 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
-    """Return the variables that affect no results but `grads`, and affect these linearly."""
+    """Return the variables that affect only the results with indices `grads`, and affect them linearly."""
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
     refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
@@ -233,7 +233,7 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
 def _is_linear(eqn) -> bool:
     """Return whether an equation can be applied to each partial sum.
 
-    A cast to float8 cannot, because it would round each partial sum.
+    A cast to float8 cannot be applied, because it would round each partial sum.
     """
     if eqn.primitive.name == "convert_element_type":
         dtype = np.dtype(eqn.params["new_dtype"])
@@ -253,7 +253,7 @@ def _linear(eqn, values: Sequence, workers: int) -> list:
 
     joint = range(len(rows))[_JOINTLY.get(eqn.primitive.name, slice(0))]
     if joint and not any(on and i not in joint for i, on in enumerate(partial)):
-        # A literal zero is broadcast to every row: it adds nothing.
+        # A literal zero is broadcast to every row, because it adds nothing.
         zero = [compat.is_literal(atom) and not np.any(atom.val) for atom in eqn.invars]
         batched = [i in joint and not zero[i] for i in range(len(rows))]
         rows = [as_rows(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(rows)]
@@ -265,15 +265,15 @@ def _linear(eqn, values: Sequence, workers: int) -> list:
 
 
 def as_rows(value: jax.Array, workers: int) -> jax.Array:
-    """Return a sum as partial sums: the value on the first worker, zeros on all others."""
+    """Return partial sums that add up to `value`. The first worker has `value`, and all other workers have zeros."""
     first = lax.broadcasted_iota(jnp.int32, (workers, *value.shape), 0) == 0
     return jnp.where(first, value[None], 0)
 
 
 def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
-    """Return the places of the rows in the operands of an equation that sums over them. None: it sums over no rows.
+    """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None.
 
-    Also return None if the result still holds rows, as in a batched product: a later equation sums over them.
+    Also return None if the result still holds rows, as in a batched product. A later equation then sums over the rows.
     """
     known = [state for state in states if state is not None]
     if len(known) < len(states) or result is None or result.places:
@@ -294,7 +294,7 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
 
 
 def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
-    """Find the pair of contracted dims that holds the rows. If one operand holds none, it is the same for every row."""
+    """Find the pair of contracted dims that holds the rows, or return None. One of the dims may be uniform."""
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
@@ -303,7 +303,7 @@ def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
 
 
 def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
-    """Return the places of the rows in a scatter-add into zeros. Its updates hold rows, and its indices may."""
+    """Return the places of the rows in a scatter-add into zeros, or None. The indices may have no rows."""
     _, indices, updates = states
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.places} or {*updates.places}), None)

@@ -25,7 +25,7 @@ SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
 class Processes:
-    """The processes of the run, and the index of this process, which waits up to `timeout` seconds for the others."""
+    """The processes of the run. This process has the index `index`, and waits up to `timeout` seconds for messages."""
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
         """Prepare to exchange messages about one purpose, or about a counted call."""
@@ -96,7 +96,7 @@ class Processes:
 
 
 def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False, timeout: float | None = None) -> None:
-    """Check that all processes are about to do the same, so that none waits for another in vain.
+    """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
     Args:
         topic: A verb that says what the processes are about to do, such as `"begin"`.
@@ -125,7 +125,7 @@ def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False
 
 
 def first_difference(records: list[dict[str, str]], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
-    """Return the first process whose record differs, a process it differs from, and the differing names, or None."""
+    """Return `(process, other process, names that differ)` for the first record that differs, or None."""
     first_with: dict[str, int] = {}
     for index, record in enumerate(records):
         names = record if partial else {**records[0], **record}

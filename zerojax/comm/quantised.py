@@ -31,9 +31,9 @@ INTEGER_LIMITS = {"int4": 7, "int8": 127}
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """Encode blocks of elements. A scale per block maps the block's largest magnitude to the format's largest.
+    """Encode blocks of elements. A scale per block maps the block's largest magnitude to that of the format.
 
-    The error of an element has these bounds, where `max` is the largest magnitude in its block:
+    The error of an element has these bounds, where `max` is the largest magnitude in the element's block:
 
     - int8: `max / 254`; int4: `max / 14`. With stochastic rounding, the bound is twice as large.
     - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's scaled smallest normal if that is larger.
@@ -55,7 +55,7 @@ class Codec:
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
 
     def encode(self, x: Float[Array, "*rows elements"]) -> UInt8[Array, "*rows bytes"]:
-        """Encode each row: the bytes of all elements, followed by all scales."""
+        """Encode each row as the bytes of all elements, followed by all scales."""
         size = -(-x.shape[-1] // self.block) * self.block
         blocks = pad(x, x.ndim - 1, size).astype(jnp.float32).reshape(*x.shape[:-1], -1, self.block)
         scales = jnp.max(jnp.abs(blocks), axis=-1, keepdims=True) / self._limit
@@ -150,5 +150,5 @@ def reduce_scatter(
 
 
 def _split(rows: Array, sizes: Sequence[int]) -> list[Any]:
-    """Split the last dim into parts of these sizes."""
+    """Split the last dim of `rows` into parts with the given sizes."""
     return jnp.split(rows, list(itertools.accumulate(sizes))[:-1], axis=-1)

@@ -69,7 +69,7 @@ class TypedFunction:
         return [spec_of(atom.aval) for atom in compat.opened(self.closed)[0].outvars]
 
     def __call__(self, *values: Array) -> list[Array]:
-        """Evaluate the function on the mesh of the context. Its axes are Auto, or Manual if the trace's are Manual."""
+        """Evaluate the function on the context's mesh. Axes that were Manual in the trace are Manual, others Auto."""
         jaxpr, consts = compat.opened(self.closed)
         constrains = any(map(_names_sharding, jaxprs.equations(jaxpr)))
         evaluation = _Evaluation(self.mesh, self.axes, constrains, {})
@@ -114,14 +114,14 @@ class _Evaluation:
         ]
 
     def _is_news(self, aval: Any, given: set) -> bool:
-        """Return whether a type divides rows, and no operand has the same type."""
+        """Return whether the type `aval` divides rows, and is not among `given`, the types of the operands."""
         return self.constrains and not self.axes.isdisjoint(axes_of(spec_of(aval))) and _type(aval) not in given
 
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
         """Constrain a value to be sharded as its type says, over the axes that are Auto on the mesh of the context.
 
         `others` are the entries of a sharding constraint of the function. They may also name axes that are Auto on the
-        caller's mesh. With `replicates`, a type that names no axis becomes a constraint, too. A dropped value is None.
+        caller's mesh. If `replicates` is true, a type without axes becomes a constraint, too. A dropped value is None.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if x is None or not mesh.auto_axes or mesh.size == 1:
@@ -135,7 +135,7 @@ class _Evaluation:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def _entry(self, typed: Any, other: Any, mesh: AbstractMesh) -> Any:
-        """Join the entries of a type and of a constraint for one dim."""
+        """Combine the mesh axes that an array's type and a sharding constraint give for one dim."""
         axes = tuple(axis for axis in dict.fromkeys((*entry_axes(typed), *entry_axes(other))) if axis in mesh.auto_axes)
         return axes or (other if other is PartitionSpec.UNCONSTRAINED else None)
 
@@ -170,7 +170,7 @@ class _Evaluation:
         if key not in self.known:
             run = lambda *values: self.evaluate(jaxpr, to_auto(list(consts)), values)
             again = jax.make_jaxpr(run)(*(_typed(var.aval, mesh) for var in jaxpr.invars))
-            self.known[key] = closed, compat.like(again, closed)  # keeps `closed` alive, so that no other gets its id
+            self.known[key] = closed, compat.like(again, closed)  # keeps `closed` alive, so that its id stays unique
         return self.known[key][1]
 
     def _shard_map(self, eqn: Any, values: Sequence) -> Sequence:
@@ -213,7 +213,8 @@ _RULES = {
 class _DerivativeRule:
     """The derivative of an equation that calls a `jax.custom_jvp` or `jax.custom_vjp`, traced on the caller's mesh.
 
-    `consts` are the equation's first operands: the values that the function closes over. The rest are its arguments.
+    `consts` are the values that the function closes over. They are the equation's first operands. The other operands
+    are the function's arguments.
     """
 
     evaluation: _Evaluation
@@ -285,7 +286,7 @@ class _DerivativeRule:
         return made
 
     def _opened(self, operands: Sequence) -> tuple[Callable, Sequence]:
-        """Split the operands: return the equation as a function of the arguments, and the arguments."""
+        """Return the equation as a function of its arguments, and the arguments among `operands`."""
         consts, args = operands[: len(self.consts)], operands[len(self.consts) :]
         return lambda *xs: compat.evaluate_one(self.eqn, (*consts, *xs)), args
 
@@ -302,7 +303,7 @@ class _DerivativeRule:
 
 
 def spec_of(aval: Any) -> PartitionSpec:
-    """Return the sharding that a type names. A type that names none is replicated."""
+    """Return the sharding that the type `aval` names. A type without a sharding is replicated."""
     sharding = getattr(aval, "sharding", None)
     return _divided(sharding.spec) if isinstance(sharding, NamedSharding) else PartitionSpec()
 
@@ -317,7 +318,7 @@ def _type(aval: Any) -> tuple:
 
 
 def _typed(aval: Any, mesh: AbstractMesh, spec: tuple = ()) -> Any:
-    """Return an array's type with the sharding `spec` on a mesh."""
+    """Return the array type `aval` with the sharding `spec` on `mesh`."""
     if not isinstance(aval, jax.core.ShapedArray):
         return aval
     entries = (*spec, *[None] * (aval.ndim - len(spec)))

@@ -1,13 +1,14 @@
-"""Follow a dim through a program, and find the dim that holds its entries in each value.
+"""Find which dims of each value in a program hold the entries of one dim of the program's inputs.
 
-The followed dim may hold the rows of a batch, or the matrices of a stack. A table has a rule for each primitive, which
-finds the dim in the results, given the operands. Without a rule the answer is "unknown", which is always safe.
+This dim of the inputs is called the followed dim. Its entries may be the rows of a batch, or the matrices of a stack. A
+place is a dim of a value that holds these entries. A table has one rule per primitive, which finds the places in an
+equation's results, given the places in its operands. Without a rule the answer is "unknown", which is always safe.
 
 place      describes where the followed dim is in one value
 moves      has rules for primitives that move elements, or compute each one from elements at the same place
 products   has rules for products, convolutions and decompositions
 indexing   has rules for slices, gathers and scatters
-follow     walks through a jaxpr, its calls, loops and branches
+follow     finds the places in a jaxpr, its calls, loops and branches
 """
 
 from zerojax.dims.follow import Follower

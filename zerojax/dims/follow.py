@@ -1,7 +1,7 @@
-"""Walk through a jaxpr, its calls, loops and branches, and find each value's `State`: where the followed dim is in it.
+"""Find the `State` of each value in a jaxpr and its calls, loops and branches. A state says where the followed dim is.
 
-The engine and `comm.partial_sums` follow the rows of a batch, with one `Follower` per trace. `optim.dims` follows the
-dim of a stack of matrices with the same rules.
+In the engine and `comm.partial_sums`, the followed dim has the rows of a batch, and each trace has one `Follower`. In
+`optim.dims`, the followed dim has the matrices of a stack.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,19 +12,19 @@ from zerojax.dims import indexing, moves, products
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, joined, stacked, unstacked
 
 RULES = {**moves.RULES, **products.RULES, **indexing.RULES}
-_ROUNDS = 4  # A loop's body is followed until the states of its carry no longer change, but at most this many times.
+_ROUNDS = 4  # A loop's body is analysed until the states of its carry no longer change, but at most this often.
 
 
 class Follower:
-    """Follows one dim through jaxprs. It exists as long as one analysis, and remembers the results of each jaxpr.
+    """Finds the followed dim in the values of jaxprs. Each analysis makes one instance, which caches states of results.
 
     Attributes:
-        count: The number of entries that are followed: the size of the dim, or a divisor of it, such as the number of
-            devices that hold blocks of it.
+        count: The number of entries of the followed dim. It is the size of the dim or a divisor of the size, such as
+            the number of devices over which the dim is divided.
     """
 
     def __init__(self, count: int):
-        """Start with an empty memory."""
+        """Start with an empty cache."""
         self.count = count
         self._results: dict[Any, tuple[Any, list[State]]] = {}
 
@@ -70,7 +70,7 @@ class Follower:
         return self._results[key][1]
 
     def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
-        """Return the states of the results of one equation."""
+        """Return the states of the results of `eqn`, given the states of its operands."""
         name = eqn.primitive.name
         if (rule := RULES.get(name)) is not None:
             found = rule(eqn, states, context)
@@ -88,7 +88,7 @@ class Follower:
         )
 
     def into_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
-        """Return the states of the arguments of a loop's body: constants, the carry (in all iterations), and rows."""
+        """Return the states of the body's constants, carry and slices, given the states of the loop's operands."""
         body, sliced = compat.opened(loop.body)[0], loop.consts + loop.carry
         consts, rows = states[: loop.consts], [unstacked(state) for state in states[sliced:]]
         carry = self._carried(states[loop.consts : sliced], lambda carry: self.results(body, [*consts, *carry, *rows]))
@@ -112,7 +112,7 @@ class Follower:
         return [*inside[loop.consts : loop.consts + loop.carry], *map(stacked, outs[loop.carry :])]
 
     def _through_while(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        """Follow a while loop. Its states are known only if the number of iterations does not depend on the rows."""
+        """Return the states of a while loop's results. They are unknown if the rows decide the number of iterations."""
         first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body, test = compat.opened(eqn.params["body_jaxpr"])[0], compat.opened(eqn.params["cond_jaxpr"])[0]
         of_body, carry = states[first : first + consts], states[first + consts :]

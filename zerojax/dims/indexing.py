@@ -1,4 +1,4 @@
-"""Third part of the table of rules: slices, gathers and scatters."""
+"""Rules for slices, gathers and scatters. They are the third part of the table of rules."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are n
 
 
 def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `slice`. Strides are allowed except along the followed dim."""
+    """Find the followed dim in the result of `slice`. It is unknown if the slice has a stride along this dim."""
     params, state = eqn.params, states[0]
     old, new, strides = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, params["strides"]
     if state is not None and strides and any(strides[place.dim] != 1 for place in state.places):
@@ -24,7 +24,10 @@ def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `dynamic_slice`. The result is known only if the slice has the whole followed dim."""
+    """Find which dims of the result of a `dynamic_slice` hold the followed dim.
+
+    The answer is unknown if the slice has only a part of the followed dim, or if its start depends on the rows.
+    """
     operand, *starts = states
     if any(start is None or start.places for start in starts):
         return UNKNOWN
@@ -33,7 +36,7 @@ def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `dynamic_update_slice`. The result is known only if the update has the whole followed dim."""
+    """Find the followed dim after `dynamic_update_slice`. It is unknown if the update has only a part of this dim."""
     operand, update, *starts = states
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
     if operand is None or update is None or any(start is None or start.places for start in starts):
@@ -45,7 +48,7 @@ def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) ->
 
 
 def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `gather`. Rows of the indices become rows of the result. A dim that is taken whole keeps the rows."""
+    """Find the followed dim in the result of `gather`. It comes from the indices, or from a dim that is read whole."""
     operand, indices = states
     if operand is None or indices is None:
         return UNKNOWN
@@ -75,7 +78,7 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow scatters. A sum over the rows of the updates has no rows. A dim that is written whole keeps the rows."""
+    """Find the followed dim in the result of a scatter. A scatter that adds up its entries removes this dim."""
     operand, indices, updates = states
     if operand is None or indices is None or updates is None:
         return UNKNOWN
@@ -109,14 +112,14 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int | None:
-    """Return the dim of the operand whose indices are 0, 1, 2, ... along `dim` of the indices, or None."""
+    """Return the operand dim whose index is 0, 1, 2, ... along the dim `dim` of the scatter indices, or None."""
     to_operand = list(map(int, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims))
     counted = (d for d in to_operand if _counting(eqn.invars[1], d, to_operand, shape, context) == dim)
     return next(counted, None)
 
 
 def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> int | None:
-    """Return the dim of `indices` along which the index into `dim` of the operand is 0, 1, 2, ..., or None."""
+    """Return the dim of `indices` along which the index into the operand dim `dim` is 0, 1, 2, ..., or None."""
     if dim not in index_map or compat.is_literal(indices):
         return None
     part = index_map.index(dim)
@@ -147,7 +150,7 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `iota`, whose entries differ along one dim. It is uniform along all other dims."""
+    """Return the state of the result of `iota`, which counts along one dim and is uniform along all other dims."""
     dims = set(range(len(eqn.outvars[0].aval.shape))) - {int(eqn.params["dimension"])}
     return Places(uniform=frozenset(dims)) if dims else NOWHERE
 

@@ -1,7 +1,7 @@
-"""First part of the table of rules: primitives that move elements, or compute each from elements at the same place.
+"""Rules for primitives that move elements, or compute each element from elements at the same index.
 
-A rule gets the equation, the states of its operands, and the context. It returns the state of the result, or a list
-with one state per result.
+They are the first part of the table of rules. A rule gets the equation, the states of its operands, and the context. It
+returns the state of the result, or a list with one state per result.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from zerojax.jaxprs import ELEMENTWISE
 
 PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
 
-# Each element of the result is computed from the operands' elements at the same place. In addition to the arithmetic,
+# Each element of the result is computed from the operands' elements at the same index. In addition to the arithmetic,
 # these are random numbers from counters, names, sharding constraints, and `pvary`.
 SAME_PLACE = ELEMENTWISE | frozenset(
     "name philox2x32 philox4x32 pvary reshard sharding_constraint threefry2x32 threefry4x32".split()
@@ -27,7 +27,7 @@ _REDUCTIONS = frozenset(
     """.split()
 )
 _ALONG = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
-# The leading dims are a batch. The equation works in the other dims.
+# The leading dims are batch dims. The equation mixes only elements of the other dims.
 _LEADING = frozenset(
     "random_bits random_wrap random_unwrap random_split random_seed random_fold_in random_clone random_gamma".split()
 )
@@ -39,7 +39,7 @@ _WINDOWS = frozenset(
 
 
 def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow an elementwise equation. It ignores scalars. A dim of size 1 that is broadcast counts as uniform."""
+    """Find the followed dim in an elementwise result. Scalars are ignored. A broadcast dim of size 1 is uniform."""
     shape, full = eqn.outvars[0].aval.shape, []
     for state, atom in zip(states, eqn.invars, strict=True):
         if (old := atom.aval.shape) == shape:
@@ -51,7 +51,7 @@ def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[Sta
 
 
 def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `broadcast_in_dim`. The result is uniform along the dims that it adds."""
+    """Find the followed dim in the result of `broadcast_in_dim`, which is uniform along the added dims."""
     to, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
     old = getattr(eqn.invars[0].aval, "shape", ())
     kept = {int(new) for dim, new in enumerate(to) if old[dim] == shape[new]}
@@ -59,7 +59,7 @@ def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `reshape`, also with the dims in another order; see `reshaped`."""
+    """Find the followed dim in the result of `reshape`, which may also reorder the dims; see `reshaped`."""
     state, old, order = states[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
     if order is not None:
         state, old = moved(state, np.argsort(order).tolist()), [old[dim] for dim in order]
@@ -67,18 +67,18 @@ def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `transpose`."""
+    """Find the followed dim in the result of `transpose`."""
     return moved(states[0], np.argsort(eqn.params["permutation"]).tolist())
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
-    """Return the new index of each dim if the dims in `dims` are removed; None for a removed dim."""
+    """Return, for each of `ndim` dims, its index after the dims `dims` are removed, or None for a removed dim."""
     gone = {int(dim) for dim in dims}
     return [None if dim in gone else dim - sum(other < dim for other in gone) for dim in range(ndim)]
 
 
 def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Follow a reduction. The result of a sum over the followed dim does not have it. An index along it is unknown."""
+    """Find the followed dim after a reduction. A sum over this dim removes it. An `argmax` along it is unknown."""
     name, results = eqn.primitive.name, len(eqn.outvars)
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
     state = together(states[: len(states) // 2] if name == "reduce" else states)
@@ -87,24 +87,24 @@ def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | li
 
 
 def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow a sort, a running sum or a reversal along one dim. The result is unknown if this is the followed dim."""
+    """Find the followed dim after a sort, a running sum or a reversal. It is unknown if these are along this dim."""
     params = eqn.params
     dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
     return [_ragged(_off(dims, together(states)), dims)] * len(eqn.outvars)
 
 
 def _off(dims: Sequence[int], state: State) -> State:
-    """Return the state, or unknown if the followed dim is in one of `dims`."""
+    """Return `state`, or unknown if one of the dims `dims` holds the followed dim."""
     return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
 
 
 def _ragged(state: State, dims: Sequence[int]) -> State:
-    """Return the state of a value that is not uniform along some dims."""
+    """Return `state`, with the dims `dims` removed from the uniform dims."""
     return state if state is None else Places(state.places, state.uniform.difference(map(int, dims)))
 
 
 def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `concatenate`. Along the followed dim, all operands must have the same size and place."""
+    """Find the followed dim after `concatenate`. Along this dim, all operands must have the same size and place."""
     dim = int(eqn.params["dimension"])
     sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
     states = [state for state, size in zip(states, sizes, strict=True) if size] or [NOWHERE]
@@ -117,7 +117,7 @@ def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `pad`. Along the followed dim, only whole blocks of entries may be added."""
+    """Find the followed dim after `pad`. It is unknown if the padding along this dim is not made of whole blocks."""
     state = _ragged(states[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
     for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
         place = None if state is None else state.along(dim)
@@ -130,7 +130,7 @@ def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> State:
-    """Follow a slice, which may cut the followed dim only into whole blocks of entries. An unknown start is None."""
+    """Find the followed dim in a slice. It is unknown if the slice cuts a block. An unknown start is None."""
     for place in () if state is None else state.places:
         dim = place.dim
         if old[dim] == new[dim]:
@@ -153,14 +153,14 @@ def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
 
 
 def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Follow a sliding window. The result is unknown if the window's size along the followed dim is not 1."""
+    """Find the followed dim after a sliding window. It is unknown if the window's size along this dim is not 1."""
     slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
     state = _off(slid, _of_arrays(eqn, states))
     return [state if state is None else Places(state.places)] * len(eqn.outvars)
 
 
 def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow `split`, which makes a slice for each result."""
+    """Find the followed dim in each result of `split`. Each result is a slice of the operand."""
     axis, start, slices = int(eqn.params["axis"]), 0, []
     old = eqn.invars[0].aval.shape
     for size in eqn.params["sizes"]:
@@ -171,47 +171,47 @@ def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `stack`, which joins its operands along a new dim."""
+    """Find the followed dim in the result of `stack`, which joins its operands along a new dim."""
     axis, ndim = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape)
     return moved(together(states), [dim + (dim >= axis) for dim in range(ndim)])
 
 
 def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow `unstack`, which slices the operand along one dim. The result is unknown if this is the followed dim."""
+    """Find the followed dim in the results of `unstack`. It is unknown if these are slices along this dim."""
     axes, ndim = (eqn.params["axis"],), len(eqn.invars[0].aval.shape)
     return [moved(_off(axes, states[0]), without(axes, ndim))] * len(eqn.outvars)
 
 
 def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `tile`. The result is unknown if the followed dim is repeated."""
+    """Find the followed dim in the result of `tile`. It is unknown if `tile` repeats this dim."""
     repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
     adds_dims = len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape)
     return UNKNOWN if adds_dims else _ragged(_off(repeated, states[0]), repeated)
 
 
 def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Follow `top_k` along its axis, which is the last one by default."""
+    """Find the followed dim in the results of `top_k`. It is unknown if `top_k` sorts along this dim."""
     ndim = len(eqn.invars[0].aval.shape)
     axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
     return [_ragged(_off((axis,), states[0]), (axis,))] * len(eqn.outvars)
 
 
 def batched(state: State, ndim: int) -> State:
-    """Return the state of a result that keeps the operand's first `ndim` dims, and mixes elements of all other dims."""
+    """Return the state of a result that has the operand's first `ndim` dims, and mixes elements of all other dims."""
     if state is None or any(place.dim >= ndim for place in state.places):
         return UNKNOWN
     return Places(state.places)
 
 
-# For these primitives, the place of the result implies the place of an operand whose state has none.
+# For these primitives, the places of the result imply the places of an operand that has no place yet.
 IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
 
 
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
-    """Return the state of an operand, with the places that it must have because the result has places.
+    """Return the state of the operand `atom` of `eqn`, with the places that follow from the places of the result.
 
-    The primitive of `eqn` is in `IMPLIES`. `state` is the state of its result. `given` is the state of the operand
-    `atom`, and has no place.
+    The primitive of `eqn` is in `IMPLIES`. `state` is the state of the result. `given` is the present state of
+    `atom`, which has no place.
     """
     name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
     if name == "broadcast_in_dim":

@@ -1,8 +1,10 @@
-"""Describe one value: which of its dims hold the dim that is followed.
+"""Describe in which dims of a value the entries of the followed dim are.
 
-A dim of a value holds the followed dim if permuting the followed dim of the arguments permutes the value along that
-dim. Constants and parameters may have one entry per row, too (positions, a mask). They count as permuted with the
-rows, so an elementwise operation with them keeps the place.
+The followed dim is a dim of some inputs of a program, for example the dim of the rows of a batch. A place is a dim of a
+value along which the value is permuted if the inputs are permuted along the followed dim. A value may have no place,
+one place, or several places. Constants and parameters may have one entry per row, too (positions, a mask). They count
+as permuted together with the rows. So if an elementwise operation combines a value with a constant, the result has the
+places of the value.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
-    """The dim of a value that holds the followed dim, perhaps merged with other dims.
+    """A dim of a value that holds the followed dim, perhaps merged with other dims.
 
-    If it were split, this dim would have the shape `(outer, count, rest)`. `count` is the number of followed entries.
+    The dim can be split into the shape `(outer, count, rest)`. `count` is the number of entries of the followed dim.
 
     Attributes:
         dim: The dim of the value.
-        outer: The number of blocks in the dim, each with all entries. 1 if the followed dim is the first factor.
-        joined: Whether the blocks were concatenated. The compiler divides such a dim as a whole, and does not divide
+        outer: The number of blocks in the dim. Each block has all entries. 1 if the followed dim is the first factor.
+        joined: Whether the blocks were concatenated. The compiler then divides the dim as a whole, and does not divide
             each block.
     """
 
@@ -31,7 +33,7 @@ class Place:
     joined: bool = dataclasses.field(default=False, compare=False)
 
     def to(self, dim: int) -> Place:
-        """Return the same place in another dim."""
+        """Return this place, moved to the dim `dim`."""
         return dataclasses.replace(self, dim=dim)
 
     @property
@@ -45,8 +47,8 @@ class Places:
     """All dims of a value that hold the followed dim.
 
     Attributes:
-        places: These dims. Empty if the value does not change when the followed dim is permuted. A matrix of
-            similarities between all rows, for example, has two.
+        places: The places of the followed dim. Empty if the value does not change when the followed dim is permuted.
+            For example, a matrix of similarities between all rows has two places.
         uniform: Dims along which all entries are equal, for example after a broadcast.
     """
 
@@ -55,15 +57,15 @@ class Places:
 
     @property
     def only(self) -> Place | None:
-        """Return the only place, or None if there are none or several."""
+        """Return the place if the value has exactly one place, and otherwise None."""
         return next(iter(self.places)) if len(self.places) == 1 else None
 
     def along(self, dim: int) -> Place | None:
-        """Return the place in one dim of the value, or None."""
+        """Return the place in the dim `dim` of the value, or None."""
         return next((place for place in self.places if place.dim == dim), None)
 
     def allows(self, places: Iterable[Place]) -> bool:
-        """Return whether the value may also have these places: it has no place yet, or is uniform along their dims."""
+        """Return whether the value may also have `places`, because it has no place, or is uniform along their dims."""
         return not self.places or all(place in self.places or place.dim in self.uniform for place in places)
 
 
@@ -74,14 +76,14 @@ UNKNOWN: State = None
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a rule may read: the number of followed entries, and for each variable the equation that made it."""
+    """The number of entries of the followed dim, and for each variable the equation that computes it."""
 
     count: int
     made: Mapping[Any, Any]
 
 
 def at(dim: int) -> Places:
-    """Return the state of a value whose dim `dim` is the followed dim."""
+    """Return the state of a value in which dim `dim` is the followed dim."""
     return Places(frozenset((Place(dim),)))
 
 
@@ -91,7 +93,7 @@ def one_per_dim(places: Collection[Place]) -> State:
 
 
 def together(states: Sequence[State]) -> State:
-    """Combine the states of the operands of an elementwise equation. All have the same shape."""
+    """Combine the states of an elementwise equation's operands. All operands have the same shape."""
     first = states[0]
     if all(state is first or state == first for state in states):
         return first
@@ -105,7 +107,7 @@ def together(states: Sequence[State]) -> State:
 
 
 def joined(a: State, b: State) -> State:
-    """Join two states of one value: from two branches, or from a loop's start and its body."""
+    """Join the states that one value has in two branches, or before a loop and after an iteration of the loop."""
     if a == b:
         return a
     if a is None or b is None or (a.places and b.places and a.places != b.places):
@@ -116,7 +118,7 @@ def joined(a: State, b: State) -> State:
 def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> State:
     """Return the state of a result, given the state of its operand.
 
-    `to` has, for each dim of the operand, its index in the result, or None if the result does not have the dim. The
+    Dim i of the operand becomes dim `to[i]` of the result. `to[i]` is None if the result does not have the dim. The
     result is uniform along the `added` dims.
     """
     if state is None or (not state.places and not state.uniform and not added):
@@ -127,9 +129,9 @@ def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> 
 
 
 def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -> State:
-    """Follow a reshape, which may merge the followed dim with others, or split it from them.
+    """Return the state of a value after a reshape from `old` to `new`, which may merge or split dims.
 
-    If the followed dim itself is split, its place is the first part if `count` divides that part, else the last part.
+    If the followed dim is split, the place is the first part if `count` divides its size, and otherwise the last part.
     """
     if state is None:
         return UNKNOWN
@@ -151,7 +153,7 @@ def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -
 
 
 def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
-    """Return the dim of `shape` that has a factor. All sizes before it multiply to `start`, and with it to `end`."""
+    """Return the place of the factor `end // start` in `shape`, or None. The sizes before it multiply to `start`."""
     before = 1
     for dim, size in enumerate(shape):
         after = before * size
@@ -162,7 +164,7 @@ def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
 
 
 def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
-    """Return the last part of the followed dim if a reshape splits it, as rows are split into microbatches, or None."""
+    """Return the place in the last part if a reshape splits the followed dim (as rows into microbatches), or None."""
     end = math.prod(old[: place.dim + 1])
     after = math.prod(new)
     for dim in reversed(range(len(new))):
@@ -173,12 +175,12 @@ def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: i
 
 
 def unstacked(state: State) -> State:
-    """Return the state of one slice along dim 0, such as a scan's iteration reads."""
+    """Return the state of `x[i]`, given the state of `x`. An iteration of a scan reads such a slice."""
     return UNKNOWN if state is None or state.along(0) is not None else _shifted(state, -1)
 
 
 def stacked(state: State) -> State:
-    """Return the state of a stack along a new dim 0, such as a scan's iterations write."""
+    """Return the state of a stack along a new dim 0, given the state of one row. A scan returns such stacks."""
     return UNKNOWN if state is None else _shifted(state, 1)
 
 

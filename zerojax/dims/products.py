@@ -1,4 +1,4 @@
-"""Second part of the table of rules: products, convolutions and decompositions of matrices."""
+"""Rules for products, convolutions and matrix decompositions. They are the second part of the table of rules."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ DECOMPOSITIONS = frozenset(
 
 
 def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `dot_general`. A place in a batch dim or a free dim is kept. If it is contracted, the result has none."""
+    """Find the followed dim in the result of `dot_general`. If this dim is contracted, the result does not have it."""
     lhs, rhs = states
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -32,7 +32,7 @@ def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
-    """Return whether the dims `i` and `j`, which are contracted or batched together, may hold the same rows."""
+    """Return whether dim `i` of `lhs` and dim `j` of `rhs`, which are contracted or batched, may hold the same rows."""
     a, b = lhs.along(i), rhs.along(j)
     if a is not None and b is not None:
         return a.outer == b.outer
@@ -42,7 +42,7 @@ def _agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
 
 
 def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Follow `conv_general_dilated`. It keeps a place in the batch or output features, and drops a contracted place."""
+    """Find the followed dim after a convolution. It may be the batch or the output features, or be contracted."""
     lhs, rhs = states
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -71,12 +71,12 @@ def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _in_groups(lhs: Place, rhs: Place | None, params: Any, context: Context) -> bool:
-    """Return whether no group of features has parts of two entries: the number of groups is a multiple of `count`."""
+    """Return whether each group of features belongs to one entry of the followed dim."""
     return lhs.outer == 1 and (rhs is None or rhs.outer == 1) and params["feature_group_count"] % context.count == 0
 
 
 def decomposition(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Keep a place in a batch dim. A place in the matrix dims becomes unknown."""
+    """Find the followed dim after a matrix decomposition. It is unknown unless it is a batch dim."""
     ndim = min(len(atom.aval.shape) for atom in eqn.invars)
     state = batched(together(states), ndim - 2)
     return [state] * len(eqn.outvars)

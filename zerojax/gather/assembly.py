@@ -22,7 +22,7 @@ class Draft:
         make: The segment's class, or a function with the same arguments.
         eqns: The segment's equations.
         gathers: Variables to gather for later segments. A draft with such variables has no `eqns`.
-        reads: The `Gathered` values to read instead of variables, if an earlier segment gathers the variables.
+        reads: For each variable that an earlier segment gathers, the `Gathered` value to read instead.
     """
 
     make: Callable[..., Segment]

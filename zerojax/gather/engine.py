@@ -50,11 +50,11 @@ def gather_on_use(
 
     Returns:
         `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
-        is a shard of the sum over devices, with zeros in the padding. With respect to anything else it is this device's
-        derivative. `wrapped` can be differentiated in reverse mode, and its gradient in either mode. A parameter may be
-        given as a `StandIn` (see `residuals`). This adds zeros that are differentiated instead of the parameter, for a
-        gradient that needs another shape or memory. A shard in host memory must be given as a `StandIn`. It is copied
-        to the device before each gather.
+        is a shard of the sum over devices, with zeros in the padding. Its derivative with respect to any other argument
+        is this device's derivative. `wrapped` can be differentiated in reverse mode, and its gradient in either mode. A
+        parameter may be given as a `StandIn` (see `residuals`). JAX then differentiates the zeros of the `StandIn`
+        instead of the parameter, so the gradient may have another shape or be in other memory. A shard in host memory
+        must be given as a `StandIn`. It is copied to the device before each gather.
 
     Raises:
         ValueError: If `prefetch` is negative, or if a shard does not have the layout that its leaf describes.
@@ -130,7 +130,7 @@ def check_types(jaxpr: Any) -> None:
 
 
 def block(fn: Callable) -> Callable:
-    """Mark `fn` as one layer: its parameters are gathered together, and dropped when it returns.
+    """Mark `fn` as one layer, whose parameters are gathered together, and dropped when `fn` returns.
 
     Use `block` for models whose layers are not under `jax.checkpoint`. Outside of stage 3, `block` is `jax.jit`.
 
@@ -178,7 +178,7 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 
 def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
-    """Return, for each array in `args`, which dim holds the batch's rows: dim 0 if its argument is in `of_rows`."""
+    """Return the state of each array in `args`. Dim 0 holds the rows of the batch if the argument is in `of_rows`."""
     # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
     count = 1 if follower is None else follower.count
     return [

@@ -65,14 +65,14 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
 
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
-    """Return, for each variable, the narrower type to which all of its uses cast it, or None if they do not."""
+    """Return, for each variable, the narrower type to which all uses cast the variable, or None if there is none."""
     uses, results = jaxprs.uses_of(jaxpr)
     demands = [_demands(var, uses, results) for var in variables]
     return [next(iter(types)) if len(types) == 1 else None for types in demands]
 
 
 def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
-    """Return the types that `var` is cast to, with None for each use that does not cast to a narrower type."""
+    """Return the narrower types to which the uses of `var` cast it, with None for any other use of `var`."""
     types: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
         name = eqn.primitive.name
@@ -88,7 +88,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 
 
 def _body(eqn, index: int):
-    """Return the inner jaxpr whose argument `index` has the value of the equation's operand `index`, or None."""
+    """Return the jaxpr inside `eqn` whose argument `index` equals the operand `index` of `eqn`, or None."""
     if (loop := compat.loop_of(eqn)) is not None:
         carried = loop.consts <= index < loop.consts + loop.carry
         return None if carried else compat.opened(loop.body)[0]

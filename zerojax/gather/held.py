@@ -1,6 +1,6 @@
 """Choose the matrix products of parameters that are computed once and held, instead of repeated in every segment.
 
-An example are Newton-Schulz iterations on a weight that several layers read. The planner first plans without held
+Examples are Newton-Schulz iterations on a weight that several layers read. The planner first plans without held
 values. It then calls `worth_holding`, and plans again if this function returns any values.
 """
 
@@ -16,7 +16,7 @@ MOST_HELD = 4  # All held values together take at most this many times the gathe
 
 
 def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping) -> frozenset:
-    """Return the variables to hold: results of repeated equations that need a product, and that segments read.
+    """Return the variables to hold. Segments read them, and computing them needs a repeated matrix product.
 
     `program` is the program in which nothing is held. `params` and `repeated` are attributes of `Decisions`.
     """
@@ -45,7 +45,7 @@ def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping
 
 
 def product_flops(eqn) -> int:
-    """Return the floating-point operations of an equation's matrix products."""
+    """Return the number of floating-point operations in an equation's matrix products."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         lhs = eqn.invars[0].aval.shape

@@ -1,4 +1,4 @@
-"""Turn loops over a stack of layers into scans over the parameter, so that a layer is gathered in its iteration.
+"""Turn loops over a stack of layers into scans over the stacked parameter, so that an iteration gathers one layer.
 
 `planner` calls `evaluated`, `combined` and `over_stacks` while it inlines the loss.
 
@@ -25,7 +25,7 @@ _OF_SHARDS = frozenset({"slice", "dynamic_slice", "squeeze"})  # `sharded_param`
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derived:
-    """A sharded parameter, a value computed from one, or an array that may be combined with one.
+    """A sharded parameter, a value computed from a parameter, or an array that may be combined with a parameter.
 
     Attributes:
         value: The array.
@@ -41,7 +41,7 @@ class Derived:
 
     @functools.cached_property
     def leaves(self) -> "tuple[Derived, ...] | None":
-        """Return the values to scan over: row i of this value needs only their rows i. None if there are none."""
+        """Return the values whose rows i are enough to compute row i of this value, or None if there are none."""
         if self._is_leaf:
             return (self,)
         if not self._is_by_row:
@@ -51,7 +51,7 @@ class Derived:
 
     @functools.cached_property
     def _is_leaf(self) -> bool:
-        """Return whether a loop can scan over this value itself: it stays sharded, or it depends on no parameter."""
+        """Return whether a loop can scan over this value, because it stays sharded or depends on no parameter."""
         if self.eqn is None or self.eqn.primitive.name in _OF_SHARDS:
             return True
         operand, name = self.operands[0], self.eqn.primitive.name
@@ -84,7 +84,7 @@ class Derived:
         return tuple(x for x in arrays if x.value.shape[:1] == self.value.shape[:1])
 
     def row(self, rows: dict) -> Any:
-        """Compute one row of this value. `rows` has the rows of the leaves, and gets each computed row."""
+        """Compute one row of this value. `rows` maps the leaves to their rows. Computed rows are added to `rows`."""
         if self not in rows:
             rows[self] = self._computed(rows)
         return rows[self]
@@ -133,7 +133,7 @@ class _Row:
 
 
 class _Rows(NamedTuple):
-    """The rows of a stack that the iterations of a loop read: `count` rows from `start`, `step` apart."""
+    """The rows of a stack that a loop reads. The first of `count` rows is `start`, and their distance is `step`."""
 
     start: int
     step: int
@@ -152,7 +152,7 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
     """Evaluate a loop as a scan over the parameters from which its stacks are computed.
 
     `values` are the operands' values. `known` has the NumPy values of some variables outside of the loop. Return None
-    if the equation is no loop, or needs no change.
+    if `eqn` is not a loop, or if the loop needs no change.
     """
     loop = compat.loop_of(eqn)
     if loop is None:
@@ -198,7 +198,7 @@ def over_stacks(eqn: Any, values: Sequence, known: Mapping) -> list | None:
 
 
 def _progression(indices: Sequence[np.ndarray], length: int) -> _Rows | None:
-    """Return the rows that a loop reads, or None unless all its reads have the same indices, at equal distances.
+    """Return the rows that a loop reads, or None if its reads differ, or the distances between rows are not equal.
 
     `indices` has, for each read, one index per iteration, or a scalar that is the same in all iterations.
     """
@@ -222,9 +222,10 @@ def _known_operands(eqn: Any, known: Mapping) -> list:
 
 
 def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
-    """Return the arguments of the body whose values are known: counters in the carry, and rows of known stacks.
+    """Return the known values of the body's arguments, which are counters in the carry and rows of known stacks.
 
-    Each has one value per iteration, in the order of the stacks' rows. A reversed loop begins with the last row.
+    Each argument has one value per iteration, in the order of the stacks' rows. A reversed loop begins with the last
+    row.
     """
     made = {var: inner for inner in body.eqns for var in inner.outvars}
     is_one = lambda atom: compat.is_literal(atom) and np.shape(atom.val) == () and atom.val == 1
@@ -242,7 +243,7 @@ def _counters(eqn, loop: compat.LoopEqn, body, known: Mapping) -> dict:
 
 
 def _indices(body, stack, known: Mapping) -> list[np.ndarray] | None:
-    """Return, for each read of the stack, its index in each iteration. Return None if the body uses it otherwise."""
+    """Return, for each read of `stack`, the index in each iteration. Return None if `body` uses `stack` otherwise."""
     known, indices = dict(known), []
     for eqn in body.eqns:
         at = [i for i, atom in enumerate(eqn.invars) if atom is stack]

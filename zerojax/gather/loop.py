@@ -20,7 +20,7 @@ from zerojax.gather.sharded_param import ShardedParam
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A scan segment's operands, sorted.
+    """The operands of a scan segment, sorted by kind.
 
     Attributes:
         eqn: The loop.
@@ -46,7 +46,7 @@ class Loop:
 
     @classmethod
     def of(cls, jaxpr, params: Sequence[ShardedParam]) -> "Loop":
-        """Sort the operands of a loop: the one equation of `jaxpr`, whose first arguments are `params`."""
+        """Sort the operands of the loop in `jaxpr`, its only equation. The first arguments of `jaxpr` are `params`."""
         (eqn,) = jaxpr.eqns
         loop = compat.loop_of(eqn)
         assert loop is not None
@@ -86,15 +86,15 @@ class Loop:
         return [*self.shared, *(p.at_layer(self.layer(iteration)) for p in self.stacked)]
 
     def row(self, stack: jax.Array, iteration) -> jax.Array:
-        """Return the row of a stack that one iteration reads."""
+        """Return the row of `stack` that the iteration `iteration` reads."""
         return lax.dynamic_index_in_dim(stack, self.layer(iteration), 0, keepdims=False)
 
     def write(self, stack: jax.Array, row: jax.Array, iteration) -> jax.Array:
-        """Return a stack in which one iteration has written its row."""
+        """Return `stack` after the iteration `iteration` has written `row`."""
         return lax.dynamic_update_index_in_dim(stack, row, self.layer(iteration), 0)
 
     def values(self, given: Sequence) -> tuple[list, list, list]:
-        """Split the values of the segment's others into `(consts, carry, slices)`."""
+        """Split `given`, the values of the segment's `others`, into `(consts, carry, slices)`."""
         values = [
             jnp.asarray(literal) if index is None else given[index]
             for index, literal in zip(self.others, self.literals, strict=True)
@@ -128,7 +128,7 @@ class LayerGathers:
         """
         stacked = self.loop.stacked
         unique = {stacked[i].key: i for i in self.used}
-        # Only the layout is read. All layers of a stack share it, so layer 0 serves for every iteration.
+        # Only the layout is read. All layers of a stack have the same layout, so layer 0 serves for every iteration.
         layers = [stacked[i].at_layer(0) for i in unique.values()]
         rows = [stacked[i].row(self.shards[i], self.loop.layer(iteration)) for i in unique.values()]
         # The cast is made row by row. A cast before the loop would copy the stack.

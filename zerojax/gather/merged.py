@@ -50,7 +50,7 @@ def merged(jaxpr: Any, params: Collection) -> Any:
 
 
 def _first(eqn: Any, same: Mapping, earlier: dict) -> Any:
-    """Return the earlier equation that computes the same value, or add the equation to `earlier` and return None."""
+    """Return the earlier equation with the same results as `eqn`, or add `eqn` to `earlier` and return None."""
     candidates = earlier.setdefault(jaxprs.equation_key(eqn, same, functions=False), [])
     for candidate in candidates:
         pairs = zip(eqn.outvars, candidate.outvars, strict=True)
@@ -58,8 +58,8 @@ def _first(eqn: Any, same: Mapping, earlier: dict) -> Any:
             continue
         if jaxprs.equation_key(eqn, same) == jaxprs.equation_key(candidate, same):
             return candidate
-        # Only the functions of their derivative rules may differ: each call of `jax.nn.relu` makes a new one. So the
-        # derivatives are traced and compared.
+        # The equations differ only in functions, such as derivative rules. Each call of `jax.nn.relu` makes a new rule.
+        # So the derivatives are traced and compared.
         if (pulled := _pulled(eqn)) is not None and pulled == _pulled(candidate):
             return candidate
     candidates.append(eqn)
@@ -67,7 +67,7 @@ def _first(eqn: Any, same: Mapping, earlier: dict) -> Any:
 
 
 def _pulled(eqn: Any) -> Any:
-    """Return a hashable form of an equation's derivative, or None if it has none."""
+    """Return a hashable form of the derivative of `eqn`, or None if `eqn` has no derivative."""
     is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
     reads = [v for v in eqn.invars if not compat.is_literal(v)]
     moving = [i for i, v in enumerate(reads) if is_float(v)]

@@ -1,8 +1,8 @@
-"""Run a loop over microbatches inside the loss: each iteration runs the program of the loop's body.
+"""Run a loop over microbatches inside the loss. Each iteration runs the program of the loop's body.
 
-The rule "loop of its own" makes this segment. The parameters stay sharded. An iteration gathers each of them where it
-uses it, as a loss does, and its gradients are reduce-scattered before the next iteration starts. The loop adds up
-shards. The alternative is to gather before the loop, which keeps every gathered parameter for all iterations.
+The rule "loop of its own" makes this segment. The parameters stay sharded. An iteration gathers each parameter where
+it is used, and reduce-scatters the gradients before the next iteration starts. The loop adds up the gradients' shards.
+The alternative is to gather before the loop, which keeps every gathered parameter for all iterations.
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ class NestedSegment(Segment):
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
-        """Return nothing, because the iterations gather."""
+        """Return no parameters, because the iterations gather them."""
         return ()
 
     def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
-        """Return nothing, because the iterations gather."""
+        """Return no parameters, because the iterations gather them."""
         return ()
 
     @property
@@ -89,7 +89,7 @@ class NestedSegment(Segment):
             return [results[i] for i in outputs], results
 
         _, pull, results = jax.vjp(run, [env[v] for v in inputs], has_aux=True)
-        # `pull` maps the cotangents of `outputs`, which are indices of results, to those of `inputs`.
+        # `pull` maps the cotangents of the results with the indices `outputs` to the cotangents of `inputs`.
         return results, (pull, Static((outputs, inputs)))
 
     def backward(self, residuals: tuple[Callable, Static], gathers: GatherScheduler, grads: GradScheduler) -> None:
@@ -105,7 +105,7 @@ class NestedSegment(Segment):
         grads.add_others(inputs, gathers.finish(to_inputs))
 
     def _loop(self, program: Callable, env: Mapping) -> list:
-        """Return the loop's results, given `program(*arguments)` for its body, and the values of variables in `env`."""
+        """Run the loop with `program` as its body, and return its results. `env` has the values of variables."""
         (eqn,) = self.jaxpr.eqns
         loop, by_var = self.loop, dict(zip(self.jaxpr.invars, self.sources, strict=True))
         params = dict(zip(self.jaxpr.invars, self.params, strict=False))
@@ -130,7 +130,7 @@ class NestedSegment(Segment):
 
 
 def iterations_are_independent(loop: compat.LoopEqn) -> bool:
-    """Return whether the iterations do not depend on each other, and only add to their carry."""
+    """Return whether iterations only add to the carry, and do not depend on each other in any other way."""
     body = compat.opened(loop.body)[0]
     uses, _ = jaxprs.uses_of(body)
     carried = zip(body.invars[loop.consts :], body.outvars[: loop.carry], strict=False)

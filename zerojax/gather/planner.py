@@ -1,4 +1,4 @@
-"""The planner turns the jaxpr of a loss into a `Program`. `engine` calls `planned`, and `_nested` does for loop bodies.
+"""The planner turns the jaxpr of a loss into a `Program`. `engine` and `_nested` call `planned`.
 
 1. Inline the calls that parameters are passed to, and turn loops over a stack of layers into scans (`layer_stacks`).
 2. Drop dead equations, and merge equations that compute the same value (`merged`).
@@ -37,8 +37,8 @@ def planned(
 ) -> tuple[Program, list]:
     """Return the program of a traced function, and the constants that are the program's last arguments.
 
-    `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says where
-    the first arguments hold the rows of the batch. In device view, `follower` is None.
+    `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
+    dims of the first arguments hold the rows of the batch. In device view, `follower` is None.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
@@ -117,7 +117,7 @@ def _nested(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> tuple[Program, list] | None:
-    """Plan the body of a loop: return its program and constants, or None if the loop should gather before it starts."""
+    """Return the program and constants of a loop's body, or None if parameters should be gathered before the loop."""
     constants = set(jaxprs.variables_in(eqn.invars[: loop.consts]))
     is_constant = constants.issuperset(touched) and params.keys() >= set(touched)
     if loop.length > MOST_ITERATIONS or not is_constant or not iterations_are_independent(loop):
@@ -130,6 +130,6 @@ def _nested(
     states = [NOWHERE if compat.is_literal(a) else rows.get(a, NOWHERE) for a in eqn.invars]
     inside = [] if follower is None else follower.into_loop(loop, states)
     program, consts = planned(loop.body, leaves, inside, follower)
-    # A nested program must gather less than half as much at a time as gathering everything before the loop.
+    # A nested program must gather, at a time, less than half of the bytes that a gather before the loop would.
     largest = max((size for segment in program.segments for size in segment.gathered_bytes), default=0)
     return (program, consts) if 2 * largest < sum(leaf.bytes for leaf in leaves if leaf) else None

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 
 
-# `eq=False` compares by identity: the structure of a pytree must be hashable, and the value may be a list.
+# `eq=False` compares by identity. The structure of a pytree must be hashable, but the value may be a list.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Static:
-    """A pytree without leaves, for a value known while tracing that the backward pass needs with the arrays."""
+    """A pytree without leaves. It passes a value that is known while tracing to the backward pass."""
 
     value: Any
 
@@ -22,7 +22,7 @@ class Static:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """A parameter for `gather_on_use`, and zeros that are differentiated instead of it.
+    """A parameter for `gather_on_use`, and zeros that are differentiated instead of the parameter.
 
     JAX gives a cotangent the shape and the memory of its primal. If a gradient needs another shape or memory, zeros in
     that shape and memory are differentiated instead. No equation reads the zeros. For a shard in host memory, the zeros
@@ -43,12 +43,12 @@ class BlockResiduals:
     """Residuals of a block, a plain segment, or a scan over layers.
 
     Attributes:
-        saved: The list of saved residuals of `Passes.run`. For a scan, the pair `(saved, carried)`: stacks of these
+        saved: The list of saved residuals of `Passes.run`. For a scan, a pair `(saved, carried)` of stacks of these
             residuals, and stacks of the carry with which each iteration started.
         others: Inputs of the segment that are not gathered; None for an input that the backward pass does not read.
         operands: Values that the slices of the segment's parameters read (`ShardedParam.operands`).
         gathered: None if the backward pass gathers the parameters again, else the list of gathered parameters. For a
-            scan, the pair `(shared, kept)`: parameters that every iteration uses, and stacks of gathered layers.
+            scan, a pair `(shared, kept)` of parameters that every iteration uses, and stacks of gathered layers.
         passes: The `Passes` of the segment, or of one iteration of a scan.
     """
 

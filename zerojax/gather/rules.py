@@ -58,7 +58,7 @@ class Decisions:
     """
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable):
-        """Analyse an inlined function once, before any decision; `nest` plans the body of a loop (`planner`)."""
+        """Analyse an inlined function once, before any decision. `nest` is a function that plans a loop's body."""
         self.params = dict(params)
         self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
         self.repeated: dict = {}
@@ -93,16 +93,16 @@ class Decisions:
         self.drafts[-1].eqns.append(site.eqn)
 
     def run_in_place(self, site: Site, _) -> None:
-        """Add the equation to the plain segment before it, or start one."""
+        """Add the equation to the last segment if this is a plain segment, and otherwise to a new plain segment."""
         if self.drafts[-1].make is not PlainSegment:
             self.drafts.append(Draft(PlainSegment, []))
         self.drafts[-1].eqns.append(site.eqn)
 
     def of_shard(self, site: Site) -> ShardedParam | None:
         """Return the slice, cast or other view of a parameter that can be computed on its shard."""
-        # There is an operand: the rule "activations" took every equation that reads no parameter.
+        # There is an operand, because the rule "activations" took every equation that reads no parameter.
         eqn, first = site.eqn, site.eqn.invars[0]
-        # The slices of the shards are shards of the same slice only if every device slices at the same index.
+        # A slice of each shard is a shard of the slice only if every device slices at the same index.
         alone = site.touched == [first] and first in self.params and self._uniform.issuperset(site.reads[1:])
         alone &= eqn.primitive.name not in OF_STACKS or eqn.outvars[0] in self._scanned
         return extended(self.params[first], eqn) if alone else None
@@ -112,7 +112,7 @@ class Decisions:
         self.params[site.eqn.outvars[0]] = param
 
     def joined_layers(self, site: Site) -> tuple[ShardedParam, ...] | None:
-        """Return the parameters, all of one layout, that `jnp.stack` joins into a stack that a loop scans over."""
+        """Return the parameters that `jnp.stack` joins into a stack that a loop scans over, or None."""
         eqn = site.eqn
         return (not self._scanned.isdisjoint(eqn.outvars) and self._members(eqn.outvars[0], eqn)) or None
 
@@ -132,7 +132,7 @@ class Decisions:
         return is_repeatable(eqn, of_params) or (all(of_params) and _scales_a_weight(eqn, self._uses))
 
     def is_masked(self, site: Site) -> bool:
-        """Return whether the equation combines a weight elementwise with a value (a mask), for a single reader."""
+        """Return whether an equation applies a mask or another value to a weight, and one equation reads the result."""
         eqn = site.eqn
         if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.ndim < 2:
             return False
@@ -153,7 +153,7 @@ class Decisions:
         self.repeated |= dict.fromkeys(site.eqn.outvars, site.eqn)
 
     def nested_program(self, site: Site) -> tuple | None:
-        """Return the program and the constants of a loop's body, if each iteration should gather what it uses."""
+        """Return the program and the constants of a loop's body if each iteration should gather its parameters."""
         loop = compat.loop_of(site.eqn)
         return None if loop is None else self._nest(site.eqn, loop, site.touched, self.params)
 
@@ -163,11 +163,11 @@ class Decisions:
         self.drafts.append(Draft(functools.partial(NestedSegment, program=program, consts=consts), [site.eqn]))
 
     def gather_per_iteration(self, site: Site, loop: compat.LoopEqn) -> None:
-        """Gather one layer per iteration. Parameters that the loop needs whole are gathered before it."""
+        """Gather one layer per iteration. Parameters that the loop needs whole are gathered before the loop."""
         eqn = site.eqn
 
         def stays_sharded(i: int, var: Any) -> bool:
-            """Return whether the loop takes an operand as a shard: a constant, or a stack not sharded over layers."""
+            """Return whether the loop takes `var`, its operand `i`, as a shard and not as a gathered array."""
             if var not in self.params or loop.length == 0:
                 return False
             return i < loop.consts or (i >= loop.consts + loop.carry and self.params[var].leaf.dim != 0)
@@ -201,7 +201,7 @@ class Decisions:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What the planner does with equations of one kind.
+    """A rule by which the planner handles equations of one kind.
 
     Attributes:
         name: The name that `check` and docs/stage3.md print.

@@ -92,7 +92,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
 
 
 def _env(program: Program, args: Sequence) -> dict:
-    """Return the values with which a pass begins, by variable: the arguments, and stacks of parameters' shards."""
+    """Return the values of the variables with which a pass begins: the arguments, and stacks of parameters' shards."""
     env = dict(zip(program.invars, args, strict=True))
     for var, params in program.joined.items():
         env[var] = jnp.stack([to_device(param.sliced(env)) for param in params])
@@ -112,7 +112,7 @@ def _ends(program: Program) -> list[list]:
 def _tied(
     results: Sequence, indices: Sequence[int], residuals: Any, chosen: Callable[[jax.Array], bool]
 ) -> tuple[list, Any]:
-    """Make the results at `indices` and the `chosen` arrays of the residuals wait for each other, and return all."""
+    """Return `(results, residuals)` after a barrier for the results at `indices` and the `chosen` residuals."""
     results, (leaves, tree) = list(results), jax.tree.flatten(residuals)
     places = [i for i, x in enumerate(leaves) if chosen(x)]
     waited, (arrays,) = barrier([results[i] for i in indices], [leaves[i] for i in places])
@@ -132,8 +132,8 @@ def run_backward(
 ) -> list:
     """Run the backward pass, and return the cotangents of the arguments, given the `cotangents` of the results.
 
-    `program`, `args`, `active` and `options` are those of `run_forward`, which returned the `residuals`. None, given or
-    returned, is a cotangent that is zero.
+    Pass the same `program`, `args`, `active` and `options` as to `run_forward`, which returned the `residuals`. A zero
+    cotangent may be given as None, and is returned as None.
     """
     env = _env(program, args)
     grads = GradScheduler(env, [*program.invars, *program.held], options)

@@ -6,11 +6,12 @@ which means every layer, as residuals. So the engine writes both passes as loops
 and residuals in place into stacks. The backward loop (`scan_backward`) reduce-scatters the gradients of one iteration
 while it computes the next one.
 
-The last iteration has nothing to gather. It is peeled: it runs after the loop, and the next segment's gathers start
+The last iteration has nothing to gather. It is peeled, so it runs after the loop, and the next segment's gathers start
 together with it. A clamped index would avoid the peeling, but would gather one layer twice in each pass.
 
-The first iteration is peeled, too. Its layers are gathered outside of the loop, and XLA hides a collective only behind
-work in the same computation. With two iterations, the loop has only this one, and XLA inlines a loop of one iteration.
+The first iteration is peeled, too. Its layers are gathered outside of the loop, and XLA overlaps a collective only with
+work in the same computation. If there are two iterations, the first is not peeled. The loop then has only this
+iteration, and XLA inlines a loop of one iteration.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class ForwardState(NamedTuple):
 
     Attributes:
         carry: The carry of the user's scan.
-        gathered: Gathered layers of the next iteration; empty without prefetch.
+        gathered: Gathered layers of the next iteration. Empty without prefetch.
         stacks: The stacks of the rows that the iterations have written; see `Forward.rows`.
     """
 
@@ -70,13 +71,13 @@ class Forward:
     ahead: bool
 
     def iterate(self, state: ForwardState, iteration, *, fetch: bool, peeled: bool) -> ForwardState:
-        """Run one iteration, and with `fetch` gather the layers of the next one."""
+        """Run one iteration. If `fetch` is true, also gather the layers of the next iteration."""
         carry, gathered, stacks = state
         if not self.ahead:
             gathered, carry = self.layers.gather(iteration, carry)
         following = gathered
         if fetch:
-            # In the loop, a gather cannot leave its iteration. In a peeled iteration, it waits for the carry.
+            # In the loop, a gather cannot leave its iteration. In a peeled iteration, the gather waits for the carry.
             following, behind = self.layers.gather(iteration + 1, carry if peeled else [])
             carry = behind if peeled else carry
         carry, rows = self.rows(iteration, carry, gathered)
@@ -143,8 +144,8 @@ class ScanSegment(Segment):
 
     @property
     def waits_for_next(self) -> bool:
-        """Return whether the iterations gather."""
-        # If they do not, the whole loop can hide the next segment's gathers. When the results waited for these gathers,
+        """Return whether the iterations gather layers; see `Segment`."""
+        # If they do not gather, the whole loop can hide the next segment's gathers. When the results waited for them,
         # XLA ended half of them before the loop.
         return bool(self.loop.stacked)
 
@@ -199,7 +200,7 @@ class ScanSegment(Segment):
         return [state for state, is_param in zip(inside, self.loop.is_param, strict=True) if not is_param]
 
     def _passes(self, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
-        """Return the passes of the body. Every carry counts as active, because it may depend on any active input."""
+        """Return the passes of the body. Every carry is active, because it may depend on any active input."""
         loop = self.loop
         active = [index is not None and self.others[index] in moving for index in loop.others]
         active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry

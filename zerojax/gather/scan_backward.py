@@ -2,7 +2,7 @@
 
 The loop is a software pipeline. A layer goes through the stages of `Stage`, one stage per step of the loop. While a
 step computes the gradients of one iteration, it gathers the layer of the next iteration, and reduces the gradients of
-the iterations before. The iterations run from n down to 0, so the next iteration has the next smaller number.
+earlier iterations. The iterations run from n down to 0, so the next iteration has the next smaller number.
 
     step          gather    compute    reduce within    reduce across
     n (first)     n - 1     n
@@ -59,10 +59,10 @@ class StepState:
 
     Attributes:
         carry: Cotangents of the scan's carry.
-        gathered: Gathered layers of the next iteration; empty without prefetch.
+        gathered: Gathered layers of the next iteration. Empty without prefetch.
         pending: Gradients of the layers of the iteration just computed. They are not reduce-scattered yet.
-        scattered: Shards of the gradients of the iteration before it. They are not reduced across groups yet; empty
-            without hybrid sharding.
+        scattered: Shards of the gradients of the iteration computed one step earlier. They are not reduced across
+            groups yet. Empty without hybrid sharding.
         shared: Sums of the gradients of parameters that every iteration uses.
         consts: Sums of the cotangents of the constants.
         slices: Stacks of the cotangents of the rows that the iterations read.
@@ -141,8 +141,8 @@ class Backward:
         of_consts, _, of_slices = self.active_others
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in of_consts]
-        # Every row will be overwritten, so the stacks may start with any value. They start with one that is computed
-        # only now. XLA could allocate stacks of zeros at the start of the program.
+        # Every row will be overwritten, so the stacks may start with any value. This value is computed only now,
+        # because XLA could allocate stacks of zeros at the start of the program.
         first = next(n for n, c in enumerate(cotangents) if c is not None)
         seed = comm.element(cotangents[first], cotangent_rows(self.passes, loop)[first])
         rows = [zeros(i) for i in of_slices]
@@ -160,8 +160,8 @@ class Backward:
     ) -> StepState:
         """Run one step of the pipeline, which computes one iteration.
 
-        `shared` are the gathered parameters that every iteration uses. With `fetch`, the step gathers the layers of the
-        next iteration. `zero` is a zero that XLA can compute only when this gather may start.
+        `shared` are the gathered parameters that every iteration uses. If `fetch` is true, the step gathers the layers
+        of the next iteration. `zero` is a zero that XLA can compute only when this gather may start.
         """
         following = self.gather(Stage.GATHER.iteration(iteration) + zero)[0] if fetch else []
         stacks = self._reduced_across(state.stacks, state.scattered, Stage.REDUCE_ACROSS.iteration(iteration))
@@ -198,7 +198,7 @@ class Backward:
         )
 
     def _given(self, carry: Sequence, iteration) -> list:
-        """Return the cotangents of the body's active results for one iteration, given those of the carry."""
+        """Return the cotangents of the body's active results in one iteration. `carry` are the carry's cotangents."""
         of_carry, results = iter(carry), []
         for index, stack in zip(self.passes.active_results, self.cotangents, strict=True):
             if index < self.loop.carry:
@@ -263,8 +263,8 @@ def backward(
         return
     here = [c for c in cotangents if c is not None]
     flat, structure = jax.tree.flatten(residuals.saved)
-    # The residuals pass the barrier, too. Otherwise XLA would merge what the first step recomputes with the last
-    # iteration of the forward pass, and keep that iteration's values until then.
+    # The residuals pass the barrier, too. Otherwise XLA would merge the first step's recomputation with the last
+    # iteration of the forward pass, and keep the values of that iteration until then.
     rows = [rows for rows, c in zip(cotangent_rows(passes, loop), cotangents, strict=True) if c is not None]
     entry, (here, flat, due) = gathers.take(here, flat, grads.due, rows=rows, ahead=not loop.stacked)
     grads.settle(due)
@@ -298,7 +298,7 @@ def _pipeline(
     run: Backward, shared: Sequence, state: StepState, gathers: GatherScheduler, grads: GradScheduler
 ) -> StepState:
     """Run the pipeline, with the first one or two steps and the last step peeled; see the module."""
-    left = run.loop.length - 1  # The iterations from here down to 0 are not computed yet.
+    left = run.loop.length - 1  # The iterations from `left` down to 0 are not computed yet.
     if run.loop.length > 1:  # A single iteration is the last step, below.
         zero = run.layers.options.comm.zero_after(state.carry, run.carry_rows)
         state = run.pipelined(shared, state, left, zero=zero)

@@ -1,7 +1,7 @@
 """The schedule decides when each parameter is gathered, and when each gradient is computed and reduced.
 
-`run` makes a `GatherScheduler` for each pass and a `GradScheduler` for the backward pass. Segments ask the first for
-gathered parameters, and give gradients to the second.
+`run` makes a `GatherScheduler` for each pass and a `GradScheduler` for the backward pass. Segments ask the
+`GatherScheduler` for gathered parameters, and give gradients to the `GradScheduler`.
 
 XLA's scheduler moves a collective as far as data dependence allows. Gathers move to the start of the program, where
 they fill the memory, or to their use, where no compute hides them. An optimization barrier is the only portable way to
@@ -36,7 +36,7 @@ from zerojax.gather.sharded_param import ShardedParam
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How parameters are gathered.
+    """The options for gathering parameters and reducing gradients.
 
     Attributes:
         comm: The collectives that gather shards and reduce gradients.
@@ -56,7 +56,7 @@ class Options:
     def gather(
         self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
-        """Return the gathered parameters of encoded shards."""
+        """Gather encoded shards, and return the full parameters."""
         return self.comm.all_gather(shards, [param.leaf for param in params], exposed=exposed)
 
     def reduce_scatter(
@@ -85,13 +85,13 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """The uses of parameters in one pass over a program: its segments that gather, in the order of the pass.
+    """The uses of parameters in one pass over a program. Each segment that gathers is one use.
 
     Attributes:
-        params: The parameters that each use needs gathered when it starts.
+        params: For each use, in the order of the pass, the parameters that must be gathered when the use starts.
         computes: For each use, whether it has work that hides communication (`Segment.computes`).
         arguments: The program's arguments.
-        rows: Where the program's variables hold the rows of the batch.
+        rows: For each variable of the program, which dims hold the rows of the batch.
     """
 
     params: Sequence[Sequence[ShardedParam]]
@@ -107,7 +107,7 @@ class GatherScheduler:
     returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the next
     use are done. Then `run` updates `position` and `frontier`.
 
-    An anchor is a list of arrays that a gather waits for: the shards pass a barrier with the anchor. The segment must
+    An anchor is a list of arrays that a gather waits for. The shards pass a barrier with the anchor. The segment must
     read the anchor that the barrier returns. XLA drops an array from a barrier if no equation reads it afterwards.
 
     Attributes:
@@ -128,7 +128,7 @@ class GatherScheduler:
         self._gathered: dict[int, list] = {}
 
     def rows_of(self, variables: Sequence) -> list[State]:
-        """Return which dims of variables hold the rows of the batch. Without an entry in `Uses.rows`, no dim does."""
+        """Return which dims of `variables` hold the rows of the batch. A variable not in `uses.rows` has none."""
         return [self.uses.rows.get(var, NOWHERE) for var in variables]
 
     def take(self, *anchors: Sequence[jax.Array], **options: Any) -> tuple[list, list[list[jax.Array]]]:
@@ -150,9 +150,9 @@ class GatherScheduler:
             rows: Which dims of the arrays of the first list hold the rows of the batch.
             ahead: Whether to start the gathers of the next `prefetch` segments, too. A loop starts them during its last
                 iteration instead.
-            beside: The values of variables, if the first list does not depend on the previous segment that gathered.
-                The gathers then also wait for one variable of the `frontier`. The segment does not wait for it, so that
-                independent branches stay independent.
+            beside: A mapping from variables to values, given if the first list does not depend on the previous segment
+                that gathered. The gathers then also wait for a variable of the `frontier`, whose value in `beside` is
+                replaced. The segment itself does not wait for this variable, so independent branches stay independent.
 
         Returns:
             The anchors, as the barrier returns them.
@@ -168,7 +168,7 @@ class GatherScheduler:
         first, (*others, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
-            # The value that the barrier returns replaces the old one, because an equation must read it.
+            # The value that the barrier returns replaces the old value, because an equation must read the new value.
             keys = [key for key in self.frontier if key in beside][:1]
             waited, (values,) = barrier([beside[key] for key in keys], values)
             beside.update(zip(keys, waited, strict=True))
@@ -212,7 +212,7 @@ class GatherScheduler:
 
 
 class GradState(enum.Enum):
-    """The last thing that was done to a gradient. A gradient that needs no reduction here counts as `REDUCED`."""
+    """The last step that a gradient has gone through. A gradient that needs no reduction here is `REDUCED`."""
 
     COMPUTED = enum.auto()
     SCATTERED = enum.auto()
@@ -224,11 +224,11 @@ class PendingGrad:
     """A gradient that is not accumulated yet.
 
     Attributes:
-        key: The `ShardedParam`, or the variable of an argument or a held value, whose gradient is `REDUCED` from the
-            beginning: it needs no reduction here.
+        key: The `ShardedParam`, or the variable of an argument or a held value. The gradient of such a variable is
+            `REDUCED` from the beginning, because it needs no reduction here.
         value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
-        state: The last thing that was done to the gradient.
-        stack: The number of the scan's stack, if the gradient is one layer of it.
+        state: The last step that the gradient has gone through.
+        stack: The number of the scan's stack (`add_stack`), if the gradient is one layer of this stack.
     """
 
     key: Any
@@ -240,9 +240,9 @@ class PendingGrad:
 class GradScheduler:
     """The gradients of one backward pass. The scheduler exists as long as one trace of the pass.
 
-    No equation waits for a parameter's gradient, so XLA's scheduler would delay it, and keep the activations of every
-    layer until then. A gradient therefore waits in a queue. Each block passes the queue through its barrier (`due`,
-    `settle`), and each gradient moves on by one `GradState`.
+    No equation waits for a parameter's gradient, so XLA's scheduler would delay the gradient, and keep the activations
+    of every layer until then. A gradient therefore waits in a queue. Each block passes the queue through its barrier
+    (`due`, `settle`), and each gradient moves on by one `GradState`.
 
     Attributes:
         env: Values of the program's variables.
@@ -278,7 +278,7 @@ class GradScheduler:
         self._queue = [*self._reduced_across(scattered), *self._scattered(computed)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
-        """Add a block's cotangents of the inputs that are not gathered."""
+        """Add the cotangents of a block's inputs that are not gathered."""
         for var, cotangent in zip(variables, cotangents, strict=True):
             if var in self.arguments:
                 self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
@@ -316,17 +316,17 @@ class GradScheduler:
         self._queue += [PendingGrad(param, shard, GradState.SCATTERED, stack) for param, shard, stack in triples]
 
     def add_stack(self, param: ShardedParam, stack: jax.Array) -> int:
-        """Add the gradients of a scan's stack, and return a number, with which its missing layers are added later."""
+        """Add the gradients of a scan's stack, and return the number by which missing layers are added to it later."""
         self._stacks.append((param, stack))
         return len(self._stacks) - 1
 
     def drain(self) -> None:
-        """Accumulate all gradients except those of stacks."""
+        """Accumulate all gradients except the gradients of stacks."""
         while self._queue:
             self.settle(self.due)
 
     def finish(self) -> None:
-        """Accumulate all gradients that are left."""
+        """Accumulate all remaining gradients."""
         self.drain()
         for param, stack in self._stacks:
             # The layers are on dim 0, and partial sums per group on dim 1. A parameter's gradient has the groups first.
@@ -336,7 +336,7 @@ class GradScheduler:
     def root_grad(self, param: ShardedParam, grad: jax.Array) -> jax.Array:
         """Return the gradient of the parameter's shard; see `ShardedParam.root_grad`."""
         shape = self.options.comm.grad_shape(param.stored)
-        # `grad` may have one more dim in front, of groups. It is kept, and the dims of the stored layout follow it.
+        # `grad` may have one more dim in front, with one entry per group. The result keeps this dim.
         rank = grad.ndim - len(param.leaf.shape) + len(param.stored.shape)
         return param.root_grad(grad, self.env, shape[-rank:] if rank else ())
 

@@ -107,7 +107,7 @@ class Segment(abc.ABC):
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """Return the stacks of which each iteration gathers one layer. Only a loop has such stacks."""
+        """Return the stacks of a loop in which each iteration gathers one layer. Other segments have no such stacks."""
         return ()
 
     @property
@@ -127,7 +127,7 @@ class Segment(abc.ABC):
 
     @functools.cached_property
     def computes(self) -> bool:
-        """Return whether the segment has work that hides communication: a matrix product or a kernel."""
+        """Return whether the segment has a matrix product or a kernel, which can hide communication."""
         return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.equations(self.jaxpr))
 
     def run(self, params: Sequence, others: Sequence) -> list:
@@ -179,12 +179,12 @@ class Segment(abc.ABC):
         return gathered, [gathers.env[v] for v in self.others]
 
     def row_states(self, gathers: GatherScheduler) -> RowStates:
-        """Return where the others and the results hold the rows of the batch."""
+        """Return which dims of the others and of the results hold the rows of the batch."""
         follower = gathers.options.comm.follower
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
-        """Return the cotangents of the results at `indices`: zeros for a missing one, or None if all are missing."""
+        """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
         keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
         if not any(key in grads.cotangents for key in keys):
             return None
@@ -230,8 +230,8 @@ class BlockSegment(Segment):
     """One use of parameters, which are gathered together.
 
     Attributes:
-        shared: A cache of `Passes` by the types of their inputs. Segments that have the same equations share it, such
-            as the layers of an unrolled model. None if no other segment has these equations.
+        shared: A cache of `Passes` by the types of their inputs. Segments with the same equations, such as the layers
+            of an unrolled model, share the cache. None if no other segment has these equations.
     """
 
     shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
@@ -305,7 +305,7 @@ class Program:
         outs: The results: variables, `Gathered` values, or literals.
         joined: The parameters of which the loss makes a stack (`jnp.stack`), by the variable of the stack.
         held: Variables of the values that `HeldSegment`s compute.
-        rows: Where variables hold the rows of the batch. Empty in device view, where no analysis follows the rows.
+        rows: For each variable, which dims hold the rows of the batch. Empty in device view, which needs no rows.
         decisions: Each equation, with the name of the rule that took it (`rules.RULES`).
     """
 

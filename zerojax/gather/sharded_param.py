@@ -25,7 +25,7 @@ from zerojax.offload.host import to_device
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A sharded parameter that is not gathered yet, or a slice or a cast of one.
+    """A sharded parameter that is not gathered yet, or a slice or a cast of such a parameter.
 
     Attributes:
         root: The variable of the parameter.
@@ -71,7 +71,7 @@ class ShardedParam:
         return dataclasses.replace(self, leaf=leaf, order=order)
 
     def at_layer(self, layer: int) -> "ShardedParam":
-        """Return one layer of this stack."""
+        """Return the layer `layer` of this stack."""
         return dataclasses.replace(self, layer=layer, leaf=_with_dims(self.leaf, range(1, len(self.leaf.shape))))
 
     @property
@@ -137,7 +137,7 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 
 def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
-    """Return whether the shards can be stacked: all have the same layout, no cast, and no slice at a variable index."""
+    """Return whether the shards can be stacked. All must have one layout, no cast, and no slice at a variable index."""
     alike = {(p.leaf.shape, p.leaf.dim, p.leaf.others, p.leaf.dtype, p.leaf.axes) for p in params}
     return len(alike) == 1 and not any(p.is_cast or p.operands for p in params)
 
@@ -153,7 +153,7 @@ def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
 
 
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:
-    """Return the parameter after one more equation, or None if the equation cannot be applied to the shard."""
+    """Return `param` after `eqn` is applied to it, or None if `eqn` cannot be applied to the shard."""
     if not eqn.outvars:
         return None
     name, out = eqn.primitive.name, eqn.outvars[0].aval
@@ -213,7 +213,7 @@ def _with_dims(leaf: Leaf, dims) -> Leaf:
 
 
 def narrower(new, old) -> bool:
-    """Return whether a cast between floating types saves bytes."""
+    """Return whether `new` and `old` are floating types, and a cast from `old` to `new` saves bytes."""
     both = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
     return both and np.dtype(new).itemsize < np.dtype(old).itemsize
 

@@ -1,4 +1,4 @@
-"""`tiled` runs a function of positions on one tile of a sequence at a time, so that it needs the memory of one tile."""
+"""`tiled` runs a function on one tile of a sequence at a time, so that only the values of one tile are in memory."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
 
 def differentiable(dtype) -> bool:
-    """Return whether values of a type have cotangents. Of the extended types, PRNG keys have none."""
+    """Return whether values of a type have cotangents. PRNG keys have none, but other extended types do."""
     extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
 
@@ -63,7 +63,7 @@ class Passes:
         active_params: Indices of the parameters that get cotangents.
         active_others: Indices of the others that get cotangents.
         active_results: Indices of the results that have cotangents.
-        sources: The source of each residual of the backward pass: a word of the module's table, and an index.
+        sources: The source of each residual of the backward pass, as a word of the module's table and an index.
         derive: Computes the residuals whose source is "derived". Its arguments have the sources `derive_reads`.
         derive_reads: The sources of the arguments of `derive`.
         tree: Tree structure of JAX's backward function, whose leaves are the residuals.
@@ -129,11 +129,11 @@ class Passes:
             saved: The residuals that `run` returned.
             cotangents: The cotangents of the `active_results`.
             zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added into.
-                XLA then cannot allocate them before `zero` is computed. None: these arrays stay constants.
-            reduced_later: Indices of the others whose cotangents may stay partial sums, as those of parameters may.
+                XLA then cannot allocate them before `zero` is computed. If None, these arrays stay constants.
+            reduced_later: Indices of the others whose cotangents may be returned as partial sums.
 
         Returns:
-            The cotangents of the active parameters, which may be partial sums, and those of the active others.
+            The cotangents of the active parameters, which may be partial sums, and the cotangents of the active others.
         """
         return self._pull_once(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
 
@@ -142,7 +142,7 @@ class Passes:
         return jax.jit(self._pull, static_argnums=(0, 1)) if self.is_shared else self._pull
 
     def _check_types(self, cotangents: Sequence) -> None:
-        """Raise a TypeError if a custom rule made a cotangent of another type than its value. `jax.grad` accepts it."""
+        """Raise a TypeError if a custom rule returned a cotangent with another type than the value has."""
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
             dtype = self.forward.jaxpr.outvars[index].aval.dtype
             if cotangent.dtype != dtype:
@@ -182,9 +182,9 @@ class RowStates(NamedTuple):
 
     Attributes:
         others: The state of each argument that is no parameter.
-        results: The state of each result, as the analysis of the whole program found it. Empty: the states that the
-            function's own trace gives.
-        follower: The analysis that follows the rows through the function. None: all states are unknown.
+        results: The state of each result, as the analysis of the whole program found it. If empty, the states
+            come from the function's own trace.
+        follower: The analysis that finds the rows in the function's values. If None, all states are unknown.
     """
 
     others: Sequence[State] = ()
@@ -213,7 +213,7 @@ def traced_passes(
         others: The other arguments, or their shapes.
         trained: For each parameter, whether its cotangent is wanted.
         active: For each other argument, whether its cotangent is wanted.
-        wanted: Indices of the results to differentiate. None: all results that have cotangents.
+        wanted: Indices of the results to differentiate. If None, all results that have cotangents.
         rows: Which dims hold the rows of the batch.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and differentiable(params[i].dtype))

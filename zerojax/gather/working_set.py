@@ -70,7 +70,7 @@ class WorkingSet(NamedTuple):
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
-    """Compute which bytes of a function's parameters `gather_on_use` would gather at once.
+    """Find which parameters of `fn` the engine would gather at once, and how many bytes they have.
 
     The parameters have the types of the leaves of `layout`. `args` may be arrays or shapes.
     """
@@ -97,7 +97,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
 
 
 def rules_of(program: Program) -> dict[str, tuple[str, ...]]:
-    """Return, for each rule in order, the equations on parameters that it took, in nested programs too."""
+    """Return, for each rule, the equations on parameters that the rule took, in nested programs too."""
     inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
     decisions = [decision for each in (program, *inner) for decision in each.decisions]
     by_rule = {rule.name: tuple(named(eqn) for eqn, name in decisions if name == rule.name) for rule in RULES}
