@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
-    """Raise a `ValueError` for the first leaf in which a state differs from the state that the plan describes.
+    """Raise a `ValueError` for the first leaf of `state` that differs from the plan.
 
     With `may_be_wider`, a float leaf may have a wider type than `init` gave it. An update returns such a state if the
     gradients are wider than the parameters.

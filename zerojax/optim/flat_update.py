@@ -63,8 +63,8 @@ class FlatUpdate:
     def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
         """Return a function `trace(changed)` that traces the update for these values or shapes.
 
-        `changed` maps the indices of some trained parameters to other shapes. `_state_shape` changes the shapes of
-        their state. If the transformation raises an error, `trace` raises a `TransformationError`.
+        `changed` maps the indices of some trained parameters to other shapes. Their state gets the shapes that
+        `_state_shape` returns. If the transformation raises an error, `trace` raises a `TransformationError`.
         """
         numbers, tree = jax.tree.flatten(extra)
         fixed = [None if is_traced(x) else x for x in numbers]
@@ -85,7 +85,7 @@ class FlatUpdate:
         return trace
 
     def _state_shape(self, k: int, changed: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Return the new shape of a state leaf whose parameter is in `changed`, or None if the shape stays."""
+        """Return the new shape of state leaf `k` if its parameter is in `changed`, or None if the shape stays."""
         i, leaf = self.leaves.param_of[k], self.leaves.state[k]
         if i is None or i not in changed:
             return None

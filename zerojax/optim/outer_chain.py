@@ -1,8 +1,8 @@
 """Warn if `tx` is in an `optax.chain` with other transformations that compute with the padding of parameters.
 
 The other transformations run outside of zerojax, on arrays in storage shape. There, a mean silently includes the
-padding. zerojax can find these transformations, because the chain calls `tx.update`: the Python frame of the chain's
-update function holds them. Each is traced on logical shapes and on storage shapes, and the two programs are compared,
+padding. zerojax finds the other transformations in the Python frame of the chain's update function, which calls
+`tx.update`. Each transformation is traced on logical shapes and on storage shapes, and the two programs are compared,
 as for small leaves (`optim.elementwise`).
 """
 
@@ -90,7 +90,7 @@ def _logical_shape(x: Any) -> Any:
 
 
 def _name(fn: Any) -> str:
-    """Return the name of the optax function that made an update function."""
+    """Return the name of the optax function that made the update function `fn`."""
     inner = inspect.getclosurevars(fn).nonlocals.get("tx") if inspect.isfunction(fn) else None
     name = getattr(getattr(inner, "update", fn), "__qualname__", "A transformation")
     return name.partition(".<locals>")[0]

@@ -1,7 +1,7 @@
 """Partition an optax update into groups of results. A group is computed when its offloaded state is on the device.
 
-Transformations are not recognised by name. `tx.update` is traced, and each result is followed back to the offloaded
-arrays that it depends on. Results that depend on no offloaded array (a count, a schedule, the norm of all gradients)
+Transformations are not recognised by name. `tx.update` is traced, to find the offloaded arrays that each result
+depends on. Results that depend on no offloaded array (a count, a schedule, the norm of all gradients)
 form the first group, which runs in the program that computes the gradients. All results that depend on the same
 offloaded arrays form another group. If all results of a group are elementwise, the group is updated in chunks.
 """
@@ -275,7 +275,7 @@ def chunk_traces(
 ) -> Callable[[int], dict[int, TracedUpdate]]:
     """Return a function that maps a parameter's index to traces of its update, one per length of its chunks.
 
-    All parameters share two traces. In the first, every chunk has its full length. The second has the last chunks.
+    All parameters share two traces. The first has a full chunk of every parameter, and the second has the last chunks.
     """
     lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
 

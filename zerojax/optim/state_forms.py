@@ -52,7 +52,7 @@ class Annotated:
 
 
 def seen_in(state: PyTree) -> dict[str, tuple]:
-    """Return the facts in an `Annotated` state as keyword arguments of `layout_of`. Another state has no facts."""
+    """Return the facts in an `Annotated` state as keyword arguments of `layout_of`. Other states give no arguments."""
     return {"others": state.others, "overwritten": state.overwritten} if isinstance(state, Annotated) else {}
 
 

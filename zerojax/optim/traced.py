@@ -96,7 +96,7 @@ class TracedUpdate:
     def equations(
         self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedGroup] = ()
     ) -> Equations:
-        """Return `eqns` as a program from the variables in `reads` to `outvars`. Keep the `owned` cores among them."""
+        """Return `eqns` as a program from `reads` to `outvars`. Keep the cores of `owned` that `eqns` contains."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
         part, position = Equations(jaxpr, tuple(reads.values())), {e: n for n, e in enumerate(eqns)}
         variables = {self.positions[var]: n for n, var in enumerate(part.variables)}
@@ -157,5 +157,5 @@ def equations_behind(
 
 
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
-    """Return the union of the sets that `known` has for some variables. A literal has the empty set."""
+    """Return the union of `known[atom]` for all `atoms`. Literals and unknown variables have the empty set."""
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))

@@ -70,7 +70,7 @@ def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """Move new parameters, given by index, back to host memory if their layouts say so."""
+    """Return `moved`, new parameters by index. Those whose layout is in host memory are copied there."""
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
@@ -104,7 +104,7 @@ def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     forms = storage_forms(layout.params)
     if any(forms):
         with contextlib.suppress(ImportError):
-            importlib.import_module("flax.serialization")  # imported later, it would not know `Padded`
+            importlib.import_module("flax.serialization")  # if flax were imported later, it would not know `Padded`
         known_to_flax()
     return unflatten_params(stored, layout, layout.params, forms)
 

@@ -52,7 +52,7 @@ class StagedUpdate:
         self._key = functools.cache(lambda g, length: self._key_of(self.partition.groups[g], length))
 
     def _key_of(self, group: UpdateGroup, length: int) -> ProgramKey:
-        """Return the key of a chunk's program, which is given chunks of parameters and gradients."""
+        """Return the key of the program that updates the chunks of `group` with this `length`."""
         return ProgramKey.of(self._plan, group, length)
 
     def run(
