@@ -126,7 +126,7 @@ def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
 
 
 def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
-    """Read a packed leaf. It is small, so each process reads all of it."""
+    """Read a packed leaf. Each process reads the full leaf, because packed leaves are small."""
     stored = files.read(one.saved.name, one.saved.pieces, one.saved.storage_dtype)
     fitted = np.zeros(one.shape, stored.dtype)
     common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))

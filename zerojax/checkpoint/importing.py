@@ -131,7 +131,7 @@ def shard_by_shard(
 
 
 def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Read the shard at an index of a leaf's storage, with zeros as padding. `like` has the leaf's shapes and type."""
+    """Read the part of a leaf's storage at `index`, and pad it with zeros. `like` has the leaf's shapes and type."""
     storage = like.storage.shape if is_padded(like) else like.shape
     spans = [range(*one.indices(n)) for one, n in zip(index, storage, strict=True)]
     inside = [slice(min(span.start, n), min(span.stop, n)) for span, n in zip(spans, like.shape, strict=True)]

@@ -32,11 +32,11 @@ ERRORS = "rounding_errors"
 class StateLeaf:
     """One logical leaf of a state, and its array."""
 
-    name: str  # as errors print it: params['layer']['w']
-    path: tuple[str, ...]  # its keys, starting with the field of the state
+    name: str  # the name that errors print, such as params['layer']['w']
+    path: tuple[str, ...]  # the leaf's keys, starting with the field of the state
     leaf: Leaf  # the layout of the array
-    array: Any  # the array, or its shape with a sharding; in storage shape
-    narrow: bool = False  # stored in a narrower type than it is updated in, so a wider saved value may be rounded
+    array: Any  # an array, or a shape with a sharding; in storage shape
+    narrow: bool = False  # whether the stored type is narrower than the update's, so that saved values may be rounded
 
     @property
     def dtype(self) -> str:
@@ -110,7 +110,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
 
 
 def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """Return the wrapped transformation's state, and a dict from parameter index to its master weights with layout."""
+    """Return the wrapped transformation's state, and the layout and array of master weights by parameter index."""
     if not isinstance(state.opt_state, MasterState):
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state

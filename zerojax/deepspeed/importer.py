@@ -164,7 +164,7 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
-    """Return the arguments that the keys contribute, by the function that takes them."""
+    """Return the arguments that the keys contribute: one dict per function that takes them, by its name."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     givers: dict[str, str] = {}
     for path, value in values.items():
@@ -183,7 +183,7 @@ def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
 
 
 def _options(given: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of `zero_shard`, given the arguments of each function."""
+    """Return the arguments of `zero_shard`, given the result of `_contributions`."""
     options = {"stage": 0, **given["zero_shard"]}
     if {"params_axis", "shard_axis"} <= options.keys():
         raise ValueError("zero_hpz_partition_size and mics_shard_size divide parameters in two ways. Give one.")

@@ -57,7 +57,7 @@ def asked(value: Any) -> bool:
 
 
 def without_effect(fate: Literal["not needed", "not there", "refused"], table: str) -> dict[str, Key]:
-    """Parse lines of keys and their common reason. `zero.` means `zero_optimization.`, and a star marks an open key."""
+    """Parse lines of keys and their shared reason. `zero.` means `zero_optimization.`, and a star marks an open key."""
     found = {}
     for line in table.strip().splitlines():
         names, how = line.split(": ", 1)

@@ -14,7 +14,7 @@ from zerojax.units import format_bytes
 
 # In order of preference. A device reads pinned memory without an intermediate copy.
 KINDS = ("pinned_host", "unpinned_host")
-# The CUDA backend can pin this much memory, unless the environment variable sets another limit.
+# The CUDA backend can pin at most this many gigabytes, unless the environment variable sets another limit.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
 FITS = "fits"  # the message of a process without a problem
 
@@ -87,7 +87,7 @@ def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | 
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes that can be allocated without swapping, within a container's limit. None if not known."""
+    """Return how many bytes can be allocated without swapping in this container, or None if that is not known."""
     limits: list[int] = []
     try:
         lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())
