@@ -38,7 +38,7 @@ GROUP_BYTES = 2 << 30
 
 
 class ReadRequest(NamedTuple):
-    """A leaf to read, and its wanted shape and sharding. Saved dims are trimmed, or zero-padded, to this shape."""
+    """A leaf to read, and its wanted shape and sharding. Reading trims or zero-pads the saved dims to `shape`."""
 
     saved: SavedLeaf
     shape: tuple[int, ...]  # for PRNG keys, the shape of their data

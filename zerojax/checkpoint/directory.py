@@ -196,7 +196,7 @@ def prune(directory: Path, keep: int | None) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, ignoring errors. Repeat this while writes that are still in progress create it again."""
+    """Remove a folder, ignoring errors. Retry, because writes that are still in progress may create it again."""
     away = 0
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)

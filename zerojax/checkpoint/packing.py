@@ -27,7 +27,7 @@ PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a leaf's storage (one range per dim), and where its bytes are. They are row-major and little-endian."""
+    """A box of a leaf's storage (one range per dim), and its place in a file. Bytes are row-major and little-endian."""
 
     file: str  # name of the file in the checkpoint
     offset: int  # offset of the box's first byte in the file

@@ -53,7 +53,7 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
 
 
 def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
-    """Return an intermediate layout for converting flat storage. It is sharded, if possible, to save device memory."""
+    """Return a layout for the step between flat and other storage. It is sharded if possible, to save device memory."""
     replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
     if not isinstance(sharding, NamedSharding):
         return replicated, sharding

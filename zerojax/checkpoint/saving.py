@@ -1,4 +1,4 @@
-"""Run one asynchronous save: copy the state to host memory, then write, digest and commit it in a thread.
+"""Run one asynchronous save. Copy the state to host memory, then write, digest and commit it in a thread.
 
 All processes take the same four steps, and agree after each step: begin, write, digest, commit. Only the first process
 makes the folder and commits it.

@@ -1,4 +1,4 @@
-"""Turn a state into named logical leaves, which are the same for every stage, mesh and precision, and back.
+"""Convert a state to named logical leaves and back. The leaves are the same for every stage, mesh and precision.
 
 Master weights replace their parameter, and the state of the wrapped transformation replaces `MasterState`. Arrays stay
 in storage shape; the `Leaf` of an array says how it is padded or flattened.

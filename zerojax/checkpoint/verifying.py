@@ -1,4 +1,4 @@
-"""Find a checkpoint and verify it: every file is read and digested before the checkpoint is used.
+"""Find a checkpoint and verify it. Every file is read and digested before the checkpoint is used.
 
 `damage_in` checks that each file of the manifest has the bytes that were written. `incomplete` checks that the manifest
 lists all files that its leaves need.

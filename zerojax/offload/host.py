@@ -67,7 +67,7 @@ def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
 
 
 def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | None:
-    """Explain that this process's host has too little memory, or return None if it has enough."""
+    """Explain why the memory of this process's host does not suffice, or return None if it suffices."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     needed, available = bytes_per_device * len(local), available_bytes()
     text = f"{what} needs {format_bytes(needed)} of host memory on this host ({len(local)} devices)"

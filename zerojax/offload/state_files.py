@@ -96,7 +96,7 @@ class StateFiles:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Return the bytes that were read from the files and written to them."""
+        """Return the number of bytes that were read from the files, and the number that were written to them."""
         return self._store.bytes_read, self._store.bytes_written
 
     def flush(self) -> None:

@@ -98,6 +98,6 @@ def policy_in_words(policy: LayoutPolicy) -> str:
 
 
 def roles(layout: Layout) -> Iterator[str]:
-    """Yield a description of each parameter: whether it is trained, its gradient's type, and its compute type."""
+    """Yield a text per parameter that says whether it is trained, the type of its gradient, and its compute type."""
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
         yield f"params{part.path} {layout.why_not_trained(i) or 'trained'}, {part.dtype} computed in {compute}"

@@ -140,7 +140,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
-        """Return a `Core` with the inputs and results of these equations, or the reason why owners cannot run them."""
+        """Return a `Core` of the equations `core`, which read `read`, or the reason why owners cannot run them."""
         position, this = self.traced.positions, frozenset((i,))
         arrays, small, shared = [], [], []
         for v in read:

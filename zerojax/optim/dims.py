@@ -60,7 +60,7 @@ class Work:
         return self.divided + self.repeated
 
     def add(self, other: Work, times: float = 1) -> None:
-        """Add the cost of other equations, which run `times` times."""
+        """Add `other`, the cost of equations that run `times` times."""
         self.divided += times * other.divided
         self.repeated += times * other.repeated
         self.summed += times * other.summed

@@ -1,4 +1,4 @@
-"""Evaluate the equations of an update, and let owners compute the cores among them."""
+"""Evaluate the equations of an update. Owners compute the cores among these equations."""
 
 from __future__ import annotations
 

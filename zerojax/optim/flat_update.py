@@ -101,5 +101,5 @@ def is_traced(x: Any) -> bool:
 
 
 def _shaped(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Return a `ShapeDtypeStruct` with a value's type, and with `shape` or, if it is None, the value's shape."""
+    """Return a `ShapeDtypeStruct` with the type of `x`, and with `shape`, or the shape of `x` if `shape` is None."""
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))

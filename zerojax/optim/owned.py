@@ -84,7 +84,7 @@ def owned_update(
 
 
 def _batches(config: Config, group: OwnedGroup) -> list[OwnedGroup]:
-    """Divide a group with offloaded state into batches of at most one item per device, and at most a chunk's bytes."""
+    """Divide `group` into batches. A batch has at most one item per device, and at most `chunk_bytes` per device."""
     assert config.offload is not None
     batches: list[list[Core]] = []
     items = local_bytes = math.inf
@@ -118,7 +118,7 @@ def _sliced(
 
 
 def _is_stack(core: Core, traced: TracedUpdate) -> bool:
-    """Return whether a core computes each matrix of a stack separately, and the stack's dim 0 is not sharded."""
+    """Return whether `core` updates each matrix of a stack separately, and dim 0 of the stack is not sharded."""
     arrays = (*core.arrays, *core.outs)
     count = arrays[0][1].shape[0]
     if any(len(where.shape) < 3 or where.shape[0] != count or where.dim == 0 for _, where in arrays) or count == 1:

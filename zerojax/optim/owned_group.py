@@ -1,4 +1,4 @@
-"""Describe the work of owners: a `Core` needs a full matrix, and an `OwnedGroup` has cores with equal programs."""
+"""Describe the work of owners. A `Core` needs a full matrix. An `OwnedGroup` has cores with equal programs."""
 
 from __future__ import annotations
 

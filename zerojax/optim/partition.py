@@ -169,8 +169,8 @@ def may_chunk(
 ) -> bool:
     """Return whether a parameter's group may be updated in chunks.
 
-    The group must not reduce an array. All values that it reads and computes must be scalars, or arrays of the
-    parameter that have its shape. For example, a group with a `cond` over all leaves cannot be chunked.
+    The group must not reduce an array. It may read only scalars, and arrays of the parameter that have the parameter's
+    shape. All its results must have this shape. For example, a group with a `cond` over all leaves cannot be chunked.
     """
     i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 
@@ -252,7 +252,7 @@ def groups_of(
 
 
 def connected(sets: Sequence[Collection]) -> list[list[int]]:
-    """Group sets that overlap, directly or through other sets. Return the indices of each group's sets."""
+    """Group `sets` that overlap, directly or through other sets. Return the indices of the sets in each group."""
     parent: dict[Any, Any] = {}
 
     def root(x):

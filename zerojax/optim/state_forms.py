@@ -57,7 +57,7 @@ def seen_in(state: PyTree) -> dict[str, tuple]:
 
 
 def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Convert a state, or the tree of its shardings, to the form that `init` and `update` return."""
+    """Convert `state`, or a tree of its shardings, to the form that `init` and `update` return."""
     others = tuple(leaf.others for leaf in plan.layout.params)
     names = {
         name for entries in others for entry in entries for name in (entry if isinstance(entry, tuple) else [entry])

@@ -70,7 +70,7 @@ class TracedUpdate:
 
     @functools.cached_property
     def structure(self) -> tuple:
-        """Return the structure of the trace, which does not include shapes."""
+        """Return the structure of the trace. Traces that differ only in shapes have equal structures."""
         return len(self.reads), [(eqn.primitive.name, len(eqn.outvars)) for eqn in self.jaxpr.eqns]
 
     @functools.cached_property
@@ -89,7 +89,7 @@ class TracedUpdate:
         return len(self.jaxpr.outvars) - self.num_params
 
     def core_jaxpr(self, core: Core) -> Any:
-        """Return a core as a jaxpr from its inputs to its results, in the shapes of this trace."""
+        """Return `core` as a jaxpr from its inputs to its results, with the shapes of this trace."""
         of = lambda indices: [self.variables[n] for n in indices]
         return compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in core.eqns], of(core.inputs), of(core.results))
 

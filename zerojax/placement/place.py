@@ -60,7 +60,7 @@ def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
 
 
 def check_host_room(config: Config, layout: Layout) -> None:
-    """Raise a `MemoryError` if there is not enough host memory for the parameters that are kept in it."""
+    """Raise a `MemoryError` if the parameters that are kept in host memory do not fit there."""
     if needed := sum(leaf.local_bytes for leaf in layout.params if leaf.host):
         check_host_memory(config.mesh, needed, "Offload(params=)")
 

@@ -42,7 +42,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
     Raises:
         ValueError: If the state was made for other parameters, or by another transformation.
         TypeError: If the planned type of a leaf cannot represent the leaf's type.
-        MemoryError: If there is not enough host memory for the state that is offloaded to it.
+        MemoryError: If the state that is offloaded to host memory does not fit there.
     """
     masters = master_weights(plan, params) if config.has_master_weights else []
     # Remove the prefix of the wrapped transformation's state from the paths, because a plain state lacks this prefix.

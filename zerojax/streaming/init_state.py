@@ -52,7 +52,7 @@ class Deferred:
 
 
 def check_host_room(config: Config, plan: ShardingPlan) -> None:
-    """Raise a `MemoryError` if there is not enough host memory for the state that is offloaded to it."""
+    """Raise a `MemoryError` if the state that is offloaded to host memory does not fit there."""
     if config.offload is not None and config.offload.optimizer == "host" and plan.offloaded:
         needed = sum(plan.state[k].local_bytes for k in plan.offloaded)
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")

@@ -171,7 +171,7 @@ class GroupInFlight:
 
 
 class Chunk(NamedTuple):
-    """A chunk of a group, with its index `n`, the key of its program, and its start on the chunked dim."""
+    """Chunk `n` of a group. `key` is the key of its program. The chunk begins at index `start` of the chunked dim."""
 
     of: GroupInFlight
     n: int
