@@ -31,7 +31,7 @@ from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
-# Hosts divide the writing of a replicated array only from this slice size on, because every slice is compiled.
+# Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
 # Arrays are read in groups of about this size, to limit the host memory in use.
 GROUP_BYTES = 2 << 30

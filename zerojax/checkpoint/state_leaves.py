@@ -102,7 +102,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
             for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):
                 params[i] = narrow
     nodes, structure = jax.tree.flatten(like.params, is_leaf=is_chunked)
-    # Narrow copies of master weights are written to the files that they are read from.
+    # If the parameters are on disk, narrow copies of master weights are written to the files of the parameters.
     pairs = zip(nodes, params, strict=True)
     params = [replaced(node, x) if is_chunked(node) and not is_chunked(x) else x for node, x in pairs]
     stored = jax.tree.unflatten(structure, params)

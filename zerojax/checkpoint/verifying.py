@@ -49,7 +49,7 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
-    """Verify the checkpoint of `step`, or the newest checkpoint if `step` is None, and return its manifest.
+    """Check the files of `step`'s checkpoint (None means the newest step), and return the checkpoint's manifest.
 
     Raises:
         CheckpointError: If there is no such checkpoint, or another run removed the checkpoint while it was verified.

@@ -28,7 +28,7 @@ class Key:
     rule: Rule = ANY  # which values the key takes
     # Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. Arguments of None are left out.
     gives: Callable[[Any], Mapping[str, Any]] = lambda value: {}
-    open: bool = False  # whether the key's object is kept whole, so that its entries are not read
+    open: bool = False  # whether the key takes an object whose entries are not read
 
 
 def argument(name: str, rule: Rule, values: Mapping[Any, Any] | None = None, how: str = "") -> Key:

@@ -16,7 +16,7 @@ from zerojax.units import format_bytes
 KINDS = ("pinned_host", "unpinned_host")
 # The CUDA backend can pin at most this many gigabytes, unless the environment variable sets another limit.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-FITS = "fits"  # the message of a process without a problem
+FITS = "fits"  # the message of a process whose host has enough memory
 
 
 def host_kind(mesh: Mesh) -> str:

@@ -19,8 +19,8 @@ from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER
 from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, union
 
-# A core may read and return values that are not sharded, such as a norm. They are sent to all devices, and may have at
-# most this number of elements.
+# Maximum number of elements of a value that is not sharded, such as a norm, and that a core reads or returns. Such a
+# value is sent to all devices.
 SMALL = 8192
 
 

@@ -170,7 +170,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
     if not may_sum and not (matched and not found[0][2]):
         raise LostError(eqn)
     if None not in dims and not matched:
-        # The dim has another role in the second operand. To gather this operand sends half the bytes of an all-reduce.
+        # The dim has another role in the second operand. Gathering this operand sends half the bytes of an all-reduce.
         work.sum(eqn.invars[1], 0.5)
         dims = [dims[0], None]
         found = [one for one in pairs if has(one[0])]

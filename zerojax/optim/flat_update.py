@@ -78,7 +78,7 @@ class FlatUpdate:
         def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
             of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
             seen = [_shaped(x, self._state_shape(k, changed)) for k, x in enumerate(state)]
-            # Equations record the mesh of their context, so trace them without a mesh: owners use another mesh.
+            # Equations record the mesh of their context, and owners use another mesh. So trace without a mesh.
             with jax.sharding.use_abstract_mesh(NO_MESH):
                 return trace_update(update, of_params(grads), seen, of_params(params or []), arrays)
 

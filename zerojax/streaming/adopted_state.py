@@ -124,7 +124,7 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     wide = common_dtype(dtype, leaf.dtype) if floats else None
     if wide == leaf.dtype:
         return x.astype(leaf.dtype)
-    if wide == dtype and may_be_wider:  # wide gradients make such a leaf, and `update` accepts it
+    if wide == dtype and may_be_wider:  # wide gradients make such a wide leaf, which `update` accepts
         return x
     raise TypeError(
         f"{name} is {dtype}, and this transformation keeps it in {leaf.dtype}, which cannot represent every {dtype}. "
