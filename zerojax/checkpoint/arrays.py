@@ -210,7 +210,7 @@ def is_key(x: Any) -> bool:
 
 
 def run(coroutine: Coroutine) -> Any:
-    """Run a coroutine in another thread, and return its result. A notebook's thread already has an event loop."""
+    """Run a coroutine in another thread, because a notebook's thread has an event loop already. Return the result."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, quietly(coroutine)).result()
 

@@ -274,7 +274,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the checkpointer. If the block raised an error, a failed save only warns, so it hides no error."""
+        """Close the checkpointer. If the block raised an error, a failed save only warns, to keep the error visible."""
         try:
             self.close()
         except CheckpointError as failure:

@@ -166,7 +166,7 @@ def free_aside(directory: Path, step: int) -> str:
 
 
 def rename_later_steps(directory: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps, so that this step is the newest, and return their new names.
+    """Rename the checkpoints of later steps, so that `step` is the newest. Return the new names.
 
     Later steps exist if the run restored an earlier step, by choice or because the later checkpoints are damaged.
     """

@@ -162,7 +162,7 @@ def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, 
 
 
 def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
-    """Return the tensors to write, and the names of equal tensors, as a dict from a later name to an earlier name."""
+    """Return the tensors to write, and a dict from the name of each repeated tensor to the name of its first copy."""
     resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(

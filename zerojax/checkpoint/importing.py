@@ -159,7 +159,7 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
 
 
 def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
-    """Return a slice of a section as memory-mapped elements. The file is read only when the slice is copied."""
+    """Return the slice `index` of a section, memory-mapped. The file is read only when the slice is copied."""
     return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
 
 

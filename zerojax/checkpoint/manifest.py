@@ -139,7 +139,7 @@ def digest(path: Path) -> tuple[int, str]:
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return the size and the sha256 of files in a folder, by their relative path."""
+    """Return the size and the sha256 of the files `names` in a folder, by name."""
     names = list(names)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(lambda name: digest(directory / name), names), strict=True))

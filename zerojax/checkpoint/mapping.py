@@ -71,7 +71,7 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The part of a tensor in a file that holds a leaf, or one index of a stacked leaf."""
+    """The part of a file's tensor that holds one leaf, or one index of a stacked leaf."""
 
     leaf: int  # position of the leaf in the list of leaves
     index: tuple[int, ...]  # index in the leaf's stacked dims, which are its leading dims

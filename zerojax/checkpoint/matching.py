@@ -32,7 +32,7 @@ class Match:
 
 
 def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
-    """Match saved leaves with the leaves of a state by name. Unless `partial`, raise a `ValueError` if they differ."""
+    """Match the leaves `saved` and `wanted` by name. Raise a `ValueError` if they differ, unless `partial` is true."""
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}
@@ -85,7 +85,7 @@ def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether restoring rounds a saved parameter to the narrower type of this stage, as `create` would."""
+    """Return whether restoring rounds the parameter `saved` to the narrower type of `wanted`, as `create` would."""
     return wanted.narrow and saved.dtype != wanted.dtype and widens_exactly(wanted.dtype, saved.dtype)
 
 
@@ -129,7 +129,7 @@ def check_transformation(manifest: Manifest, describe: Describe | None, *, parti
 
 
 def structures(saved: Description, wanted: Description) -> str:
-    """Describe two structures, starting shortly before their first difference."""
+    """Describe the structures of `saved` and `wanted`, starting shortly before their first difference."""
     a, b = saved.structure, wanted.structure
     differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     begin = max(0, next(differs, min(len(a), len(b))) - 60)
@@ -139,7 +139,7 @@ def structures(saved: Description, wanted: Description) -> str:
 
 
 def changes(saved: Description, wanted: Description) -> str:
-    """Describe the operations that only one of two programs has."""
+    """Describe the operations that only `saved` or only `wanted` has."""
     before = [one for one in saved.operations if one not in wanted.operations]
     after = [one for one in wanted.operations if one not in saved.operations]
     if not before and not after:

@@ -50,7 +50,7 @@ class SavedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Description of a checkpoint, which is written as JSON."""
+    """The description of a checkpoint in `manifest.json`."""
 
     step: int
     leaves: tuple[SavedLeaf, ...]

@@ -197,7 +197,7 @@ def disk_bytes(one: StateLeaf) -> int:
 
 
 def storage_bytes(one: StateLeaf) -> int:
-    """Return the bytes of a leaf, padding included."""
+    """Return the bytes of a leaf, including its padding."""
     return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize
 
 

@@ -45,7 +45,7 @@ def require_sound(manifest: Manifest) -> None:
 
 
 def require_packed(manifest: Manifest) -> None:
-    """Raise a `ValueError` if packed leaves share bytes or leave gaps. A small file could then make large arrays."""
+    """Raise a `ValueError` if packed leaves share or skip bytes. Otherwise, a small file could make large arrays."""
     for file, extents in manifest.packed().items():
         end = 0
         for one in extents:

@@ -132,7 +132,7 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
-    """Return a `StateLeaf` whose name and path are made from its field and key path."""
+    """Return a `StateLeaf` whose name and path are made from `field` and the key path `path`."""
     return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 

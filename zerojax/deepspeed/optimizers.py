@@ -84,7 +84,7 @@ def _arguments(values: Mapping[str, Any], prefix: str, table: Mapping[str, tuple
 
 
 def _rate(values: Mapping[str, Any], lr: float) -> Any:
-    """Return the learning rate: a number, or the Python of a schedule."""
+    """Return the learning rate, as a number or as the Python of a schedule."""
     kind = values.get("scheduler.type")
     if kind is None:
         return lr

@@ -39,7 +39,7 @@ def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 
 
 def to_memory(x: jax.Array, kind: str) -> jax.Array:
-    """Copy an array to another kind of memory, asynchronously."""
+    """Copy an array to memory of this `kind`, asynchronously."""
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 

@@ -41,7 +41,7 @@ class CoreFinder:
     def _follow(self) -> None:
         """Map each variable to the indices of the leaves that it depends on.
 
-        A scalar that is computed from several leaves, such as the norm of all gradients, is not a dependency.
+        A scalar that is computed from several leaves, such as the norm of all gradients, counts as independent of all.
         """
         self.depends: dict[Any, frozenset] = {}
         for var, (kind, k) in self.traced.reads.items():
@@ -105,7 +105,7 @@ class CoreFinder:
         return name in ELEMENTWISE_OR_BARRIER or all(atom.aval.shape == () for atom in atoms)
 
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
-        """Return the core of one leaf, or the reason why it has none.
+        """Return the core of parameter `i`, or the reason why the parameter has no core.
 
         The core must contain all products, and all non-elementwise equations before or after a product. It also
         contains every equation between two of these. If the core reads an array whose layout is not known, the equation

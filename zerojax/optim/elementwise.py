@@ -182,7 +182,7 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
 
 
 def stays_zero(eqn, values: list[Known]) -> bool:
-    """Return whether an elementwise result is zero where gradients and parameters are zero."""
+    """Return whether the result of the elementwise `eqn` is zero wherever gradients and parameters are zero."""
     name = eqn.primitive.name
     if name == "mul":
         # Zero times a scalar is zero. Zero times state is not safe, because the state's padding might be infinite.

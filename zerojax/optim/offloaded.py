@@ -110,7 +110,7 @@ class OffloadedState:
 
     @functools.cached_property
     def chunkable(self) -> dict[int, Chunking]:
-        """Return the chunking of each parameter that has offloaded state and an elementwise update."""
+        """Map each parameter that may be updated in chunks, because its update is elementwise, to its chunking."""
         grads, state, param_of = self.leaves
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():

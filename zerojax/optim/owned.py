@@ -183,7 +183,7 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
 
 
 def _even(counts: Sequence[int], owners: int) -> int:
-    """Return the largest n for which the owners can share the items of the first n cores evenly."""
+    """Return the largest n for which the items of the first n cores can be divided evenly among the owners."""
     totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 

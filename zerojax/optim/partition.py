@@ -143,7 +143,7 @@ def partition(
 
 
 def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
-    """Join the groups whose cores owners compute together."""
+    """Join those of `groups` that have cores in one group of `owned`, because owners compute these cores together."""
     group_of = {o: n for n, outs in enumerate(groups) for o in outs}
     together = [{group_of[core.leaf] for core in g.cores if core.leaf in group_of} for g in owned.groups]
     sets = [*({n} for n in range(len(groups))), *filter(None, together)]

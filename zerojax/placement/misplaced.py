@@ -53,7 +53,7 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
 
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the data axes that divide each dim, without the undivided dims at the end."""
+    """Return, for each dim of `spec`, the axes of `data` that divide the dim. Drop undivided dims at the end."""
     dims = [tuple(axis for axis in entry_axes(entry) if axis in data) for entry in spec]
     while dims and not dims[-1]:
         dims.pop()

@@ -66,7 +66,7 @@ def check_host_room(config: Config, layout: Layout) -> None:
 
 
 def place_array(x: Any, sharding: NamedSharding) -> Any:
-    """Return a copy of an array with this sharding. Donating the copy does not delete the caller's array."""
+    """Return a copy of `x` with this `sharding`. Donating the copy does not delete the caller's array."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding.memory_kind in KINDS:
@@ -79,7 +79,7 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
 
 
 def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
-    """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves."""
+    """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves at once."""
     # Copy through the device. Otherwise, the copy of an array in host memory would share the array's shards.
     copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
     return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)

@@ -137,7 +137,7 @@ def pin_to_plan(
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
-    """Cast each array to its type, on the device. An array that already has the type is returned unchanged."""
+    """Cast `arrays` to `dtypes` on the device. An array that already has its type is returned unchanged."""
     return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 

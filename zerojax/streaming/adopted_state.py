@@ -70,7 +70,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
 
 
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:
-    """Return master weights in logical shape, one for each parameter whose stored type is narrower."""
+    """Return master weights, in logical shape, for parameters whose stored type is narrower than the planned type."""
     leaves, as_array = leaves_of(params), lambda x: logical(x) if isinstance(x, Padded | jax.Array) else np.asarray(x)
     narrow = zip(plan.layout.trained, plan.trained.grads, narrow_leaves(plan.trained), strict=True)
     return [as_array(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]

@@ -51,7 +51,7 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Return the new parameters and the new state of a chunk."""
+    """Return the new parameters and the new state of a chunk, as one list."""
     inputs = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
     leaves = {PARAM: key.params, GRAD: key.grads, STATE: key.state}
 
