@@ -1,4 +1,4 @@
-"""Save checkpoints at any stage, mesh and precision, verify them, and restore them at any other.
+"""Save, verify and restore checkpoints. Stage, mesh and precision may differ between save and restore.
 
 Each task has a main file. Read that file first, then the files named after it:
 

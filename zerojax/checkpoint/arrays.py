@@ -31,14 +31,14 @@ from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
 
-# Hosts divide the writing of a replicated array only from this slice size on, because every slice is compiled.
+# Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
 # Arrays are read in groups of about this size, to limit the host memory in use.
 GROUP_BYTES = 2 << 30
 
 
 class ReadRequest(NamedTuple):
-    """A leaf to read, and its wanted shape and sharding. Saved dims are trimmed, or zero-padded, to this shape."""
+    """A leaf to read, and its wanted shape and sharding. Reading trims or zero-pads the saved dims to `shape`."""
 
     saved: SavedLeaf
     shape: tuple[int, ...]  # for PRNG keys, the shape of their data
@@ -126,7 +126,7 @@ def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
 
 
 def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
-    """Read a packed leaf. It is small, so each process reads all of it."""
+    """Read a packed leaf. Each process reads the full leaf, because packed leaves are small."""
     stored = files.read(one.saved.name, one.saved.pieces, one.saved.storage_dtype)
     fitted = np.zeros(one.shape, stored.dtype)
     common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))
@@ -210,7 +210,7 @@ def is_key(x: Any) -> bool:
 
 
 def run(coroutine: Coroutine) -> Any:
-    """Run a coroutine in another thread, and return its result. A notebook's thread already has an event loop."""
+    """Run a coroutine in another thread, because a notebook's thread has an event loop already. Return the result."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, quietly(coroutine)).result()
 

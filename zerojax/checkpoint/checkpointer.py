@@ -157,7 +157,7 @@ class Checkpointer:
         fallback: bool = False,
         partial: bool = False,
     ) -> Restored:
-        """Restore a checkpoint into the layout of a state, whatever layout it was saved in.
+        """Restore a checkpoint into the layout of `like`, which may differ from the layout that was saved.
 
         Args:
             like: A state of the same model and optimizer, at any stage, on any mesh, in any precision. Its leaves are
@@ -274,7 +274,7 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Close the checkpointer. If the block raised an error, a failed save only warns, so it hides no error."""
+        """Close the checkpointer. If the block raised an error, a failed save only warns, to keep the error visible."""
         try:
             self.close()
         except CheckpointError as failure:

@@ -101,7 +101,7 @@ def decode(tagged: dict) -> Any:
 
 
 def fill(template: Any, saved: Any) -> Any:
-    """Rebuild saved data in the pytree nodes of a template. Call `set_state` on the template's objects that have it."""
+    """Return `saved` in the pytree nodes of `template`. Call `set_state` on the objects in `template` that have it."""
     if template is None:
         return saved
     if has_state(template):

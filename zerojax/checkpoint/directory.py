@@ -65,7 +65,7 @@ def steps_in(directory: Path) -> list[int]:
 
 
 def clean(directory: Path) -> dict[str, str]:
-    """Remove the folders of killed saves. If a save was killed while it replaced a checkpoint, put the old one back.
+    """Remove the folders of killed saves. If a killed save was replacing a checkpoint, restore the old checkpoint.
 
     The caller holds the directory's lock. Folders that may be in use stay, because another run may still write if the
     lock file was deleted or is invisible on that run's host. Return the outcome for each folder, by name.
@@ -131,7 +131,7 @@ def is_being_written(temporary: Path, writer: str) -> bool:
 def commit(temporary: Path, step: int) -> None:
     """Rename a complete folder to the folder name of a step. All files of the folder are already on disk.
 
-    If the step already has a checkpoint, it is removed. If another folder has the step's name, that folder is renamed.
+    If the step already has a checkpoint, the old checkpoint is removed. Another folder with that name is renamed.
     """
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
@@ -166,7 +166,7 @@ def free_aside(directory: Path, step: int) -> str:
 
 
 def rename_later_steps(directory: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps, so that this step is the newest, and return their new names.
+    """Rename the checkpoints of later steps, so that `step` is the newest. Return the new names.
 
     Later steps exist if the run restored an earlier step, by choice or because the later checkpoints are damaged.
     """
@@ -196,7 +196,7 @@ def prune(directory: Path, keep: int | None) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder, ignoring errors. Repeat this while writes that are still in progress create it again."""
+    """Remove a folder, ignoring errors. Retry, because writes that are still in progress may create it again."""
     away = 0
     for _ in range(20):
         shutil.rmtree(path, ignore_errors=True)

@@ -140,7 +140,7 @@ def check_dtype(dtype: Any) -> None:
 
 
 def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
-    """Read the elements at one index of a saved leaf's leading dims, in logical shape."""
+    """Read `saved[index]`, where `index` selects along leading dims, and return it in logical shape."""
     shape = saved.shape[len(index) :]
     if saved.is_empty:
         return np.zeros(shape, jnp.dtype(saved.dtype))
@@ -162,7 +162,7 @@ def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, 
 
 
 def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
-    """Return the tensors to write, and the names of equal tensors, as a dict from a later name to an earlier name."""
+    """Return the tensors to write, and a dict from the name of each repeated tensor to the name of its first copy."""
     resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(
@@ -181,7 +181,7 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tupl
 
 
 def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], sources: list[Source], wanted: Any) -> Tensor:
-    """Return one tensor to write. A floating tensor is cast to the wanted type."""
+    """Return the tensor `name` to write. A floating tensor is cast to `wanted`, unless `wanted` is None."""
     target, *others = [sources[one.leaf].dtype for one in sections]
     target = jnp.result_type(target, *others) if others else target
     if str(target) in NAMES and wanted is not None and jnp.issubdtype(jnp.dtype(target), jnp.floating):
@@ -202,7 +202,7 @@ def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], source
 
 
 def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """Copy the logical elements at one index of a leaf's leading dims to host memory. All processes must call this."""
+    """Gather `x[index]`, in logical shape, to host memory. All processes must call this function."""
 
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x
@@ -217,7 +217,7 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
 
 def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped[Array, "*logical"]:
-    """Return the logical elements at an index of leading dims. The index is traced, so all indices share a program."""
+    """Return `x[index]` in logical shape. The `index` is traced, so that all indices share one program."""
     x = in_logical_shape(x, leaf)
     return x[index] if index else x
 
@@ -261,7 +261,7 @@ def write_sources(
 
 
 def check_tie(tensors: dict[str, Tensor], name: str, other: str) -> None:
-    """Raise an error if one of two tied tensors does not exist, or if they are not equal."""
+    """Raise an error unless the tensors `name` and `other` exist and are equal."""
     if name not in tensors or other not in tensors:
         missing = name if name not in tensors else other
         raise ValueError(f"tied= names {missing!r}, and there is no such parameter. There are {', '.join(tensors)}.")

@@ -131,7 +131,7 @@ def shard_by_shard(
 
 
 def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
-    """Read the shard at an index of a leaf's storage, with zeros as padding. `like` has the leaf's shapes and type."""
+    """Read the part of a leaf's storage at `index`, and pad it with zeros. `like` has the leaf's shapes and type."""
     storage = like.storage.shape if is_padded(like) else like.shape
     spans = [range(*one.indices(n)) for one, n in zip(index, storage, strict=True)]
     inside = [slice(min(span.start, n), min(span.stop, n)) for span, n in zip(spans, like.shape, strict=True)]
@@ -159,7 +159,7 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
 
 
 def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
-    """Return a slice of a section as memory-mapped elements. The file is read only when the slice is copied."""
+    """Return the slice `index` of a section, memory-mapped. The file is read only when the slice is copied."""
     return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
 
 

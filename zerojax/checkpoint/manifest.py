@@ -28,7 +28,7 @@ from zerojax.optim.description import Description
 from zerojax.version import version
 
 VERSION = 2
-# The largest manifest that is read, far more than any model needs. A forged sparse file must not fill the memory.
+# Maximum bytes of a manifest, far more than any model needs. A forged sparse file must not fill the memory.
 MANIFEST_BYTES = 1 << 30
 # (leaf, file, problem). The name of the leaf is empty if the file belongs to no leaf.
 Damage = tuple[str, str, str]
@@ -105,8 +105,8 @@ def plain_file(directory: Path, name: str) -> Path:
     """Return the path of a file of a checkpoint, after checking that it is a plain file in the checkpoint's folder.
 
     A checkpoint may come from anyone. So a path outside the folder, a device and a pipe raise an `OSError`, as a
-    missing file does. A link within the folder raises it, too: many links to one file could make large arrays from a
-    small checkpoint.
+    missing file does. A link within the folder also raises an `OSError`, because many links to one file could make
+    large arrays from a small checkpoint.
     """
     path, root = (os.path.realpath(one) for one in (directory / name, directory))
     if not path.startswith(f"{root}{os.sep}"):
@@ -139,7 +139,7 @@ def digest(path: Path) -> tuple[int, str]:
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return the size and the sha256 of files in a folder, by their relative path."""
+    """Return the size and the sha256 of the files `names` in a folder, by name."""
     names = list(names)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(lambda name: digest(directory / name), names), strict=True))

@@ -16,8 +16,8 @@ placeholder  `{i}` matches any number. If the path has `{i}`, too, there is one 
 pattern      names the tensor's dims before the arrow, and the leaf's dims after it. `(h d)` is one dim of the tensor
              that is split into two dims of the leaf. `()` is a dim of size 1 that the leaf does not have. All sizes
              come from the leaf.
-list         names leaves that are made from the same tensor. They are tied: each is a copy of the whole tensor. But if
-             their patterns mark a dim, as in `(h+ d) e -> e h d`, each leaf is the tensor's next slice along that dim.
+list         names leaves that are made from the same tensor. The leaves are tied: each is a copy of the tensor. But
+             if their patterns mark a dim, as in `(h+ d) e -> e h d`, each leaf is the next slice along that dim.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """The part of a tensor in a file that holds a leaf, or one index of a stacked leaf."""
+    """The part of a file's tensor that holds one leaf, or one index of a stacked leaf."""
 
     leaf: int  # position of the leaf in the list of leaves
     index: tuple[int, ...]  # index in the leaf's stacked dims, which are its leading dims

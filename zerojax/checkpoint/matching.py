@@ -32,7 +32,7 @@ class Match:
 
 
 def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
-    """Match saved leaves with the leaves of a state by name. Unless `partial`, raise a `ValueError` if they differ."""
+    """Match the leaves `saved` and `wanted` by name. Raise a `ValueError` if they differ, unless `partial` is true."""
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}
@@ -56,14 +56,14 @@ def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: 
 
 
 def unfit_errors(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf]) -> set[str]:
-    """Return the names of rounding-error leaves that cannot be restored: only one side has them, or they differ."""
+    """Return the names of rounding-error leaves that `saved` and `wanted` do not both have, or that differ."""
     by_name = {leaf.name: leaf for leaf in saved}
     names = {leaf.name for leaf in (*saved, *wanted.values()) if leaf.path[0] == ERRORS}
     return {name for name in names if name not in wanted or difference(by_name.get(name), wanted[name])}
 
 
 def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
-    """Explain why a leaf cannot be restored, or return an empty string if it can."""
+    """Explain why `saved` cannot be restored into `wanted`, or return an empty string if it can."""
     needed = f"{wanted.dtype}{list(wanted.leaf.shape)}"
     if saved is None:
         return f"nothing was saved, {needed} is wanted"
@@ -79,18 +79,18 @@ def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
 
 
 def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
-    """Return the layout and type in which a leaf is restored."""
+    """Return the layout of `wanted`, with the type of `saved` if `wanted` accepts any type."""
     dtype = jnp.dtype(saved.dtype) if saved.key is None and takes_any_dtype(wanted) else wanted.array.dtype
     return dataclasses.replace(wanted.leaf, dtype=dtype)
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether restoring rounds a saved parameter to the narrower type of this stage, as `create` would."""
+    """Return whether restoring rounds the parameter `saved` to the narrower type of `wanted`, as `create` would."""
     return wanted.narrow and saved.dtype != wanted.dtype and widens_exactly(wanted.dtype, saved.dtype)
 
 
 def takes_any_dtype(wanted: StateLeaf) -> bool:
-    """Return whether a leaf accepts any saved type. Integer state does, because optax's first update makes it float."""
+    """Return whether `wanted` accepts any saved type. Integer state does: optax's first update makes it float."""
     return wanted.path[0] == "opt_state" and jnp.issubdtype(wanted.leaf.dtype, jnp.integer)
 
 
@@ -104,9 +104,9 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
 def check_transformation(manifest: Manifest, describe: Describe | None, *, partial: bool, where: str) -> None:
     """Raise an error if the saved transformation has another structure, and warn if it computes another update.
 
-    `match` does not notice this, because different transformations may have the same leaves. With other versions of JAX
-    or optax, another structure is only a warning, and programs are not compared, because the same update may consist of
-    other operations. Nothing is checked if `partial`, or if an early version of zerojax saved no description.
+    `match` does not notice this, because different transformations may have the same leaves. If another version of
+    JAX or optax saved the checkpoint, another structure only causes a warning, and programs are not compared, because
+    they may differ for the same update. If `partial`, or if an early zerojax saved no description, check nothing.
     """
     saved = manifest.transformation
     if saved is None or describe is None or partial:
@@ -129,7 +129,7 @@ def check_transformation(manifest: Manifest, describe: Describe | None, *, parti
 
 
 def structures(saved: Description, wanted: Description) -> str:
-    """Describe two structures, starting shortly before their first difference."""
+    """Describe the structures of `saved` and `wanted`, starting shortly before their first difference."""
     a, b = saved.structure, wanted.structure
     differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     begin = max(0, next(differs, min(len(a), len(b))) - 60)
@@ -139,7 +139,7 @@ def structures(saved: Description, wanted: Description) -> str:
 
 
 def changes(saved: Description, wanted: Description) -> str:
-    """Describe the operations that only one of two programs has."""
+    """Describe the operations that only `saved` or only `wanted` has."""
     before = [one for one in saved.operations if one not in wanted.operations]
     after = [one for one in wanted.operations if one not in saved.operations]
     if not before and not after:

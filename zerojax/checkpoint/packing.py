@@ -27,7 +27,7 @@ PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A box of a leaf's storage (one range per dim), and where its bytes are. They are row-major and little-endian."""
+    """A box of a leaf's storage (one range per dim), and its place in a file. Bytes are row-major and little-endian."""
 
     file: str  # name of the file in the checkpoint
     offset: int  # offset of the box's first byte in the file
@@ -82,7 +82,7 @@ def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Block]:
 
 
 def written_shards(x: jax.Array) -> list[jax.Shard]:
-    """Return the shards that this process writes: each part of an array once. PRNG keys are returned as key data."""
+    """Return the shards of `x` that this process writes, with replica ID 0. For PRNG keys, take the key data."""
     x = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 

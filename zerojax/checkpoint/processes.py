@@ -13,7 +13,7 @@ class Processes(processes.Processes):
     """The processes of a run, which exchange messages for the saves and restores of one checkpointer."""
 
     def __init__(self, timeout: float):
-        """Give this checkpointer a number. All processes open checkpointers in the same order, so they agree on it."""
+        """Give this checkpointer a number. All processes open checkpointers in the same order, so the numbers agree."""
         super().__init__("checkpoint", timeout)
 
     def exchange(self, topic: str, message: str) -> list[str]:
@@ -24,7 +24,7 @@ class Processes(processes.Processes):
             raise CheckpointError(str(error)) from error
 
     def require_same(self, call: str, record: Mapping[str, object]) -> None:
-        """Raise a `ValueError` on every process if the processes call this with different arguments."""
+        """Raise a `ValueError` on every process if `call` or `record` differs between the processes."""
         try:
             processes.require_same(call, {name: str(value) for name, value in record.items()}, timeout=self.timeout)
         except TimeoutError as error:

@@ -23,8 +23,8 @@ def data_file(process: int) -> str:
 class SavedLeaf:
     """A leaf as it was saved."""
 
-    name: str  # as errors print it
-    path: tuple[str, ...]  # its keys, starting with the field of the state
+    name: str  # the name that errors print
+    path: tuple[str, ...]  # the leaf's keys, starting with the field of the state
     shape: tuple[int, ...]  # logical shape
     dtype: str  # name of the element type
     kind: str  # layout of the storage: "replicated", "sharded" or "flat"
@@ -50,13 +50,13 @@ class SavedLeaf:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Description of a checkpoint, which is written as JSON."""
+    """The description of a checkpoint in `manifest.json`."""
 
     step: int
     leaves: tuple[SavedLeaf, ...]
     files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
     made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
-    transformation: Description | None = None  # of the optimizer; None if an early version of zerojax saved it
+    transformation: Description | None = None  # the optimizer's description; None if an early zerojax saved it
 
     def leaf_of(self, file: str) -> str:
         """Return the name of the leaf that a file belongs to, or an empty string."""

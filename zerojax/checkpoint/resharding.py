@@ -53,7 +53,7 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
 
 
 def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
-    """Return an intermediate layout for converting flat storage. It is sharded, if possible, to save device memory."""
+    """Return a layout for the step between flat and other storage. It is sharded if possible, to save device memory."""
     replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
     if not isinstance(sharding, NamedSharding):
         return replicated, sharding
@@ -65,7 +65,7 @@ def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
 
 
 def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:
-    """Return a flat layout, sharded over the leaf's axes if the mesh has them. Without a mesh, it has one shard."""
+    """Return a flat layout that is sharded over the leaf's axes if the mesh has them. Without a mesh, use one shard."""
     leaf = dataclasses.replace(leaf, kind="flat", dim=None)
     mesh = getattr(sharding, "mesh", None)
     if mesh is not None and set(leaf.axes) <= set(mesh.axis_names):

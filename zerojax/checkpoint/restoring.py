@@ -1,4 +1,4 @@
-"""Restore a state from a verified checkpoint: match the leaves, read each into its new layout, and fill the state."""
+"""Restore a state from a verified checkpoint. Match the leaves, read each into its new layout, and fill the state."""
 
 from __future__ import annotations
 

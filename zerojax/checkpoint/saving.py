@@ -1,4 +1,4 @@
-"""Run one asynchronous save: copy the state to host memory, then write, digest and commit it in a thread.
+"""Run one asynchronous save. Copy the state to host memory, then write, digest and commit it in a thread.
 
 All processes take the same four steps, and agree after each step: begin, write, digest, commit. Only the first process
 makes the folder and commits it.
@@ -197,7 +197,7 @@ def disk_bytes(one: StateLeaf) -> int:
 
 
 def storage_bytes(one: StateLeaf) -> int:
-    """Return the bytes of a leaf, padding included."""
+    """Return the bytes of a leaf, including its padding."""
     return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize
 
 

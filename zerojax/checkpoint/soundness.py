@@ -45,7 +45,7 @@ def require_sound(manifest: Manifest) -> None:
 
 
 def require_packed(manifest: Manifest) -> None:
-    """Raise a `ValueError` if packed leaves share bytes or leave gaps. A small file could then make large arrays."""
+    """Raise a `ValueError` if packed leaves share or skip bytes. Otherwise, a small file could make large arrays."""
     for file, extents in manifest.packed().items():
         end = 0
         for one in extents:
@@ -72,7 +72,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
-    """Explain why no save writes these facts about a file, or return an empty string."""
+    """Explain why no save writes a file's entry with these values, or return an empty string."""
     if not is_text(name):
         return "has a name that cannot be printed"
     if not is_count(size):
@@ -172,7 +172,7 @@ def agrees(name: str, path: Sequence[str]) -> bool:
 
 
 def after_other_key(rest: str, key: str) -> str | None:
-    """Return the text after a key whose `str` and `repr` differ, such as `[<Name.KEY: 1>]`, or None without such a key.
+    """Return `rest` after `key` in a form such as `[<Name.KEY: 1>]`, or None if `rest` does not begin with such a form.
 
     A key in quotes is a string. `agrees` has already compared its `repr`.
     """

@@ -1,4 +1,4 @@
-"""Turn a state into named logical leaves, which are the same for every stage, mesh and precision, and back.
+"""Convert a state to named logical leaves and back. The leaves are the same for every stage, mesh and precision.
 
 Master weights replace their parameter, and the state of the wrapped transformation replaces `MasterState`. Arrays stay
 in storage shape; the `Leaf` of an array says how it is padded or flattened.
@@ -32,11 +32,11 @@ ERRORS = "rounding_errors"
 class StateLeaf:
     """One logical leaf of a state, and its array."""
 
-    name: str  # as errors print it: params['layer']['w']
-    path: tuple[str, ...]  # its keys, starting with the field of the state
+    name: str  # the name that errors print, such as params['layer']['w']
+    path: tuple[str, ...]  # the leaf's keys, starting with the field of the state
     leaf: Leaf  # the layout of the array
-    array: Any  # the array, or its shape with a sharding; in storage shape
-    narrow: bool = False  # stored in a narrower type than it is updated in, so a wider saved value may be rounded
+    array: Any  # an array, or a shape with a sharding; in storage shape
+    narrow: bool = False  # whether the stored type is narrower than the update's, so that saved values may be rounded
 
     @property
     def dtype(self) -> str:
@@ -102,7 +102,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
             for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):
                 params[i] = narrow
     nodes, structure = jax.tree.flatten(like.params, is_leaf=is_chunked)
-    # Parameters that were converted from master weights are arrays here. Write those on disk to their files.
+    # If the parameters are on disk, narrow copies of master weights are written to the files of the parameters.
     pairs = zip(nodes, params, strict=True)
     params = [replaced(node, x) if is_chunked(node) and not is_chunked(x) else x for node, x in pairs]
     stored = jax.tree.unflatten(structure, params)
@@ -110,7 +110,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
 
 
 def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """Return the wrapped transformation's state, and a dict from parameter index to its master weights with layout."""
+    """Return the wrapped transformation's state, and the layout and array of master weights by parameter index."""
     if not isinstance(state.opt_state, MasterState):
         return state.opt_state, {}
     plan, (inner, master) = state.plan, state.opt_state
@@ -132,7 +132,7 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
-    """Return a `StateLeaf` whose name and path are made from its field and key path."""
+    """Return a `StateLeaf` whose name and path are made from `field` and the key path `path`."""
     return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 

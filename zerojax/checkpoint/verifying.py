@@ -1,4 +1,4 @@
-"""Find a checkpoint and verify it: every file is read and digested before the checkpoint is used.
+"""Find a checkpoint and verify it. Every file is read and digested before the checkpoint is used.
 
 `damage_in` checks that each file of the manifest has the bytes that were written. `incomplete` checks that the manifest
 lists all files that its leaves need.
@@ -49,11 +49,11 @@ def retried(work: Callable[[], T]) -> T:
 
 
 def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
-    """Return the manifest of the checkpoint of a step, or of the newest step for None, after verifying its files.
+    """Check the files of `step`'s checkpoint (None means the newest step), and return the checkpoint's manifest.
 
     Raises:
-        CheckpointError: If there is no such checkpoint, or it was removed meanwhile.
-        DamagedError: If the checkpoint is damaged. With `fallback`, only if no other checkpoint is intact either.
+        CheckpointError: If there is no such checkpoint, or another run removed the checkpoint while it was verified.
+        DamagedError: If the checkpoint is damaged. With `fallback`, only if every other checkpoint is damaged, too.
     """
     # The first process decides: a shared file system may show an older list to other processes.
     listed = processes.exchange("list the checkpoints", json.dumps([existing_step(root, step), *steps_in(root)]))
@@ -76,7 +76,7 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
 
 
 def existing_step(root: Path, step: int | None) -> int:
-    """Return `step`, or the newest step for None. Raise an error if there is no such checkpoint."""
+    """Return `step`, or the newest step if `step` is None. Raise an error if there is no such checkpoint."""
     steps = steps_in(root)
     chosen = max(steps, default=None) if step is None else step_number(step)
     if chosen is None or chosen not in steps:
@@ -123,7 +123,7 @@ def reading(root: Path, manifest: Manifest) -> Iterator[None]:
 
 
 def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], cause: Exception | None = None) -> None:
-    """Read the manifest of a step again, and raise a `ReplacedError` if the result differs from `manifest`."""
+    """Read the manifest of `step` again, and raise a `ReplacedError` if the result differs from `manifest`."""
     folder = root / step_name(step)
     if not folder.is_dir() or read_manifest(folder) != manifest:
         raise ReplacedError(

@@ -164,7 +164,7 @@ def _flattened(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
-    """Return the arguments that the keys contribute, by the function that takes them."""
+    """Return the arguments that the keys contribute: one dict per function that takes them, by its name."""
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     givers: dict[str, str] = {}
     for path, value in values.items():
@@ -183,7 +183,7 @@ def _contributions(values: Mapping[str, Any]) -> Mapping[str, dict[str, Any]]:
 
 
 def _options(given: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the arguments of `zero_shard`, given the arguments of each function."""
+    """Return the arguments of `zero_shard`, given the result of `_contributions`."""
     options = {"stage": 0, **given["zero_shard"]}
     if {"params_axis", "shard_axis"} <= options.keys():
         raise ValueError("zero_hpz_partition_size and mics_shard_size divide parameters in two ways. Give one.")
@@ -207,7 +207,7 @@ def _options(given: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _dynamic_scale(initial: int = 16, growth_interval: int = 1000, hysteresis: int = 2, floor: float = 1.0) -> Code:
-    """Return a dynamic loss scale, with DeepSpeed's defaults."""
+    """Return the Python of a `DynamicScale`. The default arguments are those of DeepSpeed."""
     if floor > 2.0**initial:
         raise ValueError(
             f"fp16.min_loss_scale is {floor}, above the initial scale 2**{initial}. Give a lower one, or a higher "
@@ -247,7 +247,7 @@ def _offload(
 
 
 def _batch(values: Mapping[str, Any], devices: int | None) -> tuple[int | None, int]:
-    """Return the number of rows and of microbatches per step, which the file gives or implies."""
+    """Return the number of rows per step (None if it is unknown), and the number of microbatches per step."""
     rows, micro = values.get("train_batch_size"), values.get("train_micro_batch_size_per_gpu")
     accumulate = values.get("gradient_accumulation_steps")
     if rows and micro and accumulate is None:

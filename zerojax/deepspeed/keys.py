@@ -28,7 +28,7 @@ class Key:
     rule: Rule = ANY  # which values the key takes
     # Returns the arguments that a value contributes, such as `{"Wire.gather": "int8"}`. Arguments of None are left out.
     gives: Callable[[Any], Mapping[str, Any]] = lambda value: {}
-    open: bool = False  # whether the key's object is kept whole, so that its entries are not read
+    open: bool = False  # whether the key takes an object whose entries are not read
 
 
 def argument(name: str, rule: Rule, values: Mapping[Any, Any] | None = None, how: str = "") -> Key:
@@ -57,7 +57,7 @@ def asked(value: Any) -> bool:
 
 
 def without_effect(fate: Literal["not needed", "not there", "refused"], table: str) -> dict[str, Key]:
-    """Parse lines of keys and their common reason. `zero.` means `zero_optimization.`, and a star marks an open key."""
+    """Parse lines of keys and their shared reason. `zero.` means `zero_optimization.`, and a star marks an open key."""
     found = {}
     for line in table.strip().splitlines():
         names, how = line.split(": ", 1)

@@ -72,7 +72,7 @@ def optimizer_code(values: Mapping[str, Any]) -> Code:
 
 
 def _arguments(values: Mapping[str, Any], prefix: str, table: Mapping[str, tuple], user: str) -> dict[str, Any]:
-    """Return the checked arguments below a prefix, with defaults for missing arguments."""
+    """Return the arguments in `table`: the checked values below `prefix`, or defaults for missing arguments."""
     found = {name: row[1] for name, row in table.items()}
     for path, value in values.items():
         name = path.removeprefix(prefix)
@@ -84,7 +84,7 @@ def _arguments(values: Mapping[str, Any], prefix: str, table: Mapping[str, tuple
 
 
 def _rate(values: Mapping[str, Any], lr: float) -> Any:
-    """Return the learning rate: a number, or the Python of a schedule."""
+    """Return the learning rate, as a number or as the Python of a schedule."""
     kind = values.get("scheduler.type")
     if kind is None:
         return lr
@@ -103,7 +103,7 @@ def _rate(values: Mapping[str, Any], lr: float) -> Any:
 
 
 def _decayed(decay: float, optimizer: Code) -> Code:
-    """Return the Python of an optimizer, preceded by weight decay that is added to the gradients."""
+    """Return Python that first adds weight decay to the gradients, and then runs `optimizer`."""
     return call("optax.chain", call("optax.add_decayed_weights", decay), optimizer) if decay else optimizer
 
 

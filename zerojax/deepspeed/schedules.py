@@ -88,7 +88,7 @@ def _step(count):
 
 
 def _warmup(steps: int, *, log: bool) -> Callable:
-    """Return a function of the step, which rises from 0 at the lower rate to 1 at the higher rate."""
+    """Return a function of the step that rises from 0 (the lower rate) to 1 (the higher rate) over `steps` steps."""
     steps = max(2, steps)
     rise = (lambda step: jnp.log(step + 1) / math.log(steps)) if log else (lambda step: step / steps)
     return lambda step: jnp.where(step < steps, rise(step), 1.0)

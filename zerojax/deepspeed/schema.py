@@ -42,7 +42,7 @@ def is_number(value: Any) -> bool:
 
 
 def integer(least: int, most: int = LARGEST_INTEGER, *, null: bool = False) -> Rule:
-    """Make a rule that takes integers within bounds. They may be written like `5e8`."""
+    """Make a rule that takes integers within bounds. An integer may be written like `5e8`."""
     takes = lambda value: is_number(value) and least <= value <= most and value == int(value)
     bounds = f"of at least {least}" if most == LARGEST_INTEGER else f"from {least} to {most}"
     return Rule(f"an integer {bounds}", takes, int, null)

@@ -137,7 +137,7 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block):
 
 
 def _in_place(fn, wide, scalars, overwrites, block) -> list[int] | None:
-    """Return an order in which no output overwrites an operand that a later output reads, or None if no order does.
+    """Order the outputs so that none overwrites an operand that a later output reads, or return None if impossible.
 
     In any other order, XLA would first copy full arrays.
     """

@@ -45,7 +45,7 @@ class ChunkSpec:
         return tuple(views)
 
     def require(self, arrays: Sequence[np.ndarray]) -> None:
-        """Raise a `ValueError` if arrays have other shapes or types than the chunk's arrays."""
+        """Raise a `ValueError` if `arrays` have other shapes or types than the arrays of the chunk."""
         given, wanted = [(x.shape, x.dtype) for x in arrays], list(self.arrays)
         if given != wanted:
             say = lambda pairs: ", ".join(f"{dtype}{list(shape)}" for shape, dtype in pairs) or "no arrays"

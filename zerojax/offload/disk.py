@@ -1,6 +1,6 @@
 """Keep chunks of optimizer state on disk. Threads read and write the chunks in a fixed amount of memory.
 
-The files are scratch files of one process. Each file has the bytes of one chunk, and is overwritten in place. Only the
+The files are scratch files of one process. Each file has the bytes of one chunk, and is overwritten in place. Only this
 process knows the version in a file, so no other process reads the files. The next run restores a checkpoint.
 """
 
@@ -82,7 +82,7 @@ class DiskStore:
         Args:
             path: The folder, which no other process may use. Its parent must exist.
             specs: The chunks, in the order of their indices.
-            in_flight: The number of chunks that can be read or lent at a time. As many chunks can wait to be written.
+            in_flight: The number of chunks that can be read or lent at a time. The same number can wait to be written.
             threads: The number of reads and writes that run at a time.
             direct: Whether to read and write without the page cache, if the file system can.
 
@@ -185,7 +185,7 @@ class DiskStore:
     def _begin(self, index: int, work: Callable[..., Any], *args: Any) -> Future:
         """Let a thread run `work` after all earlier work on the chunk.
 
-        The thread waits for the earlier work. It cannot wait forever, because other threads began that work before.
+        The thread waits for the earlier work. The wait ends, because other threads have already begun that work.
         """
         before = [begun for begun in self._begun[index] if not begun.done()]
         future = self._threads.submit(work, before, index, *args)

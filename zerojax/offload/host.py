@@ -14,9 +14,9 @@ from zerojax.units import format_bytes
 
 # In order of preference. A device reads pinned memory without an intermediate copy.
 KINDS = ("pinned_host", "unpinned_host")
-# The CUDA backend can pin this much memory, unless the environment variable sets another limit.
+# The CUDA backend can pin at most this many gigabytes, unless the environment variable sets another limit.
 CAP_VARIABLE, CAP_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", 64
-FITS = "fits"  # the message of a process without a problem
+FITS = "fits"  # the message of a process whose host has enough memory
 
 
 def host_kind(mesh: Mesh) -> str:
@@ -39,7 +39,7 @@ def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 
 
 def to_memory(x: jax.Array, kind: str) -> jax.Array:
-    """Copy an array to another kind of memory, asynchronously."""
+    """Copy an array to memory of this `kind`, asynchronously."""
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
@@ -67,7 +67,7 @@ def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:
 
 
 def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | None:
-    """Explain that this process's host has too little memory, or return None if it has enough."""
+    """Explain why the memory of this process's host does not suffice, or return None if it suffices."""
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     needed, available = bytes_per_device * len(local), available_bytes()
     text = f"{what} needs {format_bytes(needed)} of host memory on this host ({len(local)} devices)"
@@ -87,7 +87,7 @@ def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | 
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
-    """Return the bytes that can be allocated without swapping, within a container's limit. None if not known."""
+    """Return how many bytes can be allocated without swapping in this container, or None if that is not known."""
     limits: list[int] = []
     try:
         lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())

@@ -25,12 +25,12 @@ class DiskError(RuntimeError):
 class Lock:
     """An flock on an open file or folder.
 
-    A lock belongs to the open file, which a forked child shares. So a child closes its copy at once, if Python forked
-    it. If C code forked it, the child keeps a copy, so the parent unlocks explicitly before it closes the file.
+    A lock belongs to the open file, which a forked child shares. If Python forked the child, the child closes its copy
+    at once. If C code forked it, the child keeps a copy, so the parent unlocks the file before closing it.
     """
 
     def __init__(self, handle: int):
-        """Take the handle of a locked file. Hold `_forking` meanwhile, so that every forked child knows the lock."""
+        """Take the handle of a locked file. The caller holds `_forking`, so that every forked child knows the lock."""
         self._handle: int | None = handle
         _held.add(self)
 

@@ -19,7 +19,7 @@ from zerojax.offload.host import host_kind, host_sharding, to_memory
 
 ELEMENTS = 4 << 20
 ROUNDS = 5
-# In addition to its state, an update reads a float32 gradient and parameter, and writes the parameter.
+# Per parameter, an update reads a float32 gradient and parameter, and writes the parameter, in addition to its state.
 BESIDE_STATE_BYTES = 12
 GRADIENT_BYTES = 4
 

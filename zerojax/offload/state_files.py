@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class StateFiles:
     """The files with one process's shards of a state. They are made at the first read or write.
 
-    The files have one version of the state. It is replaced when every chunk of the next version is written.
+    The files have one version of the state. The version changes when every chunk of the next version is written.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class StateFiles:
     ):
         """Name the files of the state leaves in `leaves`, whose keys are indices. Each process has a folder in `path`.
 
-        At most `in_flight` chunks are read at a time, and as many chunks can wait to be written.
+        At most `in_flight` chunks are read at a time, and at most `in_flight` chunks wait to be written.
         """
         # Make the path absolute, because the working directory may change.
         self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"
@@ -96,7 +96,7 @@ class StateFiles:
 
     @property
     def moved(self) -> tuple[int, int]:
-        """Return the bytes that were read from the files and written to them."""
+        """Return the number of bytes that were read from the files, and the number that were written to them."""
         return self._store.bytes_read, self._store.bytes_written
 
     def flush(self) -> None:

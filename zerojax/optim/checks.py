@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
-    """Raise a `ValueError` for the first leaf in which a state differs from the state that the plan describes.
+    """Raise a `ValueError` for the first leaf of `state` that differs from the plan.
 
     With `may_be_wider`, a float leaf may have a wider type than `init` gave it. An update returns such a state if the
     gradients are wider than the parameters.
@@ -98,6 +98,6 @@ def policy_in_words(policy: LayoutPolicy) -> str:
 
 
 def roles(layout: Layout) -> Iterator[str]:
-    """Yield a description of each parameter: whether it is trained, its gradient's type, and its compute type."""
+    """Yield a text per parameter that says whether it is trained, the type of its gradient, and its compute type."""
     for i, (part, compute) in enumerate(zip(layout.grads, layout.compute, strict=True)):
         yield f"params{part.path} {layout.why_not_trained(i) or 'trained'}, {part.dtype} computed in {compute}"

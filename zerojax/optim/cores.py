@@ -1,9 +1,9 @@
 """Find the core of each leaf's update, which is the part of its equations that needs the full matrix.
 
-Transformations are not recognised by name. From the equations that compute a leaf's results, the core takes all
-equations that multiply or decompose matrices, and all equations between them. Elementwise equations before and after
-the core, such as momentum or weight decay, stay sharded like the leaf. A core reads only arrays of its own leaf, and
-values that all leaves share (a count, a schedule, the norm of all gradients). So one device can compute it.
+Transformations are not recognised by name. A core contains all equations of the leaf's update that multiply or
+decompose matrices, and all equations between them. Elementwise equations before and after the core, such as momentum or
+weight decay, stay sharded like the leaf. A core reads only arrays of one leaf, and values that all leaves share (a
+count, a schedule, the norm of all gradients). So one device can compute a core.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER
 from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, union
 
-# A core may read and return values that are not sharded, such as a norm. They are sent to all devices, and may have at
-# most this number of elements.
+# Maximum number of elements of a value that is not sharded, such as a norm, and that a core reads or returns. Such a
+# value is sent to all devices.
 SMALL = 8192
 
 
@@ -41,7 +41,7 @@ class CoreFinder:
     def _follow(self) -> None:
         """Map each variable to the indices of the leaves that it depends on.
 
-        A scalar that is computed from several leaves, such as the norm of all gradients, is not a dependency.
+        A scalar that is computed from several leaves, such as the norm of all gradients, counts as independent of all.
         """
         self.depends: dict[Any, frozenset] = {}
         for var, (kind, k) in self.traced.reads.items():
@@ -63,7 +63,7 @@ class CoreFinder:
                 self.by_leaf.setdefault(next(iter(found)), []).append(e)
 
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
-        """Return `(cores, refused)`, by parameter. `refused` says why an update with matrix products has no core."""
+        """Return `cores` and `refused` by parameter. `refused` says why an update with matrix products has no core."""
         cores, refused = {}, {}
         for i, leaf in enumerate(self.grads):
             eqns = self._needed(i)
@@ -83,7 +83,7 @@ class CoreFinder:
         return cores, refused
 
     def _needed(self, i: int) -> list[int]:
-        """Return the equations that compute the leaf's results and depend on no other leaf."""
+        """Return the equations that compute the results of parameter `i` and depend on no other parameter."""
         outvars, this = self.traced.jaxpr.outvars, frozenset((i,))
         results = [outvars[i]] + [
             outvars[self.traced.num_params + k] for k, param in enumerate(self.param_of) if param == i
@@ -105,11 +105,11 @@ class CoreFinder:
         return name in ELEMENTWISE_OR_BARRIER or all(atom.aval.shape == () for atom in atoms)
 
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
-        """Return the core of one leaf, or the reason why it has none.
+        """Return the core of parameter `i`, or the reason why the parameter has no core.
 
         The core must contain all products, and all non-elementwise equations before or after a product. It also
-        contains every equation between two of these. While the core reads an array of the leaf without a known layout,
-        the equation that computes the array joins the core: only arrays with a layout can be sent to owners.
+        contains every equation between two of these. If the core reads an array whose layout is not known, the equation
+        that computes the array joins the core, because only arrays with a known layout can be sent to owners.
         """
         all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
         inside, this = set(eqns), frozenset((i,))
@@ -140,7 +140,7 @@ class CoreFinder:
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
-        """Return a `Core` with the inputs and results of these equations, or the reason why owners cannot run them."""
+        """Return a `Core` of the equations `core`, which read `read`, or the reason why owners cannot run them."""
         position, this = self.traced.positions, frozenset((i,))
         arrays, small, shared = [], [], []
         for v in read:
@@ -174,7 +174,7 @@ class CoreFinder:
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
     def _layout_of(self, var: Any, leaf: Leaf) -> Leaf | None:
-        """Return the layout of a state leaf, the leaf's layout for an array of the leaf's shape, or otherwise None."""
+        """Return the layout of `var` if it is a state leaf, the layout of `leaf` if the shapes are equal, or None."""
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
             return self.state[k]
@@ -183,7 +183,7 @@ class CoreFinder:
         return None
 
     def _result_layout(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
-        """Return the layout of a result of the core, or None if it is not known."""
+        """Return the layout of `var`, a result of the core of parameter `i`, or None if the layout is not known."""
         for k, param in enumerate(self.param_of):
             if param == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
                 return self.state[k]
@@ -191,7 +191,7 @@ class CoreFinder:
 
 
 def _reach(eqns: Iterable[int], start: set[int], edges: dict[int, set[int]]) -> set[int]:
-    """Return `start` and all equations from which `edges` lead to `start`. In `eqns`, `edges[e]` come before `e`."""
+    """Return `start`, and all of `eqns` from which `edges` lead to `start`. `eqns` must list `edges[e]` before `e`."""
     found: set[int] = set()
     for e in eqns:
         if e in start or edges[e] & found:

@@ -1,8 +1,8 @@
 """Estimate the cost of a matrix's update if one dim of the matrix is sharded.
 
-The dim is followed through the equations of the update (`zerojax.dims`). The result says which products are divided
-over the devices, and which products every device repeats. It also says whether the update computes each slice of the
-dim separately.
+This file finds the index of the dim in every variable of the update, by the rules of `zerojax.dims`. The result says
+which products are divided over the devices, and which products every device repeats. It also says whether the update
+computes each slice of the dim separately.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ DECOMPOSITIONS = {
 
 
 class LostError(Exception):
-    """The dim cannot be followed, because it is mixed with other dims, or because an equation has no rule."""
+    """The index of the dim is unknown, because an equation mixes the dim with other dims, or has no rule."""
 
 
 @dataclasses.dataclass
 class Work:
-    """The cost of the equations through which a dim was followed.
+    """The cost of equations if one dim of their operands is sharded.
 
     Attributes:
-        divided: FLOPs of products that have the dim. If the dim is sharded, each device computes its part of them.
-        repeated: FLOPs of all other products. Every device computes them in full.
+        divided: FLOPs of products whose operands have the dim. Each device computes a part of such a product.
+        repeated: FLOPs of all other products. Every device computes these products in full.
         summed: Bytes of the results that are all-reduced because they are summed over the dim, plus half the bytes of
             the operands that are gathered.
         sums: The number of all-reduces and gathers.
@@ -60,7 +60,7 @@ class Work:
         return self.divided + self.repeated
 
     def add(self, other: Work, times: float = 1) -> None:
-        """Add the cost of other equations, which run `times` times."""
+        """Add `other`, the cost of equations that run `times` times."""
         self.divided += times * other.divided
         self.repeated += times * other.repeated
         self.summed += times * other.summed
@@ -73,18 +73,18 @@ class Work:
 
 
 def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[list[int | None], Work]:
-    """Follow one dim from a jaxpr's arguments to its results.
+    """Find the index of one dim in the results of a jaxpr, given its index in the arguments.
 
     Args:
         jaxpr: The equations.
-        dims: For each argument, the index of the followed dim; None if the argument does not have the dim.
+        dims: For each argument, the index of the dim; None if the argument does not have the dim.
         may_sum: Whether the dim may be summed over. The result of the sum does not have the dim.
 
     Returns:
-        A list with the index of the followed dim, or None, for each result; and the cost of the equations.
+        A list with the index of the dim, or None, for each result; and the cost of the equations.
 
     Raises:
-        LostError: If the dim cannot be followed, or if it is summed over and `may_sum` is false.
+        LostError: If an index cannot be found, or if the dim is summed over and `may_sum` is false.
     """
     found, work, made = dict(zip(jaxpr.invars, dims, strict=True)), Work(), {}
     of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
@@ -103,7 +103,7 @@ def has_products(eqn: Any) -> bool:
 
 
 def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return the index of the followed dim in each result of an equation, and add the equation's cost to `work`."""
+    """Return the index of the dim in each result of `eqn`, given its index in each operand. Add the cost to `work`."""
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
         return _inner(body, dims, may_sum, work)
@@ -132,7 +132,7 @@ def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, ti
 def _through_loop(
     eqn: Any, loop: compat.LoopEqn, dims: list[int | None], may_sum: bool, work: Work
 ) -> list[int | None]:
-    """Follow the dim through a loop. Its index must not change in a carry, and must not be 0 in a scanned array."""
+    """Return the index of the dim in each result of a loop. The loop must not move it in a carry, or scan over it."""
     sliced = loop.consts + loop.carry
     if 0 in dims[sliced:]:
         raise LostError(eqn)
@@ -145,7 +145,7 @@ def _through_loop(
 
 
 def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """Follow the dim through a cond. All branches must return the same dims. Count the most expensive branch."""
+    """Return the index of the dim in each result of a cond. Branches must agree. Add the costliest branch to `work`."""
     found = [follow(compat.opened(branch)[0], dims[1:], may_sum=may_sum) for branch in eqn.params["branches"]]
     if any(outs != found[0][0] for outs, _ in found):
         raise LostError(eqn)
@@ -154,7 +154,7 @@ def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -
 
 
 def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
-    """Follow the dim through a `dot_general`, in which it may be a batch, free or contracted dim."""
+    """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
     contracted, batch = eqn.params["dimension_numbers"]
     shapes = [atom.aval.shape for atom in eqn.invars]
     flops = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted[0])
@@ -170,7 +170,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
     if not may_sum and not (matched and not found[0][2]):
         raise LostError(eqn)
     if None not in dims and not matched:
-        # The dim has another role in the second operand. The compiler gathers it with half the bytes of an all-reduce.
+        # The dim has another role in the second operand. Gathering this operand sends half the bytes of an all-reduce.
         work.sum(eqn.invars[1], 0.5)
         dims = [dims[0], None]
         found = [one for one in pairs if has(one[0])]
@@ -186,7 +186,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
 
 
 def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list[int | None]:
-    """Follow the dim through a decomposition of a batch of matrices. The dim must be a batch dim."""
+    """Return the index of the dim in each result of a matrix decomposition. The dim must be a batch dim."""
     shape = eqn.invars[0].aval.shape
     *batch, m, n = shape if len(shape) > 1 else (1, *shape)
     if eqn.primitive.name == "triangular_solve":
@@ -203,7 +203,7 @@ def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list
 
 
 def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return the followed dim's index in each result of an equation without products, by rules of `zerojax.dims`."""
+    """Return the index of the dim in each result of an equation without products, by the rules of `zerojax.dims`."""
     sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
     if len(sizes) > 1:
         raise LostError(eqn)

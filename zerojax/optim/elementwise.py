@@ -79,8 +79,8 @@ def refused_leaves(
 ) -> set[int]:
     """Trace the update in two shapes. Return the leaves whose update is not the same elementwise program in both.
 
-    State that mirrors no leaf must be a scalar that both traces compute by the same program. Otherwise all leaves that
-    it depends on are returned. `changed` maps the indices of some leaves to their shapes in the second trace.
+    State that mirrors no leaf must be a scalar that both traces compute by the same program. If not, all leaves that
+    the state depends on are returned. `changed` maps the indices of some leaves to their shapes in the second trace.
     """
     logical = read_update(tx, params, parts, param_of, {})
     other = read_update(tx, params, parts, param_of, changed)
@@ -93,12 +93,12 @@ def refused_leaves(
 
 
 def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
-    """Trace `tx.update` with `changed` shapes. Return the leaf that each output mirrors, and its properties."""
+    """Trace `tx.update` with `changed` shapes. For each output, return the leaf that it mirrors, and its properties."""
     leaves, tree = jax.tree.flatten(params)
     shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
     seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
     state_leaves, state_tree = jax.tree.flatten(compat.eval_shape(tx.init, params))
-    # A state leaf is followed element by element only if it has its parameter's shape.
+    # A state leaf can be elementwise only if it has the shape of its parameter.
     param_of = [
         i if i is not None and x.shape == parts[i].shape else None for x, i in zip(state_leaves, param_of, strict=True)
     ]
@@ -132,8 +132,8 @@ def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:
 def of_closed_over(value) -> Known:
     """Return the properties of a value that a transformation closes over, such as a hyperparameter.
 
-    Under `jax.jit`, the value may be a tracer, and it is not known whether it is zero. So an array outside of `jit` is
-    not taken for zero either: `init` and `update` must agree on which leaves are flat.
+    Under `jax.jit`, the value may be a tracer, so it is not known whether the value is zero. `init` and `update` must
+    agree on which leaves are flat. So an array outside of `jit` does not count as zero either.
     """
     if isinstance(value, jax.core.Tracer):
         return Known(SCALAR, hash(("closed over", id(value)))) if value.shape == () else Known(MIXED)
@@ -182,7 +182,7 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
 
 
 def stays_zero(eqn, values: list[Known]) -> bool:
-    """Return whether an elementwise result is zero where gradients and parameters are zero."""
+    """Return whether the result of the elementwise `eqn` is zero wherever gradients and parameters are zero."""
     name = eqn.primitive.name
     if name == "mul":
         # Zero times a scalar is zero. Zero times state is not safe, because the state's padding might be infinite.
@@ -197,7 +197,7 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 
 
 def choose(eqn, values: list[Known]) -> list[Known]:
-    """Return the properties of a `cond`'s results. Without a scalar index, or with several leaves, they are `MIXED`."""
+    """Return properties of a `cond`'s results: `MIXED` if the index is not `SCALAR`, or if several leaves are read."""
     index, *operands = values
     branches = [walk(*compat.opened(branch), operands) for branch in eqn.params["branches"]]
     joined = []

@@ -1,4 +1,4 @@
-"""Evaluate the equations of an update, and let owners compute the cores among them."""
+"""Evaluate the equations of an update. Owners compute the cores among these equations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(config: Config, equations: Equations, values: Sequence) -> list:
-    """Evaluate equations on their input values, which have logical shapes, and return the results.
+    """Evaluate `equations` on `values`, which have logical shapes, and return the results.
 
     All cores are computed together. So the equations that do not depend on a core run first, then the cores, and then
     all other equations.

@@ -63,8 +63,8 @@ class FlatUpdate:
     def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
         """Return a function `trace(changed)` that traces the update for these values or shapes.
 
-        `changed` maps the indices of some trained parameters to other shapes. `_state_shape` changes the shapes of
-        their state. If the transformation raises an error, `trace` raises a `TransformationError`.
+        `changed` maps the indices of some trained parameters to other shapes. Their state gets the shapes that
+        `_state_shape` returns. If the transformation raises an error, `trace` raises a `TransformationError`.
         """
         numbers, tree = jax.tree.flatten(extra)
         fixed = [None if is_traced(x) else x for x in numbers]
@@ -78,14 +78,14 @@ class FlatUpdate:
         def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
             of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
             seen = [_shaped(x, self._state_shape(k, changed)) for k, x in enumerate(state)]
-            # Equations record the mesh of their context, so trace them without a mesh: owners use another mesh.
+            # Equations record the mesh of their context, and owners use another mesh. So trace without a mesh.
             with jax.sharding.use_abstract_mesh(NO_MESH):
                 return trace_update(update, of_params(grads), seen, of_params(params or []), arrays)
 
         return trace
 
     def _state_shape(self, k: int, changed: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Return the new shape of a state leaf whose parameter is in `changed`, or None if the shape stays."""
+        """Return the new shape of state leaf `k` if its parameter is in `changed`, or None if the shape stays."""
         i, leaf = self.leaves.param_of[k], self.leaves.state[k]
         if i is None or i not in changed:
             return None
@@ -101,5 +101,5 @@ def is_traced(x: Any) -> bool:
 
 
 def _shaped(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Return a `ShapeDtypeStruct` with a value's type, and with `shape` or, if it is None, the value's shape."""
+    """Return a `ShapeDtypeStruct` with the type of `x`, and with `shape`, or the shape of `x` if `shape` is None."""
     return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -68,7 +68,7 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
 
 
 def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
-    """Raise a `ValueError` that says why the logical shapes of a state are not known. Accept a state without arrays."""
+    """Raise a `ValueError` that says why the logical shapes of `tree` are not known, unless it has no arrays."""
     keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     if not keyed:
         return
@@ -91,7 +91,7 @@ def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
 
 
 def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[tuple[Any, tuple[Leaf, ...]]]:
-    """Yield, for each part of the plan's state that a tree fits, the tree without master weights, and its layouts.
+    """Yield `(tree, layouts)` for each part of the plan's state that `tree` fits. Drop master weights from the tree.
 
     Leaves are compared by path and not by structure, because Flax's NNX has variables where the plan has arrays.
     """

@@ -1,7 +1,7 @@
 """Keep master weights, which are wide copies of narrow parameters, in the optimizer's state, and update them.
 
-A transformation around the user's transformation does this. So the same rules match master weights and all other state
-to parameters, and shard them.
+A transformation that wraps the user's transformation does this. So the same rules match master weights and all other
+state to parameters, and shard them.
 
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.

@@ -20,8 +20,8 @@ from zerojax.placement.storage import shapes
 
 # The number of chunks on the device at a time: one is fetched, one is updated, and one is written.
 IN_FLIGHT = 3
-# State leaves that are offloaded together. The index of a trained parameter means all state that mirrors the parameter.
-# ("state", k) means leaf k alone.
+# A unit is a set of state leaves that are offloaded together. The integer i means all state that mirrors trained
+# parameter i. ("state", k) means only leaf k.
 Unit = int | tuple[str, int]
 
 
@@ -55,7 +55,7 @@ class OffloadedState:
     def _candidates(self) -> dict[int, Unit]:
         """Map each leaf of the state that may be offloaded to its unit. Small leaves stay on the device."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
-        # Leave out scalars and empty leaves: Adafactor's state of these cannot be divided like the parameter.
+        # Leave out scalars and empty leaves, because their state in Adafactor cannot be divided like the parameter.
         covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
@@ -110,7 +110,7 @@ class OffloadedState:
 
     @functools.cached_property
     def chunkable(self) -> dict[int, Chunking]:
-        """Return the chunking of each parameter that has offloaded state and an elementwise update."""
+        """Map each parameter that may be updated in chunks, because its update is elementwise, to its chunking."""
         grads, state, param_of = self.leaves
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():
@@ -123,7 +123,7 @@ class OffloadedState:
             return {}
         params = jax.tree.unflatten(self.trained.treedef, shapes(grads))
         inner = wrapped_tx(self.config, self.trained)
-        # `train_step` gives the loss as `value`. For this trace, any number except zero can replace it.
+        # `train_step` gives the loss as `value`. In this trace, any number except zero can replace the loss.
         tx = optax.GradientTransformation(inner.init, functools.partial(inner.update, value=jnp.float32(1)))
         # The last chunk may be shorter, and a transformation may treat shorter arrays differently.
         first, last = (

@@ -1,8 +1,8 @@
 """Warn if `tx` is in an `optax.chain` with other transformations that compute with the padding of parameters.
 
 The other transformations run outside of zerojax, on arrays in storage shape. There, a mean silently includes the
-padding. zerojax can find these transformations, because the chain calls `tx.update`: the Python frame of the chain's
-update function holds them. Each is traced on logical shapes and on storage shapes, and the two programs are compared,
+padding. zerojax finds the other transformations in the Python frame of the chain's update function, which calls
+`tx.update`. Each transformation is traced on logical shapes and on storage shapes, and the two programs are compared,
 as for small leaves (`optim.elementwise`).
 """
 
@@ -42,7 +42,7 @@ def warn_of_outer_transformations(layout: Layout, forms: Sequence[Form]) -> None
 
 
 def transformations_around() -> Iterator[tuple[Any, Any]]:
-    """Yield the update function and the state of each other transformation, for all chains that call this update."""
+    """Yield `(update, state)` of every other transformation in each `optax.chain` that is calling `tx.update`."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "update_fn" and frame.f_globals.get("__name__") == "optax.transforms._combining":
@@ -51,7 +51,7 @@ def transformations_around() -> Iterator[tuple[Any, Any]]:
 
 
 def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the update functions and states of the other transformations, given the local variables of the chain."""
+    """Return `(update, state)` of every other transformation. `chain` has the local variables of the chain's update."""
     states = chain.get("state", ())
     if "transforms" in chain:
         inside = getattr(chain.get("tx"), "update", None)
@@ -64,7 +64,7 @@ def others_of(chain: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 @functools.lru_cache(maxsize=64)
 def _warn_of(fn: Any, structure: Any, leaves: tuple, layout: Layout, forms: tuple[Form, ...]) -> None:
-    """Warn if an update function traces to different programs for logical and for padded parameters."""
+    """Warn if the update function `fn` traces to different programs for logical and for padded parameters."""
     state = jax.tree.unflatten(structure, leaves)
     init = lambda params: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
     params = jax.tree.unflatten(layout.treedef, shapes(layout.params))
@@ -90,7 +90,7 @@ def _logical_shape(x: Any) -> Any:
 
 
 def _name(fn: Any) -> str:
-    """Return the name of the optax function that made an update function."""
+    """Return the name of the optax function that made the update function `fn`."""
     inner = inspect.getclosurevars(fn).nonlocals.get("tx") if inspect.isfunction(fn) else None
     name = getattr(getattr(inner, "update", fn), "__qualname__", "A transformation")
     return name.partition(".<locals>")[0]

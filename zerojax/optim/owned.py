@@ -1,8 +1,8 @@
 """Decide which cores owners compute. Cores with equal programs are stacked, and an owner computes each core once.
 
 Without owners, the compiler divides every product of a core among all devices. Then each product needs an all-reduce,
-and every device repeats the products that cannot be divided, such as the square of a Gram matrix. The FLOPs and bytes
-of both ways are counted in the traced program, and the cheaper way is chosen.
+and every device repeats the products that cannot be divided, such as the square of a Gram matrix. The time with owners
+and the time without owners are estimated from the FLOPs and bytes in the traced program. The faster way is chosen.
 
 References:
     Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon that gathers each matrix on one of the devices.
@@ -26,9 +26,9 @@ from zerojax.optim.traced import TracedUpdate
 from zerojax.optim.transformation import TransformationError
 
 # TF32 FLOPs per second and NVLink bytes per second of an H200, and the shortest time of a collective in seconds. Only
-# their ratios matter, and these differ little between GPUs. With one table, plans made on different devices agree.
+# their ratios matter, which differ little between GPUs. With fixed numbers, plans made on different devices agree.
 FLOPS, LINK, LATENCY = 495e12, 450e9, 10e-6
-# Bytes of the largest matrix that one device may compute. Meanwhile, the device holds several arrays of this size.
+# Bytes of the largest matrix that one device may update. The device then holds several arrays of this size.
 LARGEST = 1 << 30
 
 
@@ -36,7 +36,7 @@ LARGEST = 1 << 30
 class OwnedUpdate:
     """The cores of an update that owners compute, in groups.
 
-    `left` has all other parameters whose update multiplies matrices, with the reason why owners do not compute it.
+    `left` maps every other parameter whose update multiplies matrices to the reason why owners do not update it.
     """
 
     groups: tuple[OwnedGroup, ...]
@@ -50,7 +50,7 @@ def owned_update(
     trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
     streamed: Collection[int] = (),
 ) -> OwnedUpdate:
-    """Find the cores that owners compute. With `matrix_updates="auto"`, they only compute a core if this is cheaper.
+    """Find the cores that owners compute. With `matrix_updates="auto"`, owners compute a core only if that is faster.
 
     `traced` is the update of logical arrays. `trace` traces the update with other shapes of some parameters. The
     `streamed` parameters have offloaded state, so owners compute a batch of them at a time; see `_batches`.
@@ -84,7 +84,7 @@ def owned_update(
 
 
 def _batches(config: Config, group: OwnedGroup) -> list[OwnedGroup]:
-    """Divide a group with offloaded state into batches of at most one item per device, and at most a chunk's bytes."""
+    """Divide `group` into batches. A batch has at most one item per device, and at most `chunk_bytes` per device."""
     assert config.offload is not None
     batches: list[list[Core]] = []
     items = local_bytes = math.inf
@@ -103,8 +103,8 @@ def _sliced(
 ) -> tuple[TracedUpdate, int]:
     """Trace the update on short stacks of matrices. Return the trace, and the number of matrices per stack.
 
-    The number is 1, or the next common divisor of all stacks' lengths: with one matrix, `jax.numpy` may trace another
-    program. If both give another program than `traced`, return `traced` and 0.
+    The number is 1 if stacks of one matrix give the same program as `traced`. Otherwise, it is the next common divisor
+    of all stacks' lengths. If that gives another program, too, return `traced` and 0.
     """
     common = math.gcd(*stacks.values())
     for size in [1, *(n for n in range(2, common + 1) if common % n == 0)][: 2 if stacks else 0]:
@@ -118,7 +118,7 @@ def _sliced(
 
 
 def _is_stack(core: Core, traced: TracedUpdate) -> bool:
-    """Return whether a core computes each matrix of a stack separately, and the stack's dim 0 is not sharded."""
+    """Return whether `core` updates each matrix of a stack separately, and dim 0 of the stack is not sharded."""
     arrays = (*core.arrays, *core.outs)
     count = arrays[0][1].shape[0]
     if any(len(where.shape) < 3 or where.shape[0] != count or where.dim == 0 for _, where in arrays) or count == 1:
@@ -134,7 +134,7 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
 
 
 def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
-    """Return the cores and the devices per owner that take the least time, or the reason why owners compute none."""
+    """Return `group` with the cores and devices per owner that take the least time, or why owners compute no core."""
     first, counts, shards = group.cores[0], group.counts, group.leaf.shards
     sizes = [item_of(where, group.size).bytes for _, where in (*first.arrays, *first.outs)]
     work, follows = _work(first, group.jaxpr)
@@ -167,7 +167,7 @@ def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
 
 
 def _work(core: Core, jaxpr: Any) -> tuple[Work, bool]:
-    """Return the cost of one item, and whether its products can be divided along the sharded dim."""
+    """Return the cost of one item of `core`, and whether its products can be divided along the sharded dim."""
     dims: list = [where.dim for _, where in core.arrays] + [None] * (len(core.small) + len(core.shared))
     try:
         return follow(jaxpr, dims, may_sum=True)[1], True
@@ -183,13 +183,13 @@ def _seconds(flops: float, sent: float, collectives: float) -> float:
 
 
 def _even(counts: Sequence[int], owners: int) -> int:
-    """Return the largest n for which the owners can share the items of the first n cores evenly."""
+    """Return the largest n for which the items of the first n cores can be divided evenly among the owners."""
     totals = [sum(counts[:n]) for n in range(len(counts) + 1)]
     return max(n for n, total in enumerate(totals) if total % owners == 0)
 
 
 def _without_chains(traced: TracedUpdate, found: OwnedUpdate) -> OwnedUpdate:
-    """Drop each group that depends on results of another group, because all groups run at the same time."""
+    """Drop each group that reads results of another group, because all groups run at the same time."""
     inside, late = equations_after(traced.jaxpr, [core for group in found.groups for core in group.cores])
     made = {traced.positions[var] for e in inside | late for var in traced.jaxpr.eqns[e].outvars}
     chained = [g for g in found.groups if any(made.intersection(core.inputs) for core in g.cores)]

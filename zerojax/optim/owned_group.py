@@ -1,4 +1,4 @@
-"""Describe the work of owners: a `Core` needs a full matrix, and an `OwnedGroup` has cores with equal programs."""
+"""Describe the work of owners. A `Core` needs a full matrix. An `OwnedGroup` has cores with equal programs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class OwnedGroup:
         return tuple(core.eqns for core in self.cores), self.counts, self.size, self.within
 
     def take(self, cores: Sequence[Core]) -> OwnedGroup:
-        """Return the group with only these of its cores."""
+        """Return a copy of the group that has only `cores`, which are some of its cores."""
         counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
         return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
 
@@ -100,7 +100,7 @@ def item_of(leaf: Leaf, size: int) -> Leaf:
 
 
 def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:
-    """Return the equations of some cores, and all other equations that depend on the cores' results."""
+    """Return the equations of `cores`, and all other equations that depend on results of `cores`."""
     inside = {e for core in cores for e in core.eqns}
     made, late = set(), set()
     for e, eqn in enumerate(jaxpr.eqns):

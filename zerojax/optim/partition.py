@@ -1,7 +1,7 @@
 """Partition an optax update into groups of results. A group is computed when its offloaded state is on the device.
 
-Transformations are not recognised by name. `tx.update` is traced, and each result is followed back to the offloaded
-arrays that it depends on. Results that depend on no offloaded array (a count, a schedule, the norm of all gradients)
+Transformations are not recognised by name. `tx.update` is traced, to find the offloaded arrays that each result
+depends on. Results that depend on no offloaded array (a count, a schedule, the norm of all gradients)
 form the first group, which runs in the program that computes the gradients. All results that depend on the same
 offloaded arrays form another group. If all results of a group are elementwise, the group is updated in chunks.
 """
@@ -143,7 +143,7 @@ def partition(
 
 
 def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
-    """Join the groups whose cores owners compute together."""
+    """Join those of `groups` that have cores in one group of `owned`, because owners compute these cores together."""
     group_of = {o: n for n, outs in enumerate(groups) for o in outs}
     together = [{group_of[core.leaf] for core in g.cores if core.leaf in group_of} for g in owned.groups]
     sets = [*({n} for n in range(len(groups))), *filter(None, together)]
@@ -169,8 +169,8 @@ def may_chunk(
 ) -> bool:
     """Return whether a parameter's group may be updated in chunks.
 
-    The group must not reduce an array. All values that it reads and computes must be scalars, or arrays of the
-    parameter that have its shape. For example, a group with a `cond` over all leaves cannot be chunked.
+    The group must not reduce an array. It may read only scalars, and arrays of the parameter that have the parameter's
+    shape. All its results must have this shape. For example, a group with a `cond` over all leaves cannot be chunked.
     """
     i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
 
@@ -252,7 +252,7 @@ def groups_of(
 
 
 def connected(sets: Sequence[Collection]) -> list[list[int]]:
-    """Group sets that overlap, directly or through other sets. Return the indices of each group's sets."""
+    """Group `sets` that overlap, directly or through other sets. Return the indices of the sets in each group."""
     parent: dict[Any, Any] = {}
 
     def root(x):
@@ -275,7 +275,7 @@ def chunk_traces(
 ) -> Callable[[int], dict[int, TracedUpdate]]:
     """Return a function that maps a parameter's index to traces of its update, one per length of its chunks.
 
-    All parameters share two traces. In the first, every chunk has its full length. The second has the last chunks.
+    All parameters share two traces. The first has a full chunk of every parameter, and the second has the last chunks.
     """
     lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
 

@@ -31,11 +31,11 @@ class PlannedUpdate:
 
     @functools.cached_property
     def traced(self) -> TracedUpdate:
-        """Return the traced update, or raise a `TransformationError` if a step does not give all its arguments."""
+        """Return the traced update. Raise a `TransformationError` if it needs arguments that a step does not give."""
         return self.trace({})
 
     def trace(self, changed: dict[int, tuple[int, ...]]) -> TracedUpdate:
-        """Trace the update. `changed` maps the indices of some parameters to other shapes."""
+        """Trace the update. `changed` maps the index of a parameter to the shape that replaces its planned shape."""
         seen = lambda leaf: leaf.storage_shape if leaf.kind == "flat" else leaf.shape
         shapes = lambda leaves: [jax.ShapeDtypeStruct(seen(leaf), leaf.dtype) for leaf in leaves]
         grads, state = shapes(self.flat.leaves.grads), shapes(self.flat.leaves.state)
@@ -60,7 +60,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def partition(self) -> Partition:
-        """Return the groups of the update, or raise the transformation's error if a step cannot call it."""
+        """Return the groups of the update. Raise the error of the transformation if it cannot be traced."""
         try:
             groups = merged(self._with_offloaded, self.owned)
         except TransformationError as error:

@@ -52,12 +52,12 @@ class Annotated:
 
 
 def seen_in(state: PyTree) -> dict[str, tuple]:
-    """Return the facts in an `Annotated` state as keyword arguments of `layout_of`. Another state has no facts."""
+    """Return the facts in an `Annotated` state as keyword arguments of `layout_of`. Other states give no arguments."""
     return {"others": state.others, "overwritten": state.overwritten} if isinstance(state, Annotated) else {}
 
 
 def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Convert a state, or the tree of its shardings, to the form that `init` and `update` return."""
+    """Convert `state`, or a tree of its shardings, to the form that `init` and `update` return."""
     others = tuple(leaf.others for leaf in plan.layout.params)
     names = {
         name for entries in others for entry in entries for name in (entry if isinstance(entry, tuple) else [entry])

@@ -70,7 +70,7 @@ class TracedUpdate:
 
     @functools.cached_property
     def structure(self) -> tuple:
-        """Return the structure of the trace, which does not include shapes."""
+        """Return the structure of the trace. Traces that differ only in shapes have equal structures."""
         return len(self.reads), [(eqn.primitive.name, len(eqn.outvars)) for eqn in self.jaxpr.eqns]
 
     @functools.cached_property
@@ -89,14 +89,14 @@ class TracedUpdate:
         return len(self.jaxpr.outvars) - self.num_params
 
     def core_jaxpr(self, core: Core) -> Any:
-        """Return a core as a jaxpr from its inputs to its results, in the shapes of this trace."""
+        """Return `core` as a jaxpr from its inputs to its results, with the shapes of this trace."""
         of = lambda indices: [self.variables[n] for n in indices]
         return compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in core.eqns], of(core.inputs), of(core.results))
 
     def equations(
         self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedGroup] = ()
     ) -> Equations:
-        """Return `eqns` as a program from the variables in `reads` to `outvars`. Keep the `owned` cores among them."""
+        """Return `eqns` as a program from `reads` to `outvars`. Keep the cores of `owned` that `eqns` contains."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
         part, position = Equations(jaxpr, tuple(reads.values())), {e: n for n, e in enumerate(eqns)}
         variables = {self.positions[var]: n for n, var in enumerate(part.variables)}
@@ -157,5 +157,5 @@ def equations_behind(
 
 
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
-    """Return the union of the sets that `known` has for some variables. A literal has the empty set."""
+    """Return the union of `known[atom]` for all `atoms`. Literals and unknown variables have the empty set."""
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))

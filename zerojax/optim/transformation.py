@@ -42,8 +42,8 @@ def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransform
 
     A training step gives every transformation the loss. optax drops the loss if a transformation takes no extra
     arguments. But a transformation that takes other extra arguments, such as `optax.contrib.sam`, raises a `TypeError`,
-    alone or in a chain. Its signature is no help, because a chain takes any argument. So after this error, the update
-    is called again without the loss.
+    alone or in a chain. The signature of `update` does not help, because a chain takes any argument. So after this
+    error, the update is called again without the loss.
     """
     supported = optax.with_extra_args_support(tx)
 

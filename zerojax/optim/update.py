@@ -59,10 +59,10 @@ def unshard_after_update(
     updated: Sequence[Shaped[Array, "*storage"] | None],
     frozen: Sequence[Shaped[Array, "*storage"]],
 ) -> list[Any]:
-    """Undo `shard_for_update`. Gather the parameters that are replicated, or sharded over fewer axes, between steps.
+    """Undo `shard_for_update`. Gather each parameter that is stored replicated, or sharded over fewer axes.
 
-    `frozen` has one array per parameter, and the result takes the parameters that are not trained from it. The result
-    has None where `updated` has None.
+    `frozen` has one array per parameter. The result has the arrays of `frozen` for parameters that are not trained, and
+    None where `updated` has None.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
     leaves = plan.trained.params
@@ -159,7 +159,7 @@ def apply_update(
 
 
 def roll_back(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
-    """Return the new arrays if `ok`, and otherwise the old arrays, bit for bit."""
+    """Return the arrays of `new` if `ok`, and otherwise those of `old`, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 

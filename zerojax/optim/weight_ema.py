@@ -28,13 +28,13 @@ def weight_ema(decay: float) -> optax.GradientTransformation:
     back, checkpointed and restored like all other state.
 
     Args:
-        decay: The share of the old average that each step keeps, from 0 to 1. The first average is the parameters.
+        decay: The share of the old average that each step keeps, from 0 to 1. The first average equals the parameters.
 
     Returns:
         An optax transformation. `zerojax.averaged` finds the average in any state that contains it.
 
     Raises:
-        ValueError: If `decay` is below 0 or above 1. `update` raises it if the parameters are not given.
+        ValueError: If `decay` is below 0 or above 1. `update` raises it if it is called without parameters.
 
     Examples:
         >>> tx = zero_shard(optax.chain(optax.adamw(3e-4), weight_ema(0.999)), stage=3)

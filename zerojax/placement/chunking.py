@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def slice_chunk(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, dim: int, start: Int[Array, ""] | int, length: int
 ) -> Shaped[Array, "*chunk"]:
-    """Return the chunk of every device's shard that begins at `start` on `dim`. Call this under `jax.jit`."""
+    """Slice `length` elements on `dim`, from `start` on, out of every device's shard. Call this under `jax.jit`."""
 
     def local(x, start):
         return lax.dynamic_slice_in_dim(x, start, length, dim)
@@ -41,7 +41,7 @@ def update_chunk(
     dim: int,
     start: Int[Array, ""] | int,
 ) -> Shaped[Array, "*storage"]:
-    """Return the array with a chunk of every device's shard replaced. Call this under `jax.jit`."""
+    """Write `chunk` into every device's shard of `stored`, at `start` on `dim`. Call this under `jax.jit`."""
 
     def local(x, chunk, start):
         return lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
@@ -91,7 +91,7 @@ def joined(node: Chunked) -> Shaped[Array, "*storage"]:
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
-    """Return the node of an offloaded leaf with the values of `x`, which is an array on the devices."""
+    """Store `x`, an array on the devices, as the offloaded leaf `node` is stored. Return the new node."""
     chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.save(chunks),))

@@ -35,7 +35,7 @@ class Misplaced(NamedTuple):
 def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
     """Describe the placement of a real (not traced) array if it differs from the plan. Otherwise, return None.
 
-    Only the axes `data`, which divide the batch, are compared, because other mesh axes belong to the compiler. `leaf`
+    Only the axes `data`, which divide the batch, are compared. The compiler decides about all other mesh axes. `leaf`
     is the planned layout. `x` is an array in storage, or its `Padded` or `Chunked` node.
     """
     x = x.storage if is_padded(x) else x
@@ -49,11 +49,11 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
     if planned and sharding.is_fully_replicated:
         one = len(sharding.device_set) == 1
         return Misplaced(in_words(planned, ())[0], "on one device" if one else "replicated")
-    return None  # a sharding without mesh axes, such as the compiler's, may be the planned one
+    return None  # a sharding without mesh axes, such as the compiler's, may equal the plan
 
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the data axes that divide each dim, without the undivided dims at the end."""
+    """Return, for each dim of `spec`, the axes of `data` that divide the dim. Drop undivided dims at the end."""
     dims = [tuple(axis for axis in entry_axes(entry) if axis in data) for entry in spec]
     while dims and not dims[-1]:
         dims.pop()
@@ -61,7 +61,7 @@ def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...
 
 
 def in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
-    """Describe placements. The text names dims unless a placement is replicated."""
+    """Describe each placement. Texts name the sharded dims, unless one of the placements is replicated."""
 
     def one(dims: tuple[tuple[str, ...], ...]) -> str:
         names = ", ".join(repr(axis) for axes in dims for axis in axes)
@@ -73,7 +73,7 @@ def in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
 
 
 class PlacementCheck:
-    """On the first call with real (not traced) arrays, warn of arrays that are not sharded as planned."""
+    """On the first call with real (not traced) arrays, warn about arrays that are not sharded as planned."""
 
     def __init__(self):
         """Prepare the check of the first call."""

@@ -1,4 +1,4 @@
-"""Copy parameters into a layout, or initialise them in the layout. For shapes, return shapes with shardings."""
+"""Copy parameters into a layout, or initialise them there. Given shapes, the functions return shapes with shardings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_PROGRAMS = 8
 
 
 def storage_of(params: PyTree, layout: Layout) -> list:
-    """Return the parameters in storage shape, like `storage_leaves`. For shapes, return storage shapes."""
+    """Return `params` in storage shape, like `storage_leaves`. If `params` are shapes, return the storage shapes."""
     if are_shapes(params):
         return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
     return storage_leaves(params, layout.params)
@@ -60,13 +60,13 @@ def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
 
 
 def check_host_room(config: Config, layout: Layout) -> None:
-    """Raise a `MemoryError` if there is not enough host memory for the parameters that are kept in it."""
+    """Raise a `MemoryError` if the parameters that are kept in host memory do not fit there."""
     if needed := sum(leaf.local_bytes for leaf in layout.params if leaf.host):
         check_host_memory(config.mesh, needed, "Offload(params=)")
 
 
 def place_array(x: Any, sharding: NamedSharding) -> Any:
-    """Return a copy of an array with this sharding. Donating the copy does not delete the caller's array."""
+    """Return a copy of `x` with this `sharding`. Donating the copy does not delete the caller's array."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     if sharding.memory_kind in KINDS:
@@ -79,14 +79,14 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
 
 
 def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
-    """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves."""
+    """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves at once."""
     # Copy through the device. Otherwise, the copy of an array in host memory would share the array's shards.
     copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
     return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
 
 
 def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
-    """Cast parameters that are in their layout to the types of `like`."""
+    """Cast `arrays`, which are parameters in `layout`, to the types of `like`."""
     types = [leaf.dtype for leaf in like]
     if all(x.dtype == dtype for x, dtype in zip(arrays, types, strict=True)):
         return arrays
@@ -107,7 +107,7 @@ def cast_on_host(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
 def init_programs(
     config: Config, layout: Layout, init_fn: Callable, args: tuple, *, most: int = MOST_PROGRAMS
 ) -> list[Any]:
-    """Return jitted functions of `args`. Each initialises the next few parameters, and returns them in storage shape.
+    """Return jitted functions of `args`. Each function initialises some parameters, and returns them in storage shape.
 
     A single program would hold the intermediate values of all leaves at once, which are several times the size of the
     leaves (seen on CPU, where jax 0.10 drops the barriers that would order the leaves).
@@ -126,7 +126,10 @@ def init_programs(
 
 
 def groups(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Iterator[tuple[int, ...]]:
-    """Group leaves in order. A group is at most half as large as the largest full leaf, or 1/8 of all shards."""
+    """Yield groups of consecutive leaf indices. The shards of several leaves in one group have limited bytes in total.
+
+    The limit is half of the largest full leaf, or 1/`most` of all shards, whichever is larger.
+    """
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)
     budget = max(largest // 2, sum(local) // most)

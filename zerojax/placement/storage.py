@@ -36,7 +36,7 @@ def leaves_of(params: PyTree) -> list:
 
 
 def is_stored_node(x: Any) -> bool:
-    """Return whether a node of a tree of parameters represents one array; for `is_leaf=`."""
+    """Return whether `x` is a node that represents one array. Callers pass this function as `is_leaf=`."""
     return is_padded(x) or is_chunked(x)
 
 
@@ -65,17 +65,17 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
 
 
 def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
-    """Return an array in logical shape, on the device."""
+    """Return `x` in logical shape, on the device."""
     return dataclasses.replace(x, storage=to_device(x.storage)).logical() if isinstance(x, Padded) else to_device(x)
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
-    """Move new parameters, given by index, back to host memory if their layouts say so."""
+    """Return `moved`, new parameters by index. Those whose layout is in host memory are copied there."""
     return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
 def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[Form]) -> PyTree:
-    """Undo `storage_leaves`. Return a tree whose leaves have the given forms."""
+    """Undo `storage_leaves`. Return a tree whose leaves have the given `forms`."""
 
     def in_form(x: Any, leaf: Leaf, form: Form) -> Any:
         if form is None:
@@ -104,7 +104,7 @@ def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     forms = storage_forms(layout.params)
     if any(forms):
         with contextlib.suppress(ImportError):
-            importlib.import_module("flax.serialization")  # imported later, it would not know `Padded`
+            importlib.import_module("flax.serialization")  # if flax were imported later, it would not know `Padded`
         known_to_flax()
     return unflatten_params(stored, layout, layout.params, forms)
 
@@ -125,7 +125,7 @@ def pin_to_plan(
     """Constrain stored arrays to their layouts along the data axes, under `jax.jit`. Skip arrays in host memory.
 
     `comm.mesh.constrain` lets the compiler choose the layout of a replicated leaf if the mesh has other axes. In a loop
-    over steps, the compiler would then shard the leaf between steps, and gather it twice: for the loss and the update.
+    over steps, the compiler would then shard the leaf between steps, and gather it twice (for the loss and the update).
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
     specs = [leaves[i].local_spec for i in pinned]
@@ -137,7 +137,7 @@ def pin_to_plan(
 
 
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
-    """Cast each array to its type, on the device. An array that already has the type is returned unchanged."""
+    """Cast `arrays` to `dtypes` on the device. An array that already has its type is returned unchanged."""
     return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 

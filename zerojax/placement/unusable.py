@@ -51,5 +51,5 @@ def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
 
 
 def foreign(found: Any, mesh: Mesh) -> bool:
-    """Return whether an array's mesh has other devices than `mesh`."""
+    """Return whether `found`, the mesh of an array, has other devices than `mesh`."""
     return isinstance(found, Mesh) and set(found.devices.flat) != set(mesh.devices.flat)

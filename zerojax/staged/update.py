@@ -47,7 +47,7 @@ class StagedUpdate:
         self._key = functools.cache(lambda g, length: self._key_of(self.partition.groups[g], length))
 
     def _key_of(self, group: UpdateGroup, length: int) -> ProgramKey:
-        """Return the key of the program that updates a group's chunks of this length."""
+        """Return the key of the program that updates the chunks of `group` with this `length`."""
         return ProgramKey.of(self._plan, group, length)
 
     def run(

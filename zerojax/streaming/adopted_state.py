@@ -37,15 +37,15 @@ INNER = ".inner"
 
 
 def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTree) -> PyTree:
-    """Return a copy of a plain optax state, sharded and offloaded by a plan. Make master weights from the parameters.
+    """Shard and offload a copy of `state`, a plain optax state, as `plan` says. Make master weights from `params`.
 
     Raises:
         ValueError: If the state was made for other parameters, or by another transformation.
         TypeError: If the planned type of a leaf cannot represent the leaf's type.
-        MemoryError: If there is not enough host memory for the state that is offloaded to it.
+        MemoryError: If the state that is offloaded to host memory does not fit there.
     """
     masters = master_weights(plan, params) if config.has_master_weights else []
-    # Use the paths of the wrapped transformation's state, because a plain state has these.
+    # Remove the prefix of the wrapped transformation's state from the paths, because a plain state lacks this prefix.
     prefix = INNER if config.has_master_weights else ""
     inner = plan.state[: len(plan.state) - len(masters)]
     wanted = [dataclasses.replace(leaf, path=leaf.path.removeprefix(prefix)) for leaf in inner]
@@ -70,7 +70,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
 
 
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:
-    """Return master weights, in logical shape, of the parameters that are stored in a narrower type."""
+    """Return master weights, in logical shape, for parameters whose stored type is narrower than the planned type."""
     leaves, as_array = leaves_of(params), lambda x: logical(x) if isinstance(x, Padded | jax.Array) else np.asarray(x)
     narrow = zip(plan.layout.trained, plan.trained.grads, narrow_leaves(plan.trained), strict=True)
     return [as_array(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]
@@ -79,8 +79,8 @@ def master_weights(plan: ShardingPlan, params: PyTree) -> list:
 def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> list:
     """Return the leaves of a plain state in the plan's order, or raise a `ValueError` if the state does not fit.
 
-    The state may also have leaves of parameters that this transformation does not train. These leaves are left out.
-    The state may be inside a state of `optax.masked`.
+    `state` may have leaves of parameters that this transformation does not train. The result leaves them out. `state`
+    may be wrapped in an `optax.MaskedState`.
     """
     keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: is_chunked(x) or is_padded(x))
     found = {jax.tree_util.keystr(path): x for path, x in keyed}
@@ -98,11 +98,11 @@ def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> l
 
 
 def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
-    """Return a leaf of a plain state, widened to the plan's type.
+    """Return `x`, a leaf of a plain state, cast to the type of `leaf`, which is the planned layout.
 
     Raises:
-        ValueError: If the leaf is not an array of the planned logical shape.
-        TypeError: If the planned type cannot represent the leaf's type. With `may_be_wider`, a wider float is accepted.
+        ValueError: If `x` is not an array with the logical shape of `leaf`.
+        TypeError: If the type of `leaf` cannot represent `x`. With `may_be_wider`, a wider float is returned unchanged.
     """
     name = f"opt_state{leaf.path}"
     if is_chunked(x) or is_padded(x) or isinstance(x, jax.ShapeDtypeStruct):
@@ -124,7 +124,7 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     wide = common_dtype(dtype, leaf.dtype) if floats else None
     if wide == leaf.dtype:
         return x.astype(leaf.dtype)
-    if wide == dtype and may_be_wider:  # wide gradients make such a leaf, and `update` accepts it
+    if wide == dtype and may_be_wider:  # wide gradients make such a wide leaf, which `update` accepts
         return x
     raise TypeError(
         f"{name} is {dtype}, and this transformation keeps it in {leaf.dtype}, which cannot represent every {dtype}. "

@@ -1,4 +1,4 @@
-"""Compile the programs that update chunks. Equal chunks of equal layers share one program, however deep the model."""
+"""Compile the programs that update chunks. Equal chunks share one program, so a deep model needs few programs."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class ProgramKey:
 
     Attributes:
         equations: The equations of the program.
-        computes: The key of the equations.
+        computes: `equations.key`, which is equal for equal equations.
         reads: For each value that the equations read, its kind and its index among the values of this kind.
-        params: The layouts of the parameters to update, in the type in which they are updated.
+        params: The layouts of the parameters to update. Each has the type in which the parameter is updated.
         stored_dtypes: The types in which these parameters are stored.
         grads: The layouts of the gradients.
         state: The layouts of the offloaded state.
-        resident: The layouts of the state on the device that the program replaces.
+        resident: The layouts of the state leaves that stay on the device and that the program replaces.
         dim: The dim that is divided into chunks; None if the program updates full arrays.
         length: The length of the chunk on this dim.
     """
@@ -64,7 +64,7 @@ class ProgramKey:
 
     @classmethod
     def of(cls, plan: ShardingPlan, group: UpdateGroup, length: int) -> ProgramKey:
-        """Return the key for a group's chunks of this length. The length is 0 if the group is not chunked."""
+        """Return the key of the program for chunks of `group` with this `length`, which is 0 for full arrays."""
         equations = group.equations[length]
         places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
 
@@ -105,7 +105,7 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
     """Return a jitted function that updates a chunk on the device.
 
     It is called as `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`. Its first three
-    arguments are donated. If the step is skipped, their values are returned bit for bit.
+    arguments are donated. If the step is skipped, the function returns their old values bit for bit.
     """
     full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
 

@@ -51,7 +51,7 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
 
 
 def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Return the new parameters and the new state of a chunk."""
+    """Return the new parameters and the new state of a chunk, as one list."""
     inputs = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
     leaves = {PARAM: key.params, GRAD: key.grads, STATE: key.state}
 
@@ -77,10 +77,10 @@ def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, sh
 
 
 def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
-    """Evaluate elementwise equations on arrays that have another shape than in the trace.
+    """Evaluate an elementwise `jaxpr` on `values` of another `shape` than the arrays in its trace.
 
-    All branches of a `cond` are evaluated, because its traced branches are bound to the shapes of the trace. A constant
-    is copied to host memory if a value is in host memory.
+    All branches of a `cond` are evaluated, because the shapes in a traced branch cannot change. If any of `values` is
+    in host memory, constants that are broadcast are copied to host memory.
     """
     on_host = any(compat.in_host_memory(jax.typeof(x)) for x in values)
 
@@ -102,7 +102,7 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
 
 
 def may_block(key: ProgramKey) -> bool:
-    """Return whether a block of the chunk can be updated alone, because all equations are elementwise."""
+    """Return whether the blocks of a chunk can be updated one by one, because all equations are elementwise."""
     jaxpr = key.equations.jaxpr
     elementwise = all(eqn.primitive.name in ELEMENTWISE_OR_BARRIER | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
     scalars = all(

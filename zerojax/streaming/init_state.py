@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Return the wrapped transformation's first state, sharded and offloaded as a plan says."""
+    """Return the wrapped transformation's first state, sharded and offloaded as `plan` says."""
     is_whole = not plan.offloaded and not config.params_on_disk
     if is_whole or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
@@ -52,14 +52,14 @@ class Deferred:
 
 
 def check_host_room(config: Config, plan: ShardingPlan) -> None:
-    """Raise a `MemoryError` if there is not enough host memory for the state that is offloaded to it."""
+    """Raise a `MemoryError` if the state that is offloaded to host memory does not fit there."""
     if config.offload is not None and config.offload.optimizer == "host" and plan.offloaded:
         needed = sum(plan.state[k].local_bytes for k in plan.offloaded)
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")
 
 
 def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Make the state in one program, also under `jax.jit`. The device holds all state at once."""
+    """Make all state in one program. This works under `jax.jit`, too. The device holds all state at once."""
 
     def init(stored):
         state = logical_state(config, plan, [to_device(x) for x in stored])
@@ -72,13 +72,13 @@ def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array
 def init_state_by_group(
     config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
 ) -> PyTree:
-    """Make the state in one program for all leaves that stay on the device, and one program per offloaded group."""
+    """Make the state with one program for all leaves that stay on the device, and one program per offloaded group."""
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
     jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
 
     def init(leaves: Sequence[int]) -> list[list[Array]]:
-        """Return the chunks of each of these leaves of the state, on the device."""
+        """Return a list of chunks, on the device, for each index in `leaves`."""
         outvars = [jaxpr.outvars[k] for k in leaves]
         eqns, read = jaxprs.needed_for(jaxpr.eqns, outvars)
         invars = [var for var in inputs if var in read]
@@ -102,7 +102,7 @@ def init_state_by_group(
 
 
 def on_device(x: Any) -> Array:
-    """Return a parameter on the devices."""
+    """Return parameter `x` on the devices. Load the parameter if it is `Deferred`."""
     return x.load() if isinstance(x, Deferred) else to_device(x)
 
 
@@ -111,7 +111,7 @@ def store_by_group(
 ) -> PyTree:
     """Return a state whose offloaded leaves are written to `store`, group by group.
 
-    `make` gets the indices of some leaves of the state, and returns the chunks of each leaf, on the device.
+    `make(indices)` returns a list of chunks, on the device, for each of these leaves of the state.
     """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
@@ -123,7 +123,7 @@ def store_by_group(
 
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the storage shapes of the state with their shardings. Make no files for state on disk."""
+    """Return the storage shapes and shardings of the state as a tree. Do not create the files of state on disk."""
     nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if is_on_disk(config) and plan.offloaded else {}
 
     def shape(k: int, leaf: Leaf):

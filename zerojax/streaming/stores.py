@@ -54,14 +54,14 @@ class StateStore(abc.ABC):
 
     @abc.abstractmethod
     def nodes(self, group: UpdateGroup) -> list[PyTree]:
-        """Return the nodes of the group's new state, one per leaf. Every chunk must be written."""
+        """Return the nodes of the group's new state, one per leaf. All chunks must have been written before."""
 
     def unchanged(self, group: UpdateGroup) -> list[PyTree]:
         """Return the old nodes of a group, whose state was neither fetched nor written."""
         return [self._nodes[k] for k in group.state]
 
     def abandon(self) -> None:  # noqa: B027
-        """Give up the state after a failed step. Nothing that was written will be read."""
+        """Give up the state after a failed step. The chunks that the step wrote will not be read."""
 
 
 class HostStateStore(StateStore):
@@ -118,7 +118,7 @@ class DiskStateStore(StateStore):
         return [(k, n, x) for k, x in zip(group.state, arrays, strict=True)]
 
     def complete(self, ticket: list) -> None:
-        for writing in ticket:  # copies the arrays to buffers, which threads write to the files
+        for writing in ticket:  # `write` copies an array to a buffer, and a thread writes the buffer
             self._files.write(*writing)
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:

@@ -130,13 +130,13 @@ class StreamedUpdate:
         return params, state
 
     def runs_on_host(self, group: UpdateGroup) -> bool:
-        """Return whether the host updates a group. It cannot update full arrays, whose programs span all devices."""
+        """Return whether the host updates `group`. It updates only chunks, because full arrays span all devices."""
         return self.update == "host" and group.chunking is not None
 
     def compiled(self, key: ProgramKey, *args: Any) -> Callable:
         """Return the update of a chunk on the host, compiled for the shapes and types of `args`.
 
-        Compile in the caller's thread, because JAX's settings, such as 64-bit numbers, may hold for this thread only.
+        Compile in the caller's thread, because JAX's settings, such as `jax_enable_x64`, may hold for this thread only.
         """
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
         if (key, shapes) not in self._compiled:
@@ -144,7 +144,7 @@ class StreamedUpdate:
         return self._compiled[key, shapes]
 
     def unsharded(self, group: UpdateGroup, params: list) -> list:
-        """Return a group's parameters as they are stored, gathered if they are sharded less than their gradients."""
+        """Return `params` in their stored layouts. Gather each parameter that is less sharded than its gradient."""
         plan = self.plan
         moved = {
             j: (plan.grads[i], plan.trained.params[i])
@@ -171,7 +171,7 @@ class GroupInFlight:
 
 
 class Chunk(NamedTuple):
-    """A chunk of a group, with its index `n`, the key of its program, and its start on the chunked dim."""
+    """Chunk `n` of a group. `key` is the key of its program. The chunk begins at index `start` of the chunked dim."""
 
     of: GroupInFlight
     n: int
@@ -180,10 +180,7 @@ class Chunk(NamedTuple):
 
 
 class UpdateQueue:
-    """The queue of one step's chunks, which are fetched, updated and written.
-
-    `threads` run the updates on the host.
-    """
+    """The queue of one step's chunks, which are fetched, updated and written. Updates on the host run in `threads`."""
 
     def __init__(self, streamed: StreamedUpdate, inputs: UpdateInputs, store: StateStore, threads: Executor):
         self._streamed, self._inputs, self._store, self._threads = streamed, inputs, store, threads
