@@ -179,7 +179,7 @@ def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
-    """Pad a batch to `size` rows, and return it with weights. It repeats the last row: zeros might give a NaN loss."""
+    """Pad a batch to `size` rows, and return it with weights. Repeat the last row, because zeros might give a NaN."""
     repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 

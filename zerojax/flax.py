@@ -1,6 +1,6 @@
 """Functions that shard and differentiate modules of Flax NNX.
 
-Linen does not need them: its parameters are a dict, `flax.training.train_state.TrainState` accepts the transformation
+Linen needs no such functions. Its parameters are a dict, `flax.training.train_state.TrainState` takes a transformation
 unchanged, and a loss can return batch statistics with `has_aux`.
 """
 
@@ -101,7 +101,7 @@ def value_and_grad(
         `f(module, batch, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `grads` is an
         `nnx.State` for `nnx.Optimizer.update`, or a tuple of states if `argnums` is a sequence. All other variables of
         the arguments (batch statistics, metrics, counts of random streams) are updated as by `nnx.value_and_grad`,
-        once per microbatch. In device view, those that are floats are averaged over the devices, and random streams
+        once per microbatch. In device view, float variables are averaged over the devices, and random streams
         are folded with the device's index.
 
     Raises:
@@ -234,7 +234,7 @@ def refuse_nodes(keywords: Mapping) -> None:
 
 
 def joined(nodes: Any, arrays: Any) -> Any:
-    """Join the NNX objects and the arrays of one argument. Each tree has None where the other has a leaf."""
+    """Join the NNX objects and the arrays of one argument. Each tree has None where the other tree has a leaf."""
     return jax.tree.map(
         lambda node, x: x if node is None else node, nodes, arrays, is_leaf=lambda x: x is None or is_node(x)
     )

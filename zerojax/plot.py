@@ -93,7 +93,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
 
 
 def shards(state: Any) -> Figure:
-    """Draw which device has which shards, with one bar per leaf, along the leaf's first sharded dim.
+    """Draw which shards each device has, with one bar per leaf, along the leaf's first sharded dim.
 
     Only the largest leaves are drawn, and no scalars. This is `jax.debug.visualize_array_sharding` for a whole state.
 
@@ -157,7 +157,7 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        TypeError: If `compiled` is none of these.
+        TypeError: If `compiled` is not a plan, a compiled program, or text.
         ValueError: If the topology is unknown, or the text is not scheduled HLO.
     """
     topology = str(topology or getattr(compiled, "topology", "h200:8"))

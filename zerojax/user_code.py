@@ -95,7 +95,7 @@ def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
 
 
 def load_program(text: str, options: Sequence[str]) -> tuple:
-    """Call a function in a file, such as `"train.py"` or `"train.py:make_step"`, that returns a step and its arguments.
+    """Run a file, such as `"train.py"` or `"train.py:make_step"`. Call its function that returns a step and arguments.
 
     While the file runs, `options` are `sys.argv[1:]`.
     """
@@ -135,7 +135,7 @@ def shapes_of(found: Any) -> Any:
     module, *inputs = found if isinstance(found, tuple) and found and not has_init(found) else (found,)
     if has_init(module):
         return model_shapes(module, inputs)
-    is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but a tree
+    is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but is also a tree
     nnx = sys.modules.get("flax.nnx")
     if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
         return found

@@ -31,7 +31,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
         """Return the transformation for a configuration that `zero_shard` built."""
-        # The partials contain `config`, so an object that is rebuilt from `init` and `update`, as by pickle, has it.
+        # The partials contain `config`, so an object that pickle rebuilds from `init` and `update` has `config`, too.
         return cls(functools.partial(init, config), functools.partial(update, config))
 
     @property
@@ -131,7 +131,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return as_params(self.config, mirror, loaded(params))
 
     def eval_step(self, fn: Callable) -> Callable:
-        """Return a jitted function of the parameters, for evaluation or generation. They are gathered on use.
+        """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
 
         Args:
             fn: `fn(params, batch, *args)`. In both views, it sees logical parameters and all rows of `batch`. It may

@@ -102,7 +102,7 @@ class _Program:
         self.pinned = self.lower[self.equations + self.values :] @ self.bytes
 
     def _only_by_name(self, equation: int) -> None:
-        """Forbid saving a value under the name that zerojax gave it before the user named it."""
+        """Forbid saving a value that the user named under the name that zerojax gave to the same value."""
         for i, value in enumerate(self.graph.values):
             if value.equation in self.graph.equations[equation].reads and not value.users_name:
                 self.upper[[self.equations + i, self.equations + self.values + i]] = 0
@@ -130,7 +130,7 @@ class _Program:
         optimize: Any = scipy.optimize  # its annotations say `float` where it accepts arrays
         matrix, bounds = self._available()
         allowed = np.array([budget, host_bytes + self.pinned])
-        # Sizes are in thousandths of the limits. The solver's tolerance of 1e-6 is then below a byte of small budgets.
+        # Sizes are in thousandths of the limits. The solver's tolerance of 1e-6 is then below a byte for small budgets.
         sizes = 1000 * sparse.kron(sparse.diags_array(1 / np.maximum(allowed, 1)), self.bytes)
         limits = sparse.hstack([sparse.csr_array((2, self.equations)), sizes])
         too_large = np.concatenate([np.zeros(self.equations, bool), *(self.bytes > limit for limit in allowed)])

@@ -78,7 +78,7 @@ class Config:
         user_mesh: The mesh as the caller gave it.
         axis: The mesh axes that divide the rows of the batch.
         shard_axis: The axes over which the stage shards. Empty: all of `axis`.
-        params_axis: The axes over which parameters are sharded. Empty: like everything else.
+        params_axis: The axes over which parameters are sharded. Empty: the axes of gradients and optimizer state.
         trainable: `trainable(path, leaf) -> bool` chooses the leaves that are trained. None: every leaf.
         overwrite: `overwrite(path, leaf) -> bool` chooses leaves that take their gradient as their new value. None:
             only leaves with the name `_overwrite_with_gradient` in their path or NNX class.
@@ -171,7 +171,7 @@ class Config:
             )
 
     def _check_params_on_disk(self) -> None:
-        """Raise a ValueError for an option that a step in stages does not know."""
+        """Raise a ValueError for an option that cannot be combined with parameters on disk."""
         for name, found in {"shard_axis": self.shard_axis, "wire": self.wire, "overwrite": self.overwrite}.items():
             if found:
                 raise ValueError(
@@ -248,7 +248,7 @@ class Config:
 
     @functools.cached_property
     def plans(self) -> dict[Any, Any]:
-        """Return the cache of plans, by layout. It is no field, so that it is neither compared nor pickled."""
+        """Return the cache of plans, by layout. The cache is not a field, so it is neither compared nor pickled."""
         return {}
 
     @functools.cached_property

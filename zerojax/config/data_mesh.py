@@ -90,7 +90,7 @@ class DataMesh:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPolicy:
-    """The options that determine how leaves are laid out. `ZeroState` contains them, so none of them is a function.
+    """The options that determine how leaves are laid out. No option is a function, because a `ZeroState` contains them.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.

@@ -37,7 +37,7 @@ class LeafMask:
         return cls(frozenset(found), frozenset(path for path, x in found.items() if x), option)
 
     def __call__(self, path: str, leaf: Any) -> bool:
-        """Return whether the mask is True at `path`. Raise a ValueError if the mask has no leaf there."""
+        """Return whether the mask is True at `path`. Raise a ValueError if the mask has no leaf at this path."""
         if path not in self.known:
             raise ValueError(
                 f"The mask in {self.option}= has no leaf {path!r}, which the parameters have. "

@@ -1,4 +1,4 @@
-"""The option `Wire`: which collectives send quantised parameters or gradients, and in which format."""
+"""The option `Wire`, which says which collectives send quantised parameters or gradients, and in which format."""
 
 from __future__ import annotations
 

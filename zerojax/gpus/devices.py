@@ -85,7 +85,7 @@ class Device:
         )
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of products of an HLO type. It is the scalar rate if no matrix unit has this type."""
+        """Return the FLOP/s of products of an HLO type, or the scalar rate if no matrix unit supports the type."""
         return self.rates.get(dtype, self.scalar)
 
     def ring_bandwidth(self, group: Sequence[int]) -> float:

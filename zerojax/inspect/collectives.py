@@ -225,7 +225,7 @@ def collectives_of(module: Module) -> CompiledCollectives:
         computation, count = module.computations[name], module.executions[name]
         for i in computation.instructions:
             kind = i.opcode.removesuffix("-start")
-            # A start that calls a computation wraps a collective of that computation. That collective is listed.
+            # If a start calls a computation, the collective in the computation is listed instead of the start.
             if kind not in KINDS or (kind != i.opcode and "calls=" in i.attributes):
                 continue
             dim = re.search(r"\bdimensions=\{(\d+)\}", i.attributes)
@@ -248,7 +248,7 @@ def collectives_of(module: Module) -> CompiledCollectives:
 
 
 def cause_of(c: Collective) -> str:
-    """Return the leaves that a zerojax collective names, otherwise the innermost line of the model or the operation."""
+    """Return the leaves that zerojax wrote into the name of `c`, or else the model's innermost line or operation."""
     if leaves := leaves_in(c.op_name):
         more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one of them
         return f"{leaves} and {more} combined with it" if more else leaves
@@ -262,7 +262,7 @@ def leaves_in(op_name: str) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames that are in the user's model. Frames of the code that calls this function are left out."""
+    """Return the frames that are in the user's model. Leave out frames that are also on the current call stack."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 

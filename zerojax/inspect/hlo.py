@@ -72,7 +72,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_synchronous(self) -> bool:
-        """Return whether this is no asynchronous start, or a start that XLA:GPU marked as synchronous."""
+        """Return True, except for an asynchronous start that XLA:GPU did not mark as synchronous."""
         return not self.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', self.rest) is not None
 
 
@@ -100,7 +100,7 @@ class Computation:
 
 
 class Call(NamedTuple):
-    """An instruction that runs a computation `trip_count` times. None: the program does not fix this number."""
+    """An instruction that runs `callee` `trip_count` times. `trip_count` is None if the program does not fix it."""
 
     instruction: Instruction
     callee: str
@@ -257,7 +257,7 @@ def read(compiled: Any) -> Module:
 
 
 class _Affine(NamedTuple):
-    """An integer in a loop: `offset`, plus the carry's element number `element` unless `element` is None."""
+    """An integer in a loop. It is `offset`, plus element number `element` of the carry unless `element` is None."""
 
     element: int | None
     offset: int
@@ -271,7 +271,7 @@ def _trace(
     arguments: list["_Affine | None"] | None = None,
     depth: int = _DEPTH,
 ) -> _Affine | None:
-    """Trace a value, or an `element` of a tuple, back to a constant or to an element of the loop's carry.
+    """Trace the value `name`, or its `element` if it is a tuple, to a constant or to an element of the loop's carry.
 
     In a fusion or a call, `arguments` are the traced arguments. If `arguments` is None, the parameter is the carry.
     """
@@ -307,7 +307,7 @@ def _trace(
 def _comparison(
     module: Module, c: Computation, name: str, arguments: list[_Affine | None] | None = None
 ) -> tuple | None:
-    """Return `(left, right, direction)` of the comparison that ends a loop. None: the condition is no comparison."""
+    """Return `(left, right, direction)` of the comparison that ends a loop, or None for any other condition."""
     i = c.by_name.get(name)
     if i is None or i.opcode not in ("compare", "fusion", "call"):
         return None

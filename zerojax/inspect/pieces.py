@@ -72,14 +72,14 @@ class Piece:
 
     @functools.cached_property
     def line(self) -> str:
-        """Return the model's line of the collective. If it has none, return the nearest line, or the operation."""
+        """Return the model's line of the collective. Without such a line, return the nearest line, or the operation."""
         c = self.collective
         own = lines_of_model(c.frames)
         return own[0] if own else self.nearest(c.computation, c.name) or self.op_name or c.name
 
 
 def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[Piece]:
-    """Return the pieces of a program's collectives, in the program's order, or of the collectives `only`."""
+    """Yield the pieces of the collectives in `only`, or of all collectives of the program if `only` is None."""
     nearest = Nearest(module)
     for c in collectives_of(module) if only is None else only:
         names = operations(c.op_name)
@@ -94,7 +94,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
 
 
 def operations(op_name: str) -> list[str]:
-    """Split a name that XLA joined from several operations, `prefix/(a:b:c)`. Any other name is the only result."""
+    """Return the names of operations that XLA joined into `prefix/(a:b:c)`. Return any other name as the only item."""
     labels: list[str] = []
 
     def keep(label: re.Match) -> str:
@@ -137,7 +137,7 @@ class Nearest:
                 self._callers[call.callee].append((where, call.instruction.name))
 
     def __call__(self, computation: str, name: str) -> str:
-        """Return the model's line of the nearest instruction that has one, or "".
+        """Return the line of the model at the nearest instruction that has such a line, or "".
 
         An instruction's operands are visited before its users. From the body of a loop or call, the search goes on to
         the instruction that runs the body.

@@ -126,7 +126,7 @@ def lines(node: Node, depth: int = 0) -> Iterator[Line]:
 
 
 def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str], Node]]:
-    """Return runs of equal children, such as layers: their names differ only in a number, which increases by 1."""
+    """Yield runs of equal children, such as layers, whose names differ only in a number that increases by 1."""
     first: dict[str, int] = {}
     for i, (name, _) in enumerate(children):
         first.setdefault(NUMBER.sub("#", name), i)

@@ -78,7 +78,7 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Return `max(kernels + exposed, communication)`: hidden collectives cost time only if the link is too slow."""
+        """Return `max(kernels + exposed, communication)`. Hidden collectives cost time only if the link is too slow."""
         return max(self.kernels + self.exposed, self.communication)
 
 

@@ -1,7 +1,7 @@
 """Read annotations of a model's leaves: which mesh axes divide a leaf, and whether it is overwritten.
 
 An overwritten leaf takes its gradient as its new value. Flax's FP8 layers have such leaves. Their backward pass
-computes the next scales and amax histories, and returns them as the gradients of the old ones. Linen keeps these leaves
+computes the next scales and amax histories, and returns them as gradients of the old values. Linen keeps these leaves
 in the collection `_overwrite_with_gradient`. In NNX, their variable class has this name.
 """
 
@@ -24,7 +24,7 @@ REASON = "overwritten with its gradient"
 
 
 def partition_metadata(params) -> list:
-    """Return, for each leaf, the mesh axes per dim that its Flax box or Variable names; () if it names none.
+    """Return, for each leaf, the mesh axes that its Flax box or Variable names for each dim, or () without axes.
 
     Logical axis names are converted to mesh axes by the node's own rules, or by Flax's current `logical_axis_rules`.
     """

@@ -65,10 +65,10 @@ MOST_ROWS = 256
 
 
 def row_chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
-    """Divide a parameter on disk, and its gradient and state: a stack of layers by layer, anything else by bytes.
+    """Divide a parameter on disk, its gradient or its state. Divide a stack by layer, and any other array by bytes.
 
-    A stack has at most `MOST_ROWS` layers on dim 0, which is not sharded. So a scan, or an indexed layer, reads no
-    other layers.
+    A stack has at most `MOST_ROWS` layers on dim 0, which is not sharded. A scan or an index then reads only the
+    layers that it needs.
     """
     rows = leaf.shape[0] if len(leaf.shape) > 1 and leaf.dim != 0 and not any(leaf.others[:1]) else 0
     return Chunking(0, (1,) * rows) if 0 < rows <= MOST_ROWS else chunking_of(leaf, chunk_bytes)

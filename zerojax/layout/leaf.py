@@ -123,7 +123,7 @@ class Leaf:
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """Return the layout of one shard, seen as a whole array, over those of `axes` that do not divide this leaf."""
+        """Return the layout of one shard, divided as an array over those of `axes` that do not divide this leaf."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 

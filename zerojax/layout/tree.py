@@ -141,7 +141,7 @@ def lay_out(
     chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
     trained = tuple(i for i, on in enumerate(chosen) if on and has_gradient(seen[i].dtype) and i not in kept)
     # A parameter that is already stored with padding stays padded. The decision of `keep_whole` depends on the whole
-    # tree. For a part of the tree it could be different, but gradients must have the form of the parameters.
+    # tree. For a part of the tree the decision could differ, but gradients must have the form of the parameters.
     stored = {i for i, (_, x) in enumerate(found) if is_padded(x) and x.storage.shape == grads[i].storage_shape}
     every = range(len(grads))
     grads = keep_whole(grads, set(every) - stored, (every, trained), dict(policy.data.sizes))

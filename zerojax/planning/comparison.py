@@ -77,7 +77,7 @@ class NonFinite:
         step: 1 or 2.
         quantity: `"value"`, `"gradient"` or `"parameters"`.
         path: The leaf. Empty for the value.
-        origins: Where the loss produces the first NaN, and an inf before that. Empty if the loss produces neither.
+        origins: Where the loss computes its first NaN, and its first inf if that is earlier. Empty if there are none.
     """
 
     stage: int | None
@@ -89,7 +89,7 @@ class NonFinite:
     def __str__(self) -> str:
         """Return the name of the leaf, and the line that produces the first NaN or inf."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
-        by_line = {origin.where: origin for origin in self.origins}  # a line's NaN replaces its inf
+        by_line = {origin.where: origin for origin in self.origins}  # for a line with an inf and a NaN, keep the NaN
         begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
         return f"not finite: {self.quantity}{self.path} of step {self.step} {where}: {begins}"
 
@@ -179,7 +179,7 @@ def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) 
 def differences(
     stage: int, step: int, found: Snapshot, expected: Snapshot, noise: dict[Key, float], tolerance: float
 ) -> Iterator[Difference]:
-    """Yield each leaf's difference from the reference, for one step."""
+    """Yield the difference between `found` and `expected` for each leaf of one step."""
     sizes = {key: largest(x) for key, x in expected.items()}
     of_all = {quantity: max(size for key, size in sizes.items() if key[0] == quantity) for quantity, _ in expected}
     for key, y in expected.items():
@@ -195,7 +195,7 @@ def differences(
 
 
 def off_by(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the largest absolute difference, or NaN if an element is not finite and its counterpart differs."""
+    """Return the largest absolute difference. Return NaN if two elements differ and one of them is not finite."""
     with np.errstate(invalid="ignore"):
         same = (x == y) | ((x != x) & (y != y))
         off = np.abs(np.where(same, 0, wide(x) - wide(y)))
@@ -214,7 +214,7 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
-    """Return the first loss, gradient or parameter that is not finite, except parameters not finite in `before`."""
+    """Return the first loss, gradient or parameter that is not finite. Skip parameters not finite in `before`."""
     for key, x in found.items():
         given = before.get(key) if key[0] == "parameters" else None
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""Read memory by part, collectives and the least time of a compiled step into a `Plan`, and print it as tables."""
+"""Read the memory, collectives and least time of a compiled step into a `Plan`, which prints as tables."""
 
 import dataclasses
 import re
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def sent(self) -> int:
-        """Return bytes that a device sends per step in a ring. A loop of unknown length counts as one iteration."""
+        """Return the bytes that a device sends per step in rings. A loop of unknown length counts as one iteration."""
         return self.collectives.moved(unknown_once=True).sent
 
     @property
@@ -179,7 +179,7 @@ def _spans_hosts(c: Collective, per_host: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """Facts about a step that its compiled program does not have. See `Plan` for most attributes.
+    """Facts about a step that cannot be read from its compiled program. See `Plan` for most attributes.
 
     `parts` maps a prefix of an argument's name in the program to a part of `Plan.memory`. The longest prefix decides.
     """
@@ -228,7 +228,7 @@ def read_plan(
 
 
 def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
-    """Return seconds that kernels wait for collectives in one step, by cause, the longest first."""
+    """Return the seconds per step that kernels wait for collectives, by cause of the collective, longest first."""
     waits = Counter[str]()
     for collective, seconds in simulate(module.text, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
@@ -267,7 +267,7 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
 
 
 def part_of(argument: str, parts: Mapping[str, str]) -> str:
-    """Return the part that an argument belongs to, by its longest known prefix, or else the argument's name."""
+    """Return the part for the longest prefix of `argument` in `parts`. If none matches, return the argument's name."""
     for prefix in sorted(parts, key=len, reverse=True):
         if re.match(rf"{re.escape(prefix)}(?![\w])", argument):
             return parts[prefix]

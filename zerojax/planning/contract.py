@@ -1,4 +1,4 @@
-"""Compute the contract of a stage: the most that a compiled gradient or step may move, compute and hold.
+"""Compute the contract of a stage, which limits the memory, communication and FLOPs of a gradient or step.
 
 The contract follows from the element counts of the model's layout, and from the program that plain jit compiles for
 the loss with replicated parameters. It does not depend on the program that is checked.
@@ -57,7 +57,7 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """The most that the program of a stage may move, compute and hold."""
+    """The limits on the memory, communication and FLOPs of a stage's program."""
 
     temporary: int  # bytes of temporary memory
     gathered: int  # elements of parameters that are gathered, counted in full tensors
@@ -98,7 +98,7 @@ def contract_of(checked: Checked) -> Contract:
         gathered += gathered_after_update(plan)
         update = bool(products) and not (plan.matrices is not None and plan.matrices.owned and not plan.matrices.left)
         of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
-        if products:  # a matrix optimizer: an owner holds whole matrices
+        if products:  # a matrix optimizer, whose owners hold whole matrices
             of_update += memory_analysis(compiled).temp_size_in_bytes
         temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
     elif config.stage < 3:  # plain jit returns full gradients, whose buffers may hold its activations
@@ -128,12 +128,12 @@ def is_float(leaf: Leaf) -> bool:
 
 
 def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Return the elements of each parameter, times the microbatches of a loop in the loss that uses the parameter."""
+    """Return the elements of each parameter, counted once per microbatch of a loop in the loss that uses it."""
     return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
 
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
-    """Return how many elements the forward and backward passes gather."""
+    """Return how many elements of parameters the forward and backward passes gather."""
     sizes, passes = sizes_of(checked.layout, program), 2 if checked.config.reshard_after_forward else 1
     sharded = [leaf for leaf in checked.layout.params if is_float(leaf) and leaf.dim is not None]
     return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded)
@@ -194,7 +194,7 @@ def plain_update(plan: ShardingPlan, config: Config) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WithMutable:
-    """A loss that takes its mutable state as its first further argument."""
+    """A loss whose first further argument is its mutable state."""
 
     loss: Loss
 

@@ -94,11 +94,11 @@ class Estimate:
         return max(seconds, (row.read + row.written) / disk) if disk else seconds
 
     def disk_bandwidth(self, stage: int, *, seconds: float) -> float:
-        """Return the bandwidth at which the disk no longer bounds a step, in bytes per second and device.
+        """Return the disk bandwidth per device, in bytes per second, above which the disk no longer limits a step.
 
         Args:
             stage: ZeRO stage.
-            seconds: The time of the step without its disk: the larger of compute and link.
+            seconds: The time of the step without the disk, which is the larger of its compute time and its link time.
         """
         return (self[stage].read + self[stage].written) / seconds
 
@@ -108,7 +108,7 @@ class Estimate:
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
         errors = ["errors"] if any(row.errors for row in self.rows) else []
-        # An optimizer state on disk is read once and written once: its column says that already.
+        # If the bytes read equal the bytes on disk, further columns would only repeat the column "disk".
         traffic = ["read", "written"] if any(row.read != row.disk for row in self.rows) else []
         columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
@@ -192,7 +192,7 @@ def estimate(
             rows.append(row if number is None else dataclasses.replace(row, gathered=None))
             size = sum(leaf.size for leaf in layout.params)
             trained = sum(layout.params[i].size for i in layout.trained)
-    if number is not None:  # without the elements that `vector` adds
+    if number is not None:  # do not count the elements that `vector` adds
         size = trained = int(number)
     return Estimate(size, trained, tuple(rows))
 

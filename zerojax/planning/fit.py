@@ -222,7 +222,7 @@ def candidates(
             for setup in setups:
                 candidate = estimated(setup, rows)
                 yield candidate
-                # Rows are doubled again if this made a row cheaper for some setup, and that setup still fits.
+                # Double the rows again if this doubling made a row cheaper for at least one setup that still fits.
                 is_cheaper = candidate.seconds < (1 - COST_RESOLUTION) * least.get(candidate.variant, math.inf)
                 improves |= is_cheaper and not rejection(candidate, space.usable(count))
                 least[candidate.variant] = candidate.seconds
@@ -257,7 +257,7 @@ def rejection(candidate: Candidate, usable: float) -> str:
 
 
 def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
-    """Return the least time of a step's collectives, one after the other, each over the links of its devices."""
+    """Return the least total seconds of a step's collectives, which run one after the other over their links."""
     names, sizes = zip(*config.data.sizes, strict=True)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     # A collective's first group of devices: all devices along its axes, at index 0 of every other axis.

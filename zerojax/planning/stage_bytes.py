@@ -1,4 +1,4 @@
-"""Add up the bytes per device and the bytes sent of one stage, from its layouts. Activations are not included.
+"""Compute the bytes per device, and the bytes sent, at one stage, from its layouts. Activations are not included.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
@@ -137,8 +137,8 @@ class DiskBytes(NamedTuple):
     Attributes:
         params: Parameters.
         grads: Gradients.
-        read: Bytes that a step reads of both, at most: the last block of the forward pass is read once, and a parameter
-            whose gradient reads none is not read in the backward pass.
+        read: Upper bound on the bytes that a step reads. It counts every parameter in the backward pass, although the
+            last block of the forward pass, and parameters that no gradient reads, are not read again.
         written: Bytes that a step writes.
     """
 
@@ -149,7 +149,7 @@ class DiskBytes(NamedTuple):
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes:
-    """Return the parameters and gradients that are on disk with `accumulate` microbatches per step."""
+    """Return the `DiskBytes` of a run with `accumulate` microbatches per step. They are 0 without parameters on disk."""
     if not config.params_on_disk:
         return DiskBytes()
     layout, inexact = plan.layout, jnp.inexact
@@ -163,7 +163,7 @@ def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes
 
 
 def grads_on_device(config: Config, plan: ShardingPlan) -> list[int]:
-    """Return the trained parameters whose gradients are on the device, by index."""
+    """Return the indices in `plan.trained.params` of the parameters whose gradients are on the device."""
     leaves = enumerate(plan.trained.params)
     return [k for k, leaf in leaves if not (config.params_on_disk and leaf.kind == "sharded")]
 
@@ -188,7 +188,7 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes that stage 3 gathers at the same time: the largest layer, times one plus the prefetched layers.
+    """Return the bytes that stage 3 gathers at the same time: `1 + prefetch` times the bytes of the largest layer.
 
     A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack of layers cannot
     be told from any other array, so the whole stack counts as one layer.
@@ -205,11 +205,11 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
 def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends per step, by mesh axes.
 
-    Reductions send elements of the reduce type, and gathers send elements of the compute type. Over N devices, each
-    sends `(N - 1) / N` of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per
-    microbatch. Stage 3 gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced
-    over the other axes, once per step. If these axes divide gradients further, shards are reduce-scattered over them
-    instead, and gathered after the update. Quantised payloads include scales and padding, and count for each hop.
+    Reductions send the reduce type, and gathers send the compute type. Over N devices, each device sends `(N - 1) / N`
+    of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per microbatch. Stage 3
+    gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced over the other axes,
+    once per step. If these axes divide gradients further, shards are reduce-scattered over them instead, and gathered
+    after the update. Quantised payloads include scales and padding, and count for each hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)

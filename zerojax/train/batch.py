@@ -154,7 +154,7 @@ def is_untyped_key(x: Any) -> bool:
 
 
 def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
-    """Fold typed PRNG keys with the index of a device or microbatch, so that each draws different numbers."""
+    """Fold typed PRNG keys with the index of a device or microbatch, so that each index draws different numbers."""
 
     def fold(x):
         if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):

@@ -62,7 +62,7 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
     check_host_room(config, layout)
     leaves = zip(layout.params, layout.grads, strict=True)
     wide = dataclasses.replace(layout, params=tuple(dataclasses.replace(x, dtype=grad.dtype) for x, grad in leaves))
-    # On disk about one leaf is made at a time, and its type is that of the files.
+    # For parameters on disk, create about one leaf at a time, in the type of the files.
     given, most = (wide, len(layout.params)) if config.params_on_disk else (layout, MOST_PROGRAMS)
     programs, what = init_programs(config, given, init_fn, args, most=most), "initialise parameters"
     require_same_values(config, what, args=args)
@@ -114,7 +114,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
 
 
 def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
-    """Write parameters to files, one after the other; otherwise like `begin_run`."""
+    """Do the same as `begin_run`, but write parameters to files, one after the other."""
     known_to_flax()
     layout, shapes = plan.layout, are_shapes(params)
     if layout.overwritten:
@@ -134,7 +134,7 @@ def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any,
 
 
 def deferred(config: Config, x: Any, leaf: Leaf) -> Any:
-    """Return a parameter in storage, in the type in which it was given, which is copied to the devices when needed."""
+    """Return the parameter `x` in storage, in the type of `x`. It is copied to the devices when it is needed."""
     return Deferred(functools.partial(placed_leaf, config, x, leaf), leaf.storage_shape, dtype_of(x))
 
 

@@ -16,7 +16,7 @@ from zerojax.train.remedies import DIVIDED_ALREADY
 
 
 def checked(fn: Callable, manual: Sequence[str]) -> Callable:
-    """Return a function that checks the jaxpr of the loss, and then evaluates it.
+    """Return a function that traces the loss `fn`, checks its jaxpr, and evaluates the jaxpr.
 
     The losses of the parts of a batch must combine to the loss of the whole batch. So a loss must not close over a PRNG
     key, create a key from a constant, or constrain an array over the `manual` mesh axes, which already divide its rows.

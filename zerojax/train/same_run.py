@@ -101,7 +101,7 @@ def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[]
 
 
 def require_same_program(what: str, as_text: Callable[..., str]) -> None:
-    """Compare a lowered program with those of the other processes.
+    """Compare a lowered program with the programs of the other processes.
 
     Numbers that a function closes over are constants of the program, so programs with different learning rates differ.
     If programs differ, every process raises a ValueError that shows the first line that differs, and its line of
@@ -116,7 +116,7 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     if len(set(digests)) == 1:
         return
     # A program may have megabytes of text, so processes exchange digests of all lines, and then the text of one line.
-    # Lines are first compared without the names of values: names are numbers, which an earlier difference shifts.
+    # Lines are first compared without the names of values, because an earlier difference shifts the numbers in them.
     short = lambda line: hashlib.sha256(line.encode()).hexdigest()[:8]
     each = [(short(VALUE.sub("%", line)), short(line)) for line in lines]
     of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
@@ -145,7 +145,7 @@ def around_difference(one: str, other: str) -> tuple[str, str]:
 
 
 def origin(as_text: Callable[..., str], place: int) -> str:
-    """Return the file and line of Python that made line `place` of the program, or the next line with a location."""
+    """Return the Python file and line of the code for line `place` of the program, or for the next line with one."""
     text = as_text(debug_info=True).splitlines()
     defined = [re.match(r"(#loc\d*) = (.*)", line) for line in text]
     places = {str(found[1]): str(found[2]) for found in defined if found is not None}
@@ -207,7 +207,7 @@ class SameCalls:
         return True
 
     def require_same_program(self, lower: Callable[[], Any]) -> None:
-        """Compare the program that `lower()` returns with those of the other processes."""
+        """Compare the program that `lower()` returns with the programs of the other processes."""
         require_same_programs(self._config, self._what, [lower])
 
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:

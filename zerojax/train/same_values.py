@@ -29,7 +29,7 @@ def checksums(tree: Any) -> dict[str, str]:
 
 
 def parts(x: Any) -> list[tuple[str, Any]]:
-    """Return `(place, array)` for each shard that this process holds. The place of a whole array is empty."""
+    """Return `(place, shard)` for each shard of `x` that this process holds. The place of a whole array is empty."""
     if not isinstance(x, jax.Array):
         return [("", jnp.asarray(x))]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

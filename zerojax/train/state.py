@@ -117,7 +117,7 @@ def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Return a state on the mesh. If the caller moved it to NumPy or to another device, it is moved back.
+    """Return `state` on the mesh. If the caller moved it to NumPy or to another device, move it back.
 
     Only `state.step` is inspected, because inspecting every leaf would take time in every step.
 

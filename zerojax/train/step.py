@@ -191,7 +191,7 @@ class Step:
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
-        """Return labels of the collectives outside of loops in the program for the last arguments of new shapes."""
+        """Return labels of the collectives outside of loops, in the program of the latest arguments with new shapes."""
         state, batch, args = self._shapes
         text = self.lower(state, batch, *args).compile().as_text() or ""
         entry = text.partition("\nENTRY ")[2]

@@ -138,7 +138,7 @@ class StepProgram:
         return Differentiated(gradients, stored, old, scaling, skipped)
 
     def metrics(self, state: ZeroState, done: Differentiated, opt_state: Any) -> dict:
-        """Return the step's metrics. `opt_state` is the updated state, even if the step is rolled back afterwards."""
+        """Return the step's metrics. `opt_state` is the updated optimizer state, even if the step is skipped later."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
         if self.loss.has_aux:

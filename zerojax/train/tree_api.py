@@ -109,7 +109,7 @@ class TreeForm:
         return named_tree(self.config, self.layout.treedef, self.grads)
 
     def gradient_tree(self, grads: Mapping[int, Array], dtypes: Sequence[Any]) -> Any:
-        """Return a tree of gradients, given arrays in storage shape by parameter index. Missing ones become zeros."""
+        """Return a tree of gradients from arrays in storage shape, by parameter index. Missing arrays become zeros."""
         arrays = []
         for i, (leaf, dtype) in enumerate(zip(self.grads, dtypes, strict=True)):
             grad = grads[i].astype(dtype) if i in grads else jnp.zeros(leaf.storage_shape, dtype)

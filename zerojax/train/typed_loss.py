@@ -72,7 +72,7 @@ class TypedLoss:
             return on_auto(self.loss.call, given, error)
 
     def _returned(self, results: PyTree) -> Any:
-        """Remove the shardings from the types of all results except aux in global view, which keeps them."""
+        """Remove the shardings from the types of all results, except that aux in global view keeps its shardings."""
         if not isinstance(results, Returned):
             return results
         aux = results.aux if self.config.view == "global" else without_types(results.aux)

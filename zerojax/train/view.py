@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
 
-# The arguments of the loss with rows, by index after the parameters (mutable state, batch, *args): only the batch.
+# Among the arguments after the parameters (mutable state, batch, *args), only the batch at index 1 has rows.
 _OF_ROWS = (1,)
 
 
@@ -194,7 +194,7 @@ class View:
             cotangent = cotangent / factor
         # Multiply the cotangent by the loss scale, so that gradients in narrow types do not underflow.
         grads, values = pull(cotangent)
-        # A new value is for the mean loss of this call, so it is also divided by this call's weight.
+        # A new value belongs to the mean loss of this call, so it is also divided by this call's weight.
         own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
         values = self.unscaled(values, given, cotangent * own_weight)
         return returned, grads, factor, values
@@ -229,7 +229,7 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, given: LossInputs):
-        """Call the loss on full parameters, like `_pulled_to_shards`. Gradients are partial sums, one per worker."""
+        """Do the same as `_pulled_to_shards`, but on full parameters. Gradients are partial sums, one per worker."""
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
         stored, mutable, batch, args = given
         arrays, put_back = split_arrays((mutable, batch, *args))
@@ -293,7 +293,7 @@ class View:
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
-        """Reduce-scatter the gradients. Those of parameters gathered on use are reduced already, and stay unchanged."""
+        """Reduce-scatter the gradients, except gradients of parameters gathered on use, which are reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
         only_flat_buckets = self._comm(bucket_bytes=0)
@@ -310,7 +310,7 @@ class View:
         """Reduce gradients across hosts, once per step. Return the sums, and the rounding errors of this reduction.
 
         `errors` has the rounding errors of the previous step, by the path of a parameter; empty without error feedback.
-        `grads` times `factor` are the gradients of the mean loss. Errors are kept with the same factor applied.
+        `grads` times `factor` are the gradients of the mean loss. The returned errors are also multiplied by `factor`.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]
@@ -325,6 +325,6 @@ class View:
         return self.comm.reduce_across(given, leaves), errors
 
     def reduced(self, k: int) -> Leaf:
-        """Return the layout of the gradient of a trained parameter before it is reduced across hosts."""
+        """Return the layout of the gradient of trained parameter `k` before the reduction across hosts."""
         param = self.layout.params[self.layout.trained[k]]
         return self.grads[k] if param.dim is None else param
