@@ -82,7 +82,7 @@ class ShardedBatches:
         """Return the next batch, and begin to place the batches after it.
 
         Raises:
-            Exception: The loader's error, or that of a batch that cannot be placed. Earlier batches are returned first.
+            Exception: The error of the loader, or of placing a batch. Earlier batches are returned first.
         """
         while len(self._ahead) <= self._prefetch and self._error is None:
             try:

@@ -174,7 +174,7 @@ class ModuleLoss:
 
     @property
     def groups(self) -> tuple:
-        """Return three filters: for differentiated variables, constants, and variables that the loss may update."""
+        """Return filters that select differentiated variables, constants, and variables that the loss may update."""
         is_trained = lambda path, x: path[0] in self.filters and self.filters[path[0]](path[1:], x)
         return is_trained, (nnx.Param, nnx.RngKey) if self.in_device_view else nnx.Param, ...
 
@@ -249,8 +249,8 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
     """Return the paths of the variables that a loss creates, or to which it assigns a new value.
 
     Transforms such as `nnx.jit` and `nnx.remat` write every variable of their arguments back as a new array, even if
-    its value is unchanged. For new arrays, `call`, which maps the `old` variables to the `new` ones, is traced once
-    more. Its jaxpr shows which old values it returns unchanged.
+    its value is unchanged. For new arrays, `call`, which maps the `old` to the `new` variables, is traced once
+    more. The jaxpr shows which old values `call` returns unchanged.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}

@@ -97,7 +97,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return unshard(self.config, tree, params)
 
     def adopt(self, state: Any, params: Any) -> Any:
-        """Shard an optimizer state from a run without zerojax, as `init` shards a fresh one.
+        """Shard an optimizer state from a run without zerojax, as `init` shards a fresh state.
 
         Args:
             state: A state of the wrapped transformation, with logical arrays. If some parameters are frozen, it may be
@@ -290,7 +290,7 @@ def zero_shard(
 
     Args:
         tx: Any optax transformation. Its update computes on logical arrays, so the result equals plain optax's.
-        stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too. 3: parameters too.
+        stage: 0 replicates everything. 1 shards the optimizer state, 2 also shards gradients, and 3 also parameters.
         mesh: The mesh for all results, with Auto or Explicit axes. It may consist of devices that this machine does not
             have. None: all devices on one axis. Sharding over axes that are not in `axis` is left to the compiler.
             Inside the loss, all axes are Auto.
@@ -301,7 +301,7 @@ def zero_shard(
             gathered within a host. Gradients and optimizer state are sharded over all of `axis`. None: parameters are
             sharded like gradients and optimizer state.
         persist_below: A leaf with fewer elements is not sharded along a dim. Its parameter stays replicated at stage 3.
-            Its gradient and optimizer state are flattened, and each device holds 1/N, if its update is elementwise.
+            If its update is elementwise, its gradient and optimizer state are flattened, and sharded in this form.
         prefetch: Stage 3: how many uses ahead a parameter's gather may start; 0 disables prefetch. Each use ahead costs
             the memory of about one gathered layer. A scan always prefetches one iteration ahead.
         bucket_bytes: Leaves of a layer share one collective, up to this number of logical bytes.
@@ -329,7 +329,7 @@ def zero_shard(
             `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses only the first entries. None: only
             dim 0 is divided.
         view: Which rows a loss function sees. `"global"`: all rows, as under `jax.jit` on one device. `"device"`: the
-            rows of its device, as under `pmap`. The loss may then use collectives over `axis`, and is averaged over it.
+            rows of its device, as under `pmap`. The loss may then use collectives over `axis`. The losses are averaged.
         wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
         matrix_updates: Which devices compute updates that multiply matrices, such as Muon's. `"owner"`: one device per
             matrix, or a few devices per matrix if there are fewer matrices than devices. `"sharded"`: all devices share

@@ -101,7 +101,7 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
 
 
 def _name(x: Any, var: Any, numbers: itertools.count) -> Any:
-    """Name an array. Scalars get no name: they cost almost no memory, and JAX decides whether to keep them."""
+    """Name an array. Do not name scalars, which cost almost no memory. JAX decides whether to keep scalars."""
     number = next(numbers)
     return checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array(var) and var.aval.size > 1 else x
 

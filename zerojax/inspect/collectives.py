@@ -106,7 +106,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return the bytes that each device sends per execution in a ring: x(n-1)/n, or 2x(n-1)/n to all-reduce."""
+        """Return the bytes that a device sends per execution in a ring: x(n-1)/n for x bytes, twice to all-reduce."""
         return self._ring(self.bytes)
 
     @property
@@ -122,7 +122,7 @@ class Collective:
 
 
 class Volume(NamedTuple):
-    """Totals over collectives in one run: the size of the full tensors, and what one device sends over a ring."""
+    """Totals over collectives in one run, of the full tensors, and of the data that one device sends over a ring."""
 
     elements: int
     bytes: int

@@ -21,7 +21,7 @@ _CALLEES = re.compile(
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_DEPTH = 12  # how many instructions a loop counter is traced back through: bounds the work on other values
+_DEPTH = 12  # the most instructions through which a loop counter is traced, to bound the work on other values
 
 
 class Instruction(NamedTuple):

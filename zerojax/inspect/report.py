@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Bytes per device of a state. `print` shows a tree of parts and modules. A console of rich shows it in colours.
+    """Bytes per device of a state. `print` shows a tree of parts and modules, and `rich.print` adds colours.
 
     Attributes:
         bytes: For each part, the bytes on the device that holds the most bytes of this part.

@@ -167,7 +167,7 @@ def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
 
 
 def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[str]:
-    """Return the FLOPs of a convolution: two per element of the forward output and kernel element that it reads."""
+    """Return the FLOPs of a convolution: two for each kernel element that each forward output element reads."""
     kernel, output = operands[1], arrays_of(i.shape)[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]

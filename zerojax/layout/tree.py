@@ -229,5 +229,5 @@ def canonical(dtype) -> Any:
 
 
 def is_numeric(dtype) -> bool:
-    """Return whether a type is numeric or bool. PRNG keys are not: they cannot be added or padded with zeros."""
+    """Return whether a type is numeric or bool. False for PRNG keys, which cannot be added or padded with zeros."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

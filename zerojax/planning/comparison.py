@@ -146,7 +146,7 @@ class Comparison:
         return "\n".join([*lines, *self._differing_lines()])
 
     def _differing_lines(self) -> list[str]:
-        """Return one line per differing leaf of a step, with all its stages."""
+        """Return a line of text per step and differing leaf, with the stages at which the leaf differs."""
         groups: dict[tuple, list[Difference]] = {}
         for leaf in self.differing:
             groups.setdefault((leaf.step, leaf.quantity, leaf.path), []).append(leaf)

@@ -216,7 +216,7 @@ def _by_line(moved: Exchanged, times: int) -> Counter[tuple[str, str]]:
 
 
 def _what(moved: Exchanged, kind: str, line: str) -> str:
-    """Describe the largest collective of a kind at a line: its array, and the dim along which it is gathered."""
+    """Describe the array of the largest collective of `kind` at `line`, and the dim along which it is gathered."""
     found = (piece for piece, _ in moved.pieces if piece.kind == kind and piece.line == line)
     c = max(found, key=lambda piece: piece.bytes).collective
     array = max(c.arrays, key=lambda array: array.bytes)

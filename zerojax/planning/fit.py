@@ -249,7 +249,7 @@ def estimate_candidate(
 
 
 def rejection(candidate: Candidate, usable: float) -> str:
-    """Explain why a candidate is not worth compiling, or return an empty string if it is."""
+    """Return the reason why a candidate is not compiled, or an empty string if it may be compiled."""
     if candidate.peak <= (1 + PEAK_MARGIN) * usable:
         return ""
     least = "at least " if candidate.seconds == math.inf else ""

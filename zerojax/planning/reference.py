@@ -164,7 +164,7 @@ def to_host(tree: Any) -> Any:
 
 
 def dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    """Yield the types of all results in a jaxpr and the jaxprs inside it."""
+    """Yield the types of all results in `jaxpr`, and in the jaxprs inside of its equations."""
     for eqn in jaxpr.eqns:
         yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))
         for inner in compat.inner_jaxprs(eqn):

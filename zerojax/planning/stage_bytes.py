@@ -38,8 +38,8 @@ class StageEstimate:
         master: Master weights, where parameters are stored in a narrower type.
         opt_state: State of the wrapped transformation.
         errors: Rounding errors of quantised gradients, which error feedback adds to the next gradients.
-        gathered: At stage 3, parameters that are gathered at the same time, of the layer in use and the prefetched
-            layers. None if the model is given as a number of parameters, because its layers are unknown.
+        gathered: At stage 3, the gathered parameters of the layer in use and of the prefetched layers. None if the
+            model is given as a number of parameters, because its layers are unknown.
         host: Bytes offloaded to host memory.
         disk: Bytes offloaded to disk.
         read: Bytes that a step reads from disk, at most.
@@ -80,7 +80,7 @@ class StageEstimate:
         """Return the peak bytes per device in a step, or None if `activations` is None.
 
         This is `resident` plus the memory of the backward pass (gradients, activations and gathered parameters) or of
-        the update, whichever is larger. For unrolled layers at stages 1 and 2, it is an upper bound, because their
+        the update, whichever is larger. For unrolled layers at stages 1 and 2, this is an upper bound, because their
         gradients may be reduced one by one. Chunks of an offloaded update are not included.
         """
         if self.activations is None:
@@ -149,7 +149,7 @@ class DiskBytes(NamedTuple):
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes:
-    """Return the `DiskBytes` of a run with `accumulate` microbatches per step. They are 0 without parameters on disk."""
+    """Return the `DiskBytes` of a run with `accumulate` microbatches per step. All are 0 without parameters on disk."""
     if not config.params_on_disk:
         return DiskBytes()
     layout, inexact = plan.layout, jnp.inexact

@@ -38,7 +38,7 @@ VALUE = re.compile(r"%\w+")
 
 
 def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
-    """Complete the plan of a new run: choose where offloaded state is updated.
+    """Complete the plan of a new run by choosing where offloaded state is updated.
 
     Raises:
         ValueError: If the processes differ in options, parameters, versions or flags.
@@ -75,7 +75,7 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
 
 
 def in_words(value: Any) -> Any:
-    """Return the value of an option in a form that can be compared over processes: a function is `"a function"`."""
+    """Return the value of an option in a form that processes can compare. A function becomes `"a function"`."""
     if dataclasses.is_dataclass(value):
         return {field.name: in_words(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
@@ -104,8 +104,8 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     """Compare a lowered program with the programs of the other processes.
 
     Numbers that a function closes over are constants of the program, so programs with different learning rates differ.
-    If programs differ, every process raises a ValueError that shows the first line that differs, and its line of
-    Python. If another process does not compile such a program, raise a TimeoutError. `what` is a verb phrase that says
+    If programs differ, every process raises a ValueError with the first line that differs and the Python code of this
+    line. If another process does not compile such a program, raise a TimeoutError. `what` is a verb phrase that says
     what the program does. `as_text` is the method of `jax.stages.Lowered`.
     """
     topic = f"compile the program of: {what}"
@@ -163,7 +163,7 @@ def origin(as_text: Callable[..., str], place: int) -> str:
 
 
 def in_users_code(name: str, places: dict[str, str]) -> str:
-    """Return the file and line of a location in user code. If it is in a library, return the user's call into it."""
+    """Return the file and line of a location in user code. For a location in a library, return the user's call."""
     text = places.get(name, "")
     if (file := re.match(r'loc\("([^"]+)":(\d+):', text)) is not None:
         return f"{file.group(1)}:{file.group(2)}" if compat.is_users(file.group(1)) else ""

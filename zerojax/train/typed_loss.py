@@ -32,8 +32,8 @@ _OF_AUTO_AXES = re.compile(r"of type Auto|Explicit|should match the (aval )?mesh
 class TypedLoss:
     """A loss that may be written for Explicit axes, although zerojax computes on a mesh with Auto axes.
 
-    If the caller's mesh has Explicit axes, the loss is traced with them. The sharding in the type of the batch comes
-    from `batch_spec`, and in the type of a parameter from the axes that are not data axes. If the trace fails, for
+    If the caller's mesh has Explicit axes, the loss is traced with them. The type of the batch has the sharding of
+    `batch_spec`. The type of a parameter has its sharding over axes that are not data axes. If the trace fails, for
     example at a lookup that does not say how its result is sharded, the loss is called on Auto axes. `loss` is a
     `Loss`, or another object with the same `call` method.
     """
@@ -111,7 +111,7 @@ def is_spec(x: Any) -> bool:
 def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
     """Call a function on Auto axes, after it raised `error` on Explicit axes.
 
-    If the second error shows that the function is written for Explicit axes, raise the first `error` again.
+    If the call on Auto axes fails because the function is written for Explicit axes, raise `error` again.
     """
     try:
         return fn(*given)
