@@ -60,7 +60,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
         capacity: Bytes of a device's memory, drawn as a line.
 
     Returns:
-        A figure without a window. A notebook shows it; `figure.savefig("memory.png")` writes it.
+        A figure without a window. A notebook shows the figure, and `figure.savefig("memory.png")` writes it to a file.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.

@@ -51,7 +51,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         At stage 3, no device ever holds the whole model.
 
         Args:
-            init_fn: Function that returns the tree of parameters. `jax.jit` must be able to trace it.
+            init_fn: Function that returns the tree of parameters, and that `jax.jit` can trace.
             *args: Arguments of `init_fn`.
 
         Returns:
@@ -87,7 +87,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 shapes, or if `tree` is a part of a state without a `NamedTuple` of optax, such as a tree of moments.
 
         Returns:
-            The tree as plain JAX and optax would have it. A state is returned as the state of the wrapped
+            The tree in the form of plain JAX and optax. A state is returned as the state of the wrapped
             transformation: with `optax.MaskedNode()` for each parameter that is not trained, and without master
             weights. To get the master weights, call `tx.unshard(tx.as_params(opt_state.master, params))`.
 
@@ -126,7 +126,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             with `params`, to a function such as `optax.contrib.schedule_free_eval_params`.
 
         Raises:
-            ValueError: If the structure or shapes of `mirror` differ from those of the trained parameters.
+            ValueError: If `mirror` and the trained parameters differ in structure or shapes.
         """
         return as_params(self.config, mirror, loaded(params))
 

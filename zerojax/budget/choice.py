@@ -77,8 +77,8 @@ def choose(
 class _Program:
     """The integer program of one block.
 
-    It has three groups of variables, in this order: for each equation, whether it is recomputed; for each value,
-    whether it is saved; for each value, whether it is offloaded.
+    The variables are, in this order, whether each equation is recomputed, whether each value is saved, and
+    whether each value is offloaded.
     """
 
     def __init__(self, graph: Graph, fates: Mapping[str, Fate], repeat_collectives: bool):

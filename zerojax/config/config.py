@@ -75,7 +75,7 @@ class Config:
 
     Attributes:
         tx: The wrapped optax transformation.
-        user_mesh: The mesh as the caller gave it.
+        user_mesh: The mesh that the caller gave.
         axis: The mesh axes that divide the rows of the batch.
         shard_axis: The axes over which the stage shards. Empty: all of `axis`.
         params_axis: The axes over which parameters are sharded. Empty: the axes of gradients and optimizer state.

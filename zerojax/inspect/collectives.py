@@ -53,7 +53,7 @@ class Array:
 class Collective:
     """One collective of a compiled program.
 
-    Sizes are those of the full tensor in one execution: the result of an all-gather, or the operand of any other kind.
+    Sizes are of the full tensor in one execution, which is the result of an all-gather, or the operand of other kinds.
     So a parameter's all-gather and its gradient's reduce-scatter have the same size.
 
     Attributes:
@@ -202,7 +202,7 @@ def collectives(compiled: Any) -> CompiledCollectives:
       computed from a counter with a constant start, step and bound. It is unknown if there is no such counter.
     - Every branch of a conditional counts as executed.
 
-    Dtypes are those of the compiled program: XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point
+    Dtypes are from the compiled program. XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point
     sends, the sends are not listed.
 
     Args:

@@ -1,4 +1,4 @@
-"""Find out how much of a compiled program's communication runs during its matrix products, which hide it."""
+"""Find out how much of a compiled program's communication is hidden, because it runs during matrix products."""
 
 import re
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives of one program, each with the number of products that hide it. `print` shows a table."""
+    """The collectives of one program, each with the number of products that run meanwhile. `print` shows a table."""
 
     in_flight: tuple[InFlight, ...]
 

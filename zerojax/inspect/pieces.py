@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """Return `"gather"`, `"reduce_scatter"` or `"all_reduce"` for a collective of zerojax, and `""` for others."""
+        """Return `"gather"`, `"reduce_scatter"` or `"all_reduce"` for a collective of zerojax, otherwise `""`."""
         found = LABEL.search(self.op_name)
         return found[1] if found else ""
 

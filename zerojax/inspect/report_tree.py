@@ -65,8 +65,8 @@ class Node:
 
     Attributes:
         device: Bytes in device memory, on the fullest device.
-        host: Bytes in host memory that belong to the device with the most bytes there.
-        disk: Bytes on disk that belong to the device with the most bytes there.
+        host: Bytes in host memory that belong to the device with the most bytes in host memory.
+        disk: Bytes on disk that belong to the device with the most bytes on disk.
         text: A leaf's type, shape and sharding, and why it is not sharded. Empty if the node is not a leaf.
         children: The names and nodes below this node.
     """

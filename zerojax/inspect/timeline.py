@@ -77,7 +77,7 @@ class Timeline:
 
     @property
     def waits(self) -> dict[Collective, float]:
-        """Return the seconds that kernels wait for each collective, in all iterations of the loops around it."""
+        """Return the seconds that kernels wait for each collective, in all iterations of the collective's loops."""
         found = dict[Collective, float]()
         for span in self.spans:
             if span.kind == "waiting" and span.collective:

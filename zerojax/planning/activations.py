@@ -127,7 +127,7 @@ def plain_gradient(
 
     XLA puts activations into the buffers of gradients that are not computed yet. At stage 3, a sharded gradient has no
     full buffer. So here the gradient is added to an input, whose buffer XLA cannot use for activations. A stacked leaf
-    needs no such input, because its gradient occupies its buffer throughout the loop that fills it.
+    needs no such input, because a loop fills the gradient, which occupies its buffer throughout the loop.
 
     `accumulated` has the indices of the parameters whose gradients are added to inputs. Rows without a sharding are
     replicated.

@@ -42,7 +42,7 @@ class Difference:
         stage: ZeRO stage on the mesh.
         step: 1 or 2.
         quantity: `"value"` (of the loss), `"gradient"`, `"parameters"`, `"mutable"` or `"aux"`.
-        path: The leaf, as `jax.tree_util.keystr` writes it. Empty for the value.
+        path: The path of the leaf, as returned by `jax.tree_util.keystr`. Empty for the value.
         difference: Largest absolute difference, relative to the leaf's largest magnitude on one device. It is absolute
             if this magnitude is 0, and NaN if one of the two values is not finite.
         allowed: The largest difference that rounding explains, in the same unit.
@@ -76,7 +76,7 @@ class NonFinite:
         stage: ZeRO stage, or None if the leaf is not finite on one device either.
         step: 1 or 2.
         quantity: `"value"`, `"gradient"` or `"parameters"`.
-        path: The leaf. Empty for the value.
+        path: The path of the leaf. Empty for the value.
         origins: Where the loss computes its first NaN, and its first inf if that is earlier. Empty if there are none.
     """
 

@@ -43,7 +43,7 @@ class Plan:
             gathered parameters. `results` has the results that do not reuse the memory of donated arguments.
         capacity: Bytes of a device's memory.
         usable: Bytes of a device's memory that the program may take.
-        overlap: Every collective, with the matrix products that hide it.
+        overlap: Every collective, with the number of matrix products that run during the collective.
         roofline: The least time of a step, and its parts.
         waits: Seconds that kernels wait for collectives in a step, by the collective's leaf and line, the longest
             first. The waits are simulated with the speeds of `roofline`.

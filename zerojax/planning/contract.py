@@ -128,7 +128,7 @@ def is_float(leaf: Leaf) -> bool:
 
 
 def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Return the elements of each parameter, times the iterations if a loop over microbatches in the loss uses it."""
+    """Return the elements of each parameter, times the microbatches if the loss uses it in a loop over microbatches."""
     return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
 
 

@@ -246,7 +246,7 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
 
 
 def vector(count: float, devices: int) -> PyTree:
-    """Return one vector of `count` parameters, rounded up so that the devices divide it."""
+    """Return one vector of `count` parameters. Its length is rounded up to a multiple of `devices`."""
     if not 1 <= count < np.inf:
         raise ValueError(f"The model has {count} parameters; a count of at least 1 is required, such as 7.5e9.")
     size = int(count)

@@ -1,4 +1,4 @@
-"""Describe each excess over a contract: its size, its leaf or line, its cause, and the change that removes it."""
+"""Describe the size, leaf or line, and cause of each excess over a contract, and the change that removes the excess."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsiz
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:
-    """Find FLOPs of matrix products beyond those of plain jit."""
+    """Describe the excess if the program has more FLOPs of matrix products than plain jit."""
     formula, program = contract.flops, contract.program
     if flops <= FLOPS_SLACK * formula:
         return []

@@ -72,7 +72,7 @@ class PlainStep:
         return returned, grads[:count], grads[count:]
 
     def step(self, state: PlainState, batch: PyTree, args: tuple = ()) -> tuple[PlainState, dict]:
-        """Return the next state and metrics: `loss`, and `aux` if the loss returns it. Callers jit this method."""
+        """Return the next state and a dict with `loss` and, if the loss returns aux, `aux`. Callers jit this method."""
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
         returned, grads, values = self.value_and_grad(state.params, state.mutable, batch, args, scale)

@@ -23,7 +23,7 @@ NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, f
 
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
-    """Raise an error unless all leaves have the same number of rows, and devices times microbatches divides it."""
+    """Raise an error unless all leaves have equally many rows, a multiple of devices times microbatches."""
     check_types(batch)
     first: tuple[str, int] | None = None
     parts = data.workers * accumulate
@@ -132,7 +132,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
 
 
 def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
-    """Cast a batch to the types in which the loss sees it."""
+    """Cast the leaves of a batch to the types that the loss sees."""
     if precision is None:
         return batch
     return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)

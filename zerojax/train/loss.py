@@ -113,7 +113,7 @@ def at_least_float32(value: Array) -> Array:
 
 
 def check_mutable(new: PyTree, old: PyTree) -> None:
-    """Raise a TypeError if the new mutable state has another structure, shape or type than the old one."""
+    """Raise a TypeError if the `new` mutable state differs from the `old` state in structure, shape or type."""
     found, structure = jax.tree_util.tree_flatten_with_path(new)
     if structure != jax.tree.structure(old):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The methods of `ZeroTransformation` for optax, Flax and hand-written loops: `init`, `update` and others."""
+"""The methods of `ZeroTransformation` for optax, Flax and hand-written loops, such as `init` and `update`."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def around_difference(one: str, other: str) -> tuple[str, str]:
 
 
 def origin(as_text: Callable[..., str], place: int) -> str:
-    """Return the Python file and line of the code for line `place` of the program, or for the next line with one."""
+    """Return the Python file and line for line `place` of the program, or for the next line that has a location."""
     text = as_text(debug_info=True).splitlines()
     defined = [re.match(r"(#loc\d*) = (.*)", line) for line in text]
     places = {str(found[1]): str(found[2]) for found in defined if found is not None}

@@ -106,7 +106,7 @@ def known_to_flax() -> None:
 
 
 def fields_of(cls: Any, *static: str) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields, without those in `static`."""
+    """Return the names of a dataclass's fields, except the names in `static`."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
 
 
@@ -117,7 +117,7 @@ def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Return `state` on the mesh. If the caller moved it to NumPy or to another device, move it back.
+    """Return `state` on the mesh. If the caller moved `state` to NumPy or to another device, move it back.
 
     Only `state.step` is inspected, because inspecting every leaf would take time in every step.
 

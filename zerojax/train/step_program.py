@@ -151,7 +151,7 @@ class StepProgram:
 
 
 def _learning_rate(opt_state: Any) -> dict:
-    """Return a dict with the learning rate in the state of `optax.inject_hyperparams`, if there is exactly one."""
+    """Return a dict with the learning rate of `optax.inject_hyperparams`, or {} unless there is exactly one rate."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     names = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
     rates = [x for name, x in names if f".{name}".endswith(".hyperparams.learning_rate")]

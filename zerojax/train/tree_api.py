@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 class NewValue:
     """An update that replaces its parameter: `parameter + NewValue(value)` is `value`, in logical shape.
 
-    `optax.apply_updates` adds an update to its parameter. A difference of two float32 numbers, added to one of them,
-    does not always give exactly the other, so an overwritten parameter cannot use a difference.
+    `optax.apply_updates` adds an update to its parameter. In float32, `parameter + (value - parameter)` does not
+    always equal `value`, so an overwritten parameter cannot use a difference as its update.
     """
 
     value: Shaped[Array, "*logical"]
@@ -249,7 +249,7 @@ def difference(new: Array, old: Array) -> Array:
 
 
 def check_grads(grads: Any, layout: Layout) -> None:
-    """Raise a ValueError if the structure or shapes of the gradients differ from those of the parameters."""
+    """Raise a ValueError if the gradients and the parameters differ in structure or shapes."""
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_padded)
     if structure != layout.treedef:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Call a loss for a mesh with Explicit axes. If it cannot be traced with Explicit axes, call it on Auto axes."""
+"""Call a loss for a mesh with Explicit axes. If tracing with Explicit axes fails, call the loss on Auto axes."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 In global view, the loss sees the whole batch, as under `jax.jit`, and the compiler divides the rows. In device view,
 each device differentiates the loss of its own rows inside of a `shard_map`, as under `pmap` and DDP.
 
-At stage 3, `zerojax.gather` rewrites the loss to gather each sharded parameter where it is used, and to reduce-scatter
-its gradient there. The gradients of all other parameters are reduced in this file.
+At stage 3, `zerojax.gather` rewrites the loss to gather each sharded parameter at each use, and to reduce-scatter
+its gradient in the backward pass. The gradients of all other parameters are reduced in this file.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class View:
 
     @property
     def gathers_on_use(self) -> bool:
-        """Return whether sharded parameters are gathered where they are used, and their gradients reduced there."""
+        """Return whether sharded parameters are gathered, and their gradients reduced, where the loss uses them."""
         return any(leaf.kind == "sharded" for leaf in self.layout.params)
 
     @functools.cached_property
@@ -259,7 +259,7 @@ class View:
         return jax.tree.unflatten(structure, rest)._replace(total=total), pull
 
     def unscaled(self, values: list, given: LossInputs, cotangent: Array) -> list:
-        """Divide new values of overwritten parameters by the cotangent of the loss, if they are linear in it."""
+        """Divide the new values of overwritten parameters that are linear in the loss's cotangent by this cotangent."""
         overwritten, precision = self.layout.overwritten, self.config.precision
         is_mean = self.is_one_loss or not self.loss.weighted
         if not values or (is_mean and (precision is None or precision.loss_scale is None)):
