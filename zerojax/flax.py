@@ -224,7 +224,7 @@ def is_node(x: Any) -> bool:
 
 
 def refuse_nodes(keywords: Mapping) -> None:
-    """Raise a TypeError for NNX objects among keyword arguments, which `nnx.value_and_grad` cannot update either."""
+    """Raise a TypeError for NNX objects in keyword arguments, because `nnx.value_and_grad` does not update them."""
     for path, x in jax.tree_util.tree_flatten_with_path(dict(keywords), is_leaf=is_node)[0]:
         if is_node(x):
             raise TypeError(
@@ -283,7 +283,7 @@ def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
 
 
 def check_integers(assigned: Collection, after: nnx.State) -> None:
-    """Raise a TypeError if a loss in device view assigns to an integer: the devices' values cannot be averaged."""
+    """Raise a TypeError if a loss in device view assigns to an integer, because integers cannot be averaged."""
     for path, x in nnx.to_flat_state(after):
         if path not in assigned or isinstance(x, nnx.RngCount):
             continue

@@ -173,7 +173,7 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
 
 
 def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
-    """Draw the lanes of one program, and its loops above them. Return handles for a legend."""
+    """Draw the lanes of one program, and the program's loops above the lanes. Return handles for a legend."""
     from matplotlib.patches import Patch
 
     unit, scale = ("ms", 1e3) if simulated.seconds >= 1e-3 else ("µs", 1e6)
@@ -247,7 +247,7 @@ def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
 
 @functools.cache
 def notebook_figure() -> type[Figure]:
-    """Return a class of figures that a notebook shows, although they are made without pyplot."""
+    """Return a class of figures that are made without pyplot, and that a notebook shows nevertheless."""
     from matplotlib.figure import Figure
     from PIL import Image
 

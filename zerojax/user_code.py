@@ -26,7 +26,7 @@ PRESETS = ("fp32", "bf16", "fp16")  # the presets of `Precision`
 
 
 def load_object(text: str) -> Any:
-    """Load the object that text such as `"model.py:make_model"` refers to: a file, and a name that the file defines."""
+    """Load an object by text such as `"model.py:make_model"`, which has a file and a name that the file defines."""
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is not understood. Give FILE.py:NAME, such as model.py:make_model.")
     path, name = split_reference(text)
@@ -170,14 +170,14 @@ def load_transformation(text: str) -> optax.GradientTransformation:
 
 
 def parse_precision(text: str | None) -> Precision | None:
-    """Return the preset of `Precision` with this name. For None, return None."""
+    """Return the preset of `Precision` with the name `text`, or None if `text` is None."""
     if text is not None and text not in PRESETS:
         raise ValueError(f"Unknown precision {text!r}. Give one of {', '.join(PRESETS)}.")
     return None if text is None else getattr(Precision, text)()
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Return the option that offloads optimizer state to `"host"` or `"disk"`. For None, return None."""
+    """Return the `Offload` of optimizer state to `"host"` or `"disk"`, or None if `text` is None."""
     if text is None:
         return None
     return Offload(optimizer=text, path="." if text == "disk" else None)  # pyright: ignore[reportArgumentType]

@@ -40,7 +40,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
-        """Return the stage, the mesh and the axis. The fields of the tuple are functions, which have no useful repr."""
+        """Return a text with the stage, mesh and axis, because the functions in the tuple have no useful repr."""
         c = self.config
         mesh = dict(c.mesh.shape)
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"

@@ -108,7 +108,7 @@ class _Program:
                 self.upper[[self.equations + i, self.equations + self.values + i]] = 0
 
     def _available(self) -> tuple:
-        """Return the matrix and the bounds of the constraints `recomputed + saved + offloaded - reader >= bound`."""
+        """Return the matrix and bounds of the constraints that every value read is saved, offloaded or recomputed."""
         from scipy import sparse
 
         ways = [{i: 1} for i in range(self.equations)]  # the variables that make an equation's results available

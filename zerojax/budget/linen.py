@@ -47,7 +47,7 @@ def remat(target: Any, *, static_argnums: int | tuple[int, ...] = (), methods: A
 
 
 def _lifted(rematerialised: Callable, fn: Callable) -> Callable:
-    """Lift a function of a Flax scope. The scope's variables and PRNG keys become arguments of a pure function."""
+    """Return a lifted `fn` that passes a Flax scope's variables and PRNG keys as arguments to a pure function."""
 
     def inner(scope_of, repack, variables, rngs, *args, **kwargs):
         def pure(variables, rngs, *args, **kwargs):

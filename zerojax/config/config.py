@@ -47,7 +47,7 @@ class MeshRecord:
         return cls(mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids)
 
     def mesh(self) -> Mesh:
-        """Rebuild the mesh from the devices of this process. Raise a ValueError if one of them is missing."""
+        """Rebuild the mesh from the devices of this process. Raise a ValueError if a device is missing."""
         try:
             devices = {device.id: device for device in jax.devices(self.platform)}
         except RuntimeError:  # this process has no such platform
@@ -253,7 +253,7 @@ class Config:
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Return the mesh on which everything is computed: the caller's mesh, with all axes Auto."""
+        """Return the caller's mesh with all axes Auto. All computations use this mesh."""
         return with_auto_axes(self.user_mesh)
 
     @property
@@ -273,7 +273,7 @@ class Config:
 
     @property
     def has_master_weights(self) -> bool:
-        """Return whether the optimizer state has master weights. The parameters are then a narrower copy of them."""
+        """Return whether the optimizer state has master weights, of which the parameters are a narrower copy."""
         precision = self.precision
         return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
 

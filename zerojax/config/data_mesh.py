@@ -62,7 +62,7 @@ class DataMesh:
 
     @property
     def workers(self) -> int:
-        """Return the number of data-parallel workers: the parts into which the rows of a batch are divided."""
+        """Return the number of data-parallel workers, each of which has one part of the rows of a batch."""
         return self.size(self.batch)
 
     @property
@@ -71,7 +71,7 @@ class DataMesh:
         return self.size(self.opt_state or self.batch)
 
     def in_words(self) -> str:
-        """Describe the axes over which the stage shards, and the axes over which it replicates."""
+        """Describe the axes over which the stage shards arrays, and the axes over which the stage replicates arrays."""
         rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)
         words = in_words(self.opt_state or self.batch) + (f", replicated over {in_words(rest)}" if rest else "")
         return words + (f", parameters over {in_words(self.params)}" if self.params not in ((), self.opt_state) else "")

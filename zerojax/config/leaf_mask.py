@@ -55,7 +55,7 @@ class LeafMask:
 
 
 def path_of(keys: tuple) -> str:
-    """Return the path that predicates get for a leaf: its keys, separated by "/"."""
+    """Return the path that predicates get for a leaf, which consists of the leaf's keys, separated by "/"."""
     # Drop the last key inside of an NNX Variable, so that paths are the same whether or not Variables are leaves.
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]

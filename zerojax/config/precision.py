@@ -18,7 +18,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def common_dtype(first: Any, second: Any) -> np.dtype:
-    """Return the type to which JAX promotes two types, even if the user has set strict type promotion."""
+    """Return the type to which JAX promotes `first` and `second`, even if the user has set strict type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
 

@@ -107,7 +107,7 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
 
 
 def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int = 1) -> Any:
-    """Return a mesh without devices, for computing layouts. The first of several axes has the size `hosts`."""
+    """Return a mesh without devices, for computing layouts. If there are several axes, the first has size `hosts`."""
     sizes = (count,) if len(axes) == 1 else (hosts, *(1,) * (len(axes) - 2), count // hosts)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 

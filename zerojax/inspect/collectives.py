@@ -268,7 +268,7 @@ def lines_of_model(frames: Sequence[str]) -> list[str]:
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """Return the arrays of an HLO shape. For a tuple, return its elements in order."""
+    """Return the arrays in an HLO shape. The shape of a tuple contains several arrays, which are in order."""
     return [
         Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)

@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def literal(self) -> str:
-        """Return the text between the parentheses: the operands, a constant's value, or a parameter's number."""
+        """Return the text in parentheses, which has the operands, a constant's value, or a parameter's number."""
         depth = 1
         for bracket in re.finditer(r"[()]", self.rest):
             depth += 1 if bracket.group() == "(" else -1
@@ -136,7 +136,7 @@ class Module:
 
     @cached_property
     def callers_first(self) -> tuple[str, ...]:
-        """Return every computation that the entry reaches, each after all of its callers."""
+        """Return the names of all computations that the entry reaches. Callers come before callees."""
         order, pending, seen = TopologicalSorter[str](), list(self.entries), set(self.entries)
         while pending:
             name = pending.pop()
@@ -150,7 +150,7 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[str, "Executions"]:
-        """Return how often each computation that the entry reaches executes in one run."""
+        """Return, for each computation that the entry reaches, how often it executes in one run."""
         counts = dict.fromkeys(self.callers_first, Executions(0, True, False))
         counts |= dict.fromkeys(self.entries, Executions(1, True, False))
         for caller in self.callers_first:

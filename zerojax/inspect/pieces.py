@@ -156,7 +156,7 @@ class Nearest:
         return ""
 
     def _neighbours(self, where: str, i: Instruction) -> Iterator[tuple[str, str]]:
-        """Return operands and users. For a parameter or a root, add the instructions that run its computation."""
+        """Return the operands and users of `i`. For a parameter or a root, add the callers of the computation."""
         yield from ((where, name) for name in i.operands)
         yield from ((where, user.name) for user in self.module.computations[where].users.get(i.name, ()))
         if i.opcode == "parameter" or i.root:

@@ -99,7 +99,7 @@ class Line(NamedTuple):
 
 
 def build_tree(rows: Sequence[Row], depth: int = 0) -> Node:
-    """Build the tree of the leaves in `rows`. Their paths have the same first `depth` keys."""
+    """Build the tree of the leaves in `rows`, whose paths agree in the first `depth` keys."""
     branches: dict[str, list[Row]] = {}
     totals: dict[str, Counter] = {place: Counter() for place in PLACES}
     text = ""
@@ -142,7 +142,7 @@ def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str]
 
 
 def run_key(index: int, child: tuple[str, Node]) -> tuple:
-    """Return a key that is equal within a run: the name without its number, number minus index, and the node."""
+    """Return a key that all children of a run share: the name without its number, number minus index, and node."""
     name, node = child
     numbers = NUMBER.findall(name)
     return (NUMBER.sub("#", name), int(numbers[0]) - index, node) if len(numbers) == 1 else (name,)

@@ -83,7 +83,7 @@ class Roofline:
 
 
 def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
-    """Add up the times of a program's kernels and collectives on a device. `overlap` has the collectives."""
+    """Add up the times of the kernels in `module`, and of the collectives in `overlap`, on a device."""
     launched = list(kernels(module))
     operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)
@@ -143,7 +143,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
-    """Return the FLOPs of an instruction's products. If they are unknown, also return the name of the library call."""
+    """Return the FLOPs of an instruction's products, and the name of the library call if its FLOPs are unknown."""
     if i.opcode in FUSIONS:
         fused = module.callee(i)
         found = [_operations(module, fused, inner) for inner in fused.instructions] if fused else []
@@ -231,7 +231,7 @@ def _bytes_written(fused: Computation, name: str) -> int:
 
 
 def _update_bytes(c: Computation, i: Instruction) -> int:
-    """Return the bytes that an in-place update writes: the size of its operand with the new values."""
+    """Return the bytes that an in-place update writes, which are the bytes of its operand with the new values."""
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 

@@ -51,7 +51,7 @@ def partition_metadata(params) -> list:
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
-    """Return the mesh axes that already divide each dim of `x`, without data axes."""
+    """Return, for each dim of `x`, the mesh axes that already divide it, except data axes."""
     array = x.storage if isinstance(x, Padded) else x
     # The sharding of a traced array is in its type, and names only Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)

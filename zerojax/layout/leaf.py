@@ -128,7 +128,7 @@ class Leaf:
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """Return the layout of the part of this leaf at one index of the `others` axes. `sizes` has all mesh axes."""
+        """Return the layout of the part of this leaf that one index along the `others` axes has. `sizes` is by axis."""
         if self.kind == "flat" or not any(self.others):
             return self
         parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]

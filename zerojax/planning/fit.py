@@ -186,7 +186,7 @@ class SearchSpace:
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
-        """Return the valid pairs of stage and offload: stage 0 has no offload, and only stage 3 offloads parameters."""
+        """Return the valid pairs of stage and offload. Stage 0 has no offload, and only stage 3 offloads parameters."""
         return [
             (stage, offload)
             for stage in self.stages

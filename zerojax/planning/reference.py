@@ -49,7 +49,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that changes gradients as rounding could. In its initial state, it changes nothing."""
+    """Return a transformation that changes gradients as rounding could. With the initial `unit` 0, it does nothing."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))

@@ -268,7 +268,7 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
-    """Return the bytes per gathered element. Stage 0 gathers gradients; the other stages gather parameters."""
+    """Return the bytes per gathered element of a gradient at stage 0, or of a parameter at other stages."""
     if config.stage == 0:
         return reduce_itemsize(config, compute)
     return np.dtype(compute if leaf.kind == "sharded" else leaf.dtype).itemsize

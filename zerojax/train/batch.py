@@ -102,7 +102,7 @@ def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
 
 
 def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
-    """Return `(name, dim, size, axes)` of the first leaf that its spec does not divide evenly, or None."""
+    """Return `(name, dim, size, axes)` of the first leaf with a dim that the spec does not divide evenly, or None."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), spec in zip(leaves, each, strict=True):

@@ -124,7 +124,7 @@ def check_trained(layout: Layout) -> None:
 
 
 def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
-    """Compute `loss_and_grads` on arrays in the shape of the view: storage shape, or local shape in device view."""
+    """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:

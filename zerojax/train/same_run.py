@@ -94,7 +94,7 @@ def require_same_values(config: Config, topic: str, **trees: Any) -> None:
 
 
 def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
-    """Compare programs over processes; see `require_same_program`. With only one process, nothing is lowered."""
+    """Compare programs over processes; see `require_same_program`. Do nothing if there is only one process."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         for one in lower:
             require_same_program(what, one().as_text)
@@ -138,7 +138,7 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
 
 
 def around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the parts of two lines around the first character in which they differ."""
+    """Return the parts of the lines `one` and `other` around the first character that differs."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, same - LONGEST // 2)
     return one[start:][:LONGEST], other[start:][:LONGEST]

@@ -108,7 +108,7 @@ class Step:
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     def under(self, config: Config) -> Step:
-        """Return the step of the same loss for another configuration, such as another mesh, stage or precision."""
+        """Return a step with the same loss and options for `config`, which may have another mesh or stage."""
         return Step(config, self.program.loss, self.options)
 
     def __repr__(self) -> str:
@@ -199,7 +199,7 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """Run a step with offloaded state: a program without the update of this state, then a program per chunk."""
+        """Run a step with offloaded state. The first program leaves this state out. One program per chunk updates it."""
         plan = state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)

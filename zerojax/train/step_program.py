@@ -46,7 +46,7 @@ class StepOptions:
     timeout: float | None = None
 
     def __post_init__(self):
-        """Raise a TypeError or ValueError for a count or timeout that has a wrong type or is out of range."""
+        """Raise an error if a count or the timeout has a wrong type or is out of range."""
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
@@ -80,7 +80,7 @@ class StepProgram:
         return self.skips_nonfinite or self.loss.weighted
 
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
-        """Run a whole step: differentiate, update, and gather the parameters that the stage replicates."""
+        """Run a whole step. Differentiate, update, and gather the parameters that the stage replicates."""
         config, plan = self.config, state.plan
         check_state(plan, state.opt_state)
         on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))

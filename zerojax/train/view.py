@@ -153,7 +153,7 @@ class View:
         return call
 
     def loss_of_storage(self) -> Callable:
-        """Return the loss as a function of stored parameters. It casts them and, at stage 3, gathers them on use."""
+        """Return the loss as a function of stored parameters, which are cast and, at stage 3, gathered on use."""
         config, layout, call = self.config, self.layout, self.loss_of_params()
         if not self.is_one_loss:
             call = checked(call, manual=config.data.batch if config.view == "device" else ())
