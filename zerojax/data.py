@@ -65,7 +65,7 @@ def shard_batches(
 
 
 class ShardedBatches:
-    """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes it."""
+    """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes this iterator."""
 
     def __init__(self, source: Iterator, placement: Placement, prefetch: int):
         """Wrap a loader's iterator. No batch is read yet."""

@@ -241,7 +241,7 @@ def joined(nodes: Any, arrays: Any) -> Any:
 
 
 def batch_index(nodes: Sequence) -> int | None:
-    """Return the index of the batch, the first argument without NNX objects; None if every argument has NNX objects."""
+    """Return the index of the batch, which is the first argument without NNX objects, or None if all have some."""
     return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
 
 
@@ -264,7 +264,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
         return [jax.tree.leaves(x) for state in call(structure.unflatten(arrays)) for _, x in nnx.to_flat_state(state)]
 
     closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
-    # For each array after the loss: the index of the array before the loss that has the same value, or None.
+    # For each array after the loss, `sources` has the index of the array with the same value before it, or None.
     sources = jax.tree.unflatten(jax.tree.structure(shapes), jaxprs.passed_on(compat.opened(closed)[0]))
     ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
     unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}

@@ -42,7 +42,7 @@ WORK = {
 EXPOSED = ("#cc3311", "exposed: hidden by no product")
 PALE = 0.3
 COLORS_SHOWN = 128  # fewer colors reduce the PNGs in a notebook to a third of their size
-SHORTEST = 1 / 800  # a share of the picture's width: shorter spans are merged with their neighbours
+SHORTEST = 1 / 800  # a share of the picture's width; shorter spans are merged with neighbouring spans
 
 __all__ = ["memory", "shards", "timeline"]
 
@@ -221,7 +221,7 @@ class LeafShards(NamedTuple):
 
     @classmethod
     def of(cls, path: tuple, x: Any) -> LeafShards | None:
-        """Read a leaf's sharding. Return None if the leaf is no array, or has no elements."""
+        """Read a leaf's sharding. Return None if the leaf is not an array, or has no elements."""
         array = x.storage if isinstance(x, Padded) else x
         if not isinstance(array, jax.Array | Chunked) or 0 in array.shape:
             return None

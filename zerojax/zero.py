@@ -190,11 +190,11 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable), accumulate=accumulate)
 
     def create(self, params: Any, *, mutable: Any = None, opt_state: Any = None) -> ZeroState:
-        """Create the state of a new run, at step 0: the parameters in storage, and an optimizer state.
+        """Create the state of a new run at step 0, with the parameters in storage and an optimizer state.
 
         Args:
             params: Logical parameters, parameters in storage, or shapes. They are copied, because each step donates its
-                state. Delete the originals to free their memory. Master weights are copied from them before they are
+                state. Delete the originals to free their memory. Master weights are copied before the parameters are
                 cast to the compute type.
             mutable: The initial mutable state, such as batch statistics, for a loss function with `mutable=True`. A
                 tree of arrays, which every device holds in full.

@@ -127,7 +127,7 @@ class _Program:
         import scipy.optimize
         from scipy import sparse
 
-        optimize: Any = scipy.optimize  # its annotations say `float` where it accepts arrays
+        optimize: Any = scipy.optimize  # scipy's annotations say `float` where scipy accepts arrays
         matrix, bounds = self._available()
         allowed = np.array([budget, host_bytes + self.pinned])
         # Sizes are in thousandths of the limits. The solver's tolerance of 1e-6 is then below a byte for small budgets.
@@ -153,7 +153,7 @@ class _Program:
         if not self.equations:
             return Choice((), (), 0, 0, 0, 0, 0)
         scale = max(self.cost.sum(), 1.0)
-        # A small price per byte: a value is only saved if that avoids recomputation. Offloading costs twice as much.
+        # A small price per byte, so that values are saved only to avoid recomputation. Offloading costs twice as much.
         price = 1e-7 * self.bytes / max(self.bytes.sum(), 1.0)
         found = self._run(np.concatenate([self.cost / scale, price, 2 * price]), budget, host_bytes)
         if found is None:

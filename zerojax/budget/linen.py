@@ -38,7 +38,7 @@ def remat(target: Any, *, static_argnums: int | tuple[int, ...] = (), methods: A
     numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
     # Add 1, because Flax passes `self` separately, and `_lifted` inserts the variables and PRNG keys in front.
     rematerialised = functools.partial(plain.remat, static_argnums=tuple(i + 1 for i in numbers), **options)
-    rematerialised(lambda: ())  # checks the options where they are given
+    rematerialised(lambda: ())  # checks the options in the user's call of `remat`
 
     def rematerialise_call(fn: Callable) -> Callable:
         return _lifted(rematerialised, fn)

@@ -1,4 +1,4 @@
-"""The configuration: the wrapped transformation and all options of `zero_shard`, checked once."""
+"""The configuration, which has the wrapped transformation and all options of `zero_shard`, checked once."""
 
 from __future__ import annotations
 

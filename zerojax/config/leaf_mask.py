@@ -56,7 +56,7 @@ class LeafMask:
 
 def path_of(keys: tuple) -> str:
     """Return the path that predicates get for a leaf, which consists of the leaf's keys, separated by "/"."""
-    # Drop the last key inside of an NNX Variable, so that paths are the same whether or not Variables are leaves.
+    # Drop the last key inside of an NNX Variable, so that trees with and without Variables have equal paths.
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -250,7 +250,7 @@ def collectives_of(module: Module) -> CompiledCollectives:
 def cause_of(c: Collective) -> str:
     """Return the leaves that zerojax wrote into the name of `c`, or else the model's innermost line or operation."""
     if leaves := leaves_in(c.op_name):
-        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one of them
+        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one collective
         return f"{leaves} and {more} combined with it" if more else leaves
     return next(iter(lines_of_model(c.frames)), c.op_name or c.name)
 

@@ -16,10 +16,10 @@ from zerojax.comm.owners import EXCHANGE
 from zerojax.inspect.collectives import Collective, collectives_of, leaves_in, lines_of_model
 from zerojax.inspect.hlo import Instruction, Module
 
-# A piece of at most this many elements per operation counts as free. Losses, norms and counts are so small.
+# A piece of at most this many elements per operation counts as free. Losses, norms and counts are below this size.
 FREE = 64
 _NESTED = "\0"  # marks the place of a label in a name
-_MOST = 300  # how many instructions `Nearest` visits at most, which bounds its work if no line is near
+_MOST = 300  # the most instructions that `Nearest` visits, to bound the work if no line is near
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
         names = operations(c.op_name)
         if len(names) == len(c.arrays):
             parts = [(name, array.elements, array.bytes) for name, array in zip(names, c.arrays, strict=True)]
-        else:  # names and arrays do not match: keep one piece, and prefer a name with a label
+        else:  # if names and arrays do not match, keep one piece, and prefer a name with a label
             name = next((name for name in names if LABEL.search(name)), names[0])
             parts = [(name, c.elements, c.bytes)]
         free, times = FREE * max(1, len(names) // len(parts)), c.times_if_once

@@ -48,7 +48,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes on the device that has the most."""
+        """Return the bytes of the leaf on the device that has the most of them."""
         return max(self.device_bytes.values(), default=0)
 
     def __str__(self) -> str:

@@ -83,7 +83,7 @@ class Roofline:
 
 
 def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
-    """Add up the times of the kernels in `module`, and of the collectives in `overlap`, on a device."""
+    """Return the total times of the kernels in `module`, and of the collectives in `overlap`, on a device."""
     launched = list(kernels(module))
     operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)

@@ -177,7 +177,7 @@ class _Streams:
             span.done = max(self.now, span.end)
 
     def collective(self, computation: str, i: Instruction, called: list[Call]) -> InFlight | None:
-        """Return the collective that `i` starts. If `i` is a wrapper, the collective is in the computation it calls."""
+        """Return the collective that `i` starts. If `i` is a wrapper, the collective is in the called computation."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]

@@ -89,7 +89,7 @@ class Padded:
         return math.prod(self.shape)
 
     def logical(self) -> Shaped[Array, "*logical"]:
-        """Return the array without padding, in logical shape. From a stack of arrays, remove the padding of each."""
+        """Return the array without padding, in logical shape. For a stack, return the stack of logical arrays."""
         stacked = len(self.storage.shape) - len(self.shape)
         if tuple(self.storage.shape)[stacked:] != self._storage_shape:
             raise ValueError(
@@ -157,7 +157,7 @@ for _operator in "neg abs lt le gt ge".split():
 
 
 def known_to_flax() -> None:
-    """If Flax is imported, register `Padded` as a box that Flax unboxes, and for serialization."""
+    """Register `Padded` as a box that Flax unboxes, and for serialization, if Flax is imported."""
     if meta := sys.modules.get("flax.core.meta"):
         meta.AxisMetadata.register(Padded)
     serialize(Padded, Padded.logical, restored)

@@ -186,14 +186,14 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
 
 
 def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
-    """Explain why collectives do not quantise a leaf. Return an empty string if they do."""
+    """Return the reason why collectives do not quantise a leaf, or an empty string if they quantise it."""
     if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.reason or f"{leaf.dtype} is no floating type"
     return wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
-    """Return the dim that needs the least padding. Among equal dims, return the longest, and then the first."""
+    """Return the dim that needs the least padding. If several dims do, return the longest, or else the first."""
 
     def cost(dim):
         extent, _ = shard_extent(shape[dim], shards)
@@ -224,7 +224,7 @@ def has_gradient(dtype) -> bool:
 
 
 def canonical(dtype) -> Any:
-    """Return the type that JAX gives its copy of an array: float32 for NumPy's float64, unless x64 is enabled."""
+    """Return the type of JAX's copy of an array, such as float32 for NumPy's float64 unless x64 is enabled."""
     return jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
 
 

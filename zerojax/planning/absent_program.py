@@ -39,7 +39,7 @@ class AbsentProgram(NamedTuple):
     facts: StepFacts
 
     def compile(self, batch: Any) -> Any:
-        """Compile the program for a batch."""
+        """Compile the program for `batch`, which has shapes."""
         return self.lower(batch).compile()
 
 
@@ -140,6 +140,6 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
 
 def row_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the mesh axes that divide dim 0 of an array with this sharding, in the order of the mesh."""
+    """Return the mesh axes that divide dim 0 of an array with sharding `sharding`, in the order of the mesh."""
     named = axes_of([sharding.spec[:1]])
     return tuple(axis for axis in sharding.mesh.axis_names if axis in named)

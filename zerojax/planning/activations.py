@@ -67,7 +67,7 @@ class PlainGradient:
         self._costs: dict[Any, GradientCost] = {}
 
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
-        """Return the cost at the stage of `config`. `rows` has shapes of one device's rows of one microbatch."""
+        """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
@@ -102,7 +102,7 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
-    """Return shapes of one device's rows of one microbatch, in the types that the loss sees."""
+    """Return the shapes of the rows that one device has of one microbatch, in the types that the loss sees."""
     check_batch(batch, config.data, accumulate)
     shards, precision = config.data.workers * accumulate, config.precision
 

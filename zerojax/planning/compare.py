@@ -26,7 +26,7 @@ from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 
 STEPS = 2
-# Relative error of a sum over many rows in another order: in float32, and in rounding units of a narrower type.
+# The relative error of a long sum in another order, for float32, and in rounding units for narrower types.
 FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 
 

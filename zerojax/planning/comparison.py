@@ -17,7 +17,7 @@ from zerojax.planning.nonfinite import Origin
 
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 MOST_SHOWN, WIDTH = 12, 100
-MARGIN = 8  # rounding may change a leaf this many times as much as on one device, because sums have another order
+MARGIN = 8  # on the mesh, rounding changes a leaf at most this many times as much as on one device
 CANCELLED = 1e-7  # rounding error of terms that cancel, relative to the largest leaf
 HINTS = {
     "value": "The loss of all rows is not the mean over devices and microbatches: rows meet in it (batch statistics, "
@@ -87,7 +87,7 @@ class NonFinite:
     origins: tuple[Origin, ...]
 
     def __str__(self) -> str:
-        """Return the name of the leaf, and the line that produces the first NaN or inf."""
+        """Return a text with the name of the leaf, and the line that computes the first NaN or inf."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
         by_line = {origin.where: origin for origin in self.origins}  # for a line with an inf and a NaN, keep the NaN
         begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"

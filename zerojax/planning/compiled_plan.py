@@ -158,7 +158,7 @@ class Plan:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        """Return a table row (count, bytes, hidden share) per kind and type of collective, within and across hosts."""
+        """Return table rows with count, bytes and hidden share, by kind and type of collective, in and across hosts."""
         topology, groups = Topology.parse(self.topology), dict[tuple, list]()
         for f in self.overlap.in_flight:
             between = topology.hosts > 1 and _spans_hosts(f.collective, topology.per_host)

@@ -64,9 +64,9 @@ class Contract:
     reduced: int  # elements of gradients that are reduced, counted in full tensors
     replicated: int  # the part of `reduced` in gradients that stay replicated, which are all-reduced
     gradients: int  # elements of all gradients, each counted once; plain jit reduces these elements
-    sizes: frozenset[int]  # elements of each gradient, and of one entry of its dim 0, which may be a layer of a stack
+    sizes: frozenset[int]  # elements of each gradient, and elements per index of dim 0, which may be a layer of a stack
     # Whether the devices divide the rows of every microbatch, including microbatches that the loss itself makes.
-    # If they do not, a sum over rows cannot be divided over the devices.
+    # If this is False, a sum over rows cannot be divided over the devices.
     is_even: bool
     flops: int  # FLOPs of a device's matrix products
     plain: Module  # the program of plain jit
@@ -76,7 +76,7 @@ class Contract:
 
 
 def contract_of(checked: Checked) -> Contract:
-    """Compile the loss's gradient with plain jit, and add the memory and communication that the stage may need."""
+    """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs."""
     config, layout, rows = checked.config, checked.layout, checked.microbatch
     try:
         plain = plain_gradient(layout, TypedLoss(config, layout, checked.loss), rows, checked.args, mesh=config.mesh)
@@ -101,7 +101,7 @@ def contract_of(checked: Checked) -> Contract:
         if products:  # a matrix optimizer, whose owners hold whole matrices
             of_update += memory_analysis(compiled).temp_size_in_bytes
         temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
-    elif config.stage < 3:  # plain jit returns full gradients, whose buffers may hold its activations
+    elif config.stage < 3:  # plain jit returns full gradients, whose buffers may hold activations before
         types = dict(zip((leaf.path for leaf in layout.params), layout.compute, strict=True))
         temporary += sum(leaf.size * np.dtype(types[leaf.path]).itemsize for leaf in trained)
     reduced, replicated = reduced_elements(checked, program)
@@ -174,7 +174,7 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return the reduced elements per gradient element: 1, or more if a quantised gradient is reduced axis by axis."""
+    """Return the elements reduced per gradient element, which is 1 unless quantised data is reduced axis by axis."""
     if Encoding(formats=config.wire).reduce_codec(leaf) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))

@@ -198,7 +198,7 @@ def estimate(
 
 
 def check_arguments(tx: Any, loss_fn: Any, batch: Any, accumulate: Any, number: float | None) -> None:
-    """Raise an error if arguments of `estimate` do not fit together."""
+    """Raise an error if arguments of `estimate` are invalid or cannot be combined."""
     check_count("accumulate", accumulate, "microbatches", least=1)
     if isinstance(tx, ZeroTransformation):
         raise TypeError(
@@ -287,7 +287,7 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
 
 
 def has_init(model: Any) -> bool:
-    """Return whether an object has an `init` that takes a key, as a Linen module or its class has."""
+    """Return whether an object has an `init` that takes a key, like a Linen module or the module's class."""
     linen = sys.modules.get("flax.linen")
     if isinstance(model, type):
         return linen is not None and issubclass(model, linen.Module)

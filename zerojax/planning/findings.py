@@ -108,7 +108,7 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
 
 
 def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """Find gradients that the compiler all-reduces although the stage shards them."""
+    """Find gradients that the compiler all-reduces although the stage shards these gradients."""
     over = moved.completed - contract.replicated
     if not contract.is_even or over <= (VOLUME_SLACK - 1) * contract.reduced + FREE * len(moved.completing):
         return []

@@ -259,7 +259,7 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)
-    for axis in reversed(leaf.axes):  # each hop sends only the rows that the previous hop left
+    for axis in reversed(leaf.axes):  # each hop sends only the rows that remain after the previous hop
         size = config.data.size((axis,))
         is_narrow, rows = axis in narrow, rows // size
         sent[axis,] = (size - 1) * rows * (codec.bytes(shard) if is_narrow else shard * itemsize)

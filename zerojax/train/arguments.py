@@ -19,7 +19,7 @@ _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A hashable argument that is not traced. It is a pytree node without leaves, so jit compiles for each value."""
+    """A hashable argument that is not traced. A `Constant` is a pytree node without leaves: jit compiles per value."""
 
     value: Any
 

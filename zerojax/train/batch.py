@@ -60,7 +60,7 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
 
 
 def check_types(batch: PyTree) -> None:
-    """Raise a TypeError for a leaf that JAX cannot use: a string, an object, or a tensor of another library."""
+    """Raise a TypeError for a leaf that JAX cannot use, such as a string, or a tensor of another library."""
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name, dtype = f"batch{jax.tree_util.keystr(path)}", getattr(x, "dtype", None)
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
@@ -122,7 +122,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
         return x
     try:
         return jax.device_put(x, sharding)
-    except AssertionError as error:  # JAX raises it if the processes gave different values
+    except AssertionError as error:  # JAX raises an AssertionError if the processes gave different values
         raise ValueError(
             f"Process {jax.process_index()} gave a batch of {list(jnp.shape(x))} whose values are not those of the "
             f"others. An array that is on no mesh is the whole batch, and must be the same on every process. If each "
@@ -139,7 +139,7 @@ def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
 
 
 def check_args(args: tuple) -> None:
-    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would take it for data."""
+    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would treat it as data."""
     for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
         if is_untyped_key(x):
             raise TypeError(
@@ -149,7 +149,7 @@ def check_args(args: tuple) -> None:
 
 
 def is_untyped_key(x: Any) -> bool:
-    """Return whether an array, or a shape, looks like an untyped PRNG key: uint32[2]."""
+    """Return whether an array, or a shape, is uint32[2] and so looks like an untyped PRNG key."""
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function `fn(params, batch, *args)` with the `call` method of a `Loss`. It may return any value."""
+    """A function `fn(params, batch, *args)` with the `call` method of a `Loss`. `fn` may return any value."""
 
     fn: Callable
 

@@ -52,7 +52,7 @@ class Loss:
     mutable: bool = False
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
-        """Return a loss, a mutable state and aux in the form that `fn` returns: one value or a tuple."""
+        """Return a loss, a mutable state and aux in the form that `fn` returns, as one value or as a tuple."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 

@@ -50,7 +50,7 @@ def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of libraries, the options of JAX and the flags of XLA that must agree, by name."""
+    """Return, by name, the versions of libraries, options of JAX and flags of XLA that processes must share."""
     versions = {name: metadata.version(name) for name in ("jaxlib", "optax", "numpy")} | {"zerojax": version()}
     options = {name: repr(jax.config.values[name]) for name in OF_JAX if name in jax.config.values}
     flags = {}

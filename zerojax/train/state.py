@@ -59,7 +59,7 @@ class ZeroState:
     plan: ShardingPlan
 
     def __repr__(self) -> str:
-        """Return the stage, and the number and logical size of each field's leaves. `zerojax.report` lists them all."""
+        """Return the stage, and the number and size of each field's leaves. `zerojax.report` lists the leaves."""
         policy = self.plan.layout.policy
         parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
         parts |= {"rounding_errors": [leaf for _, leaf in self.plan.errors]} if self.plan.errors else {}
@@ -74,7 +74,7 @@ class ZeroState:
 
     @classmethod
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
-        """Return a state of `NamedSharding`s. A field that is replicated as a whole has one sharding for all leaves."""
+        """Return a `ZeroState` of `NamedSharding`s. A field with only replicated leaves has one sharding for all."""
         same = replicated(config.mesh)
         params = named_tree(config, plan.layout.treedef, plan.layout.params)
         errors = {path: named(config, leaf) for path, leaf in plan.errors}

@@ -88,7 +88,7 @@ class Step:
         self._shapes: Any = None
 
     def __reduce__(self):
-        """Pickle only the arguments of `Step`. The process that unpickles it compiles its own programs."""
+        """Pickle only the arguments of `Step`. The process that unpickles the `Step` compiles its own programs."""
         return Step, (self.config, self.program.loss, self.options)
 
     @property
@@ -103,7 +103,7 @@ class Step:
 
     @functools.cached_property
     def _watchdog(self) -> Watchdog | None:
-        # Not in `__init__`: a process may unpickle this step before JAX knows the devices.
+        # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
         timeout = limit_of(self.options.timeout, self.config.mesh)
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
@@ -199,7 +199,7 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """Run a step with offloaded state. The first program leaves this state out. One program per chunk updates it."""
+        """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
         plan = state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewValue:
-    """An update that replaces its parameter: `parameter + NewValue(value)` is `value`, in logical shape.
+    """An update that replaces its parameter. `parameter + NewValue(value)` is `value`, in logical shape.
 
     `optax.apply_updates` adds an update to its parameter. In float32, `parameter + (value - parameter)` does not
     always equal `value`, so an overwritten parameter cannot use a difference as its update.
@@ -151,7 +151,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
 
 
 def refuse_on_disk(params: Any) -> None:
-    """Raise a TypeError if parameters are on disk, where no single program can read them."""
+    """Raise a TypeError if parameters are on disk, because a single program cannot read all of them."""
     if files_of(params) is not None:
         raise TypeError(
             "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in memory. "

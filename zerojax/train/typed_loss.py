@@ -79,7 +79,7 @@ class TypedLoss:
         return without_types(results)._replace(aux=aux)
 
     def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
-        """Return the specs in the types that the arguments have on the caller's mesh, one per leaf."""
+        """Return, for each leaf of the arguments, the spec in the type of the leaf on the caller's mesh."""
         config, mesh = self.config, typed_mesh(self.config.user_mesh)
         named = lambda spec: explicit_part(spec, mesh)
         full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)

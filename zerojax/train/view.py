@@ -123,12 +123,12 @@ class View:
     def microbatches_of(self, rows: Array) -> Array:
         """Divide the rows of the batch into microbatches, along a new dim 0. A microbatch has rows of every device."""
         devices = self.config.data.workers // self.comm.losses
-        each = rows.shape[0] // (devices * self.accumulate)  # `reshape` cannot infer it (-1) if another dim is empty
+        each = rows.shape[0] // (devices * self.accumulate)  # `reshape` with -1 fails if another dim is empty
         divided = rows.reshape(devices, self.accumulate, each, *rows.shape[1:])
         return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, devices * each, *rows.shape[1:])
 
     def rows_of(self, microbatches: Array) -> Array:
-        """Undo `microbatches_of`: merge dims 0 and 1 into rows in the order of the batch."""
+        """Undo `microbatches_of`, by merging dims 0 and 1 into rows in the order of the batch."""
         devices = self.config.data.workers // self.comm.losses
         each = microbatches.shape[1] // devices
         divided = microbatches.reshape(self.accumulate, devices, each, *microbatches.shape[2:])
@@ -179,7 +179,7 @@ class View:
 
             - `returned`: the values that the loss returned.
             - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
-              For a weighted loss, it is `scale / factor` times the gradient of the sum of the totals.
+              For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals.
             - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
               after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
             - `values`: the new value of each overwritten parameter.
