@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 
 def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: Any, wrt: Any = nnx.Param) -> Any:
-    """Initialise a module with sharded parameters: each device creates only its own shards.
+    """Initialise a module with sharded parameters. Each device creates only its own shards.
 
     At stage 3, no device ever holds the whole model. Flax's sharding annotations work without a mesh context.
 

@@ -1,4 +1,4 @@
-"""Read arguments of the command line: numbers, names, and objects in the user's files."""
+"""Read arguments of the command line, such as numbers, names, and objects in the user's files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def load_from_file(path: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def running(path: Path) -> Iterator[None]:
-    """Enter a context in which a file's code runs: imports from its folder work, and its output is captured.
+    """Enter a context in which a file's code runs, can import from the file's folder, and has its output captured.
 
     Output that bypasses Python, such as that of subprocesses, goes to standard error instead of standard output.
 

@@ -36,7 +36,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
     @property
     def config(self) -> Config:
-        """Return the configuration: the wrapped transformation, the mesh and all options."""
+        """Return the configuration, with the wrapped transformation, the mesh and all options."""
         return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
@@ -46,7 +46,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
-        """Initialise parameters directly in storage: each device creates only its own shards.
+        """Initialise parameters directly in storage. Each device creates only its own shards.
 
         At stage 3, no device ever holds the whole model.
 

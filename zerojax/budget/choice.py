@@ -1,4 +1,4 @@
-"""Choose which values to save, by an integer program: minimise the recomputation within a budget of bytes.
+"""Choose which values to save, by an integer program that minimises recomputation within a budget of bytes.
 
 Every equation is recomputed or not, and every named value is saved or not. Each residual, and each value that a
 recomputed equation reads, must be saved or recomputed. Without the budget this is a minimum cut, whose relaxation is

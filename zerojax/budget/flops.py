@@ -1,4 +1,4 @@
-"""Count the FLOPs of an equation as XLA's cost analysis does: two per multiply-add, otherwise one per element."""
+"""Count an equation's FLOPs like XLA's cost analysis, as two per multiply-add and otherwise one per element."""
 
 from __future__ import annotations
 

@@ -12,17 +12,17 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class DataMesh:
-    """The data-parallel axes of a mesh: their names and sizes, without devices.
+    """The names and sizes of a mesh's axes, and the data-parallel axes among them. A `DataMesh` has no devices.
 
-    All other axes of the mesh (tensor, expert, sequence) are left to the compiler. If `grads` begins with the axes in
-    `params`, a device's shard of a gradient is a part of its shard of the parameter.
+    Axes that are not data-parallel (tensor, expert, sequence) are left to the compiler. If `grads` begins with
+    `params`, a device's shard of a gradient is a part of the device's shard of the parameter.
 
     Attributes:
         sizes: Name and size of every axis of the mesh, in the mesh's order.
         batch: Axes that divide the rows of the batch.
         params: Axes that shard the parameters; empty if parameters are replicated.
         grads: Axes that shard the gradients; empty if gradients are replicated.
-        opt_state: Axes that shard the optimizer state; empty if it is replicated.
+        opt_state: Axes that shard the optimizer state; empty if the state is replicated.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv 2304.11277, section 3.2 (hybrid

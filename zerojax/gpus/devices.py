@@ -16,7 +16,7 @@ USABLE = 0.95
 
 
 class Links(NamedTuple):
-    """Peak bytes per second that one GPU sends: `link` to GPUs of its host, and `network` to other hosts.
+    """Peak bytes per second that one GPU sends to GPUs of its host (`link`) and to other hosts (`network`).
 
     `network` is the GPU's share of its host's network adapters.
     """

@@ -29,7 +29,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 @dataclass(frozen=True)
 class Array:
-    """One array that a collective moves. The shape is the full shape: before a scatter, or after a gather."""
+    """One array that a collective moves, with its full shape, which is the shape before a scatter or after a gather."""
 
     dtype: str
     shape: tuple[int, ...]

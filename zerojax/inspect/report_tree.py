@@ -1,4 +1,4 @@
-"""Build and print the tree of a report: parts, modules and leaves with their bytes. Equal siblings share one line."""
+"""Build and print a report's tree of parts, modules and leaves with their bytes. Equal siblings share one line."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter
 
 
 def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
-    """Return the FLOPs of a product: two for each element of the result and each contracted index."""
+    """Return the FLOPs of a product, which are two for each element of the result and each contracted index."""
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)
@@ -167,7 +167,7 @@ def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
 
 
 def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[str]:
-    """Return the FLOPs of a convolution: two for each kernel element that each forward output element reads."""
+    """Return the FLOPs of a convolution, two for each kernel element that each forward output element reads."""
     kernel, output = operands[1], arrays_of(i.shape)[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]

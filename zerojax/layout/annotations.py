@@ -1,4 +1,4 @@
-"""Read annotations of a model's leaves: which mesh axes divide a leaf, and whether it is overwritten.
+"""Read annotations of a model, which say which mesh axes divide a leaf, and whether the leaf is overwritten.
 
 An overwritten leaf takes its gradient as its new value. Flax's FP8 layers have such leaves. Their backward pass
 computes the next scales and amax histories, and returns them as gradients of the old values. Linen keeps these leaves

@@ -1,4 +1,4 @@
-"""Describe how one leaf is stored: which dim is sharded, how it is padded, or why it is not sharded.
+"""Describe how one leaf is stored, with its sharded dim and its padding, or the reason why it is not sharded.
 
 A layout is computed from shapes alone, so a layout for 1,000 devices needs no device. A leaf has one of three kinds:
 

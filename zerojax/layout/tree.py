@@ -1,4 +1,4 @@
-"""Lay out a tree of parameters: decide which leaves are sharded, and along which dim."""
+"""Lay out a tree of parameters by deciding which leaves are sharded, and along which dim."""
 
 import dataclasses
 import functools
@@ -165,7 +165,7 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
 
 
 def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: LayoutPolicy) -> Leaf:
-    """Return the layout of one leaf over the data axes: sharded along a dim, flat if it is small, or replicated."""
+    """Return the layout of one leaf, which is sharded along a dim, flat if the leaf is small, or replicated."""
     axes = policy.data.opt_state or policy.data.batch
     leaf = Leaf(path, shape, dtype, axes, policy.data.shards, others=others)
     with_changes = functools.partial(dataclasses.replace, leaf)

@@ -1,4 +1,4 @@
-"""Check a stage's contract on a compiled gradient or step: memory, elements moved, FLOPs, and overlap.
+"""Check whether a compiled gradient or step keeps its stage's contract on memory, communication and FLOPs.
 
 The most common failure in JAX is a "stage 3" that silently keeps gathered parameters, or gathers all parameters at
 once. The next is a program in which the compiler moves activations between devices. `check` compares the compiled

@@ -1,4 +1,4 @@
-"""Find the cheapest configuration that fits: estimate candidates, sort them by cost, and compile until one fits.
+"""Find the cheapest configuration that fits. Estimate candidates, sort them by cost, and compile until one fits.
 
 The estimated time of a step is a sum of lower bounds: the kernels of the plain gradient on one device's rows (with
 recomputation), communication, the update's memory traffic, and the transfers of offloaded state. At stage 3, kernels

@@ -1,4 +1,4 @@
-"""Sort the arguments of a loss: find the batch, and the values that are not traced (flags, names, functions)."""
+"""Find the batch among the arguments of a loss, and the values that are not traced (flags, names, functions)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A hashable argument that is not traced. A `Constant` is a pytree node without leaves: jit compiles per value."""
+    """A hashable argument that is not traced. It is a pytree node without leaves, so that jit compiles per value."""
 
     value: Any
 

@@ -81,7 +81,7 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
 
 
 class Shardings(NamedTuple):
-    """The shardings of a run: trees of `jax.sharding.NamedSharding`, for `jax.jit` and `jax.device_put`.
+    """The shardings of a run, as trees of `jax.sharding.NamedSharding` for `jax.jit` and `jax.device_put`.
 
     Attributes:
         params: Shardings of the parameters.

@@ -1,4 +1,4 @@
-"""The state of a run, which a training step takes and returns: a pytree that contains its own sharding plan."""
+"""The state of a run, which a training step takes and returns. It is a pytree that contains its sharding plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class ZeroState:
-    """The state of a run: parameters and optimizer state, in storage.
+    """The state of a run, with parameters and optimizer state in storage.
 
     Attributes:
         step: Number of updates done, without skipped steps; int32 scalar.

@@ -1,4 +1,4 @@
-"""A training step: one compiled program that donates its state, followed by a streamed update of offloaded state."""
+"""A training step is one compiled program that donates its state. A streamed update of offloaded state follows."""
 
 from __future__ import annotations
 

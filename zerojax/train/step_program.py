@@ -1,4 +1,4 @@
-"""The traced functions of a training step: gradients, update and metrics. `train.step` compiles them."""
+"""The traced functions of a training step for gradients, update and metrics. `train.step` compiles them."""
 
 from __future__ import annotations
 
