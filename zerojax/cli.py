@@ -176,7 +176,7 @@ def plan(
 
     The plan also lists communication, and says whether the step fits. State and batch may be shapes.
     """
-    # Hide XLA's warnings about programs that do not fit: the plan says whether the step fits.
+    # Hide XLA's warnings about programs that do not fit, because the plan says whether the step fits.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with errors_in_one_line(as_json):
         from zerojax import user_code
@@ -277,7 +277,7 @@ def doctor(
 
 
 def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -> None:
-    """Print a result as JSON, or as text, in colours on a terminal. `before` are words to print first, with styles."""
+    """Print a result as JSON or as text, after the words in `before` with their styles. A terminal shows colours."""
     if as_json:
         print(json.dumps(result, indent=2))
         return

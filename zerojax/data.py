@@ -41,7 +41,7 @@ def shard_batches(
         prefetch: How many batches are placed in advance, after the batch that is returned.
         rows: Which rows each batch of this process's loader has. `"global"`: all rows, the same on every process.
             `"process"`: the rows of this process's devices, in device order. All processes give equally many rows.
-        remainder: What to do with a batch that has fewer rows than the first one, such as the last batch of an epoch.
+        remainder: What to do with a batch that has fewer rows than the first batch, as at the end of an epoch.
             `"drop"` skips the batch. `"pad"` repeats its last row, and makes every batch a pair `(batch, weight)` for a
             loss with `weighted=True`: the weight is 1.0 for a row, and 0.0 for padding.
         accumulate: Microbatches per step.
@@ -53,7 +53,7 @@ def shard_batches(
     Raises:
         TypeError: If a count is not an integer. The iterator raises it if a leaf of a batch is not an array.
         ValueError: If an option is unknown. The iterator raises it if devices and microbatches do not divide the rows,
-            if `batch_spec` does not divide the other dims, or if a batch to pad has more rows than the first one.
+            if `batch_spec` does not divide the other dims, or if a batch to pad has more rows than the first batch.
     """
     if not isinstance(tx, ZeroTransformation):
         raise TypeError(f"shard_batches places batches as the step of tx takes them: give tx, not {type(tx).__name__}.")
@@ -65,7 +65,7 @@ def shard_batches(
 
 
 class ShardedBatches:
-    """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes it."""
+    """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes this iterator."""
 
     def __init__(self, source: Iterator, placement: Placement, prefetch: int):
         """Wrap a loader's iterator. No batch is read yet."""
@@ -79,10 +79,10 @@ class ShardedBatches:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch, and begin to place the batches after it.
+        """Return the next batch, and begin to place the batches that follow.
 
         Raises:
-            Exception: The loader's error, or that of a batch that cannot be placed. Earlier batches are returned first.
+            Exception: The error of the loader, or of placing a batch. Earlier batches are returned first.
         """
         while len(self._ahead) <= self._prefetch and self._error is None:
             try:
@@ -179,7 +179,7 @@ def check_rows_of_processes(mesh: Mesh, axis: tuple[str, ...]) -> None:
 
 
 def padded(arrays: Any, rows: int, size: int) -> tuple[Any, np.ndarray]:
-    """Pad a batch to `size` rows, and return it with weights. It repeats the last row: zeros might give a NaN loss."""
+    """Pad a batch to `size` rows, and return it with weights. Repeat the last row, because zeros might give a NaN."""
     repeat = lambda x: np.concatenate([x, np.repeat(x[-1:], size - rows, 0)]) if size > rows else x
     return jax.tree.map(repeat, arrays), (np.arange(size) < rows).astype(np.float32)
 

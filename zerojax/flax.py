@@ -1,6 +1,6 @@
 """Functions that shard and differentiate modules of Flax NNX.
 
-Linen does not need them: its parameters are a dict, `flax.training.train_state.TrainState` accepts the transformation
+Linen needs no such functions. Its parameters are a dict, `flax.training.train_state.TrainState` takes a transformation
 unchanged, and a loss can return batch statistics with `has_aux`.
 """
 
@@ -30,7 +30,7 @@ def __dir__() -> list[str]:
 
 
 def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: Any, wrt: Any = nnx.Param) -> Any:
-    """Initialise a module with sharded parameters: each device creates only its own shards.
+    """Initialise a module with sharded parameters. Each device creates only its own shards.
 
     At stage 3, no device ever holds the whole model. Flax's sharding annotations work without a mesh context.
 
@@ -101,7 +101,7 @@ def value_and_grad(
         `f(module, batch, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `grads` is an
         `nnx.State` for `nnx.Optimizer.update`, or a tuple of states if `argnums` is a sequence. All other variables of
         the arguments (batch statistics, metrics, counts of random streams) are updated as by `nnx.value_and_grad`,
-        once per microbatch. In device view, those that are floats are averaged over the devices, and random streams
+        once per microbatch. In device view, float variables are averaged over the devices, and random streams
         are folded with the device's index.
 
     Raises:
@@ -174,7 +174,7 @@ class ModuleLoss:
 
     @property
     def groups(self) -> tuple:
-        """Return three filters: for differentiated variables, constants, and variables that the loss may update."""
+        """Return filters that select differentiated variables, constants, and variables that the loss may update."""
         is_trained = lambda path, x: path[0] in self.filters and self.filters[path[0]](path[1:], x)
         return is_trained, (nnx.Param, nnx.RngKey) if self.in_device_view else nnx.Param, ...
 
@@ -224,7 +224,7 @@ def is_node(x: Any) -> bool:
 
 
 def refuse_nodes(keywords: Mapping) -> None:
-    """Raise a TypeError for NNX objects among keyword arguments, which `nnx.value_and_grad` cannot update either."""
+    """Raise a TypeError for NNX objects in keyword arguments, because `nnx.value_and_grad` does not update them."""
     for path, x in jax.tree_util.tree_flatten_with_path(dict(keywords), is_leaf=is_node)[0]:
         if is_node(x):
             raise TypeError(
@@ -234,14 +234,14 @@ def refuse_nodes(keywords: Mapping) -> None:
 
 
 def joined(nodes: Any, arrays: Any) -> Any:
-    """Join the NNX objects and the arrays of one argument. Each tree has None where the other has a leaf."""
+    """Join the NNX objects and the arrays of one argument. Each tree has None where the other tree has a leaf."""
     return jax.tree.map(
         lambda node, x: x if node is None else node, nodes, arrays, is_leaf=lambda x: x is None or is_node(x)
     )
 
 
 def batch_index(nodes: Sequence) -> int | None:
-    """Return the index of the batch, the first argument without NNX objects; None if every argument has NNX objects."""
+    """Return the index of the batch, which is the first argument without NNX objects, or None if all have some."""
     return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
 
 
@@ -249,8 +249,8 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
     """Return the paths of the variables that a loss creates, or to which it assigns a new value.
 
     Transforms such as `nnx.jit` and `nnx.remat` write every variable of their arguments back as a new array, even if
-    its value is unchanged. For new arrays, `call`, which maps the `old` variables to the `new` ones, is traced once
-    more. Its jaxpr shows which old values it returns unchanged.
+    its value is unchanged. For new arrays, `call`, which maps the `old` to the `new` variables, is traced once
+    more. The jaxpr shows which old values `call` returns unchanged.
     """
     known = {path: jax.tree.leaves(x) for state in old for path, x in nnx.to_flat_state(state)}
     found = {path: jax.tree.leaves(x) for state in new for path, x in nnx.to_flat_state(state)}
@@ -264,7 +264,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
         return [jax.tree.leaves(x) for state in call(structure.unflatten(arrays)) for _, x in nnx.to_flat_state(state)]
 
     closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
-    # For each array after the loss: the index of the array before the loss that has the same value, or None.
+    # For each array after the loss, `sources` has the index of the array with the same value before it, or None.
     sources = jax.tree.unflatten(jax.tree.structure(shapes), jaxprs.passed_on(compat.opened(closed)[0]))
     ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
     unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}
@@ -283,7 +283,7 @@ def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
 
 
 def check_integers(assigned: Collection, after: nnx.State) -> None:
-    """Raise a TypeError if a loss in device view assigns to an integer: the devices' values cannot be averaged."""
+    """Raise a TypeError if a loss in device view assigns to an integer, because integers cannot be averaged."""
     for path, x in nnx.to_flat_state(after):
         if path not in assigned or isinstance(x, nnx.RngCount):
             continue

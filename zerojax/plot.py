@@ -42,7 +42,7 @@ WORK = {
 EXPOSED = ("#cc3311", "exposed: hidden by no product")
 PALE = 0.3
 COLORS_SHOWN = 128  # fewer colors reduce the PNGs in a notebook to a third of their size
-SHORTEST = 1 / 800  # a share of the picture's width: shorter spans are merged with their neighbours
+SHORTEST = 1 / 800  # a share of the picture's width; shorter spans are merged with neighbouring spans
 
 __all__ = ["memory", "shards", "timeline"]
 
@@ -60,7 +60,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
         capacity: Bytes of a device's memory, drawn as a line.
 
     Returns:
-        A figure without a window. A notebook shows it; `figure.savefig("memory.png")` writes it.
+        A figure without a window. A notebook shows the figure, and `figure.savefig("memory.png")` writes it to a file.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
@@ -93,7 +93,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
 
 
 def shards(state: Any) -> Figure:
-    """Draw which device has which shards, with one bar per leaf, along the leaf's first sharded dim.
+    """Draw which shards each device has, with one bar per leaf, along the leaf's first sharded dim.
 
     Only the largest leaves are drawn, and no scalars. This is `jax.debug.visualize_array_sharding` for a whole state.
 
@@ -157,7 +157,7 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        TypeError: If `compiled` is none of these.
+        TypeError: If `compiled` is not a plan, a compiled program, or text.
         ValueError: If the topology is unknown, or the text is not scheduled HLO.
     """
     topology = str(topology or getattr(compiled, "topology", "h200:8"))
@@ -173,7 +173,7 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
 
 
 def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
-    """Draw the lanes of one program, and its loops above them. Return handles for a legend."""
+    """Draw the lanes of one program, and the program's loops above the lanes. Return handles for a legend."""
     from matplotlib.patches import Patch
 
     unit, scale = ("ms", 1e3) if simulated.seconds >= 1e-3 else ("µs", 1e6)
@@ -221,7 +221,7 @@ class LeafShards(NamedTuple):
 
     @classmethod
     def of(cls, path: tuple, x: Any) -> LeafShards | None:
-        """Read a leaf's sharding. Return None if the leaf is no array, or has no elements."""
+        """Read a leaf's sharding. Return None if the leaf is not an array, or has no elements."""
         array = x.storage if isinstance(x, Padded) else x
         if not isinstance(array, jax.Array | Chunked) or 0 in array.shape:
             return None
@@ -247,7 +247,7 @@ def new_figure(*, height: float, width: float = 8) -> tuple[Figure, Axes]:
 
 @functools.cache
 def notebook_figure() -> type[Figure]:
-    """Return a class of figures that a notebook shows, although they are made without pyplot."""
+    """Return a class of figures that are made without pyplot, and that a notebook shows nevertheless."""
     from matplotlib.figure import Figure
     from PIL import Image
 

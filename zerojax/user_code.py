@@ -1,4 +1,4 @@
-"""Read arguments of the command line: numbers, names, and objects in the user's files."""
+"""Read arguments of the command line, such as numbers, names, and objects in the user's files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRESETS = ("fp32", "bf16", "fp16")  # the presets of `Precision`
 
 
 def load_object(text: str) -> Any:
-    """Load the object that text such as `"model.py:make_model"` refers to: a file, and a name that the file defines."""
+    """Load an object by text such as `"model.py:make_model"`, which has a file and a name that the file defines."""
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is not understood. Give FILE.py:NAME, such as model.py:make_model.")
     path, name = split_reference(text)
@@ -56,7 +56,7 @@ def load_from_file(path: Path, name: str) -> Any:
 
 @contextlib.contextmanager
 def running(path: Path) -> Iterator[None]:
-    """Enter a context in which a file's code runs: imports from its folder work, and its output is captured.
+    """Enter a context in which a file's code runs, can import from the file's folder, and has its output captured.
 
     Output that bypasses Python, such as that of subprocesses, goes to standard error instead of standard output.
 
@@ -95,7 +95,7 @@ def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
 
 
 def load_program(text: str, options: Sequence[str]) -> tuple:
-    """Call a function in a file, such as `"train.py"` or `"train.py:make_step"`, that returns a step and its arguments.
+    """Run a file, such as `"train.py"` or `"train.py:make_step"`. Call its function that returns a step and arguments.
 
     While the file runs, `options` are `sys.argv[1:]`.
     """
@@ -135,7 +135,7 @@ def shapes_of(found: Any) -> Any:
     module, *inputs = found if isinstance(found, tuple) and found and not has_init(found) else (found,)
     if has_init(module):
         return model_shapes(module, inputs)
-    is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but a tree
+    is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but is also a tree
     nnx = sys.modules.get("flax.nnx")
     if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
         return found
@@ -170,14 +170,14 @@ def load_transformation(text: str) -> optax.GradientTransformation:
 
 
 def parse_precision(text: str | None) -> Precision | None:
-    """Return the preset of `Precision` with this name. For None, return None."""
+    """Return the preset of `Precision` with the name `text`, or None if `text` is None."""
     if text is not None and text not in PRESETS:
         raise ValueError(f"Unknown precision {text!r}. Give one of {', '.join(PRESETS)}.")
     return None if text is None else getattr(Precision, text)()
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Return the option that offloads optimizer state to `"host"` or `"disk"`. For None, return None."""
+    """Return the `Offload` of optimizer state to `"host"` or `"disk"`, or None if `text` is None."""
     if text is None:
         return None
     return Offload(optimizer=text, path="." if text == "disk" else None)  # pyright: ignore[reportArgumentType]

@@ -31,27 +31,27 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
         """Return the transformation for a configuration that `zero_shard` built."""
-        # The partials contain `config`, so an object that is rebuilt from `init` and `update`, as by pickle, has it.
+        # The partials contain `config`, so an object that pickle rebuilds from `init` and `update` has `config`, too.
         return cls(functools.partial(init, config), functools.partial(update, config))
 
     @property
     def config(self) -> Config:
-        """Return the configuration: the wrapped transformation, the mesh and all options."""
+        """Return the configuration, with the wrapped transformation, the mesh and all options."""
         return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
 
     def __repr__(self) -> str:
-        """Return the stage, the mesh and the axis. The fields of the tuple are functions, which have no useful repr."""
+        """Return a text with the stage, mesh and axis, because the functions in the tuple have no useful repr."""
         c = self.config
         mesh = dict(c.mesh.shape)
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
-        """Initialise parameters directly in storage: each device creates only its own shards.
+        """Initialise parameters directly in storage. Each device creates only its own shards.
 
         At stage 3, no device ever holds the whole model.
 
         Args:
-            init_fn: Function that returns the tree of parameters. `jax.jit` must be able to trace it.
+            init_fn: Function that returns the tree of parameters, and that `jax.jit` can trace.
             *args: Arguments of `init_fn`.
 
         Returns:
@@ -87,7 +87,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 shapes, or if `tree` is a part of a state without a `NamedTuple` of optax, such as a tree of moments.
 
         Returns:
-            The tree as plain JAX and optax would have it. A state is returned as the state of the wrapped
+            The tree in the form of plain JAX and optax. A state is returned as the state of the wrapped
             transformation: with `optax.MaskedNode()` for each parameter that is not trained, and without master
             weights. To get the master weights, call `tx.unshard(tx.as_params(opt_state.master, params))`.
 
@@ -97,7 +97,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return unshard(self.config, tree, params)
 
     def adopt(self, state: Any, params: Any) -> Any:
-        """Shard an optimizer state from a run without zerojax, as `init` shards a fresh one.
+        """Shard an optimizer state from a run without zerojax, as `init` shards a fresh state.
 
         Args:
             state: A state of the wrapped transformation, with logical arrays. If some parameters are frozen, it may be
@@ -126,12 +126,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             with `params`, to a function such as `optax.contrib.schedule_free_eval_params`.
 
         Raises:
-            ValueError: If the structure or shapes of `mirror` differ from those of the trained parameters.
+            ValueError: If `mirror` and the trained parameters differ in structure or shapes.
         """
         return as_params(self.config, mirror, loaded(params))
 
     def eval_step(self, fn: Callable) -> Callable:
-        """Return a jitted function of the parameters, for evaluation or generation. They are gathered on use.
+        """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
 
         Args:
             fn: `fn(params, batch, *args)`. In both views, it sees logical parameters and all rows of `batch`. It may
@@ -190,11 +190,11 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable), accumulate=accumulate)
 
     def create(self, params: Any, *, mutable: Any = None, opt_state: Any = None) -> ZeroState:
-        """Create the state of a new run, at step 0: the parameters in storage, and an optimizer state.
+        """Create the state of a new run at step 0, with the parameters in storage and an optimizer state.
 
         Args:
             params: Logical parameters, parameters in storage, or shapes. They are copied, because each step donates its
-                state. Delete the originals to free their memory. Master weights are copied from them before they are
+                state. Delete the originals to free their memory. Master weights are copied before the parameters are
                 cast to the compute type.
             mutable: The initial mutable state, such as batch statistics, for a loss function with `mutable=True`. A
                 tree of arrays, which every device holds in full.
@@ -290,7 +290,7 @@ def zero_shard(
 
     Args:
         tx: Any optax transformation. Its update computes on logical arrays, so the result equals plain optax's.
-        stage: 0: everything replicated. 1: optimizer state sharded. 2: gradients too. 3: parameters too.
+        stage: 0 replicates everything. 1 shards the optimizer state, 2 also shards gradients, and 3 also parameters.
         mesh: The mesh for all results, with Auto or Explicit axes. It may consist of devices that this machine does not
             have. None: all devices on one axis. Sharding over axes that are not in `axis` is left to the compiler.
             Inside the loss, all axes are Auto.
@@ -301,7 +301,7 @@ def zero_shard(
             gathered within a host. Gradients and optimizer state are sharded over all of `axis`. None: parameters are
             sharded like gradients and optimizer state.
         persist_below: A leaf with fewer elements is not sharded along a dim. Its parameter stays replicated at stage 3.
-            Its gradient and optimizer state are flattened, and each device holds 1/N, if its update is elementwise.
+            If its update is elementwise, its gradient and optimizer state are flattened, and sharded in this form.
         prefetch: Stage 3: how many uses ahead a parameter's gather may start; 0 disables prefetch. Each use ahead costs
             the memory of about one gathered layer. A scan always prefetches one iteration ahead.
         bucket_bytes: Leaves of a layer share one collective, up to this number of logical bytes.
@@ -329,7 +329,7 @@ def zero_shard(
             `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses only the first entries. None: only
             dim 0 is divided.
         view: Which rows a loss function sees. `"global"`: all rows, as under `jax.jit` on one device. `"device"`: the
-            rows of its device, as under `pmap`. The loss may then use collectives over `axis`, and is averaged over it.
+            rows of its device, as under `pmap`. The loss may then use collectives over `axis`. The losses are averaged.
         wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
         matrix_updates: Which devices compute updates that multiply matrices, such as Muon's. `"owner"`: one device per
             matrix, or a few devices per matrix if there are fewer matrices than devices. `"sharded"`: all devices share

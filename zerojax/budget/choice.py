@@ -1,4 +1,4 @@
-"""Choose which values to save, by an integer program: minimise the recomputation within a budget of bytes.
+"""Choose which values to save, by an integer program that minimises recomputation within a budget of bytes.
 
 Every equation is recomputed or not, and every named value is saved or not. Each residual, and each value that a
 recomputed equation reads, must be saved or recomputed. Without the budget this is a minimum cut, whose relaxation is
@@ -77,8 +77,8 @@ def choose(
 class _Program:
     """The integer program of one block.
 
-    It has three groups of variables, in this order: for each equation, whether it is recomputed; for each value,
-    whether it is saved; for each value, whether it is offloaded.
+    The variables are, in this order, whether each equation is recomputed, whether each value is saved, and
+    whether each value is offloaded.
     """
 
     def __init__(self, graph: Graph, fates: Mapping[str, Fate], repeat_collectives: bool):
@@ -102,13 +102,13 @@ class _Program:
         self.pinned = self.lower[self.equations + self.values :] @ self.bytes
 
     def _only_by_name(self, equation: int) -> None:
-        """Forbid saving a value under the name that zerojax gave it before the user named it."""
+        """Forbid saving a value that the user named under the name that zerojax gave to the same value."""
         for i, value in enumerate(self.graph.values):
             if value.equation in self.graph.equations[equation].reads and not value.users_name:
                 self.upper[[self.equations + i, self.equations + self.values + i]] = 0
 
     def _available(self) -> tuple:
-        """Return the matrix and the bounds of the constraints `recomputed + saved + offloaded - reader >= bound`."""
+        """Return the matrix and bounds of the constraints that every value read is saved, offloaded or recomputed."""
         from scipy import sparse
 
         ways = [{i: 1} for i in range(self.equations)]  # the variables that make an equation's results available
@@ -127,10 +127,10 @@ class _Program:
         import scipy.optimize
         from scipy import sparse
 
-        optimize: Any = scipy.optimize  # its annotations say `float` where it accepts arrays
+        optimize: Any = scipy.optimize  # scipy's annotations say `float` where scipy accepts arrays
         matrix, bounds = self._available()
         allowed = np.array([budget, host_bytes + self.pinned])
-        # Sizes are in thousandths of the limits. The solver's tolerance of 1e-6 is then below a byte of small budgets.
+        # Sizes are in thousandths of the limits. The solver's tolerance of 1e-6 is then below a byte for small budgets.
         sizes = 1000 * sparse.kron(sparse.diags_array(1 / np.maximum(allowed, 1)), self.bytes)
         limits = sparse.hstack([sparse.csr_array((2, self.equations)), sizes])
         too_large = np.concatenate([np.zeros(self.equations, bool), *(self.bytes > limit for limit in allowed)])
@@ -153,7 +153,7 @@ class _Program:
         if not self.equations:
             return Choice((), (), 0, 0, 0, 0, 0)
         scale = max(self.cost.sum(), 1.0)
-        # A small price per byte: a value is only saved if that avoids recomputation. Offloading costs twice as much.
+        # A small price per byte, so that values are saved only to avoid recomputation. Offloading costs twice as much.
         price = 1e-7 * self.bytes / max(self.bytes.sum(), 1.0)
         found = self._run(np.concatenate([self.cost / scale, price, 2 * price]), budget, host_bytes)
         if found is None:

@@ -1,4 +1,4 @@
-"""Count the FLOPs of an equation as XLA's cost analysis does: two per multiply-add, otherwise one per element."""
+"""Count an equation's FLOPs like XLA's cost analysis, as two per multiply-add and otherwise one per element."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FREE = frozenset(
     "dynamic_update_slice expand_dims gather iota name optimization_barrier pad random_clone random_seed random_unwrap "
     "random_wrap reshape rev slice split squeeze stop_gradient transpose".split()
 )
-# FLOPs per 32-bit word of random bits: the rounds of Threefry.
+# FLOPs of the Threefry rounds per 32-bit word of random bits.
 _RANDOM_BITS = 100
 
 

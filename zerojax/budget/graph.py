@@ -20,7 +20,7 @@ _COLLECTIVES = frozenset(
     "psum psum_invariant pmin pmax ppermute pshuffle all_gather all_gather_invariant all_to_all reduce_scatter "
     "psum_scatter ragged_all_to_all pbroadcast".split()
 )
-# Equations that give a value another form. Forms of the block's arguments are not saved: the arguments stay in memory.
+# Equations that change only a value's form. Arguments of the block stay in memory, so no other form of them is saved.
 _FORMS = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims name reshape slice squeeze stop_gradient transpose".split()
 )
@@ -52,7 +52,7 @@ class Equation:
     """An equation of the forward pass, or of its derivative, on which the backward pass depends.
 
     Attributes:
-        reads: The indices of the equations whose results it reads.
+        reads: The indices of the equations whose results this equation reads.
         cost: The FLOPs to compute the equation again, plus a small part of the bytes that it writes.
         flops: The FLOPs to compute the equation again.
         is_collective: Whether other devices take part in the equation.
@@ -101,7 +101,7 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
 
 
 def _name(x: Any, var: Any, numbers: itertools.count) -> Any:
-    """Name an array. Scalars get no name: they cost almost no memory, and JAX decides whether to keep them."""
+    """Name an array. Do not name scalars, which cost almost no memory. JAX decides whether to keep scalars."""
     number = next(numbers)
     return checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array(var) and var.aval.size > 1 else x
 

@@ -1,4 +1,4 @@
-"""Apply `zerojax.remat` to Linen modules. Their variables must become arguments and results."""
+"""Apply `zerojax.remat` to Linen modules, whose variables become arguments and results of a function."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def remat(target: Any, *, static_argnums: int | tuple[int, ...] = (), methods: A
         >>> layers = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=24)
     """
     numbers = (static_argnums,) if isinstance(static_argnums, int) else static_argnums
-    # Flax passes `self` separately. `_lifted` puts the variables and PRNG keys in front.
+    # Add 1, because Flax passes `self` separately, and `_lifted` inserts the variables and PRNG keys in front.
     rematerialised = functools.partial(plain.remat, static_argnums=tuple(i + 1 for i in numbers), **options)
-    rematerialised(lambda: ())  # checks the options where they are given
+    rematerialised(lambda: ())  # checks the options in the user's call of `remat`
 
     def rematerialise_call(fn: Callable) -> Callable:
         return _lifted(rematerialised, fn)
@@ -47,7 +47,7 @@ def remat(target: Any, *, static_argnums: int | tuple[int, ...] = (), methods: A
 
 
 def _lifted(rematerialised: Callable, fn: Callable) -> Callable:
-    """Lift a function of a Flax scope. The scope's variables and PRNG keys become arguments of a pure function."""
+    """Return a lifted `fn` that passes a Flax scope's variables and PRNG keys as arguments to a pure function."""
 
     def inner(scope_of, repack, variables, rngs, *args, **kwargs):
         def pure(variables, rngs, *args, **kwargs):

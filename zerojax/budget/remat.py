@@ -92,7 +92,7 @@ class Remat:
         self._known: dict[Any, tuple[Callable, Choice]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function. Its backward pass recomputes the values that are not saved."""
+        """Call the function. The backward pass recomputes the values that the call does not save."""
         closed, structure, leaves = self._traced(args, kwargs)
         jaxpr, consts = compat.opened(closed)
         run, _ = self._rematerialised(jaxpr, consts)
@@ -123,7 +123,7 @@ class Remat:
         return closed, jax.tree.structure(shapes), leaves
 
     def _rematerialised(self, jaxpr: Any, consts: Any) -> tuple[Callable, Choice]:
-        """Return a function of constants and arguments that saves at most the budget, and the choice that it uses."""
+        """Return a function of constants and arguments that saves at most the budget, and the `Choice` for it."""
         key = jaxprs.signature(jaxpr)
         if key is None or key not in self._known:
             inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]

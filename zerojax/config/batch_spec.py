@@ -1,4 +1,4 @@
-"""The option `batch_spec`: which mesh axes divide each dim of a batch. The data axes always divide dim 0."""
+"""The option `batch_spec`, which says which mesh axes divide each dim of a batch. Data axes always divide dim 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BatchSpec:
 
     @classmethod
     def of(cls, given: Any) -> BatchSpec | None:
-        """Return the record of a spec or a tree of specs, or None for None. Raise a TypeError for other values."""
+        """Convert a spec or a tree of specs to a `BatchSpec`. Return None for None, and raise a TypeError otherwise."""
         if given is None:
             return None
         specs, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)

@@ -32,7 +32,7 @@ def checked_where(name: str, where: Any) -> Callable | tuple[str, ...] | None:
 
 
 def chooses(where: Callable[[str, Any], bool] | Sequence[str], path: str, leaf: Any) -> bool:
-    """Return whether a function, or at least one shell pattern, matches the parameter at a "/"-separated path."""
+    """Return whether the function `where`, or one of the patterns in `where`, matches the "/"-separated `path`."""
     if callable(where):
         return bool(where(path, leaf))
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in where)

@@ -1,4 +1,4 @@
-"""The configuration: the wrapped transformation and all options of `zero_shard`, checked once."""
+"""The configuration, which has the wrapped transformation and all options of `zero_shard`, checked once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class MeshRecord:
         return cls(mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids)
 
     def mesh(self) -> Mesh:
-        """Rebuild the mesh from the devices of this process. Raise a ValueError if one of them is missing."""
+        """Rebuild the mesh from the devices of this process. Raise a ValueError if a device is missing."""
         try:
             devices = {device.id: device for device in jax.devices(self.platform)}
         except RuntimeError:  # this process has no such platform
@@ -75,10 +75,10 @@ class Config:
 
     Attributes:
         tx: The wrapped optax transformation.
-        user_mesh: The mesh as the caller gave it.
+        user_mesh: The mesh that the caller gave.
         axis: The mesh axes that divide the rows of the batch.
         shard_axis: The axes over which the stage shards. Empty: all of `axis`.
-        params_axis: The axes over which parameters are sharded. Empty: like everything else.
+        params_axis: The axes over which parameters are sharded. Empty: the axes of gradients and optimizer state.
         trainable: `trainable(path, leaf) -> bool` chooses the leaves that are trained. None: every leaf.
         overwrite: `overwrite(path, leaf) -> bool` chooses leaves that take their gradient as their new value. None:
             only leaves with the name `_overwrite_with_gradient` in their path or NNX class.
@@ -248,12 +248,12 @@ class Config:
 
     @functools.cached_property
     def plans(self) -> dict[Any, Any]:
-        """Return the cache of plans, by layout. It is no field, so that it is neither compared nor pickled."""
+        """Return the cache of plans, by layout. The cache is not a field, so it is neither compared nor pickled."""
         return {}
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        """Return the mesh on which everything is computed: the caller's mesh, with all axes Auto."""
+        """Return the caller's mesh with all axes Auto. All computations use this mesh."""
         return with_auto_axes(self.user_mesh)
 
     @property
@@ -273,7 +273,7 @@ class Config:
 
     @property
     def has_master_weights(self) -> bool:
-        """Return whether the optimizer state has master weights. The parameters are then a narrower copy of them."""
+        """Return whether the optimizer state has master weights, of which the parameters are a narrower copy."""
         precision = self.precision
         return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
 

@@ -12,17 +12,17 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class DataMesh:
-    """The data-parallel axes of a mesh: their names and sizes, without devices.
+    """The names and sizes of a mesh's axes, and the data-parallel axes among them. A `DataMesh` has no devices.
 
-    All other axes of the mesh (tensor, expert, sequence) are left to the compiler. If `grads` begins with the axes in
-    `params`, a device's shard of a gradient is a part of its shard of the parameter.
+    Axes that are not data-parallel (tensor, expert, sequence) are left to the compiler. If `grads` begins with
+    `params`, a device's shard of a gradient is a part of the device's shard of the parameter.
 
     Attributes:
         sizes: Name and size of every axis of the mesh, in the mesh's order.
         batch: Axes that divide the rows of the batch.
         params: Axes that shard the parameters; empty if parameters are replicated.
         grads: Axes that shard the gradients; empty if gradients are replicated.
-        opt_state: Axes that shard the optimizer state; empty if it is replicated.
+        opt_state: Axes that shard the optimizer state; empty if the state is replicated.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv 2304.11277, section 3.2 (hybrid
@@ -62,7 +62,7 @@ class DataMesh:
 
     @property
     def workers(self) -> int:
-        """Return the number of data-parallel workers: the parts into which the rows of a batch are divided."""
+        """Return the number of data-parallel workers, each of which has one part of the rows of a batch."""
         return self.size(self.batch)
 
     @property
@@ -71,7 +71,7 @@ class DataMesh:
         return self.size(self.opt_state or self.batch)
 
     def in_words(self) -> str:
-        """Describe the axes over which the stage shards, and the axes over which it replicates."""
+        """Describe the axes over which the stage shards arrays, and the axes over which the stage replicates arrays."""
         rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)
         words = in_words(self.opt_state or self.batch) + (f", replicated over {in_words(rest)}" if rest else "")
         return words + (f", parameters over {in_words(self.params)}" if self.params not in ((), self.opt_state) else "")
@@ -90,7 +90,7 @@ class DataMesh:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPolicy:
-    """The options that determine how leaves are laid out. `ZeroState` contains them, so none of them is a function.
+    """The options that determine how leaves are laid out. No option is a function, because a `ZeroState` contains them.
 
     Attributes:
         stage: ZeRO stage, 0 to 3.

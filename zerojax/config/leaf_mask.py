@@ -37,7 +37,7 @@ class LeafMask:
         return cls(frozenset(found), frozenset(path for path, x in found.items() if x), option)
 
     def __call__(self, path: str, leaf: Any) -> bool:
-        """Return whether the mask is True at `path`. Raise a ValueError if the mask has no leaf there."""
+        """Return whether the mask is True at `path`. Raise a ValueError if the mask has no leaf at this path."""
         if path not in self.known:
             raise ValueError(
                 f"The mask in {self.option}= has no leaf {path!r}, which the parameters have. "
@@ -55,8 +55,8 @@ class LeafMask:
 
 
 def path_of(keys: tuple) -> str:
-    """Return the path that predicates get for a leaf: its keys, separated by "/"."""
-    # Drop the last key inside of an NNX Variable, so that paths are the same whether or not Variables are leaves.
+    """Return the path that predicates get for a leaf, which consists of the leaf's keys, separated by "/"."""
+    # Drop the last key inside of an NNX Variable, so that trees with and without Variables have equal paths.
     if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")

@@ -41,7 +41,7 @@ class Offload:
         path: For `optimizer="disk"`: the folder for the files. Each process creates a folder inside it.
         chunk_bytes: The largest number of bytes per device that is copied at once.
         host_bytes: For `params="disk"`: bytes of host memory, per process, for buffers and for the parameters and
-            gradients that are kept there instead of on disk; a number, or text such as `"8 GB"`. None: buffers alone.
+            gradients that are kept there instead of on disk; a number, or text such as `"8 GB"`. None: only buffers.
 
     Raises:
         TypeError: If a field has a wrong type.

@@ -18,7 +18,7 @@ LARGEST_SCALE = float(np.finfo(np.float32).max)
 
 
 def common_dtype(first: Any, second: Any) -> np.dtype:
-    """Return the type to which JAX promotes two types, even if the user has set strict type promotion."""
+    """Return the type to which JAX promotes `first` and `second`, even if the user has set strict type promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(first, second)
 
@@ -35,7 +35,7 @@ class DynamicScale:
         initial: The scale of the first step.
         growth_interval: Number of steps in a row without overflow after which the scale grows.
         factor: The factor by which the scale grows or falls.
-        hysteresis: 1 plus the number of overflows that do not change the scale. With 1, each overflow lowers it.
+        hysteresis: 1 plus the number of overflows that do not change the scale. With 1, each overflow lowers the scale.
         floor: The smallest scale. Steps that overflow at this scale are also skipped.
 
     Raises:
@@ -75,13 +75,13 @@ class Precision:
     """The element types in which a step computes, sums gradients and keeps parameters.
 
     Stage 3 stores shards of the parameters in `master`, and casts them to `compute` before each gather. Stages 0 to 2
-    store the full parameters in `compute`, and keep master weights in the optimizer state, sharded like the rest of it.
+    store the full parameters in `compute`, and keep master weights in the optimizer state, which is sharded.
 
     Attributes:
         compute: Floating type of the parameters that the loss function sees.
         reduce: Floating type in which gradients are summed over devices and microbatches.
         master: Floating type of the weights that the optimizer updates.
-        loss_scale: The loss scale. `train_step` multiplies the loss by it and divides the gradients by it. None, a
+        loss_scale: `train_step` multiplies the loss by this number, and divides the gradients by it. None, a
             constant, a `DynamicScale`, or `"dynamic"` for `DynamicScale()`. The loss should be float32, because float16
             cannot represent a cotangent of 2^16.
         keep: `keep(path, leaf) -> bool` chooses parameters that the loss sees in `master`, such as norms and routers.

@@ -1,4 +1,4 @@
-"""The option `Wire`: which collectives send quantised parameters or gradients, and in which format."""
+"""The option `Wire`, which says which collectives send quantised parameters or gradients, and in which format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Wire:
 
     Stored parameters and optimizer state are not rounded. Only the gathered copies of parameters, and the partial sums
     of gradients that devices send, are rounded. A quantised reduction is one all-to-all per mesh axis, beginning with
-    the innermost axis. Each device adds the blocks that it receives in float32. So a gradient is rounded once per axis.
+    the innermost axis. Each device adds up the received blocks in float32. So a gradient is rounded once per axis.
 
     Attributes:
         gather: The format in which stage 3 all-gathers parameters, such as `"int8"`. None: not quantised.

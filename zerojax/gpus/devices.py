@@ -16,7 +16,7 @@ USABLE = 0.95
 
 
 class Links(NamedTuple):
-    """Peak bytes per second that one GPU sends: `link` to GPUs of its host, and `network` to other hosts.
+    """Peak bytes per second that one GPU sends to GPUs of its host (`link`) and to other hosts (`network`).
 
     `network` is the GPU's share of its host's network adapters.
     """
@@ -85,7 +85,7 @@ class Device:
         )
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of products of an HLO type. It is the scalar rate if no matrix unit has this type."""
+        """Return the FLOP/s of products of an HLO type, or the scalar rate if no matrix unit supports the type."""
         return self.rates.get(dtype, self.scalar)
 
     def ring_bandwidth(self, group: Sequence[int]) -> float:

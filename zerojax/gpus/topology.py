@@ -21,7 +21,7 @@ GPUS_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """GPUs of one of `KINDS`, the same number in each host. This machine does not have them."""
+    """Hosts with equally many GPUs of one of `KINDS`. This machine need not have these GPUs."""
 
     kind: str
     hosts: int
@@ -82,8 +82,8 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
     Args:
         mesh: The mesh with the names, types and sizes of the axes.
         topology: GPUs in the form that `Topology.parse` reads.
-        axes: The data axes. Of two, the first is resized to the number of hosts, and the second to the GPUs that are
-            left in a host. Otherwise only the first is resized, to fit all GPUs. All other axes keep their sizes.
+        axes: The data axes. If there are two, the first is resized to the number of hosts, and the second to the GPUs
+            left in a host. Otherwise the first is resized to fit all GPUs. All other axes keep their sizes.
 
     Raises:
         ValueError: If the topology is unknown, or the sizes of the axes do not multiply to its number of GPUs.
@@ -107,7 +107,7 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
 
 
 def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int = 1) -> Any:
-    """Return a mesh without devices, for computing layouts. The first of several axes has the size `hosts`."""
+    """Return a mesh without devices, for computing layouts. If there are several axes, the first has size `hosts`."""
     sizes = (count,) if len(axes) == 1 else (hosts, *(1,) * (len(axes) - 2), count // hosts)
     return AbstractMesh(sizes, axes, axis_types=(AxisType.Auto,) * len(axes))
 
@@ -126,7 +126,7 @@ def target_config(kind: str) -> str:
 
 @functools.cache
 def _devices(topology: Topology) -> list:
-    """Return descriptions of the devices. They are cached, because two calls would return unequal devices."""
+    """Return descriptions of the topology's devices. Cache them, because JAX returns unequal devices in each call."""
     description = topologies.get_topology_desc(
         platform="cuda",
         topology_name=topology.kind,

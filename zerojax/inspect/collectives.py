@@ -29,7 +29,7 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 
 @dataclass(frozen=True)
 class Array:
-    """One array that a collective moves. The shape is the full shape: before a scatter, or after a gather."""
+    """One array that a collective moves, with its full shape, which is the shape before a scatter or after a gather."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,7 +53,7 @@ class Array:
 class Collective:
     """One collective of a compiled program.
 
-    Sizes are those of the full tensor in one execution: the result of an all-gather, or the operand of any other kind.
+    Sizes are of the full tensor in one execution, which is the result of an all-gather, or the operand of other kinds.
     So a parameter's all-gather and its gradient's reduce-scatter have the same size.
 
     Attributes:
@@ -106,7 +106,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Return the bytes that each device sends per execution in a ring: x(n-1)/n, or 2x(n-1)/n to all-reduce."""
+        """Return the bytes that a device sends per execution in a ring: x(n-1)/n for x bytes, twice to all-reduce."""
         return self._ring(self.bytes)
 
     @property
@@ -122,7 +122,7 @@ class Collective:
 
 
 class Volume(NamedTuple):
-    """Totals over collectives in one run: the size of the full tensors, and what one device sends over a ring."""
+    """Totals over collectives in one run, of the full tensors, and of the data that one device sends over a ring."""
 
     elements: int
     bytes: int
@@ -202,7 +202,7 @@ def collectives(compiled: Any) -> CompiledCollectives:
       computed from a counter with a constant start, step and bound. It is unknown if there is no such counter.
     - Every branch of a conditional counts as executed.
 
-    Dtypes are those of the compiled program: XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point
+    Dtypes are from the compiled program. XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point
     sends, the sends are not listed.
 
     Args:
@@ -225,7 +225,7 @@ def collectives_of(module: Module) -> CompiledCollectives:
         computation, count = module.computations[name], module.executions[name]
         for i in computation.instructions:
             kind = i.opcode.removesuffix("-start")
-            # A start that calls a computation wraps a collective of that computation. That collective is listed.
+            # If a start calls a computation, the collective in the computation is listed instead of the start.
             if kind not in KINDS or (kind != i.opcode and "calls=" in i.attributes):
                 continue
             dim = re.search(r"\bdimensions=\{(\d+)\}", i.attributes)
@@ -248,9 +248,9 @@ def collectives_of(module: Module) -> CompiledCollectives:
 
 
 def cause_of(c: Collective) -> str:
-    """Return the leaves that a zerojax collective names, otherwise the innermost line of the model or the operation."""
+    """Return the leaves that zerojax wrote into the name of `c`, or else the model's innermost line or operation."""
     if leaves := leaves_in(c.op_name):
-        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one of them
+        more = len(c.arrays) - 1  # XLA combines collectives, and keeps the name of one collective
         return f"{leaves} and {more} combined with it" if more else leaves
     return next(iter(lines_of_model(c.frames)), c.op_name or c.name)
 
@@ -262,13 +262,13 @@ def leaves_in(op_name: str) -> str:
 
 
 def lines_of_model(frames: Sequence[str]) -> list[str]:
-    """Return the frames that are in the user's model. Frames of the code that calls this function are left out."""
+    """Return the frames that are in the user's model. Leave out frames that are also on the current call stack."""
     callers = {f"{frame.f_code.co_filename}:{number}" for frame, number in traceback.walk_stack(None)}
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """Return the arrays of an HLO shape. For a tuple, return its elements in order."""
+    """Return the arrays in an HLO shape. The shape of a tuple contains several arrays, which are in order."""
     return [
         Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)

@@ -17,11 +17,11 @@ _CALLEES = re.compile(
     r"\b(calls|to_apply|body|condition|true_computation|false_computation|branch_computations"
     r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-# Other instructions also name computations, such as the sum of an all-reduce, but those are not run as programs.
+# Other instructions also name computations, such as the sum of an all-reduce, but do not run them as programs.
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_DEPTH = 12  # how many instructions a loop counter is traced back through: bounds the work on other values
+_DEPTH = 12  # the most instructions through which a loop counter is traced, to bound the work on other values
 
 
 class Instruction(NamedTuple):
@@ -35,7 +35,7 @@ class Instruction(NamedTuple):
 
     @property
     def literal(self) -> str:
-        """Return the text between the parentheses: the operands, a constant's value, or a parameter's number."""
+        """Return the text in parentheses, which has the operands, a constant's value, or a parameter's number."""
         depth = 1
         for bracket in re.finditer(r"[()]", self.rest):
             depth += 1 if bracket.group() == "(" else -1
@@ -72,7 +72,7 @@ class Instruction(NamedTuple):
 
     @property
     def is_synchronous(self) -> bool:
-        """Return whether this is no asynchronous start, or a start that XLA:GPU marked as synchronous."""
+        """Return True, except for an asynchronous start that XLA:GPU did not mark as synchronous."""
         return not self.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', self.rest) is not None
 
 
@@ -100,7 +100,7 @@ class Computation:
 
 
 class Call(NamedTuple):
-    """An instruction that runs a computation `trip_count` times. None: the program does not fix this number."""
+    """An instruction that runs `callee` `trip_count` times. `trip_count` is None if the program does not fix it."""
 
     instruction: Instruction
     callee: str
@@ -136,7 +136,7 @@ class Module:
 
     @cached_property
     def callers_first(self) -> tuple[str, ...]:
-        """Return every computation that the entry reaches, each after all of its callers."""
+        """Return the names of all computations that the entry reaches. Callers come before callees."""
         order, pending, seen = TopologicalSorter[str](), list(self.entries), set(self.entries)
         while pending:
             name = pending.pop()
@@ -150,7 +150,7 @@ class Module:
 
     @cached_property
     def executions(self) -> dict[str, "Executions"]:
-        """Return how often each computation that the entry reaches executes in one run."""
+        """Return, for each computation that the entry reaches, how often it executes in one run."""
         counts = dict.fromkeys(self.callers_first, Executions(0, True, False))
         counts |= dict.fromkeys(self.entries, Executions(1, True, False))
         for caller in self.callers_first:
@@ -257,7 +257,7 @@ def read(compiled: Any) -> Module:
 
 
 class _Affine(NamedTuple):
-    """An integer in a loop: `offset`, plus the carry's element number `element` unless `element` is None."""
+    """An integer in a loop. It is `offset`, plus element number `element` of the carry unless `element` is None."""
 
     element: int | None
     offset: int
@@ -271,7 +271,7 @@ def _trace(
     arguments: list["_Affine | None"] | None = None,
     depth: int = _DEPTH,
 ) -> _Affine | None:
-    """Trace a value, or an `element` of a tuple, back to a constant or to an element of the loop's carry.
+    """Trace the value `name`, or its `element` if it is a tuple, to a constant or to an element of the loop's carry.
 
     In a fusion or a call, `arguments` are the traced arguments. If `arguments` is None, the parameter is the carry.
     """
@@ -307,7 +307,7 @@ def _trace(
 def _comparison(
     module: Module, c: Computation, name: str, arguments: list[_Affine | None] | None = None
 ) -> tuple | None:
-    """Return `(left, right, direction)` of the comparison that ends a loop. None: the condition is no comparison."""
+    """Return `(left, right, direction)` of the comparison that ends a loop, or None for any other condition."""
     i = c.by_name.get(name)
     if i is None or i.opcode not in ("compare", "fusion", "call"):
         return None

@@ -1,4 +1,4 @@
-"""Find out how much of a compiled program's communication runs during its matrix products, which hide it."""
+"""Find out how much of a compiled program's communication is hidden, because it runs during matrix products."""
 
 import re
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives of one program, each with the number of products that hide it. `print` shows a table."""
+    """The collectives of one program, each with the number of products that run meanwhile. `print` shows a table."""
 
     in_flight: tuple[InFlight, ...]
 
@@ -77,8 +77,8 @@ def overlap(compiled: Any) -> Overlap:
     - The products of a loop are multiplied by its trip count, or counted once if the trip count is unknown.
     - For a conditional, the branch with the fewest products counts.
 
-    No products hide a synchronous collective. If the done is in another computation, the collective counts as in flight
-    until the end of its computation. The count is no measure of time: even one small product hides a large collective.
+    A synchronous collective has no products. If the done is in another computation, the collective counts as in flight
+    until the end of its computation. The count does not measure time: one small product hides even a large collective.
 
     Args:
         compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.

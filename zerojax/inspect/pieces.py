@@ -16,10 +16,10 @@ from zerojax.comm.owners import EXCHANGE
 from zerojax.inspect.collectives import Collective, collectives_of, leaves_in, lines_of_model
 from zerojax.inspect.hlo import Instruction, Module
 
-# A piece of at most this many elements per operation counts as free. Losses, norms and counts are so small.
+# A piece of at most this many elements per operation counts as free. Losses, norms and counts are below this size.
 FREE = 64
 _NESTED = "\0"  # marks the place of a label in a name
-_MOST = 300  # how many instructions `Nearest` visits at most, which bounds its work if no line is near
+_MOST = 300  # the most instructions that `Nearest` visits, to bound the work if no line is near
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def label(self) -> str:
-        """Return `"gather"`, `"reduce_scatter"` or `"all_reduce"` for a collective of zerojax, and `""` for others."""
+        """Return `"gather"`, `"reduce_scatter"` or `"all_reduce"` for a collective of zerojax, otherwise `""`."""
         found = LABEL.search(self.op_name)
         return found[1] if found else ""
 
@@ -72,20 +72,20 @@ class Piece:
 
     @functools.cached_property
     def line(self) -> str:
-        """Return the model's line of the collective. If it has none, return the nearest line, or the operation."""
+        """Return the model's line of the collective. Without such a line, return the nearest line, or the operation."""
         c = self.collective
         own = lines_of_model(c.frames)
         return own[0] if own else self.nearest(c.computation, c.name) or self.op_name or c.name
 
 
 def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[Piece]:
-    """Return the pieces of a program's collectives, in the program's order, or of the collectives `only`."""
+    """Yield the pieces of the collectives in `only`, or of all collectives of the program if `only` is None."""
     nearest = Nearest(module)
     for c in collectives_of(module) if only is None else only:
         names = operations(c.op_name)
         if len(names) == len(c.arrays):
             parts = [(name, array.elements, array.bytes) for name, array in zip(names, c.arrays, strict=True)]
-        else:  # names and arrays do not match: keep one piece, and prefer a name with a label
+        else:  # if names and arrays do not match, keep one piece, and prefer a name with a label
             name = next((name for name in names if LABEL.search(name)), names[0])
             parts = [(name, c.elements, c.bytes)]
         free, times = FREE * max(1, len(names) // len(parts)), c.times_if_once
@@ -94,7 +94,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
 
 
 def operations(op_name: str) -> list[str]:
-    """Split a name that XLA joined from several operations, `prefix/(a:b:c)`. Any other name is the only result."""
+    """Return the names of operations that XLA joined into `prefix/(a:b:c)`. Return any other name as the only item."""
     labels: list[str] = []
 
     def keep(label: re.Match) -> str:
@@ -137,7 +137,7 @@ class Nearest:
                 self._callers[call.callee].append((where, call.instruction.name))
 
     def __call__(self, computation: str, name: str) -> str:
-        """Return the model's line of the nearest instruction that has one, or "".
+        """Return the line of the model at the nearest instruction that has such a line, or "".
 
         An instruction's operands are visited before its users. From the body of a loop or call, the search goes on to
         the instruction that runs the body.
@@ -156,7 +156,7 @@ class Nearest:
         return ""
 
     def _neighbours(self, where: str, i: Instruction) -> Iterator[tuple[str, str]]:
-        """Return operands and users. For a parameter or a root, add the instructions that run its computation."""
+        """Return the operands and users of `i`. For a parameter or a root, add the callers of the computation."""
         yield from ((where, name) for name in i.operands)
         yield from ((where, user.name) for user in self.module.computations[where].users.get(i.name, ()))
         if i.opcode == "parameter" or i.root:

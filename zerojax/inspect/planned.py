@@ -58,7 +58,7 @@ def planned(state: Any, tx: Any = None) -> Planned:
 
 
 def has_parts(state: Any) -> bool:
-    """Return whether a tree has parameters and an optimizer state, as Flax's `TrainState` has."""
+    """Return whether a tree has the parts `params` and `opt_state`, like Flax's `TrainState`."""
     names = ("params", "opt_state")
     return all(name in state if isinstance(state, Mapping) else hasattr(state, name) for name in names)
 

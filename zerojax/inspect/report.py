@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Bytes per device of a state. `print` shows a tree of parts and modules. A console of rich shows it in colours.
+    """Bytes per device of a state. `print` shows a tree of parts and modules, and `rich.print` adds colours.
 
     Attributes:
         bytes: For each part, the bytes on the device that holds the most bytes of this part.
         per_device: For each device, the bytes of all parts.
         rows: One row per leaf.
-        host: For each part offloaded to host memory, the bytes there that belong to the device with the most.
-        disk: For each part offloaded to disk, the bytes there that belong to the device with the most.
+        host: For each part offloaded to host memory, the bytes of the device with the most bytes in host memory.
+        disk: For each part offloaded to disk, the bytes of the device with the most bytes on disk.
         update: Where the offloaded part of the update runs, and why. Empty if nothing is offloaded.
         matrices: Which matrices owners update, what this saves, and why owners do not update the other matrices.
-        groups: The groups of the update, and where the state of each waits, one per line. Empty without offload.
+        groups: The groups of the update, and where each group's state is kept, one per line. Empty without offload.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
     """
 
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def warning(self) -> str:
-        """Describe how many leaves are not placed as planned, and the first of them. Empty if there are none."""
+        """Describe how many leaves are not placed as planned, and the first such leaf. Empty if all are as planned."""
         if not self.misplaced:
             return ""
         path, how = next(iter(self.misplaced.items()))

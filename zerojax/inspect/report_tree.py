@@ -1,4 +1,4 @@
-"""Build and print the tree of a report: parts, modules and leaves with their bytes. Equal siblings share one line."""
+"""Build and print a report's tree of parts, modules and leaves with their bytes. Equal siblings share one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes on the device that has the most."""
+        """Return the bytes of the leaf on the device that has the most of them."""
         return max(self.device_bytes.values(), default=0)
 
     def __str__(self) -> str:
@@ -65,8 +65,8 @@ class Node:
 
     Attributes:
         device: Bytes in device memory, on the fullest device.
-        host: Bytes in host memory that belong to the device with the most bytes there.
-        disk: Bytes on disk that belong to the device with the most bytes there.
+        host: Bytes in host memory that belong to the device with the most bytes in host memory.
+        disk: Bytes on disk that belong to the device with the most bytes on disk.
         text: A leaf's type, shape and sharding, and why it is not sharded. Empty if the node is not a leaf.
         children: The names and nodes below this node.
     """
@@ -99,7 +99,7 @@ class Line(NamedTuple):
 
 
 def build_tree(rows: Sequence[Row], depth: int = 0) -> Node:
-    """Build the tree of the leaves in `rows`. Their paths have the same first `depth` keys."""
+    """Build the tree of the leaves in `rows`, whose paths agree in the first `depth` keys."""
     branches: dict[str, list[Row]] = {}
     totals: dict[str, Counter] = {place: Counter() for place in PLACES}
     text = ""
@@ -126,7 +126,7 @@ def lines(node: Node, depth: int = 0) -> Iterator[Line]:
 
 
 def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str], Node]]:
-    """Return runs of equal children, such as layers: their names differ only in a number, which increases by 1."""
+    """Yield runs of equal children, such as layers, whose names differ only in a number that increases by 1."""
     first: dict[str, int] = {}
     for i, (name, _) in enumerate(children):
         first.setdefault(NUMBER.sub("#", name), i)
@@ -142,7 +142,7 @@ def fold_equal(children: Sequence[tuple[str, Node]]) -> Iterator[tuple[list[str]
 
 
 def run_key(index: int, child: tuple[str, Node]) -> tuple:
-    """Return a key that is equal within a run: the name without its number, number minus index, and the node."""
+    """Return a key that all children of a run share: the name without its number, number minus index, and node."""
     name, node = child
     numbers = NUMBER.findall(name)
     return (NUMBER.sub("#", name), int(numbers[0]) - index, node) if len(numbers) == 1 else (name,)

@@ -78,12 +78,12 @@ class Roofline:
 
     @property
     def seconds(self) -> float:
-        """Return `max(kernels + exposed, communication)`: hidden collectives cost time only if the link is too slow."""
+        """Return `max(kernels + exposed, communication)`. Hidden collectives cost time only if the link is too slow."""
         return max(self.kernels + self.exposed, self.communication)
 
 
 def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
-    """Add up the times of a program's kernels and collectives on a device. `overlap` has the collectives."""
+    """Return the total times of the kernels in `module`, and of the collectives in `overlap`, on a device."""
     launched = list(kernels(module))
     operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)
@@ -143,7 +143,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
 
 
 def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
-    """Return the FLOPs of an instruction's products. If they are unknown, also return the name of the library call."""
+    """Return the FLOPs of an instruction's products, and the name of the library call if its FLOPs are unknown."""
     if i.opcode in FUSIONS:
         fused = module.callee(i)
         found = [_operations(module, fused, inner) for inner in fused.instructions] if fused else []
@@ -159,7 +159,7 @@ def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter
 
 
 def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
-    """Return the FLOPs of a product: two for each element of the result and each contracted index."""
+    """Return the FLOPs of a product, which are two for each element of the result and each contracted index."""
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)
@@ -167,7 +167,7 @@ def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
 
 
 def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[str]:
-    """Return the FLOPs of a convolution: two per element of the forward output and kernel element that it reads."""
+    """Return the FLOPs of a convolution, two for each kernel element that each forward output element reads."""
     kernel, output = operands[1], arrays_of(i.shape)[0]
     if "BackwardFilter" in name:
         kernel, output = output, operands[1]
@@ -231,7 +231,7 @@ def _bytes_written(fused: Computation, name: str) -> int:
 
 
 def _update_bytes(c: Computation, i: Instruction) -> int:
-    """Return the bytes that an in-place update writes: the size of its operand with the new values."""
+    """Return the bytes that an in-place update writes, which are the bytes of its operand with the new values."""
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 

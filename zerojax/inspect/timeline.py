@@ -77,7 +77,7 @@ class Timeline:
 
     @property
     def waits(self) -> dict[Collective, float]:
-        """Return the seconds that kernels wait for each collective, in all iterations of the loops around it."""
+        """Return the seconds that kernels wait for each collective, in all iterations of the collective's loops."""
         found = dict[Collective, float]()
         for span in self.spans:
             if span.kind == "waiting" and span.collective:
@@ -113,7 +113,7 @@ def simulate(compiled: Any, device: Device) -> Timeline:
 
 
 def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
-    """Merge spans of one lane that are too short to draw with the spans after them.
+    """Merge each span that is too short to draw with the short spans after it. All `spans` are in one lane.
 
     All returned spans take at least `shortest` seconds. A merged span has the kind that takes most of its time.
     """
@@ -135,7 +135,7 @@ def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
 
 @dataclass
 class _Streams:
-    """The two streams. `now` is the time on the compute stream. At `link_free`, the last collective completes."""
+    """The two streams. The compute stream has reached the time `now`. The last collective completes at `link_free`."""
 
     module: Module
     device: Device
@@ -177,7 +177,7 @@ class _Streams:
             span.done = max(self.now, span.end)
 
     def collective(self, computation: str, i: Instruction, called: list[Call]) -> InFlight | None:
-        """Return the collective that an instruction starts, or that its computation contains if it is a wrapper."""
+        """Return the collective that `i` starts. If `i` is a wrapper, the collective is in the called computation."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]
@@ -209,7 +209,7 @@ class _Streams:
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective))
 
     def loop(self, i: Instruction, called: list[Call], pending: Iterable[Span], depth: int) -> None:
-        """Run one iteration. Collectives in flight around the loop also progress during the skipped iterations."""
+        """Run one iteration of a loop. Collectives in flight around it also progress during the skipped iterations."""
         body = next(call for call in called if call.callee == dict(i.callees)["body"])
         begin = self.now
         self.computation(body.callee, depth=depth + 1)

@@ -1,7 +1,7 @@
-"""Read annotations of a model's leaves: which mesh axes divide a leaf, and whether it is overwritten.
+"""Read annotations of a model, which say which mesh axes divide a leaf, and whether the leaf is overwritten.
 
 An overwritten leaf takes its gradient as its new value. Flax's FP8 layers have such leaves. Their backward pass
-computes the next scales and amax histories, and returns them as the gradients of the old ones. Linen keeps these leaves
+computes the next scales and amax histories, and returns them as gradients of the old values. Linen keeps these leaves
 in the collection `_overwrite_with_gradient`. In NNX, their variable class has this name.
 """
 
@@ -24,7 +24,7 @@ REASON = "overwritten with its gradient"
 
 
 def partition_metadata(params) -> list:
-    """Return, for each leaf, the mesh axes per dim that its Flax box or Variable names; () if it names none.
+    """Return, for each leaf, the mesh axes that its Flax box or Variable names for each dim, or () without axes.
 
     Logical axis names are converted to mesh axes by the node's own rules, or by Flax's current `logical_axis_rules`.
     """
@@ -51,7 +51,7 @@ def partition_metadata(params) -> list:
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
-    """Return the mesh axes that already divide each dim of `x`, without data axes."""
+    """Return, for each dim of `x`, the mesh axes that already divide it, except data axes."""
     array = x.storage if isinstance(x, Padded) else x
     # The sharding of a traced array is in its type, and names only Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)

@@ -35,7 +35,7 @@ class Chunking:
         return tuple(zip(starts, self.extents, strict=False))  # `starts` has one more item: the end of the last chunk
 
     def chunk_shape(self, leaf: Leaf, extent: int) -> tuple[int, ...]:
-        """Return the global shape of a chunk: the chunks of all devices, joined along `dim`."""
+        """Return the global shape of a chunk, which joins the chunks of all devices along `dim`."""
         shards = leaf.storage_shape[self.dim] // leaf.local_shape[self.dim]
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 

@@ -43,5 +43,5 @@ def error_leaves(layout: Layout) -> dict[str, Leaf]:
 
 
 def summand_spec(leaf: Leaf) -> PartitionSpec:
-    """Return the part of the spec of an array of errors that names data axes, for `shard_map` over these axes."""
+    """Return the spec of an array of errors, with data axes alone, for a `shard_map` over data axes."""
     return PartitionSpec(leaf.others[0], *leaf.local_spec[1:])

@@ -1,4 +1,4 @@
-"""Describe how one leaf is stored: which dim is sharded, how it is padded, or why it is not sharded.
+"""Describe how one leaf is stored, with its sharded dim and its padding, or the reason why it is not sharded.
 
 A layout is computed from shapes alone, so a layout for 1,000 devices needs no device. A leaf has one of three kinds:
 
@@ -123,12 +123,12 @@ class Leaf:
         return replace_at(self.local_shape, self.dim, self.local_shape[self.dim] // self.further)
 
     def divided(self, axes: tuple[str, ...]) -> Leaf:
-        """Return the layout of one shard, seen as a whole array, over those of `axes` that do not divide this leaf."""
+        """Return the layout of one shard, divided as an array over those of `axes` that do not divide this leaf."""
         rest = tuple(axis for axis in axes if axis not in self.axes)
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """Return the layout of the part of this leaf at one index of the `others` axes. `sizes` has all mesh axes."""
+        """Return the layout of the part of this leaf that one index along the `others` axes has. `sizes` is by axis."""
         if self.kind == "flat" or not any(self.others):
             return self
         parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]

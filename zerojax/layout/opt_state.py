@@ -18,7 +18,7 @@ def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
     found, _ = jax.tree_util.tree_flatten_with_path(state)
     keyed, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(layout.treedef, layout.grads))
     by_path = {path: i for i, (path, _) in enumerate(keyed)}
-    # If the parameters are one array, its path is empty and matches every leaf. A scalar one would also match counts.
+    # If the parameters are one array, its path is empty and matches every leaf. A scalar would match counts: drop it.
     by_path = {path: i for path, i in by_path.items() if path or layout.grads[i].shape}
     suffixes = ([by_path[path[k:]] for k in range(len(path) + 1) if path[k:] in by_path] for path, _ in found)
     return tuple(next(iter(matches), None) for matches in suffixes)
@@ -48,7 +48,7 @@ def lay_out_state(
 
 
 def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:
-    """Return the layout of a state leaf whose last dims have its parameter's shape; None if they do not."""
+    """Return the layout of a state leaf if its last dims have its parameter's shape, otherwise None."""
     lead = len(x.shape) - len(grad.shape)
     if tuple(x.shape[lead:]) != grad.shape:  # also not equal if `x` has fewer dims than `grad`
         return None

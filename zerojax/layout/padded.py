@@ -89,7 +89,7 @@ class Padded:
         return math.prod(self.shape)
 
     def logical(self) -> Shaped[Array, "*logical"]:
-        """Return the array without padding, in logical shape. From a stack of arrays, remove the padding of each."""
+        """Return the array without padding, in logical shape. For a stack, return the stack of logical arrays."""
         stacked = len(self.storage.shape) - len(self.shape)
         if tuple(self.storage.shape)[stacked:] != self._storage_shape:
             raise ValueError(
@@ -145,7 +145,7 @@ def has_dims(found: tuple[int, ...], dims: tuple[int, ...]) -> bool:
 
 
 def of_logical(name: str) -> Callable:
-    """Return the method of `Padded` for an operator. NNX variables look such methods up in their values."""
+    """Return the method of `Padded` for the operator `name`, which computes on the logical array."""
     return lambda self, *other: getattr(self.logical(), name)(*other)
 
 
@@ -157,14 +157,14 @@ for _operator in "neg abs lt le gt ge".split():
 
 
 def known_to_flax() -> None:
-    """Register `Padded` with Flax, if Flax is imported: as a box that it unboxes, and for serialization."""
+    """Register `Padded` as a box that Flax unboxes, and for serialization, if Flax is imported."""
     if meta := sys.modules.get("flax.core.meta"):
         meta.AxisMetadata.register(Padded)
     serialize(Padded, Padded.logical, restored)
 
 
 def restored(target: Padded, array: Any) -> Padded:
-    """Return a `Padded` like `target` from a logical array. It contains a NumPy array, as Flax restores them."""
+    """Return a `Padded` like `target` from a logical array. Like other arrays that Flax restores, it is in NumPy."""
     if np.shape(array) != tuple(target.shape):
         raise ValueError(
             f"{current_path()} is restored from an array of shape {list(np.shape(array))}, and the parameter has "

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def serialize(cls: type, to_state_dict: Callable[[Any], Any], from_state_dict: Callable[[Any, Any], Any]) -> None:
-    """Register a class with `flax.serialization`, once. Do nothing if Flax is not imported: importing it takes time."""
+    """Register a class with `flax.serialization`, once. Do nothing if the user did not import Flax."""
     flax = sys.modules.get("flax.serialization")
     if flax is not None and not flax.is_serializable(cls):
         flax.register_serialization_state(cls, to_state_dict, from_state_dict)

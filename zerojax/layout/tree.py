@@ -1,4 +1,4 @@
-"""Lay out a tree of parameters: decide which leaves are sharded, and along which dim."""
+"""Lay out a tree of parameters by deciding which leaves are sharded, and along which dim."""
 
 import dataclasses
 import functools
@@ -141,7 +141,7 @@ def lay_out(
     chosen = [trainable is None or bool(trainable(path, x)) for path, x in zip(paths, seen, strict=True)]
     trained = tuple(i for i, on in enumerate(chosen) if on and has_gradient(seen[i].dtype) and i not in kept)
     # A parameter that is already stored with padding stays padded. The decision of `keep_whole` depends on the whole
-    # tree. For a part of the tree it could be different, but gradients must have the form of the parameters.
+    # tree. For a part of the tree the decision could differ, but gradients must have the form of the parameters.
     stored = {i for i, (_, x) in enumerate(found) if is_padded(x) and x.storage.shape == grads[i].storage_shape}
     every = range(len(grads))
     grads = keep_whole(grads, set(every) - stored, (every, trained), dict(policy.data.sizes))
@@ -165,7 +165,7 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
 
 
 def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: LayoutPolicy) -> Leaf:
-    """Return the layout of one leaf over the data axes: sharded along a dim, flat if it is small, or replicated."""
+    """Return the layout of one leaf, which is sharded along a dim, flat if the leaf is small, or replicated."""
     axes = policy.data.opt_state or policy.data.batch
     leaf = Leaf(path, shape, dtype, axes, policy.data.shards, others=others)
     with_changes = functools.partial(dataclasses.replace, leaf)
@@ -186,14 +186,14 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
 
 
 def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
-    """Explain why collectives do not quantise a leaf. Return an empty string if they do."""
+    """Return the reason why collectives do not quantise a leaf, or an empty string if they quantise it."""
     if leaf.kind != "sharded" or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.reason or f"{leaf.dtype} is no floating type"
     return wire.reason_against(path, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), math.prod(leaf.local_shape))
 
 
 def best_dim(shape: tuple[int, ...], free: list[int], shards: int) -> int:
-    """Return the dim that needs the least padding. Among equal dims, return the longest, and then the first."""
+    """Return the dim that needs the least padding. If several dims do, return the longest, or else the first."""
 
     def cost(dim):
         extent, _ = shard_extent(shape[dim], shards)
@@ -224,10 +224,10 @@ def has_gradient(dtype) -> bool:
 
 
 def canonical(dtype) -> Any:
-    """Return the type that JAX gives its copy of an array: float32 for NumPy's float64, unless x64 is enabled."""
+    """Return the type of JAX's copy of an array, such as float32 for NumPy's float64 unless x64 is enabled."""
     return jax.dtypes.canonicalize_dtype(dtype) if is_numeric(dtype) else dtype
 
 
 def is_numeric(dtype) -> bool:
-    """Return whether a type is numeric or bool. PRNG keys are not: they cannot be added or padded with zeros."""
+    """Return whether a type is numeric or bool. False for PRNG keys, which cannot be added or padded with zeros."""
     return not jax.dtypes.issubdtype(dtype, jax.dtypes.extended)

@@ -1,4 +1,4 @@
-"""Replicate leaves without an evenly divisible dim, while that costs little memory. So users rarely see padding."""
+"""Replicate leaves without an evenly divisible dim if this costs little memory, so that padding is rare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_kept_whole(leaf: Leaf) -> bool:
 def keep_whole(
     leaves: Sequence[Leaf], candidates: Collection[int], shares: Sequence[Collection[int]], sizes: Mapping[str, int]
 ) -> tuple[Leaf, ...]:
-    """Replicate leaves that would need padding, while they add little to the memory of a device.
+    """Replicate leaves that would need padding, as long as this adds little to the memory of a device.
 
     A device holds `1 / shards` of every sharded leaf. Replicating a leaf of `b` bytes adds `b * (1 - 1 / shards)`.
     Leaves with the same shape and type are decided together, so that equal layers have equal layouts. The group of

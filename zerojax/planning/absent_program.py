@@ -1,4 +1,4 @@
-"""Lower a step or jitted function for absent GPUs, which this machine does not have. Its arguments become shapes."""
+"""Lower a step or jitted function for GPUs that this machine does not have, with shapes as arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zerojax.zero import ZeroTransformation
 class AbsentProgram(NamedTuple):
     """A program for GPUs that this machine does not have.
 
-    `lower` takes a batch of shapes. The number of rows must be a multiple of `row_multiple`.
+    `lower` lowers the program for a batch of shapes, whose number of rows must be a multiple of `row_multiple`.
     """
 
     lower: Callable[[Any], Any]
@@ -39,12 +39,12 @@ class AbsentProgram(NamedTuple):
     facts: StepFacts
 
     def compile(self, batch: Any) -> Any:
-        """Compile the program for a batch."""
+        """Compile the program for `batch`, which has shapes."""
         return self.lower(batch).compile()
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return the program of a step of `train_step` on the topology's GPUs. Its state is sharded again for them."""
+    """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs."""
     check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
@@ -53,7 +53,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     row = estimate_stage(config, shapes.plan, accumulate)
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
-        # The formula counts only the data axes. But other mesh axes also shard and move arrays.
+        # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
         sent_formula=None if config.data.compiler_axes else row.sent,
         host=row.host,
         disk=row.disk,
@@ -73,7 +73,7 @@ def check_state(state: Any) -> None:
 
 
 def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
-    """Return the shapes of a state, which may be on any mesh, on the mesh of the transformation `tx`."""
+    """Return the shapes of `state`, with shardings on the mesh of `tx`. `state` may be on any other mesh."""
     mesh, layout = tx.config.mesh, state.plan.layout
     # Users give parameters to `create` in logical shapes, sharded only over the mesh axes of the model.
     over_others = lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None
@@ -81,13 +81,13 @@ def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
     shapes = tx.create(jax.tree.unflatten(layout.treedef, params), mutable=abstract(state.mutable))
     if not any(shapes.plan.chunkings):
         return shapes
-    # Normally a measurement on the devices chooses where the update runs. But absent devices cannot be measured.
+    # Usually a measurement chooses where the update runs. Devices that are not in this machine cannot be measured.
     choice = state.plan.choice or Choice("device", "as long as nothing was measured")
     return shapes.replace(plan=dataclasses.replace(shapes.plan, choice=choice))
 
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
-    """Return notes about offloaded state that the figures of a plan leave out. Without an offload, return no notes."""
+    """Return notes on the costs of offloaded state that a plan's figures do not include. Empty without an offload."""
     if not any(state.plan.chunkings):
         return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
@@ -100,7 +100,7 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return the program of a jitted function on the topology's GPUs. The arguments keep their `PartitionSpec`s."""
+    """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."
@@ -140,6 +140,6 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
 
 def row_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the mesh axes that divide dim 0 of an array with this sharding, in the order of the mesh."""
+    """Return the mesh axes that divide dim 0 of an array with sharding `sharding`, in the order of the mesh."""
     named = axes_of([sharding.spec[:1]])
     return tuple(axis for axis in sharding.mesh.axis_names if axis in named)

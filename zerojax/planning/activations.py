@@ -2,7 +2,7 @@
 
 The gradient of the loss is compiled by plain jit for one device, with full parameters and one device's rows. The
 temporary memory of this program is the memory of activations per device, on any number of devices. It includes the
-effects of remat and loops, but no gradients, because they are results of the program. The program is smaller than a
+effects of remat and loops, but not the gradients, which are results of the program. The program is smaller than a
 step, and is compiled once for stages 0 to 2 and once for stage 3.
 """
 
@@ -51,15 +51,15 @@ class GradientCost:
         return tuple(kernels(read(self.compiled)))
 
     def seconds(self, device: Device) -> float:
-        """Return the least seconds that all kernels take together on a device."""
+        """Return a lower bound on the total seconds of all kernels on a device."""
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
 
 
 class PlainGradient:
-    """The gradient of a loss by plain jit on one device. It is compiled per batch shape, when its cost is needed."""
+    """The gradient of a loss by plain jit on one device. `cost` compiles the gradient for the shapes of a batch."""
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None):
-        """Choose to compile for a GPU of the kind `gpu`, which need not be here, or for the first local device."""
+        """Keep the arguments. If `gpu` is None, `cost` compiles for the first local device, otherwise for this kind."""
         self.loss = loss
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
@@ -67,7 +67,7 @@ class PlainGradient:
         self._costs: dict[Any, GradientCost] = {}
 
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
-        """Return the cost at the stage of `config`. `rows` has shapes of one device's rows of one microbatch."""
+        """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
@@ -89,7 +89,7 @@ class PlainGradient:
 
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> WorkingSet:
-    """Trace a loss, and return the parameters that stage 3 gathers for it. At other stages, the result is empty."""
+    """Trace `loss`, and return the parameters that stage 3 gathers to compute `loss`. Empty at other stages."""
     if config.stage < 3:
         return WorkingSet()
 
@@ -102,7 +102,7 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
-    """Return shapes of one device's rows of one microbatch, in the types that the loss sees."""
+    """Return the shapes of the rows that one device has of one microbatch, in the types that the loss sees."""
     check_batch(batch, config.data, accumulate)
     shards, precision = config.data.workers * accumulate, config.precision
 
@@ -123,11 +123,11 @@ def plain_gradient(
     mesh: Mesh,
     accumulated: frozenset[int] = frozenset(),
 ) -> Any:
-    """Compile the gradient by plain jit with replicated parameters. The temporary memory is a device's activations.
+    """Compile the gradient by plain jit with replicated parameters. Its temporary memory holds the activations.
 
     XLA puts activations into the buffers of gradients that are not computed yet. At stage 3, a sharded gradient has no
     full buffer. So here the gradient is added to an input, whose buffer XLA cannot use for activations. A stacked leaf
-    needs no such input, because its gradient occupies its buffer throughout the loop that fills it.
+    needs no such input, because a loop fills the gradient, which occupies its buffer throughout the loop.
 
     `accumulated` has the indices of the parameters whose gradients are added to inputs. Rows without a sharding are
     replicated.

@@ -1,7 +1,7 @@
-"""Check a stage's contract on a compiled gradient or step: memory, elements moved, FLOPs, and overlap.
+"""Check whether a compiled gradient or step keeps its stage's contract on memory, communication and FLOPs.
 
 The most common failure in JAX is a "stage 3" that silently keeps gathered parameters, or gathers all parameters at
-once. The second is a program in which the compiler moves activations between devices. `check` compares the compiled
+once. The next is a program in which the compiler moves activations between devices. `check` compares the compiled
 program with a contract that follows only from the model. Each excess is a finding, which names leaves and lines.
 """
 
@@ -218,7 +218,7 @@ def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: 
 
 
 def on_topology(config: Config, topology: str | None) -> Config:
-    """Return the configuration with a mesh of the topology's GPUs. It is unchanged if `topology` is None."""
+    """Return `config` with a mesh of the GPUs of `topology`. If `topology` is None, return `config` unchanged."""
     mesh = config.user_mesh if topology is None else absent_mesh_like(config.user_mesh, topology, axes=config.axis)
     return dataclasses.replace(config, user_mesh=mesh)
 
@@ -274,7 +274,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
 
 
 def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
-    """Yield the pieces that move along the data axes. All other pieces move only along the model's axes."""
+    """Yield the pieces in `found` that move along data axes. The other pieces move only along the model's axes."""
     mesh, data = config.mesh, config.data.batch
     for piece in found:
         at = np.unravel_index(piece.collective.group, mesh.devices.shape)
@@ -283,7 +283,7 @@ def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
 
 
 def _elements(which: Sequence[Piece], fmt: str | None, wire: Wire | None) -> int:
-    """Return how many elements are moved. The bytes of a quantised payload count as the elements that they encode."""
+    """Return how many elements the pieces move. A quantised payload counts as the elements that it encodes."""
     moved = sum(piece.elements for piece in which)
     if wire is None or fmt is None:
         return moved

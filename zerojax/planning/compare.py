@@ -26,7 +26,7 @@ from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
 
 STEPS = 2
-# A sum over many rows in another order has this relative error in float32, and two rounding units in a narrower type.
+# The relative error of a long sum in another order, for float32, and in rounding units for narrower types.
 FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 
 
@@ -84,7 +84,7 @@ def compare(
 def compare_step(
     step: Step, state: ZeroState, batch: Any, *args: Any, stages: int | Sequence[int] = tuple(STAGES)
 ) -> Comparison:
-    """Compare a given training step, including its options, as `compare` does.
+    """Compare `step` on the mesh with one device, as `compare` does for a loss. The options of `step` are kept.
 
     All runs start from the parameters and the mutable state of `state`, which is not changed.
     """
@@ -126,7 +126,7 @@ def run_and_compare(
 
 
 def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> None:
-    """Raise an error unless the steps can run; see `compare`."""
+    """Raise an error if the arguments are not valid. `compare` lists the errors."""
     for path, x in jax.tree_util.tree_flatten_with_path(given)[0]:
         if isinstance(x, jax.ShapeDtypeStruct):
             name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
@@ -140,7 +140,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """Return the configuration at another stage, with a transformation that keeps its gradients.
+    """Return `config` with another stage, and with a transformation that keeps the gradients in its state.
 
     Parts of the offload that the stage does not support are dropped.
     """
@@ -151,7 +151,7 @@ def at_stage(config: Config, stage: int) -> Config:
 
 
 def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> list[Snapshot]:
-    """Return the results of each step on the mesh."""
+    """Run all steps on the mesh, and return one snapshot of results per step."""
     tx, snapshots = ZeroTransformation.of(step.config), []
     state = tx.create(params, mutable=mutable)
     for _ in range(STEPS):
@@ -161,7 +161,7 @@ def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) 
 
 
 def kept_gradients(state: ZeroState) -> Any:
-    """Return the gradients that the optimizer received, in logical shapes. They are the first leaves of its state."""
+    """Return the gradients that the optimizer received, in logical shapes, from the first leaves of `state`."""
     plan = state.plan
     arrays = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)[: len(plan.trained.params)]
     stored = [jnp.asarray(np.asarray(joined(x) if is_chunked(x) else x)) for x in arrays]  # on one device
@@ -171,7 +171,7 @@ def kept_gradients(state: ZeroState) -> Any:
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
     """Return the first leaf that is not finite, and the source lines that compute its first NaN.
 
-    `states` has the reference's state before each step. `runs` maps each stage to its results of each step. The key
+    `states` has the reference's state before each step. `runs` maps each stage to the results of its steps. The key
     None has the results of the reference.
     """
     workers = reference.plain.program.config.data.workers
@@ -180,7 +180,7 @@ def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[An
             if (leaf := first_nonfinite(found, reference.before)) is None:
                 continue
             begins = ()
-            if leaf[0] != "parameters":  # if the reference is finite, look at each device's rows
+            if leaf[0] != "parameters":  # at a stage, search the rows of each device
                 shares = range(workers) if stage is not None else [None]
                 each = (origins(reference.plain.value_and_grad, **reference.inputs(states[k], i)) for i in shares)
                 begins = next(filter(None, each), ())

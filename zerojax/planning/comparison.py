@@ -17,7 +17,7 @@ from zerojax.planning.nonfinite import Origin
 
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 MOST_SHOWN, WIDTH = 12, 100
-MARGIN = 8  # rounding may change a leaf this many times as much as on one device, because sums have another order
+MARGIN = 8  # on the mesh, rounding changes a leaf at most this many times as much as on one device
 CANCELLED = 1e-7  # rounding error of terms that cancel, relative to the largest leaf
 HINTS = {
     "value": "The loss of all rows is not the mean over devices and microbatches: rows meet in it (batch statistics, "
@@ -42,7 +42,7 @@ class Difference:
         stage: ZeRO stage on the mesh.
         step: 1 or 2.
         quantity: `"value"` (of the loss), `"gradient"`, `"parameters"`, `"mutable"` or `"aux"`.
-        path: The leaf, as `jax.tree_util.keystr` writes it. Empty for the value.
+        path: The path of the leaf, as returned by `jax.tree_util.keystr`. Empty for the value.
         difference: Largest absolute difference, relative to the leaf's largest magnitude on one device. It is absolute
             if this magnitude is 0, and NaN if one of the two values is not finite.
         allowed: The largest difference that rounding explains, in the same unit.
@@ -76,8 +76,8 @@ class NonFinite:
         stage: ZeRO stage, or None if the leaf is not finite on one device either.
         step: 1 or 2.
         quantity: `"value"`, `"gradient"` or `"parameters"`.
-        path: The leaf. Empty for the value.
-        origins: Where the loss produces the first NaN, and an inf before that. Empty if the loss produces neither.
+        path: The path of the leaf. Empty for the value.
+        origins: Where the loss computes its first NaN, and its first inf if that is earlier. Empty if there are none.
     """
 
     stage: int | None
@@ -87,9 +87,9 @@ class NonFinite:
     origins: tuple[Origin, ...]
 
     def __str__(self) -> str:
-        """Return the name of the leaf, and the line that produces the first NaN or inf."""
+        """Return a text with the name of the leaf, and the line that computes the first NaN or inf."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
-        by_line = {origin.where: origin for origin in self.origins}  # a line's NaN replaces its inf
+        by_line = {origin.where: origin for origin in self.origins}  # for a line with an inf and a NaN, keep the NaN
         begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
         return f"not finite: {self.quantity}{self.path} of step {self.step} {where}: {begins}"
 
@@ -146,7 +146,7 @@ class Comparison:
         return "\n".join([*lines, *self._differing_lines()])
 
     def _differing_lines(self) -> list[str]:
-        """Return one line per differing leaf of a step, with all its stages."""
+        """Return a line of text per step and differing leaf, with the stages at which the leaf differs."""
         groups: dict[tuple, list[Difference]] = {}
         for leaf in self.differing:
             groups.setdefault((leaf.step, leaf.quantity, leaf.path), []).append(leaf)
@@ -179,7 +179,7 @@ def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) 
 def differences(
     stage: int, step: int, found: Snapshot, expected: Snapshot, noise: dict[Key, float], tolerance: float
 ) -> Iterator[Difference]:
-    """Yield each leaf's difference from the reference, for one step."""
+    """Yield the difference between `found` and `expected` for each leaf of one step."""
     sizes = {key: largest(x) for key, x in expected.items()}
     of_all = {quantity: max(size for key, size in sizes.items() if key[0] == quantity) for quantity, _ in expected}
     for key, y in expected.items():
@@ -195,7 +195,7 @@ def differences(
 
 
 def off_by(x: np.ndarray, y: np.ndarray) -> float:
-    """Return the largest absolute difference, or NaN if an element is not finite and its counterpart differs."""
+    """Return the largest absolute difference. Return NaN if two elements differ and one of them is not finite."""
     with np.errstate(invalid="ignore"):
         same = (x == y) | ((x != x) & (y != y))
         off = np.abs(np.where(same, 0, wide(x) - wide(y)))
@@ -214,7 +214,7 @@ def wide(x: np.ndarray) -> np.ndarray:
 
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
-    """Return the first loss, gradient or parameter that is not finite, except parameters not finite in `before`."""
+    """Return the first loss, gradient or parameter that is not finite. Skip parameters not finite in `before`."""
     for key, x in found.items():
         given = before.get(key) if key[0] == "parameters" else None
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""Read memory by part, collectives and the least time of a compiled step into a `Plan`, and print it as tables."""
+"""Read the memory, collectives and least time of a compiled step into a `Plan`, which prints as tables."""
 
 import dataclasses
 import re
@@ -43,7 +43,7 @@ class Plan:
             gathered parameters. `results` has the results that do not reuse the memory of donated arguments.
         capacity: Bytes of a device's memory.
         usable: Bytes of a device's memory that the program may take.
-        overlap: Every collective, with the matrix products that hide it.
+        overlap: Every collective, with the number of matrix products that run during the collective.
         roofline: The least time of a step, and its parts.
         waits: Seconds that kernels wait for collectives in a step, by the collective's leaf and line, the longest
             first. The waits are simulated with the speeds of `roofline`.
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def sent(self) -> int:
-        """Return bytes that a device sends per step in a ring. A loop of unknown length counts as one iteration."""
+        """Return the bytes that a device sends per step in rings. A loop of unknown length counts as one iteration."""
         return self.collectives.moved(unknown_once=True).sent
 
     @property
@@ -158,7 +158,7 @@ class Plan:
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _kinds(self) -> list[tuple[str, ...]]:
-        """Return a table row (count, bytes, hidden share) per kind and type of collective, within and across hosts."""
+        """Return table rows with count, bytes and hidden share, by kind and type of collective, in and across hosts."""
         topology, groups = Topology.parse(self.topology), dict[tuple, list]()
         for f in self.overlap.in_flight:
             between = topology.hosts > 1 and _spans_hosts(f.collective, topology.per_host)
@@ -179,7 +179,7 @@ def _spans_hosts(c: Collective, per_host: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class StepFacts:
-    """Facts about a step that its compiled program does not have. See `Plan` for most attributes.
+    """Facts about a step that cannot be read from its compiled program. See `Plan` for most attributes.
 
     `parts` maps a prefix of an argument's name in the program to a part of `Plan.memory`. The longest prefix decides.
     """
@@ -228,7 +228,7 @@ def read_plan(
 
 
 def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
-    """Return seconds that kernels wait for collectives in one step, by cause, the longest first."""
+    """Return the seconds per step that kernels wait for collectives, by cause of the collective, longest first."""
     waits = Counter[str]()
     for collective, seconds in simulate(module.text, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
@@ -267,7 +267,7 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
 
 
 def part_of(argument: str, parts: Mapping[str, str]) -> str:
-    """Return the part that an argument belongs to, by its longest known prefix, or else the argument's name."""
+    """Return the part for the longest prefix of `argument` in `parts`. If none matches, return the argument's name."""
     for prefix in sorted(parts, key=len, reverse=True):
         if re.match(rf"{re.escape(prefix)}(?![\w])", argument):
             return parts[prefix]

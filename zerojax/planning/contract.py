@@ -1,4 +1,4 @@
-"""Compute the contract of a stage: the most that a compiled gradient or step may move, compute and hold.
+"""Compute the contract of a stage, which limits the memory, communication and FLOPs of a gradient or step.
 
 The contract follows from the element counts of the model's layout, and from the program that plain jit compiles for
 the loss with replicated parameters. It does not depend on the program that is checked.
@@ -57,16 +57,16 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
-    """The most that the program of a stage may move, compute and hold."""
+    """The limits on the memory, communication and FLOPs of a stage's program."""
 
     temporary: int  # bytes of temporary memory
     gathered: int  # elements of parameters that are gathered, counted in full tensors
     reduced: int  # elements of gradients that are reduced, counted in full tensors
     replicated: int  # the part of `reduced` in gradients that stay replicated, which are all-reduced
     gradients: int  # elements of all gradients, each counted once; plain jit reduces these elements
-    sizes: frozenset[int]  # elements of each gradient, and of one entry of its dim 0, which may be a layer of a stack
+    sizes: frozenset[int]  # elements of each gradient, and elements per index of dim 0, which may be a layer of a stack
     # Whether the devices divide the rows of every microbatch, including microbatches that the loss itself makes.
-    # If they do not, a sum over rows cannot be divided over the devices.
+    # If this is False, a sum over rows cannot be divided over the devices.
     is_even: bool
     flops: int  # FLOPs of a device's matrix products
     plain: Module  # the program of plain jit
@@ -76,7 +76,7 @@ class Contract:
 
 
 def contract_of(checked: Checked) -> Contract:
-    """Compile the loss's gradient with plain jit, and add the memory and communication that the stage may need."""
+    """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs."""
     config, layout, rows = checked.config, checked.layout, checked.microbatch
     try:
         plain = plain_gradient(layout, TypedLoss(config, layout, checked.loss), rows, checked.args, mesh=config.mesh)
@@ -98,10 +98,10 @@ def contract_of(checked: Checked) -> Contract:
         gathered += gathered_after_update(plan)
         update = bool(products) and not (plan.matrices is not None and plan.matrices.owned and not plan.matrices.left)
         of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
-        if products:  # a matrix optimizer: an owner holds whole matrices
+        if products:  # a matrix optimizer, whose owners hold whole matrices
             of_update += memory_analysis(compiled).temp_size_in_bytes
         temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
-    elif config.stage < 3:  # plain jit returns full gradients, whose buffers may hold its activations
+    elif config.stage < 3:  # plain jit returns full gradients, whose buffers may hold activations before
         types = dict(zip((leaf.path for leaf in layout.params), layout.compute, strict=True))
         temporary += sum(leaf.size * np.dtype(types[leaf.path]).itemsize for leaf in trained)
     reduced, replicated = reduced_elements(checked, program)
@@ -128,12 +128,12 @@ def is_float(leaf: Leaf) -> bool:
 
 
 def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Return the elements of each parameter, times the microbatches of a loop in the loss that uses the parameter."""
+    """Return the elements of each parameter, times the microbatches if the loss uses it in a loop over microbatches."""
     return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
 
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
-    """Return how many elements the forward and backward passes gather."""
+    """Return how many elements of parameters the forward and backward passes gather."""
     sizes, passes = sizes_of(checked.layout, program), 2 if checked.config.reshard_after_forward else 1
     sharded = [leaf for leaf in checked.layout.params if is_float(leaf) and leaf.dim is not None]
     return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded)
@@ -174,7 +174,7 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
 
 
 def _hops(config: Config, leaf: Leaf) -> float:
-    """Return the reduced elements per gradient element: 1, or more if a quantised gradient is reduced axis by axis."""
+    """Return the elements reduced per gradient element, which is 1 unless quantised data is reduced axis by axis."""
     if Encoding(formats=config.wire).reduce_codec(leaf) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
@@ -194,7 +194,7 @@ def plain_update(plan: ShardingPlan, config: Config) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class WithMutable:
-    """A loss that takes its mutable state as its first further argument."""
+    """A loss whose first further argument is its mutable state."""
 
     loss: Loss
 

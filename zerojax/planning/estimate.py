@@ -191,13 +191,13 @@ def estimate(
             rows.append(row if number is None else dataclasses.replace(row, gathered=None))
             size = sum(leaf.size for leaf in layout.params)
             trained = sum(layout.params[i].size for i in layout.trained)
-    if number is not None:  # without the elements that `vector` adds
+    if number is not None:  # do not count the elements that `vector` adds
         size = trained = int(number)
     return Estimate(size, trained, tuple(rows))
 
 
 def check_arguments(tx: Any, loss_fn: Any, batch: Any, accumulate: Any, number: float | None) -> None:
-    """Raise an error if arguments of `estimate` do not fit together."""
+    """Raise an error if arguments of `estimate` are invalid or cannot be combined."""
     check_count("accumulate", accumulate, "microbatches", least=1)
     if isinstance(tx, ZeroTransformation):
         raise TypeError(
@@ -245,7 +245,7 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
 
 
 def vector(count: float, devices: int) -> PyTree:
-    """Return one vector of `count` parameters, rounded up so that the devices divide it."""
+    """Return one vector of `count` parameters. Its length is rounded up to a multiple of `devices`."""
     if not 1 <= count < np.inf:
         raise ValueError(f"The model has {count} parameters; a count of at least 1 is required, such as 7.5e9.")
     size = int(count)
@@ -286,7 +286,7 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
 
 
 def has_init(model: Any) -> bool:
-    """Return whether an object has an `init` that takes a key, as a Linen module or its class has."""
+    """Return whether an object has an `init` that takes a key, like a Linen module or the module's class."""
     linen = sys.modules.get("flax.linen")
     if isinstance(model, type):
         return linen is not None and issubclass(model, linen.Module)

@@ -1,4 +1,4 @@
-"""Describe each excess over a contract: its size, its leaf or line, its cause, and the change that removes it."""
+"""Describe the size, leaf or line, and cause of each excess over a contract, and the change that removes the excess."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
 
 
 def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """Find gradients that the compiler all-reduces although the stage shards them."""
+    """Find gradients that the compiler all-reduces although the stage shards these gradients."""
     over = moved.completed - contract.replicated
     if not contract.is_even or over <= (VOLUME_SLACK - 1) * contract.reduced + FREE * len(moved.completing):
         return []
@@ -137,7 +137,7 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
 
 
 def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[Piece]) -> list[str]:
-    """Find memory beyond the floor, and layers that are not gathered one at a time."""
+    """Find memory beyond the floor, and several layers that are gathered at the same time."""
     slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
     if peak - floor > slack:
@@ -149,10 +149,10 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 
 
 def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
-    """Find gathered parameters that are in memory at the same time, beyond those of one use and its prefetch.
+    """Describe the excess if more gathered parameters are held at once than one use and its prefetch need.
 
-    `held` has the gathers whose results are in memory at the same time. `itemsize` is the widest parameter's. It limits
-    the counted bytes, because XLA:CPU widens narrow types.
+    `held` has the gathers whose results are in memory at once. `itemsize`, the bytes of the widest element, limits
+    the bytes that count per element, because XLA:CPU widens narrow types.
     """
     size = sum(min(piece.bytes // max(piece.collective.times_if_once, 1), itemsize * piece.once) for piece in held)
     if size - contract.program.bytes <= (MEMORY_SLACK - 1) * floor:
@@ -166,7 +166,7 @@ def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsiz
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:
-    """Find FLOPs of matrix products beyond those of plain jit."""
+    """Describe the excess if the program has more FLOPs of matrix products than plain jit."""
     formula, program = contract.flops, contract.program
     if flops <= FLOPS_SLACK * formula:
         return []
@@ -175,7 +175,7 @@ def flops_findings(flops: int, contract: Contract) -> list[str]:
 
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:
-    """Find elements of parameters or gradients that are moved beyond the formula."""
+    """Describe the excess if more elements of parameters or gradients are moved than the formula allows."""
     if elements <= VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
         return []
     return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
@@ -216,7 +216,7 @@ def _by_line(moved: Exchanged, times: int) -> Counter[tuple[str, str]]:
 
 
 def _what(moved: Exchanged, kind: str, line: str) -> str:
-    """Describe the largest collective of a kind at a line: its array, and the dim along which it is gathered."""
+    """Describe the array of the largest collective of `kind` at `line`, and the dim along which it is gathered."""
     found = (piece for piece, _ in moved.pieces if piece.kind == kind and piece.line == line)
     c = max(found, key=lambda piece: piece.bytes).collective
     array = max(c.arrays, key=lambda array: array.bytes)

@@ -1,4 +1,4 @@
-"""Find the cheapest configuration that fits: estimate candidates, sort them by cost, and compile until one fits.
+"""Find the cheapest configuration that fits. Estimate candidates, sort them by cost, and compile until one fits.
 
 The estimated time of a step is a sum of lower bounds: the kernels of the plain gradient on one device's rows (with
 recomputation), communication, the update's memory traffic, and the transfers of offloaded state. At stage 3, kernels
@@ -26,8 +26,8 @@ from zerojax.planning.shapes import abstract, with_rows
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage, sent_bytes
 from zerojax.units import format_bytes, format_seconds
 
-# If the layers of a model differ, the estimated peak is up to this share too high. So a candidate is still compiled if
-# its estimate exceeds the memory by less than this share.
+# If the layers of a model differ, the estimated peak is too high by at most this share. So compile a candidate if
+# the candidate's estimated peak exceeds the memory by less than this share.
 PEAK_MARGIN = 0.25
 # Costs that differ by less than this share count as equal, because the estimates are not more precise.
 COST_RESOLUTION = 0.02
@@ -186,7 +186,7 @@ class SearchSpace:
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
-        """Return the valid pairs of stage and offload: stage 0 has no offload, and only stage 3 offloads parameters."""
+        """Return the valid pairs of stage and offload. Stage 0 has no offload, and only stage 3 offloads parameters."""
         return [
             (stage, offload)
             for stage in self.stages
@@ -195,7 +195,7 @@ class SearchSpace:
         ]
 
 
-# The parts of a candidate that do not depend on loss and batch: its configuration, its layout and its estimate.
+# The configuration, layout and estimate of a candidate, which do not depend on the loss and the batch.
 Setup = tuple[Config, Layout, StageEstimate]
 
 
@@ -222,7 +222,7 @@ def candidates(
             for setup in setups:
                 candidate = estimated(setup, rows)
                 yield candidate
-                # Rows are doubled again if this made a row cheaper for some setup, and that setup still fits.
+                # Double the rows again if this doubling made a row cheaper for at least one setup that still fits.
                 is_cheaper = candidate.seconds < (1 - COST_RESOLUTION) * least.get(candidate.variant, math.inf)
                 improves |= is_cheaper and not rejection(candidate, space.usable(count))
                 least[candidate.variant] = candidate.seconds
@@ -249,7 +249,7 @@ def estimate_candidate(
 
 
 def rejection(candidate: Candidate, usable: float) -> str:
-    """Explain why a candidate is not worth compiling, or return an empty string if it is."""
+    """Return the reason why a candidate is not compiled, or an empty string if it may be compiled."""
     if candidate.peak <= (1 + PEAK_MARGIN) * usable:
         return ""
     least = "at least " if candidate.seconds == math.inf else ""
@@ -257,10 +257,10 @@ def rejection(candidate: Candidate, usable: float) -> str:
 
 
 def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
-    """Return the least time of a step's collectives, one after the other, each over the links of its devices."""
+    """Return the least total seconds of a step's collectives, which run one after the other over their links."""
     names, sizes = zip(*config.data.sizes, strict=True)
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
-    # A collective's first group of devices: all devices along its axes, at index 0 of every other axis.
+    # The first group of a collective has all devices along the collective's axes, at index 0 of every other axis.
     group = lambda axes: numbers[tuple(slice(None) if name in axes else 0 for name in names)].ravel().tolist()
     sent = sent_bytes(config, layout, accumulate=1)
     return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
@@ -311,7 +311,7 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, all axes, an early loss, few rows."""
+    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, all axes, the first loss, few rows."""
     rest = sorted(estimated, key=lambda c: c.seconds)
     within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
     simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)

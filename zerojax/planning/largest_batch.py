@@ -9,7 +9,7 @@ ROUND_BITS = 5
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
     """Return the largest round count whose peak is at most `usable`. `round_down` says which counts are round.
 
-    Peaks are almost linear over round counts. Over other counts they jump, because the compiler pads. So the next guess
+    Peaks are almost linear in round counts. At other counts, peaks jump because the compiler pads. So the next guess
     is where the line through the two peaks nearest to `usable` meets `usable`. The search ends when two neighbouring
     round counts are compiled, and one fits and the other does not.
 
@@ -26,7 +26,7 @@ def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int
 
 
 def next_guess(peaks: dict[int, float], usable: float, fits: int, exceeds: int | None) -> int:
-    """Return a round count above `fits`, and below `exceeds` if that is known."""
+    """Return a round count above `fits`, and below `exceeds` unless `exceeds` is None."""
     guess = 8 * fits if exceeds is None else (fits + exceeds) // 2
     if 2 <= len(peaks) <= PATIENCE:
         (a, x), (b, y) = sorted(sorted(peaks.items(), key=lambda item: abs(item[1] - usable))[:2])

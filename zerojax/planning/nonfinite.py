@@ -1,4 +1,4 @@
-"""Find the operation that produces a function's first NaN: evaluate its jaxpr, and test each equation's results."""
+"""Find the operation that computes a function's first NaN, by evaluating the jaxpr and testing each result."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ TESTS = {"inf": jnp.isinf, "nan": jnp.isnan}
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The first NaN or inf of a function.
+    """The place where the first NaN or inf appears when a function is evaluated.
 
     Attributes:
         kind: `"nan"` or `"inf"`.
-        primitive: The JAX primitive that produces the value from operands without it. Empty if an argument has it.
-        where: The line of the model, such as "model.py:12", or the argument. Empty if no line of the model is known.
+        primitive: The JAX primitive that computes the first NaN or inf. Empty if an argument already contains a NaN.
+        where: The source line, such as "model.py:12", or the argument that contains a NaN. Empty if no line is known.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Origin:
 
 
 def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
-    """Find where a function produces its first NaN, and its first inf if the inf comes before the NaN.
+    """Find where `fn` computes its first NaN, and its first inf if the inf comes before the NaN.
 
     The function is traced, and then run on the default device one equation at a time. Call this only if a result is not
     finite, because an inf alone is often intended, as in a mask.
@@ -59,12 +59,12 @@ class Walk:
     found: dict[str, Origin] = dataclasses.field(default_factory=dict)
 
     def run(self, jaxpr: Any, consts: Sequence, values: Sequence, line: str) -> list:
-        """Evaluate a jaxpr. `line` is the line of the equation that calls it."""
+        """Evaluate `jaxpr`, and add to `found`. `line` is the source line of the equation that calls `jaxpr`."""
 
         def rule(eqn, values):
             results = compat.evaluate_one(eqn, values)
             for kind in TESTS:
-                # Operands can explain a result: a NaN operand explains a NaN or an inf, and an inf operand an inf.
+                # A NaN in a result may come from a NaN in an operand, and an inf from a NaN or an inf in an operand.
                 causes = {kind, "nan"}
                 if not self.found.keys() & causes and has({kind}, results) and not has(causes, values):
                     here = compat.line_of(eqn) or line
@@ -75,7 +75,7 @@ class Walk:
         return evaluate(jaxpr, consts, values, rule)
 
     def enter(self, eqn: Any, values: Sequence, line: str) -> None:
-        """Evaluate the jaxpr that an equation calls, to find the line inside this jaxpr."""
+        """Evaluate the jaxpr that `eqn` calls, if any, to find the line in it that computes the NaN or inf."""
         if (loop := compat.loop_of(eqn)) is not None:
             self.enter_loop(loop, values, line)
         elif eqn.primitive.name == "cond":
@@ -84,7 +84,7 @@ class Walk:
             self.run(*compat.opened(body), values, line)
 
     def enter_loop(self, loop: compat.LoopEqn, values: Sequence, line: str) -> None:
-        """Evaluate a loop's iterations up to the first iteration that produces a NaN."""
+        """Evaluate the iterations of `loop` up to the first iteration that computes a NaN."""
         body = compat.opened(loop.body)
         split = loop.consts + loop.carry
         consts, carry, xs = values[: loop.consts], list(values[loop.consts : split]), values[split:]
@@ -96,10 +96,10 @@ class Walk:
 
 
 def has(kinds: set[str], values: Sequence) -> bool:
-    """Return whether any of the arrays has an element of one of these kinds, which are `"nan"` and `"inf"`."""
+    """Return whether any element of the arrays in `values` is of one of `kinds`, which are `"nan"` or `"inf"`."""
     return any(bool(TESTS[kind](x).any()) for kind in kinds for x in values if is_float(x))
 
 
 def is_float(x: Any) -> bool:
-    """Return whether a value can be a NaN or an inf. None, an unused result of an equation, cannot."""
+    """Return whether `x` has a type with NaN and inf. False for None, which replaces unknown and unused values."""
     return x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact)

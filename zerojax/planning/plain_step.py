@@ -34,9 +34,9 @@ class PlainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlainStep:
-    """The computation of a step program on one device, which uses all rows at once.
+    """The computation of `program` on one device, with all rows at once.
 
-    If the loss names mesh axes, `axes` has their names. They are bound with size 1.
+    `axes` has the names of the mesh axes that the loss uses. These axes are bound with size 1.
     """
 
     program: StepProgram
@@ -72,7 +72,7 @@ class PlainStep:
         return returned, grads[:count], grads[count:]
 
     def step(self, state: PlainState, batch: PyTree, args: tuple = ()) -> tuple[PlainState, dict]:
-        """Compute one step; callers jit this method. Metrics have `loss`, and `aux` if the loss returns it."""
+        """Return the next state and a dict with `loss` and, if the loss returns aux, `aux`. Callers jit this method."""
         config, trained = self.program.config, self.layout.trained_only()
         scale = state.scaling.scale
         returned, grads, values = self.value_and_grad(state.params, state.mutable, batch, args, scale)
@@ -95,7 +95,7 @@ class PlainStep:
         return selected._replace(scaling=scaling), metrics
 
     def _call(self, *args: Any) -> Returned:
-        """Return the loss's results, with mesh axes bound. Over one device, a collective returns its operand."""
+        """Call the loss with `axes` bound to size 1, so that a collective over these axes returns its operand."""
         fn = TypedLoss(on_one_device(self.program.config), self.layout, self.program.loss).call
         for axis in self.axes:
             fn = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)  # pyright: ignore[reportArgumentType]

@@ -106,7 +106,7 @@ class Planner:
         Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
         rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
         Times within 2% count as equal, and are sorted by preference: no offload, a low stage, shards over all devices,
-        an early loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
+        the first loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
 
         Args:
             tx: Any optax transformation. If it comes from `zero_shard`, its stage, mesh and offload are replaced.

@@ -27,7 +27,7 @@ REPEATS = 3
 
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Put a transformation before `tx` that keeps the last gradients. They are the first leaves of the joint state."""
+    """Return `tx` after a transformation that stores the last gradients, as the first leaves of the joint state."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)
@@ -41,7 +41,7 @@ def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransfo
 class Rounding(NamedTuple):
     """The state of `rounding_gradients`.
 
-    `unit` times the leaf's largest magnitude is added to each element or subtracted from it. `key` draws the signs.
+    Each element of a gradient changes by `unit` times the gradient's largest magnitude. `key` draws the signs.
     """
 
     unit: Any
@@ -49,7 +49,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that changes gradients as rounding could. In its initial state, it changes nothing."""
+    """Return a transformation that changes gradients as rounding could. With the initial `unit` 0, it does nothing."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))
@@ -91,7 +91,7 @@ class Reference:
         return made
 
     def inputs(self, state: PlainState, worker: int | None = None) -> dict[str, Any]:
-        """Return the arguments of `plain.value_and_grad`, with the rows of one worker, or with all rows for None."""
+        """Return the arguments of `plain.value_and_grad`, with the rows of `worker`, or with all rows if it is None."""
         workers = self.plain.program.config.data.workers
 
         def share(x: Any) -> Any:
@@ -128,7 +128,7 @@ class Reference:
         return states, snapshots
 
     def noise(self, expected: Sequence[Snapshot]) -> list[dict[Key, float]]:
-        """Return how much each leaf of each step changes if parameters and gradients change by one rounding error.
+        """Return how much each leaf of each step changes if rounding changes the parameters and gradients.
 
         The change is large if terms cancel, as in the gradient of a bias before a normalisation, or if an optimizer
         divides a gradient by its magnitude.
@@ -164,7 +164,7 @@ def to_host(tree: Any) -> Any:
 
 
 def dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    """Yield the types of all results in a jaxpr and the jaxprs inside it."""
+    """Yield the types of all results in `jaxpr`, and in the jaxprs inside of its equations."""
     for eqn in jaxpr.eqns:
         yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))
         for inner in compat.inner_jaxprs(eqn):

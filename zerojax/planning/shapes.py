@@ -18,12 +18,12 @@ def is_array(x: Any) -> bool:
 
 
 def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    """Return an array or a number as a `ShapeDtypeStruct`, with the type that jit gives it."""
+    """Return the `ShapeDtypeStruct` of an array or a number `x`, with the type that jit gives to `x`."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
 
 
 def abstract(tree: Any) -> Any:
-    """Return arrays as shapes without shardings. Static arguments and Python numbers are unchanged."""
+    """Replace the arrays in `tree` by shapes without shardings. Static arguments and Python numbers are unchanged."""
     return jax.tree.map(lambda x: shape_of(x) if is_array(x) else x, tree)
 
 
@@ -34,7 +34,7 @@ def named_sharding(x: Any) -> NamedSharding | None:
 
 
 def on_mesh(mesh: Mesh, tree: Any) -> Any:
-    """Return arrays as shapes on another mesh, with their `PartitionSpec`s. Without one, an array is replicated."""
+    """Replace arrays by shapes on `mesh` with the same `PartitionSpec`s. An array without a spec is replicated."""
 
     def move(x: Any) -> Any:
         sharding = named_sharding(x)
@@ -47,7 +47,7 @@ def on_mesh(mesh: Mesh, tree: Any) -> Any:
 def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
     """Return the logical shapes of parameters, which are arrays, `Padded` arrays or shapes.
 
-    `keep_shardings` keeps each sharding, which says how mesh axes of the model divide the parameter.
+    If `keep_shardings` is true, each shape keeps its sharding, which names the model's mesh axes that divide it.
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:

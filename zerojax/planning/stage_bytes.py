@@ -1,4 +1,4 @@
-"""Add up the bytes per device and the bytes sent of one stage, from its layouts. Activations are not included.
+"""Compute the bytes per device, and the bytes sent, at one stage, from its layouts. Activations are not included.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
@@ -38,8 +38,8 @@ class StageEstimate:
         master: Master weights, where parameters are stored in a narrower type.
         opt_state: State of the wrapped transformation.
         errors: Rounding errors of quantised gradients, which error feedback adds to the next gradients.
-        gathered: At stage 3, parameters that are gathered at the same time, of the layer in use and the prefetched
-            layers. None if the model is given as a number of parameters, because its layers are unknown.
+        gathered: At stage 3, the gathered parameters of the layer in use and of the prefetched layers. None if the
+            model is given as a number of parameters, because its layers are unknown.
         host: Bytes offloaded to host memory.
         disk: Bytes offloaded to disk.
         read: Bytes that a step reads from disk, at most.
@@ -80,7 +80,7 @@ class StageEstimate:
         """Return the peak bytes per device in a step, or None if `activations` is None.
 
         This is `resident` plus the memory of the backward pass (gradients, activations and gathered parameters) or of
-        the update, whichever is larger. For unrolled layers at stages 1 and 2, it is an upper bound, because their
+        the update, whichever is larger. For unrolled layers at stages 1 and 2, this is an upper bound, because their
         gradients may be reduced one by one. Chunks of an offloaded update are not included.
         """
         if self.activations is None:
@@ -188,7 +188,7 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 
 
 def gathered_bytes(config: Config, layout: Layout) -> int:
-    """Return the bytes that stage 3 gathers at the same time: the largest layer, times one plus the prefetched layers.
+    """Return the bytes that stage 3 gathers at the same time, which are `1 + prefetch` times the largest layer's bytes.
 
     A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack of layers cannot
     be told from any other array, so the whole stack counts as one layer.
@@ -205,11 +205,11 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
 def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends per step, by mesh axes.
 
-    Reductions send elements of the reduce type, and gathers send elements of the compute type. Over N devices, each
-    sends `(N - 1) / N` of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per
-    microbatch. Stage 3 gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced
-    over the other axes, once per step. If these axes divide gradients further, shards are reduce-scattered over them
-    instead, and gathered after the update. Quantised payloads include scales and padding, and count for each hop.
+    Reductions send the reduce type, and gathers send the compute type. Over N devices, each device sends `(N - 1) / N`
+    of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per microbatch. Stage 3
+    gathers twice and reduces once per microbatch. In hybrid sharding, shards are also all-reduced over the other axes,
+    once per step. If these axes divide gradients further, shards are reduce-scattered over them instead, and gathered
+    after the update. Quantised payloads include scales and padding, and count for each hop.
     """
     data = config.data
     sent: dict[tuple[str, ...], float] = defaultdict(float)
@@ -259,7 +259,7 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)
-    for axis in reversed(leaf.axes):  # each hop sends only the rows that the previous hop left
+    for axis in reversed(leaf.axes):  # each hop sends only the rows that remain after the previous hop
         size = config.data.size((axis,))
         is_narrow, rows = axis in narrow, rows // size
         sent[axis,] = (size - 1) * rows * (codec.bytes(shard) if is_narrow else shard * itemsize)
@@ -268,7 +268,7 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 
 def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
-    """Return the bytes per gathered element. Stage 0 gathers gradients; the other stages gather parameters."""
+    """Return the bytes per gathered element of a gradient at stage 0, or of a parameter at other stages."""
     if config.stage == 0:
         return reduce_itemsize(config, compute)
     return np.dtype(compute if leaf.kind == "sharded" else leaf.dtype).itemsize

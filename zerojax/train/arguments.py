@@ -1,4 +1,4 @@
-"""Sort the arguments of a loss: find the batch, and the values that are not traced (flags, names, functions)."""
+"""Find the batch among the arguments of a loss, and the values that are not traced (flags, names, functions)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# The default of a positional batch: it was passed by keyword, or not at all.
+# The default of a positional batch. It means that the caller passed the batch by keyword, or passed none.
 NO_BATCH = inspect.Parameter.empty
 _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, complex)
 
@@ -19,7 +19,7 @@ _TRACED = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct, int, float, 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Constant:
-    """A hashable argument that is not traced. It is a pytree node without leaves, so jit compiles for each value."""
+    """A hashable argument that is not traced. It is a pytree node without leaves, so that jit compiles per value."""
 
     value: Any
 
@@ -98,7 +98,7 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too:
 
 
 def call(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
-    """Call a function in the way the caller called it. `args` are the further arguments, `packed` or not."""
+    """Call `fn` with the positional and keyword arguments of the user's call. `args` may be `packed` or not."""
     args = jax.tree.map(lambda x: x.value if is_constant(x) else x, args, is_leaf=is_constant)
     if not (args and isinstance(args[-1], Keywords)):
         return fn(*leading, batch, *args)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """A pytree node in aux. Its class says how the arrays inside of it are combined."""
+    """A pytree node in aux. The class of the node says how the arrays in the node are combined."""
 
     tree: PyTree
 
@@ -105,7 +105,7 @@ def combine(
             raise TypeError(f"aux{path} is {x.dtype}, which has no mean. If it is a count, mark it with zerojax.Sum.")
         wide = x.astype(common_dtype(x.dtype, jnp.float32))
         each = (weights.astype(wide.dtype) / total).reshape(-1, *[1] * (x.ndim - 1))
-        # If the weight is 0, the mean itself may be 0/0.
+        # If the weight of a mean is 0, the mean itself may be 0/0.
         return comm.over_workers(lax.psum, jnp.where(each == 0, 0, each * wide).sum(0)).astype(x.dtype)
 
     def scalar_mean(path, x):

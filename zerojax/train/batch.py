@@ -23,7 +23,7 @@ NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, f
 
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
-    """Raise an error unless all leaves have the same number of rows, and devices times microbatches divides it."""
+    """Raise an error unless all leaves have equally many rows, a multiple of devices times microbatches."""
     check_types(batch)
     first: tuple[str, int] | None = None
     parts = data.workers * accumulate
@@ -60,7 +60,7 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
 
 
 def check_types(batch: PyTree) -> None:
-    """Raise a TypeError for a leaf that JAX cannot use: a string, an object, or a tensor of another library."""
+    """Raise a TypeError for a leaf that JAX cannot use, such as a string, or a tensor of another library."""
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name, dtype = f"batch{jax.tree_util.keystr(path)}", getattr(x, "dtype", None)
         if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
@@ -102,7 +102,7 @@ def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
 
 
 def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
-    """Return `(name, dim, size, axes)` of the first leaf that its spec does not divide evenly, or None."""
+    """Return `(name, dim, size, axes)` of the first leaf with a dim that the spec does not divide evenly, or None."""
     leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
     each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     for (path, x), spec in zip(leaves, each, strict=True):
@@ -122,7 +122,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
         return x
     try:
         return jax.device_put(x, sharding)
-    except AssertionError as error:  # JAX raises it if the processes gave different values
+    except AssertionError as error:  # JAX raises an AssertionError if the processes gave different values
         raise ValueError(
             f"Process {jax.process_index()} gave a batch of {list(jnp.shape(x))} whose values are not those of the "
             f"others. An array that is on no mesh is the whole batch, and must be the same on every process. If each "
@@ -132,14 +132,14 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
 
 
 def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
-    """Cast a batch to the types in which the loss sees it."""
+    """Cast the leaves of a batch to the types that the loss sees."""
     if precision is None:
         return batch
     return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)
 
 
 def check_args(args: tuple) -> None:
-    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would take it for data."""
+    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would treat it as data."""
     for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
         if is_untyped_key(x):
             raise TypeError(
@@ -149,12 +149,12 @@ def check_args(args: tuple) -> None:
 
 
 def is_untyped_key(x: Any) -> bool:
-    """Return whether an array, or a shape, looks like an untyped PRNG key: uint32[2]."""
+    """Return whether an array, or a shape, is uint32[2] and so looks like an untyped PRNG key."""
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 
 def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
-    """Fold typed PRNG keys with the index of a device or microbatch, so that each draws different numbers."""
+    """Fold typed PRNG keys with the index of a device or microbatch, so that each index draws different numbers."""
 
     def fold(x):
         if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):

@@ -43,7 +43,7 @@ from zerojax.train.state import ZeroState, known_to_flax
 
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
-    """Create the state of a run, and check that it is the same on every process; see `ZeroTransformation.create`."""
+    """Create the state of a run, and check that all processes have equal states; see `ZeroTransformation.create`."""
     plan, is_live = make_plan(config, shapes_on_disk(params)), not are_shapes(params)
     if is_live:
         plan = live_plan(config, plan)

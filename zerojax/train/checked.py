@@ -16,7 +16,7 @@ from zerojax.train.remedies import DIVIDED_ALREADY
 
 
 def checked(fn: Callable, manual: Sequence[str]) -> Callable:
-    """Return a function that checks the jaxpr of the loss, and then evaluates it.
+    """Return a function that traces the loss `fn`, checks its jaxpr, and evaluates the jaxpr.
 
     The losses of the parts of a batch must combine to the loss of the whole batch. So a loss must not close over a PRNG
     key, create a key from a constant, or constrain an array over the `manual` mesh axes, which already divide its rows.
@@ -43,7 +43,7 @@ def check(jaxpr: Any, manual: frozenset[str]) -> None:
 
 
 def check_keys(jaxpr: Any) -> None:
-    """Raise a ValueError for a PRNG key that does not come from an argument: each call would draw the same numbers."""
+    """Raise a ValueError for a PRNG key that is not from an argument, because all calls would draw equal numbers."""
     same = "a PRNG key: every device (in device view) and every microbatch would draw the same numbers. "
     for var in compat.constvars_of(jaxpr):
         if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.prng_key) or is_untyped_key(var.aval):

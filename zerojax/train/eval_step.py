@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """A function `fn(params, batch, *args)` with the `call` method of a `Loss`. It may return any value."""
+    """A function `fn(params, batch, *args)` with the `call` method of a `Loss`. `fn` may return any value."""
 
     fn: Callable
 
@@ -95,13 +95,13 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
 
 def zeros_like(x: Array) -> Array:
-    """Return zeros in device memory whose gradient flows to `x`, which is in host memory."""
+    """Return zeros in device memory. Their gradient becomes the gradient of `x`, which is in host memory."""
     on_device = to_device(x)
     return on_device - jax.lax.stop_gradient(on_device)
 
 
 def divides(config: Config, batch: PyTree) -> bool:
-    """Return whether the mesh axes divide the rows of every leaf evenly, and the dims that `batch_spec` divides."""
+    """Return whether the mesh axes evenly divide the rows of every leaf, and the dims that `batch_spec` names."""
     if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
         return False
     return config.batch_spec is None or first_undivided(config, batch, config.batch_spec.over(batch)) is None

@@ -73,7 +73,7 @@ def value_and_grad_from_state(tx: Any, loss_fn: Callable) -> Callable:
 
 
 def from_state(loss: Loss, params: Any, state: Any, batch: Any, *args: Any, form: TreeForm) -> tuple[Any, Any]:
-    """Return the stored loss and gradient, or compute them if the stored loss is not finite. Traced under jit."""
+    """Return the stored loss and gradient. Compute both anew if the stored loss is not finite. Traced under jit."""
     config, layout = form.config, form.layout
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)

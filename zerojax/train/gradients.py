@@ -109,7 +109,7 @@ def loss_and_grads(
 
 
 def check_trained(layout: Layout) -> None:
-    """Raise a TypeError for a trained parameter to which optax cannot add an update: a PRNG key, or 8-bit floats."""
+    """Raise a TypeError for a trained PRNG key or 8-bit float array, because optax cannot add updates to them."""
     for leaf in (layout.params[i] for i in layout.trained):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(
@@ -124,7 +124,7 @@ def check_trained(layout: Layout) -> None:
 
 
 def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
-    """Compute `loss_and_grads` on arrays in the shape of the view: storage shape, or local shape in device view."""
+    """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
     comm, weighted = view.comm, view.loss.weighted
     factor = None
     if view.accumulate == 1:
@@ -192,7 +192,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
         returned, grads, factor, values = view.value_and_grad(one, scale)
         if view.reduces_each:
             grads = view.reduce(grads)
-        # Inside the loop, XLA fuses this product with the sum. After the loop it could be one more pass over memory.
+        # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.
         share = 1 / view.microbatches if factor is None else factor
         grads = [at_least_float32(g) * share for g in grads]
         sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
@@ -212,6 +212,6 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
     """Return the sum of the squares of each gradient, in float32. One collective serves all gradients."""
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
-    # In device view, the sum is over all workers. In hybrid sharding, several of them hold copies of the same shard.
+    # In device view, the sum is over all workers. In hybrid sharding, several workers hold copies of the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
     return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))

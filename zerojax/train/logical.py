@@ -28,7 +28,7 @@ def logical(tree: PyTree) -> PyTree:
     Under `jax.jit`, each logical array is a slice of the stored array. The compiler keeps it sharded, without a gather.
 
     Args:
-        tree: Parameters, gradients or updates in storage, a `ZeroState`, or a tree of these. For an optimizer state,
+        tree: Parameters, gradients, updates, a `ZeroState`, or a tree that contains them. For an optimizer state,
             pass its `ZeroState`, which records which arrays are padded or flat, or call `tx.unshard(opt_state)`.
 
     Returns:

@@ -52,7 +52,7 @@ class Loss:
     mutable: bool = False
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
-        """Return a loss, a mutable state and aux in the form that `fn` returns: one value or a tuple."""
+        """Return a loss, a mutable state and aux in the form that `fn` returns, as one value or as a tuple."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
 
@@ -113,7 +113,7 @@ def at_least_float32(value: Array) -> Array:
 
 
 def check_mutable(new: PyTree, old: PyTree) -> None:
-    """Raise a TypeError if the new mutable state has another structure, shape or type than the old one."""
+    """Raise a TypeError if the `new` mutable state differs from the `old` state in structure, shape or type."""
     found, structure = jax.tree_util.tree_flatten_with_path(new)
     if structure != jax.tree.structure(old):
         raise TypeError(

@@ -98,7 +98,7 @@ def update_scaling(
 
 
 def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
-    """Multiply gradients by `factor`, which divides out the loss scale. Compute in float32 or wider."""
+    """Multiply gradients by `factor`, in float32 or wider, to remove the loss scale."""
     wide = [at_least_float32(g) for g in grads]
     return [g * factor.astype(g.dtype) for g in wide]
 

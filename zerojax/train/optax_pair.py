@@ -1,4 +1,4 @@
-"""The methods of `ZeroTransformation` for optax, Flax and hand-written loops: `init`, `update` and others."""
+"""The methods of `ZeroTransformation` for optax, Flax and hand-written loops, such as `init` and `update`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
 
 
 class Shardings(NamedTuple):
-    """The shardings of a run: trees of `jax.sharding.NamedSharding`, for `jax.jit` and `jax.device_put`.
+    """The shardings of a run, as trees of `jax.sharding.NamedSharding` for `jax.jit` and `jax.device_put`.
 
     Attributes:
         params: Shardings of the parameters.

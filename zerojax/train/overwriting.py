@@ -60,7 +60,7 @@ class Kind(enum.IntEnum):
 
     @classmethod
     def joined(cls, kinds: Sequence[Kind]) -> Kind:
-        """Return the kind of a value that is a sum of values with these kinds, or a selection among them."""
+        """Return the kind of a value that is a sum of values with these `kinds`, or a selection among such values."""
         found = set(kinds) - {cls.ZERO}
         return cls.OTHER if len(found) > 1 else next(iter(found), cls.ZERO)
 

@@ -38,7 +38,7 @@ VALUE = re.compile(r"%\w+")
 
 
 def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
-    """Complete the plan of a new run: choose where offloaded state is updated.
+    """Complete the plan of a new run by choosing where offloaded state is updated.
 
     Raises:
         ValueError: If the processes differ in options, parameters, versions or flags.
@@ -50,7 +50,7 @@ def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
 
 
 def environment() -> dict[str, str]:
-    """Return the versions of libraries, the options of JAX and the flags of XLA that must agree, by name."""
+    """Return, by name, the versions of libraries, options of JAX and flags of XLA that processes must share."""
     versions = {name: metadata.version(name) for name in ("jaxlib", "optax", "numpy")} | {"zerojax": version()}
     options = {name: repr(jax.config.values[name]) for name in OF_JAX if name in jax.config.values}
     flags = {}
@@ -75,7 +75,7 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
 
 
 def in_words(value: Any) -> Any:
-    """Return the value of an option in a form that can be compared over processes: a function is `"a function"`."""
+    """Return the value of an option in a form that processes can compare. A function becomes `"a function"`."""
     if dataclasses.is_dataclass(value):
         return {field.name: in_words(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
@@ -94,18 +94,18 @@ def require_same_values(config: Config, topic: str, **trees: Any) -> None:
 
 
 def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
-    """Compare programs over processes; see `require_same_program`. With only one process, nothing is lowered."""
+    """Compare programs over processes; see `require_same_program`. Do nothing if there is only one process."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         for one in lower:
             require_same_program(what, one().as_text)
 
 
 def require_same_program(what: str, as_text: Callable[..., str]) -> None:
-    """Compare a lowered program with those of the other processes.
+    """Compare a lowered program with the programs of the other processes.
 
     Numbers that a function closes over are constants of the program, so programs with different learning rates differ.
-    If programs differ, every process raises a ValueError that shows the first line that differs, and its line of
-    Python. If another process does not compile such a program, raise a TimeoutError. `what` is a verb phrase that says
+    If programs differ, every process raises a ValueError with the first line that differs and the Python code of this
+    line. If another process does not compile such a program, raise a TimeoutError. `what` is a verb phrase that says
     what the program does. `as_text` is the method of `jax.stages.Lowered`.
     """
     topic = f"compile the program of: {what}"
@@ -116,7 +116,7 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     if len(set(digests)) == 1:
         return
     # A program may have megabytes of text, so processes exchange digests of all lines, and then the text of one line.
-    # Lines are first compared without the names of values: names are numbers, which an earlier difference shifts.
+    # Lines are first compared without the names of values, because an earlier difference shifts the numbers in them.
     short = lambda line: hashlib.sha256(line.encode()).hexdigest()[:8]
     each = [(short(VALUE.sub("%", line)), short(line)) for line in lines]
     of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
@@ -138,14 +138,14 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
 
 
 def around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the parts of two lines around the first character in which they differ."""
+    """Return the parts of the lines `one` and `other` around the first character that differs."""
     same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, same - LONGEST // 2)
     return one[start:][:LONGEST], other[start:][:LONGEST]
 
 
 def origin(as_text: Callable[..., str], place: int) -> str:
-    """Return the file and line of Python that made line `place` of the program, or the next line with a location."""
+    """Return the Python file and line for line `place` of the program, or for the next line that has a location."""
     text = as_text(debug_info=True).splitlines()
     defined = [re.match(r"(#loc\d*) = (.*)", line) for line in text]
     places = {str(found[1]): str(found[2]) for found in defined if found is not None}
@@ -163,7 +163,7 @@ def origin(as_text: Callable[..., str], place: int) -> str:
 
 
 def in_users_code(name: str, places: dict[str, str]) -> str:
-    """Return the file and line of a location in user code. If it is in a library, return the user's call into it."""
+    """Return the file and line of a location in user code. For a location in a library, return the user's call."""
     text = places.get(name, "")
     if (file := re.match(r'loc\("([^"]+)":(\d+):', text)) is not None:
         return f"{file.group(1)}:{file.group(2)}" if compat.is_users(file.group(1)) else ""
@@ -207,7 +207,7 @@ class SameCalls:
         return True
 
     def require_same_program(self, lower: Callable[[], Any]) -> None:
-        """Compare the program that `lower()` returns with those of the other processes."""
+        """Compare the program that `lower()` returns with the programs of the other processes."""
         require_same_programs(self._config, self._what, [lower])
 
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:

@@ -29,7 +29,7 @@ def checksums(tree: Any) -> dict[str, str]:
 
 
 def parts(x: Any) -> list[tuple[str, Any]]:
-    """Return `(place, array)` for each shard that this process holds. The place of a whole array is empty."""
+    """Return `(place, shard)` for each shard of `x` that this process holds. The place of a whole array is empty."""
     if not isinstance(x, jax.Array):
         return [("", jnp.asarray(x))]
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -50,7 +50,7 @@ def in_words(index: tuple, shape: tuple[int, ...]) -> str:
 
 @jax.jit
 def checksum(x: jax.Array) -> jax.Array:
-    """Return a 32-bit checksum of an array. It depends on every bit, and on the order of elements."""
+    """Return a 32-bit checksum of an array. The checksum depends on every bit, and on the order of elements."""
     bits = jnp.ravel(as_bits(x)).astype(jnp.uint32)
     place = jax.lax.iota(jnp.uint32, bits.size)
     mixed = (bits ^ (place * jnp.uint32(FACTORS[0]))) * jnp.uint32(FACTORS[1])

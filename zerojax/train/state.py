@@ -1,4 +1,4 @@
-"""The state of a run, which a training step takes and returns: a pytree that contains its own sharding plan."""
+"""The state of a run, which a training step takes and returns. It is a pytree that contains its sharding plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 )
 @dataclasses.dataclass(frozen=True, repr=False)
 class ZeroState:
-    """The state of a run: parameters and optimizer state, in storage.
+    """The state of a run, with parameters and optimizer state in storage.
 
     Attributes:
         step: Number of updates done, without skipped steps; int32 scalar.
@@ -59,7 +59,7 @@ class ZeroState:
     plan: ShardingPlan
 
     def __repr__(self) -> str:
-        """Return the stage, and the number and logical size of each field's leaves. `zerojax.report` lists them all."""
+        """Return the stage, and the number and size of each field's leaves. `zerojax.report` lists the leaves."""
         policy = self.plan.layout.policy
         parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
         parts |= {"rounding_errors": [leaf for _, leaf in self.plan.errors]} if self.plan.errors else {}
@@ -74,7 +74,7 @@ class ZeroState:
 
     @classmethod
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
-        """Return a state of `NamedSharding`s. A field that is replicated as a whole has one sharding for all leaves."""
+        """Return a `ZeroState` of `NamedSharding`s. A field with only replicated leaves has one sharding for all."""
         same = replicated(config.mesh)
         params = named_tree(config, plan.layout.treedef, plan.layout.params)
         errors = {path: named(config, leaf) for path, leaf in plan.errors}
@@ -106,7 +106,7 @@ def known_to_flax() -> None:
 
 
 def fields_of(cls: Any, *static: str) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields, without those in `static`."""
+    """Return the names of a dataclass's fields, except the names in `static`."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
 
 
@@ -117,7 +117,7 @@ def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
-    """Return a state on the mesh. If the caller moved it to NumPy or to another device, it is moved back.
+    """Return `state` on the mesh. If the caller moved `state` to NumPy or to another device, move it back.
 
     Only `state.step` is inspected, because inspecting every leaf would take time in every step.
 

@@ -1,4 +1,4 @@
-"""A training step: one compiled program that donates its state, followed by a streamed update of offloaded state."""
+"""A training step is one compiled program that donates its state. A streamed update of offloaded state follows."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Step:
         self._shapes: Any = None
 
     def __reduce__(self):
-        """Pickle only the arguments of `Step`. The process that unpickles it compiles its own programs."""
+        """Pickle only the arguments of `Step`. The process that unpickles the `Step` compiles its own programs."""
         return Step, (self.config, self.program.loss, self.options)
 
     @property
@@ -103,12 +103,12 @@ class Step:
 
     @functools.cached_property
     def _watchdog(self) -> Watchdog | None:
-        # Not in `__init__`: a process may unpickle this step before JAX knows the devices.
+        # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
         timeout = limit_of(self.options.timeout, self.config.mesh)
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     def under(self, config: Config) -> Step:
-        """Return the step of the same loss for another configuration, such as another mesh, stage or precision."""
+        """Return a step with the same loss and options for `config`, which may have another mesh or stage."""
         return Step(config, self.program.loss, self.options)
 
     def __repr__(self) -> str:
@@ -191,7 +191,7 @@ class Step:
             return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
-        """Return labels of the collectives outside of loops in the program for the last arguments of new shapes."""
+        """Return labels of the collectives outside of loops, in the program of the latest arguments with new shapes."""
         state, batch, args = self._shapes
         text = self.lower(state, batch, *args).compile().as_text() or ""
         entry = text.partition("\nENTRY ")[2]
@@ -199,7 +199,7 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """Run a step with offloaded state: a program without the update of this state, then a program per chunk."""
+        """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
         plan = state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)

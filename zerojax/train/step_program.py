@@ -1,4 +1,4 @@
-"""The traced functions of a training step: gradients, update and metrics. `train.step` compiles them."""
+"""The traced functions of a training step for gradients, update and metrics. `train.step` compiles them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StepOptions:
     timeout: float | None = None
 
     def __post_init__(self):
-        """Raise a TypeError or ValueError for a count or timeout that has a wrong type or is out of range."""
+        """Raise an error if a count or the timeout has a wrong type or is out of range."""
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
@@ -80,7 +80,7 @@ class StepProgram:
         return self.skips_nonfinite or self.loss.weighted
 
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
-        """Run a whole step: differentiate, update, and gather the parameters that the stage replicates."""
+        """Run a whole step. Differentiate, update, and gather the parameters that the stage replicates."""
         config, plan = self.config, state.plan
         check_state(plan, state.opt_state)
         on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
@@ -138,7 +138,7 @@ class StepProgram:
         return Differentiated(gradients, stored, old, scaling, skipped)
 
     def metrics(self, state: ZeroState, done: Differentiated, opt_state: Any) -> dict:
-        """Return the step's metrics. `opt_state` is the updated state, even if the step is rolled back afterwards."""
+        """Return the step's metrics. `opt_state` is the updated optimizer state, even if the step is skipped later."""
         gradients = done.gradients
         metrics = {"loss": gradients.loss, "grad_norm": jnp.sqrt(gradients.squares.sum()), "skipped": done.skipped}
         if self.loss.has_aux:
@@ -151,7 +151,7 @@ class StepProgram:
 
 
 def _learning_rate(opt_state: Any) -> dict:
-    """Return a dict with the learning rate in the state of `optax.inject_hyperparams`, if there is exactly one."""
+    """Return a dict with the learning rate of `optax.inject_hyperparams`, or {} unless there is exactly one rate."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     names = [(jax.tree_util.keystr(path, simple=True, separator="."), x) for path, x in leaves]
     rates = [x for name, x in names if f".{name}".endswith(".hyperparams.learning_rate")]

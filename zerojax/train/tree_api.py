@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NewValue:
-    """An update that replaces its parameter: `parameter + NewValue(value)` is `value`, in logical shape.
+    """An update that replaces its parameter. `parameter + NewValue(value)` is `value`, in logical shape.
 
-    `optax.apply_updates` adds an update to its parameter. A difference of two float32 numbers, added to one of them,
-    does not always give exactly the other, so an overwritten parameter cannot use a difference.
+    `optax.apply_updates` adds an update to its parameter. In float32, `parameter + (value - parameter)` does not
+    always equal `value`, so an overwritten parameter cannot use a difference as its update.
     """
 
     value: Shaped[Array, "*logical"]
@@ -109,7 +109,7 @@ class TreeForm:
         return named_tree(self.config, self.layout.treedef, self.grads)
 
     def gradient_tree(self, grads: Mapping[int, Array], dtypes: Sequence[Any]) -> Any:
-        """Return a tree of gradients, given arrays in storage shape by parameter index. Missing ones become zeros."""
+        """Return a tree of gradients from arrays in storage shape, by parameter index. Missing arrays become zeros."""
         arrays = []
         for i, (leaf, dtype) in enumerate(zip(self.grads, dtypes, strict=True)):
             grad = grads[i].astype(dtype) if i in grads else jnp.zeros(leaf.storage_shape, dtype)
@@ -151,7 +151,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
 
 
 def refuse_on_disk(params: Any) -> None:
-    """Raise a TypeError if parameters are on disk, where no single program can read them."""
+    """Raise a TypeError if parameters are on disk, because a single program cannot read all of them."""
     if files_of(params) is not None:
         raise TypeError(
             "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in memory. "
@@ -249,7 +249,7 @@ def difference(new: Array, old: Array) -> Array:
 
 
 def check_grads(grads: Any, layout: Layout) -> None:
-    """Raise a ValueError if the structure or shapes of the gradients differ from those of the parameters."""
+    """Raise a ValueError if the gradients and the parameters differ in structure or shapes."""
     found, structure = jax.tree_util.tree_flatten_with_path(grads, is_leaf=is_padded)
     if structure != layout.treedef:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Call a loss for a mesh with Explicit axes. If it cannot be traced with Explicit axes, call it on Auto axes."""
+"""Call a loss for a mesh with Explicit axes. If tracing with Explicit axes fails, call the loss on Auto axes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _OF_AUTO_AXES = re.compile(r"of type Auto|Explicit|should match the (aval )?mesh
 class TypedLoss:
     """A loss that may be written for Explicit axes, although zerojax computes on a mesh with Auto axes.
 
-    If the caller's mesh has Explicit axes, the loss is traced with them. The sharding in the type of the batch comes
-    from `batch_spec`, and in the type of a parameter from the axes that are not data axes. If the trace fails, for
+    If the caller's mesh has Explicit axes, the loss is traced with them. The type of the batch has the sharding of
+    `batch_spec`. The type of a parameter has its sharding over axes that are not data axes. If the trace fails, for
     example at a lookup that does not say how its result is sharded, the loss is called on Auto axes. `loss` is a
     `Loss`, or another object with the same `call` method.
     """
@@ -72,14 +72,14 @@ class TypedLoss:
             return on_auto(self.loss.call, given, error)
 
     def _returned(self, results: PyTree) -> Any:
-        """Remove the shardings from the types of all results except aux in global view, which keeps them."""
+        """Remove the shardings from the types of all results, except that aux in global view keeps its shardings."""
         if not isinstance(results, Returned):
             return results
         aux = results.aux if self.config.view == "global" else without_types(results.aux)
         return without_types(results)._replace(aux=aux)
 
     def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
-        """Return the specs in the types that the arguments have on the caller's mesh, one per leaf."""
+        """Return, for each leaf of the arguments, the spec in the type of the leaf on the caller's mesh."""
         config, mesh = self.config, typed_mesh(self.config.user_mesh)
         named = lambda spec: explicit_part(spec, mesh)
         full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
@@ -111,7 +111,7 @@ def is_spec(x: Any) -> bool:
 def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
     """Call a function on Auto axes, after it raised `error` on Explicit axes.
 
-    If the second error shows that the function is written for Explicit axes, raise the first `error` again.
+    If the call on Auto axes fails because the function is written for Explicit axes, raise `error` again.
     """
     try:
         return fn(*given)

@@ -3,8 +3,8 @@
 In global view, the loss sees the whole batch, as under `jax.jit`, and the compiler divides the rows. In device view,
 each device differentiates the loss of its own rows inside of a `shard_map`, as under `pmap` and DDP.
 
-At stage 3, `zerojax.gather` rewrites the loss to gather each sharded parameter where it is used, and to reduce-scatter
-its gradient there. The gradients of all other parameters are reduced in this file.
+At stage 3, `zerojax.gather` rewrites the loss to gather each sharded parameter at each use, and to reduce-scatter
+its gradient in the backward pass. The gradients of all other parameters are reduced in this file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
 
-# The arguments of the loss with rows, by index after the parameters (mutable state, batch, *args): only the batch.
+# Among the arguments after the parameters (mutable state, batch, *args), only the batch at index 1 has rows.
 _OF_ROWS = (1,)
 
 
@@ -98,7 +98,7 @@ class View:
 
     @property
     def gathers_on_use(self) -> bool:
-        """Return whether sharded parameters are gathered where they are used, and their gradients reduced there."""
+        """Return whether sharded parameters are gathered, and their gradients reduced, where the loss uses them."""
         return any(leaf.kind == "sharded" for leaf in self.layout.params)
 
     @functools.cached_property
@@ -123,12 +123,12 @@ class View:
     def microbatches_of(self, rows: Array) -> Array:
         """Divide the rows of the batch into microbatches, along a new dim 0. A microbatch has rows of every device."""
         devices = self.config.data.workers // self.comm.losses
-        each = rows.shape[0] // (devices * self.accumulate)  # `reshape` cannot infer it (-1) if another dim is empty
+        each = rows.shape[0] // (devices * self.accumulate)  # `reshape` with -1 fails if another dim is empty
         divided = rows.reshape(devices, self.accumulate, each, *rows.shape[1:])
         return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, devices * each, *rows.shape[1:])
 
     def rows_of(self, microbatches: Array) -> Array:
-        """Undo `microbatches_of`: merge dims 0 and 1 into rows in the order of the batch."""
+        """Undo `microbatches_of`, by merging dims 0 and 1 into rows in the order of the batch."""
         devices = self.config.data.workers // self.comm.losses
         each = microbatches.shape[1] // devices
         divided = microbatches.reshape(self.accumulate, devices, each, *microbatches.shape[2:])
@@ -153,7 +153,7 @@ class View:
         return call
 
     def loss_of_storage(self) -> Callable:
-        """Return the loss as a function of stored parameters. It casts them and, at stage 3, gathers them on use."""
+        """Return the loss as a function of stored parameters, which are cast and, at stage 3, gathered on use."""
         config, layout, call = self.config, self.layout, self.loss_of_params()
         if not self.is_one_loss:
             call = checked(call, manual=config.data.batch if config.view == "device" else ())
@@ -179,7 +179,7 @@ class View:
 
             - `returned`: the values that the loss returned.
             - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
-              For a weighted loss, it is `scale / factor` times the gradient of the sum of the totals.
+              For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals.
             - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
               after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
             - `values`: the new value of each overwritten parameter.
@@ -194,7 +194,7 @@ class View:
             cotangent = cotangent / factor
         # Multiply the cotangent by the loss scale, so that gradients in narrow types do not underflow.
         grads, values = pull(cotangent)
-        # A new value is for the mean loss of this call, so it is also divided by this call's weight.
+        # A new value belongs to the mean loss of this call, so it is also divided by this call's weight.
         own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
         values = self.unscaled(values, given, cotangent * own_weight)
         return returned, grads, factor, values
@@ -229,7 +229,7 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, given: LossInputs):
-        """Call the loss on full parameters, like `_pulled_to_shards`. Gradients are partial sums, one per worker."""
+        """Do the same as `_pulled_to_shards`, but on full parameters. Gradients are partial sums, one per worker."""
         fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
         stored, mutable, batch, args = given
         arrays, put_back = split_arrays((mutable, batch, *args))
@@ -259,7 +259,7 @@ class View:
         return jax.tree.unflatten(structure, rest)._replace(total=total), pull
 
     def unscaled(self, values: list, given: LossInputs, cotangent: Array) -> list:
-        """Divide new values of overwritten parameters by the cotangent of the loss, if they are linear in it."""
+        """Divide the new values of overwritten parameters that are linear in the loss's cotangent by this cotangent."""
         overwritten, precision = self.layout.overwritten, self.config.precision
         is_mean = self.is_one_loss or not self.loss.weighted
         if not values or (is_mean and (precision is None or precision.loss_scale is None)):
@@ -293,7 +293,7 @@ class View:
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
-        """Reduce-scatter the gradients. Those of parameters gathered on use are reduced already, and stay unchanged."""
+        """Reduce-scatter the gradients, except gradients of parameters gathered on use, which are reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
         pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
         only_flat_buckets = self._comm(bucket_bytes=0)
@@ -310,7 +310,7 @@ class View:
         """Reduce gradients across hosts, once per step. Return the sums, and the rounding errors of this reduction.
 
         `errors` has the rounding errors of the previous step, by the path of a parameter; empty without error feedback.
-        `grads` times `factor` are the gradients of the mean loss. Errors are kept with the same factor applied.
+        `grads` times `factor` are the gradients of the mean loss. The returned errors are also multiplied by `factor`.
         """
         leaves = [self.reduced(k) for k in self.differentiable]
         paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]
@@ -325,6 +325,6 @@ class View:
         return self.comm.reduce_across(given, leaves), errors
 
     def reduced(self, k: int) -> Leaf:
-        """Return the layout of the gradient of a trained parameter before it is reduced across hosts."""
+        """Return the layout of the gradient of trained parameter `k` before the reduction across hosts."""
         param = self.layout.params[self.layout.trained[k]]
         return self.grads[k] if param.dim is None else param

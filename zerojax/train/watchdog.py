@@ -1,4 +1,4 @@
-"""End the process if a step exceeds its time limit, and print what it waits for. A scheduler can then restart the run.
+"""End the process if a step exceeds its time limit, and print the reason. A scheduler can then restart the run.
 
 Without a watchdog, the other processes would wait forever in their next collective if one process hangs or dies.
 """
@@ -45,7 +45,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, number: int, *, compiles: bool) -> Iterator[Call]:
-        """Watch the calls inside, and the array that the caller sets as `result`; with `compiles`, only that array."""
+        """Watch the `with` block, unless the step compiles, and then the array that the caller sets as `result`."""
         step = Call(number, f"step {number}")
         if not compiles:
             self._watch(step)
@@ -70,7 +70,7 @@ class Watchdog:
 class _Waiting:
     """The work of the thread. It has no reference to the `Watchdog`, so that the `Watchdog` can be garbage-collected.
 
-    None in the queue `steps` ends the thread. `frozen`: seconds for which another process has been stopped so far.
+    None in the queue `steps` ends the thread. `frozen` has the seconds for which another process has been stopped.
     """
 
     steps: queue.SimpleQueue[Call | None]
@@ -92,7 +92,7 @@ class _Waiting:
                 begun += gap_since(before, nap)  # do not count time in which this process was stopped
 
     def _newly_frozen(self) -> float:
-        """Return for how many seconds, since the last call, another process was stopped."""
+        """Return the seconds for which another process was stopped since the last call of this method."""
         before = self.frozen
         with suppress(Exception):  # the coordination service may be gone
             self.frozen = max(one["frozen"] for one in EVENTS.others().values())
@@ -107,7 +107,7 @@ class _Waiting:
         for line in behind:
             say(f"zerojax: {line}")
         faulthandler.dump_traceback(sys.stderr)
-        # To get its text, the program is compiled again. A thread does this, because it may hang like the step.
+        # Compile the program again to get its text. Do this in a thread, because compilation may hang like the step.
         thread = threading.Thread(target=self._say_collectives, daemon=True)
         thread.start()
         thread.join(LABELS_WITHIN_S)
