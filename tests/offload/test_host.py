@@ -150,6 +150,14 @@ def test_bandwidths_count_the_bytes_of_each_device(mesh, monkeypatch):
     assert found == Speed(link=4 * 1024 / 2, host=12 * 1024 / 2)
 
 
+def test_all_processes_use_the_speeds_of_the_first(mesh, monkeypatch):
+    monkeypatch.setattr("zerojax.offload.measure.ELEMENTS", 1 << 10)
+    monkeypatch.setattr("zerojax.offload.measure.timed", lambda work: 2.0)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", lambda own: np.array([5.0, 7.0]))
+    assert measure.__wrapped__(mesh, ("data",)) == Speed(link=5, host=7)
+
+
 # --- the bytes of a chunk, and the folder of its file ------------------------------------------------------------
 
 
