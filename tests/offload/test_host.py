@@ -212,6 +212,18 @@ def test_only_chunks_beside_our_mark_are_an_earlier_runs(tmp_path):
         folder.leftovers(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "folder"])
+def test_only_a_plain_file_is_an_earlier_runs_chunk(tmp_path, kind):
+    store, chunk = tmp_path / "store", tmp_path / "store" / "chunk_00000.bin"
+    store.mkdir()
+    lock.lock(store).release()
+    (tmp_path / "theirs").touch()
+    chunk.mkdir() if kind == "folder" else chunk.symlink_to(tmp_path / ("theirs" if "file" in kind else "nowhere"))
+    with pytest.raises(DiskError, match=r"has chunk_00000.bin, which no earlier run wrote"):
+        folder.claim(store, [1])
+    assert sorted(os.listdir(store)) == [lock.LOCK, "chunk_00000.bin"]
+
+
 def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
     lock.lock(tmp_path).release()
     (tmp_path / "chunk_00000.bin").write_bytes(bytes(2 * BLOCK))
