@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from jax.experimental import multihost_utils
 from models import awkward_params
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
@@ -228,6 +229,18 @@ def test_a_signal_lets_the_loop_save_and_leave(number, tmp_path, caplog):
     assert signal.getsignal(number) is before
     assert f"{number.name}: saving after this step" in caplog.text
     assert Checkpointer(tmp_path, read_only=True).restore(state).data == {"i": 7}
+
+
+@pytest.mark.parametrize(
+    ("processes", "asked", "stops"), [(1, [], [False] * 4), (2, [1, 2, 3], [False, False, True, True])]
+)
+def test_several_processes_leave_at_the_step_that_jax_gives(processes, asked, stops, monkeypatch):
+    seen = []
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda step: seen.append(step) or step == 3)
+    with on_preemption() as preemption:
+        assert [preemption.reached(step) for step in range(1, 5)] == stops
+    assert seen == asked
 
 
 def test_a_signal_may_come_while_its_handler_is_set(monkeypatch):

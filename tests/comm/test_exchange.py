@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from zerojax.comm import processes
 from zerojax.comm.buckets import buckets, from_rows, split, to_rows
-from zerojax.comm.events import EVENTS
+from zerojax.comm.events import EVENTS, Events
 from zerojax.comm.processes import Processes, first_difference, require_same
 from zerojax.layout.leaf import Leaf
 
@@ -53,6 +53,23 @@ def two(monkeypatch):
         return service
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ([{}], None),
+        ([{0: "create", 1: "step 0"}, {1: "step 0", 2: "step 1"}], None),  # a process may be ahead of the others
+        ([{0: "create", 1: "save 0"}], "Call 1 of the run is save 0 on process 1, and step 0 on process 0"),
+        ([{1: "save 0"}, {0: "restore"}], "Call 0 of the run is restore on process 2, and create on process 0"),
+    ],
+)
+def test_the_first_call_that_differs_is_named(theirs, expected, monkeypatch):
+    mine = Events()
+    monkeypatch.setattr(mine, "_names", lambda: {0: "create", 1: "step 0"})
+    monkeypatch.setattr(mine, "others", lambda: {i: {"calls": calls} for i, calls in enumerate(theirs, 1)})
+    found = mine.difference()
+    assert found == "" if expected is None else expected in found
 
 
 def test_a_process_alone_waits_for_nobody():

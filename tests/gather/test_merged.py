@@ -70,10 +70,19 @@ def noise(w, x, key):
     return x @ w + jax.random.normal(key, x.shape)
 
 
+def with_own_rule(slope, x):
+    """Return `relu(x)` with this slope in its derivative. Each call makes a new function for the rule."""
+    relu = jax.custom_jvp(lambda x: jnp.maximum(x, 0.0))
+    relu.defjvp(lambda primals, tangents: (relu(*primals), slope * tangents[0]))
+    return relu(x)
+
+
 PAIRS = {
     "one input": (lambda w, x, k: (x @ w, x @ w), True),
     "equal inputs": (lambda w, x, k: (jnp.tanh(x) @ w, jnp.tanh(x) @ w), True),
     "one key": (lambda w, x, k: (noise(w, x, k), noise(w, x, k)), True),
+    "equal rules": (lambda w, x, k: [with_own_rule(slope, x @ w) for slope in (2.0, 2.0)], True),
+    "other rules": (lambda w, x, k: [with_own_rule(slope, x @ w) for slope in (2.0, 3.0)], False),
     "other inputs": (lambda w, x, k: (x @ w, (x + 1) @ w), False),
     "other keys": (lambda w, x, k: (noise(w, x, k), noise(w, x, jax.random.fold_in(k, 1))), False),
     "one is not differentiated": (lambda w, x, k: (x @ w, x @ jax.lax.stop_gradient(w)), False),

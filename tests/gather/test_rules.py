@@ -183,6 +183,16 @@ def test_without_a_rule_its_case_fails(name, monkeypatch):
         CASES[name][0]()
 
 
+@pytest.mark.parametrize(
+    ("stored", "first", "then"), [("bfloat16", "float32", None), ("float32", "bfloat16", "float8_e4m3fn")]
+)
+def test_only_the_first_cast_to_a_narrower_type_precedes_the_gather(stored, first, then):
+    """A cast to a wider type would gather more bytes, and one cast instead of two would round differently."""
+    cast = lambda w: w.astype(first) if then is None else w.astype(first).astype(then)
+    program = program_of(lambda w, x: jnp.sum(x @ cast(w).astype(x.dtype)), jax.ShapeDtypeStruct(W.shape, stored))
+    assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES // 2]]
+
+
 def test_an_equation_without_results_may_read_a_parameter():
     """It is a use, such as a callback that prints a weight."""
 

@@ -150,6 +150,14 @@ def test_bandwidths_count_the_bytes_of_each_device(mesh, monkeypatch):
     assert found == Speed(link=4 * 1024 / 2, host=12 * 1024 / 2)
 
 
+def test_all_processes_use_the_speeds_of_the_first(mesh, monkeypatch):
+    monkeypatch.setattr("zerojax.offload.measure.ELEMENTS", 1 << 10)
+    monkeypatch.setattr("zerojax.offload.measure.timed", lambda work: 2.0)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", lambda own: np.array([5.0, 7.0]))
+    assert measure.__wrapped__(mesh, ("data",)) == Speed(link=5, host=7)
+
+
 # --- the bytes of a chunk, and the folder of its file ------------------------------------------------------------
 
 
@@ -202,6 +210,18 @@ def test_only_chunks_beside_our_mark_are_an_earlier_runs(tmp_path):
         (tmp_path / name).touch()
     with pytest.raises(DiskError, match=r"has a, b, c and more, which"):
         folder.leftovers(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "folder"])
+def test_only_a_plain_file_is_an_earlier_runs_chunk(tmp_path, kind):
+    store, chunk = tmp_path / "store", tmp_path / "store" / "chunk_00000.bin"
+    store.mkdir()
+    lock.lock(store).release()
+    (tmp_path / "theirs").touch()
+    chunk.mkdir() if kind == "folder" else chunk.symlink_to(tmp_path / ("theirs" if "file" in kind else "nowhere"))
+    with pytest.raises(DiskError, match=r"has chunk_00000.bin, which no earlier run wrote"):
+        folder.claim(store, [1])
+    assert sorted(os.listdir(store)) == [lock.LOCK, "chunk_00000.bin"]
 
 
 def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):

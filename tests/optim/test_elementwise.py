@@ -88,6 +88,12 @@ def test_a_sum_to_which_padding_adds_zero_is_a_scalar(fn):
     assert flat(per_leaf(fn)) == SMALL
 
 
+def test_a_loop_over_scalars_may_compute_the_learning_rate():
+    """A `while` is no elementwise primitive, but its scalar result is the same for every element."""
+    warmup = lambda count: jax.lax.while_loop(lambda rate: rate * count > 1, lambda rate: rate / 2, 0.1)
+    assert flat(optax.sgd(warmup)) == SMALL
+
+
 def test_leaves_that_see_each_other_are_refused():
     swap = optax.stateless(lambda u, _: {**u, "vector": u["vector"] * u["scalar"]})
     assert flat(swap) == {"matrix", "scalar"}

@@ -146,6 +146,13 @@ def test_the_cheaper_way_is_counted():
     assert (stacked.matrices, stacked.within) == (24, 1)
 
 
+def test_owners_of_tiny_matrices_wait_for_two_collectives():
+    """One brings the matrices to their owners, and one brings the results back. Their bytes take almost no time."""
+    (group,) = plan_of([(16, 16)] * 8, matrix_updates="owner", persist_below=50).matrices.owned
+    assert group.within == 1
+    assert group.seconds == pytest.approx(2 * owned_module.LATENCY, rel=0.1)
+
+
 def test_flops_are_counted_along_the_dim_that_is_sharded():
     def newton_schulz(x):
         gram = x @ x.T

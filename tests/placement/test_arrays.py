@@ -100,6 +100,17 @@ def test_a_placed_array_shares_no_memory_with_the_callers(count):
     assert place.place_array(np.ones(2), sharding).sharding == sharding
 
 
+def test_a_copy_in_host_memory_shares_no_memory_with_the_original():
+    sharding = NamedSharding(mesh_of(8), P("data"), memory_kind=host_kind(mesh_of(8)))
+    first = place.place_array(np.arange(64.0, dtype=F32), sharding)
+    second = place.place_array(first, sharding)
+    assert first.sharding == second.sharding == sharding
+    pointers = [{shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards} for x in (first, second)]
+    assert not pointers[0] & pointers[1]
+    first.delete()
+    np.testing.assert_array_equal(second, np.arange(64.0))
+
+
 def test_shapes_are_placed_as_shapes():
     sharding = NamedSharding(mesh_of(8), P("data"))
     found = place.place_array(jax.ShapeDtypeStruct((8,), F32), sharding)

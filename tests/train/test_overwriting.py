@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import zerojax.flax
 from zerojax import Offload, Precision, compat, report, zero_shard
-from zerojax.train.overwriting import Kind, dependence
+from zerojax.train.overwriting import Kind, dependence, unscaled
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
@@ -282,3 +282,21 @@ def test_nnx_variables_are_found_by_their_class(stage):
 def test_how_a_value_depends_on_the_cotangent(value, kind):
     jaxpr, _ = compat.opened(jax.make_jaxpr(value)(1.0, 2.0))
     assert dependence(jaxpr, [Kind.LINEAR, Kind.CONSTANT]) == [kind]
+
+
+@jax.custom_vjp
+def noting(x, most):
+    """Return `x`; the gradient of `most` is the largest element of `x`, which is to replace it."""
+    del most
+    return x
+
+
+noting.defvjp(lambda x, _: (x, x), lambda x, g: (g, x.max()))
+
+
+def test_a_derivative_is_divided_by_the_cotangent_and_a_statistic_is_not():
+    rows, primals, scale = jnp.arange(5.0), [jnp.float32(3), jnp.float32(0)], jnp.float32(8)
+    loss = lambda primals, rows: jnp.sum(noting(rows, primals[1]) * primals[0])
+    values = jax.vjp(lambda primals: loss(primals, rows), primals)[1](scale)[0]
+    assert [float(x) for x in values] == [8 * 10, 4]
+    assert [float(x) for x in unscaled(values, loss, primals, rows, scale)] == [10, 4]

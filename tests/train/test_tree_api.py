@@ -6,8 +6,11 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from jax.sharding import AxisType
 
 from zerojax import zero_shard
+from zerojax.layout.tree import layout_of
+from zerojax.train.tree_api import returned_grads
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -39,3 +42,13 @@ def test_gradients_are_sharded_if_their_form_allows_it(stage, sharded):
     assert {name for name, x in grads.items() if is_sharded(x)} == sharded
     specs = {name: sharding.spec for name, sharding in tx.shardings(params).grads.items()}
     assert {name for name, spec in specs.items() if any(spec)} == sharded
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_gradients_are_sharded_like_the_optimizer_state_over_all_axes(sizes):
+    """Each host stores all parameters, but only its part of the gradients and of the optimizer state."""
+    mesh = jax.make_mesh(sizes, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=("host", "gpu"), params_axis="gpu", persist_below=1)
+    layout = layout_of(tx.config, {"w": jnp.ones((16, 3))})
+    (grad,) = returned_grads(tx.config, layout, [False])
+    assert (grad.axes, grad.shards, grad.dim) == (layout.grads[0].axes, 8, 0)
