@@ -88,7 +88,7 @@ def first_array(tree: Any) -> jax.Array:
 
 
 class Events:
-    """The calls of this process and, through the coordination service, of the other processes."""
+    """A record of this process's calls, such as steps. It also reads the records of the other processes."""
 
     def __init__(self):
         """Prepare to record calls. No thread starts."""

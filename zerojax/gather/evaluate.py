@@ -88,7 +88,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
 
 
 def _body(eqn, index: int):
-    """Return the jaxpr inside `eqn` whose argument `index` equals the operand `index` of `eqn`, or None."""
+    """Return the jaxpr inside `eqn` if its argument number `index` is the operand number `index` of `eqn`, or None."""
     if (loop := compat.loop_of(eqn)) is not None:
         carried = loop.consts <= index < loop.consts + loop.carry
         return None if carried else compat.opened(loop.body)[0]

@@ -35,7 +35,7 @@ def _orders(var, uses: Mapping) -> set[tuple[int, ...]]:
 
 
 def _of_product(eqn, index: int) -> tuple[int, ...]:
-    """Return the order in which a product's gradient has the dims of one operand, or `()` for an unchanged order."""
+    """Return the order of an operand's dims in the operand's gradient, or `()` if the order is unchanged."""
     # The gradient has the batch dims, then the free dims, then the contracted dims in the order of the other operand.
     contracted, batch = eqn.params["dimension_numbers"]
     pairs = sorted(zip(contracted[1 - index], contracted[index], strict=True))

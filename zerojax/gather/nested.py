@@ -68,7 +68,7 @@ class NestedSegment(Segment):
 
     @property
     def operands(self) -> list:
-        """Return no variables, because the backward pass slices no parameters again."""
+        """Return an empty list. The backward pass needs no operands: it does not slice parameters a second time."""
         return []
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, tuple[Callable, Static] | None]:

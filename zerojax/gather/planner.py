@@ -117,7 +117,7 @@ def _nested(
     rows: Mapping[Any, State],
     follower: Follower | None,
 ) -> tuple[Program, list] | None:
-    """Return the program and constants of a loop's body, or None if parameters should be gathered before the loop."""
+    """Return a `Program` for a loop's body, and its constants; None if parameters are gathered before the loop."""
     constants = set(jaxprs.variables_in(eqn.invars[: loop.consts]))
     is_constant = constants.issuperset(touched) and params.keys() >= set(touched)
     if loop.length > MOST_ITERATIONS or not is_constant or not iterations_are_independent(loop):

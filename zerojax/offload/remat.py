@@ -23,8 +23,8 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
     are recomputed in the backward pass. A name that the model does not use has no effect. To offload a layer's input,
     as DeepSpeed's `cpu_checkpointing` does, name the input on the first line of the checkpointed function.
 
-    Scan the layers, or train at stage 3. In any other unrolled model, XLA:GPU (seen on jaxlib 0.12.0) copies each
-    activation only when the backward pass needs it, which saves no memory.
+    Scan the layers, or train at stage 3. In an unrolled model below stage 3, XLA:GPU (seen on jaxlib 0.12.0)
+    copies each activation only when the backward pass needs it, which saves no memory.
 
     Args:
         *names: Names of the activations to offload to pinned host memory.

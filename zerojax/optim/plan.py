@@ -158,7 +158,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
-    """Decide where offloaded state is updated. Measure if `update="auto"`. Return None if nothing is offloaded."""
+    """Decide where offloaded state is updated; None if nothing is offloaded. `update="auto"` measures the machine."""
     if config.offload is None or not plan.offloaded:
         return None
     if config.offload.update != "auto":

@@ -49,7 +49,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that changes gradients as rounding could. With the initial `unit` 0, it does nothing."""
+    """Return a transformation that perturbs gradients as its state says. The first state has `unit` 0 and perturbs nothing."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))

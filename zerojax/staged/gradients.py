@@ -132,7 +132,7 @@ class Gradients:
 
 
 class Finishing:
-    """The programs that scale and reduce a chunk's gradient. Chunks with equal layouts and cuts share a program."""
+    """The programs that scale a chunk's gradient and reduce it to scalars. Chunks of equal layout share a program."""
 
     def __init__(self):
         """Begin without programs."""

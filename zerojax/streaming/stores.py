@@ -99,7 +99,7 @@ class HostStateStore(StateStore):
 
 
 class DiskStateStore(StateStore):
-    """Keep state in files. There is at least one `Chunked` node, and each node holds the version of the files."""
+    """Keep state in files. `nodes` has at least one `Chunked` node. Every node stores the version of the files."""
 
     def __init__(self, nodes: dict[int, Chunked]):
         super().__init__(nodes)

@@ -45,7 +45,7 @@ class Watchdog:
 
     @contextmanager
     def watching(self, number: int, *, compiles: bool) -> Iterator[Call]:
-        """Watch the `with` block, unless the step compiles, and then the array that the caller sets as `result`."""
+        """Watch the `with` block, unless the step compiles in it. After it, watch the array set as `result`."""
         step = Call(number, f"step {number}")
         if not compiles:
             self._watch(step)
