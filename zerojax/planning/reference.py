@@ -49,7 +49,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that perturbs gradients as its state says. The first state has `unit` 0 and perturbs nothing."""
+    """Return a transformation that perturbs gradients as its state says. At first `unit` is 0, which perturbs nothing."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))
