@@ -49,7 +49,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that perturbs gradients as its state says. At first `unit` is 0, which perturbs nothing."""
+    """Return a transformation that perturbs gradients as its state says. At first, `unit` is 0: no change."""
 
     def init(params):
         return Rounding(jnp.zeros(()), jax.random.key(0))
