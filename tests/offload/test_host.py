@@ -293,6 +293,7 @@ def test_a_lock_file_that_is_no_plain_file_is_refused(tmp_path):
         ("4194999", r"process 4194999\)\. No such process is visible"),
         ("", r"process unknown\)\. Give this run"),
     ],
+    ids=["this process", "a process that lives", "no process", "unknown"],
 )
 def test_the_holder_of_a_lock_is_named(tmp_path, holder, words):
     with pytest.raises(DiskError, match=words):
