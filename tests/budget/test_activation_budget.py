@@ -64,12 +64,16 @@ def saved_bytes(fn, *args):
     return total
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "budget", [pytest.param(b, marks=pytest.mark.slow) if b in BUDGETS[1::2] else b for b in BUDGETS]
+)
 def test_values_and_gradients_are_those_of_the_function(budget):
     compared(zerojax.remat(attention, budget=budget), attention, *given())
 
 
-@pytest.mark.parametrize("budget", [0, 300, 1000])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(0, marks=pytest.mark.slow), 300, pytest.param(1000, marks=pytest.mark.slow)]
+)
 def test_it_composes(budget):
     """With scan, vmap, itself, jit inside, keyword and static arguments, and dropout of the same masks."""
 
@@ -96,7 +100,7 @@ def test_it_composes(budget):
     compared(model(functools.partial(zerojax.remat, budget=budget)), model(plain), PARAMS, jnp.stack([x, 2 * x]))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_step_trains_as_without_it(mesh, stage):
     params, x = given()
     batch = jnp.concatenate([x + i for i in range(8)])
@@ -277,7 +281,9 @@ class Block(nn.Module):
         return x + nn.Dense(WIDTH)(h), None
 
 
-@pytest.mark.parametrize("budget", [0, 200, 1e6])
+@pytest.mark.parametrize(
+    "budget", [pytest.param(0, marks=pytest.mark.slow), 200, pytest.param(1e6, marks=pytest.mark.slow)]
+)
 def test_linen_modules_are_rematerialised(budget):
     def run(budget):
         net, x = Net(budget), jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
