@@ -1,5 +1,6 @@
 """Run by test_streamed_checkpoints.py in a process of its own, to be killed: a run with optimizer state on disk."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -28,6 +29,7 @@ def main(folder, steps, params=None):
             float(metrics["loss"])
             print("step", i, flush=True)
             checkpoints.save(state, step=i)
+    shutil.rmtree(folder / "parameters", ignore_errors=True)  # of a run that was killed after its last step
     export(state, folder / "parameters")
     np.save(folder / "moments.npy", np.concatenate([np.ravel(x) for x in moments(state)]))
 
