@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -88,6 +89,14 @@ def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     """Load an offloaded leaf as one array on the devices."""
     chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
     return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
+
+
+def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Chunked:
+    """Write a leaf on disk chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.
+
+    The arguments of `read` have a start and an end for each dim. Return the new node.
+    """
+    return dataclasses.replace(node, chunks=(node.store.fill(read),))
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:

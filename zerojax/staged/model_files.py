@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -141,6 +141,17 @@ class ModelFiles(StateFiles):
         if len(self._copying) > _COPYING:
             self._write(*self._copying.popleft())
 
+    def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
+        """Begin to pass a chunk's shards to `put`; see `StateFiles.copy`. A chunk in host memory is passed at once."""
+        self.copy_all()
+        index = self._index[k, n]
+        if index not in self._held:
+            return self._store.copy(index, put, version=self._versions[index])
+        put(self._held[index])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
     def copy_all(self) -> None:
         """Block until all arrays that were passed to `write` are copied from the devices."""
         while self._copying:
@@ -148,7 +159,10 @@ class ModelFiles(StateFiles):
 
     def _write(self, k: int, n: int, array: Array) -> None:
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        shards = [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
+        self.write_shards(k, n, [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)])
+
+    def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
+        """Copy a chunk's shards to a buffer, and begin to write them; see `StateFiles.write_shards`."""
         index = self._index[k, n]
         if index in self._held:
             self._held[index] = tuple(map(np.copy, shards))
@@ -205,6 +219,15 @@ class ModelLeaf(LeafFiles):
         files = self.files
         assert isinstance(files, ModelFiles)
         version = super().save(jax.block_until_ready(list(chunks)))
+        files.flush()
+        files.saved(self.k)
+        return version
+
+    def fill(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Int[np.ndarray, ""]:
+        """Write the parameter, wait until it is in the files, and return the new version; see `LeafFiles.fill`."""
+        files = self.files
+        assert isinstance(files, ModelFiles)
+        version = super().fill(read)
         files.flush()
         files.saved(self.k)
         return version
