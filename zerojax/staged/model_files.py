@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 # The number of chunks that are read ahead at a time. As many chunks can wait to be written.
 READ_AHEAD = 8
+# The folder, within `Offload(path=)`, of parameters that no run uses yet.
+GIVEN = "given"
 # The number of arrays whose copies from the devices to host memory run while Python goes on.
 _COPYING = 2
 
@@ -62,7 +65,7 @@ class ModelFiles(StateFiles):
             ValueError: If the buffers need more than `host_bytes`.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
-        self._path = path
+        self._path, self._host_bytes = Path(path), host_bytes
         self._versions: collections.Counter[int] = collections.Counter()
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
@@ -104,6 +107,13 @@ class ModelFiles(StateFiles):
         store = DiskStore(self.path, self._disk_specs, in_flight=READ_AHEAD)
         weakref.finalize(self, close_store, store)
         return store
+
+    def given(self, types: Sequence[Any]) -> ModelFiles:
+        """Return files for the same parameters, which no run uses yet. `types` are the parameters' types by number."""
+        leaves = {k: self._leaves[k] for k in sorted(self._params)}
+        wide = {k: (dataclasses.replace(leaf, dtype=np.dtype(types[k])), *rest) for k, (leaf, *rest) in leaves.items()}
+        path, params = self._path.with_name(GIVEN), list(leaves)
+        return ModelFiles(path, wide, host_bytes=self._host_bytes, first=params, params=params)  # pyright: ignore[reportArgumentType]
 
     def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
         """Return the layout, the chunking and the sharding of leaf `k`."""

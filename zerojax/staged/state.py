@@ -23,7 +23,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.chunking import joined, splitting
 from zerojax.placement.place import are_shapes, place_array
 from zerojax.placement.storage import is_stored_node, leaves_of, named, storage_leaves
-from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.update import Trained
 
@@ -66,7 +66,7 @@ def files_of_run(config: Config, plan: ShardingPlan) -> ModelFiles:
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
     """Return the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
     params = list(on_disk(config, layout, {i: leaf.dtype for i, leaf in enumerate(types)}).values())
-    return _files(config, "given", params, len(params))
+    return _files(config, GIVEN, params, len(params))
 
 
 def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFiles:
