@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.offload.state_files import shards_of
 
+
 def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
     """Begin to copy a leaf on disk into a folder of a checkpoint. Return futures of this process's copies.
 

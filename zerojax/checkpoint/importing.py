@@ -185,7 +185,9 @@ def master_shapes(state: ZeroState) -> PyTree:
     Parameters on disk are nodes of new files, which no state uses yet.
     """
     files = files_of(state.params)
-    on_disk = {} if files is None else files.given([leaf.dtype for leaf in state.plan.layout.grads]).nodes(is_shape=True)
+    on_disk = (
+        {} if files is None else files.given([leaf.dtype for leaf in state.plan.layout.grads]).nodes(is_shape=True)
+    )
 
     def wide(i: int, x, grad: Leaf):
         if i in on_disk:
