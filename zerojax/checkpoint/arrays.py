@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,22 +67,23 @@ class ArrayHandler(type_handlers.ArrayHandler):
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
             enable_write_sharding_file=False,
         )
+        self.copies: list[Future[None]] = []  # not among orbax's futures, whose errors orbax logs with a traceback
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copy the values to host memory and begin to write them. Return futures that end when all are on disk."""
         infos = [info.replace(byte_limiter=None) for info in infos]  # a limiter works only in its own event loop
         entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
         arrays = [entry for entry in entries if not isinstance(entry[0], ChunkedSource)]
-        futures = list(await super().serialize(*zip(*arrays, strict=True)))
+        futures = list(await super().serialize(*zip(*arrays, strict=True))) if arrays else []
         try:
             for source, info, arg in entries:
                 if isinstance(source, ChunkedSource) and source.node.store is not None:
-                    futures += begin_copy(source.node, Path(info.parent_dir) / info.name)
+                    self.copies += begin_copy(source.node, Path(info.parent_dir) / info.name)
                 elif isinstance(source, ChunkedSource):
                     futures += await super().serialize([joined(source.node)], [info], [arg])
         except BaseException:
             with contextlib.suppress(Exception):
-                wait_for(futures)
+                wait_for([*futures, *self.copies])
             raise
         return futures
 
@@ -91,7 +92,8 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
     """Begin to write arrays into an empty folder. Return a function that waits for the writes of this process.
 
     The values are copied to host memory before this function returns. (On CPU, the buffers are kept alive instead, so
-    that later donations cannot reuse them. Leaves on disk are copied later, before a step overwrites them.) `arrays` maps folder names to arrays, none of which is empty.
+    that later donations cannot reuse them.) Leaves on disk are copied later, before a step overwrites them. `arrays`
+    maps folder names to arrays, none of which is empty.
     """
     if not arrays:
         return lambda: None
@@ -100,7 +102,7 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
     tree = {folder: ChunkedSource(x) if isinstance(x, Chunked) else x for folder, x in arrays.items()}
     orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
     futures = run(orbax.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(tree))) or ()
-    return lambda: wait_for(futures)
+    return lambda: wait_for([*futures, *handler.copies])
 
 
 def wait_for(futures: Sequence[Any]) -> None:

@@ -184,10 +184,8 @@ def master_shapes(state: ZeroState) -> PyTree:
 
     Parameters on disk are nodes of new files, which no state uses yet.
     """
-    files = files_of(state.params)
-    on_disk = (
-        {} if files is None else files.given([leaf.dtype for leaf in state.plan.layout.grads]).nodes(is_shape=True)
-    )
+    files, grads = files_of(state.params), state.plan.layout.grads
+    on_disk = {} if files is None else files.given([leaf.dtype for leaf in grads]).nodes(is_shape=True)
 
     def wide(i: int, x, grad: Leaf):
         if i in on_disk:
@@ -197,5 +195,4 @@ def master_shapes(state: ZeroState) -> PyTree:
         return Padded(shape, x.shape, x.dim) if is_padded(x) else shape  # pyright: ignore[reportArgumentType]
 
     leaves, structure = jax.tree.flatten(state.params, is_leaf=is_stored_node)
-    grads = state.plan.layout.grads
     return structure.unflatten([wide(i, x, grad) for i, (x, grad) in enumerate(zip(leaves, grads, strict=True))])

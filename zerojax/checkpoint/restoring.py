@@ -98,7 +98,7 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
 
 
 def is_read_by_chunk(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether a leaf is read into files chunk by chunk. Its storage must be the saved one, except for padding."""
+    """Return whether a leaf is read into files chunk by chunk. It must have the saved storage, except for padding."""
     node = wanted.array
     is_on_disk = is_chunked(node) and node.store is not None
     return is_on_disk and "flat" not in (saved.kind, wanted.leaf.kind) and saved.dtype == wanted.dtype

@@ -152,9 +152,9 @@ class DiskStore:
     def copy(self, index: int, put: Callable[[tuple[np.ndarray, ...]], None], *, version: int) -> Future[None]:
         """Begin to read a chunk and to pass its arrays to `put`, in a thread that makes all copies.
 
-        A write of the chunk that begins later waits for the copy, so the copy has the chunk as it is at this call. Reads
-        do not wait for copies. A copy uses a buffer of its own, because a write that waits for the copy has a buffer.
-        The future raises a `DiskStateError` if the version or the checksum is wrong, and any error of `put`.
+        A write of the chunk that begins later waits for the copy, so the copy has the chunk as it is at this call.
+        Reads do not wait for copies. A copy has its own buffer, because a write that waits for it holds a buffer. The
+        future raises a `DiskStateError` if the version or the checksum is wrong, and any error of `put`.
         """
         self._raise_failure()
         self.bytes_read += self._specs[index].bytes

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -130,10 +131,10 @@ class StateFiles:
 
     def require(self, version: Any) -> None:
         """Raise a `ValueError` if a state's version is not the version of the files."""
-        if int(version) != self._version:
+        if (given := number_of(version, self.path)) != self._version:
             raise ValueError(
                 f"The optimizer state on disk in {self.path} has version {self._version}, and this state has version "
-                f"{int(version)}: a copy of a state shares its files, and a step changes them. Go on with the state "
+                f"{given}: a copy of a state shares its files, and a step changes them. Go on with the state "
                 f"that the last step returned. To keep a state, save it in a checkpoint."
             )
 
@@ -153,6 +154,11 @@ class LeafFiles:
     files: StateFiles
     k: int
     chunks: int
+
+    def load_chunk(self, version: Any, n: int) -> Array:
+        """Load one chunk onto the devices. The files must have this version."""
+        self.files.require(version)
+        return self.files.receive(self.k, n, self.files.read(self.k, n), "device")
 
     def load(self, version: Any) -> list[Array]:
         """Load the leaf's chunks onto the devices. The files must have this version."""
@@ -192,6 +198,27 @@ class LeafFiles:
         for n, chunk in enumerate(chunks):
             self.files.write(self.k, n, chunk)
         return version
+
+
+def number_of(version: Any, path: Path) -> int:
+    """Return the version that a node stores as an integer.
+
+    Raises:
+        ValueError: If the node is of a state of shapes.
+        TypeError: If the node is traced.
+    """
+    if isinstance(version, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"A leaf on disk in {path} has no files, because its state was made of shapes. Call tx.create with arrays, "
+            f"or with the result of tx.init_params; or restore a checkpoint into the state."
+        )
+    if isinstance(version, jax.core.Tracer):
+        raise TypeError(
+            f"A leaf on disk in {path} is an argument of jax.jit or of another transformation of JAX, and a compiled "
+            f"program cannot read files. Use tx.train_step or tx.eval_step, which read files while they compute; or "
+            f"first load the leaves onto the devices with tx.unshard."
+        )
+    return int(version)
 
 
 def close(state: PyTree) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -112,6 +112,22 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
     """Return the jitted function that `joined` calls."""
     return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
+
+
+def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> Iterator[Shaped[Array, "*chunk"]]:
+    """Yield the chunks of an array on the devices, one at a time. `splitting` makes all chunks at once."""
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding)
+    for start, length in chunking.chunks:
+        yield x if len(chunking.extents) == 1 else slicing(sharding, leaf, chunking.dim, length)(x, start)
+
+
+@functools.lru_cache(maxsize=64)
+def slicing(sharding: NamedSharding, leaf: Leaf, dim: int, length: int) -> Any:
+    """Return the jitted function that `chunks_of` calls. Chunks of one length share it."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return jax.jit(lambda x, start: slice_chunk(mesh, x, leaf, dim, start, length), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)

@@ -22,7 +22,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore, Lease
-from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, shards_of
+from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, number_of, shards_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -191,10 +191,10 @@ class ModelFiles(StateFiles):
                 f"The parameters on disk in {self.path} are half written, because a step on them was interrupted or "
                 f"failed. Make a state with tx.create, or restore the last checkpoint into one."
             )
-        if int(version) != self._version:
+        if (given := number_of(version, self.path)) != self._version:
             raise ValueError(
                 f"The parameters on disk in {self.path} are of version {self._version}, and this state is of "
-                f"{int(version)}: a copy of a state shares its files, and a step changes them. Go on with the state "
+                f"{given}: a copy of a state shares its files, and a step changes them. Go on with the state "
                 f"that the last step returned; save what is to be kept in a checkpoint."
             )
 

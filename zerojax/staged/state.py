@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
@@ -20,7 +19,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout, canonical
 from zerojax.optim.plan import ShardingPlan
-from zerojax.placement.chunking import joined, splitting
+from zerojax.placement.chunking import chunks_of, joined
 from zerojax.placement.place import are_shapes, place_array
 from zerojax.placement.storage import is_stored_node, leaves_of, named, storage_leaves
 from zerojax.staged.model_files import GIVEN, ModelFiles
@@ -129,18 +128,15 @@ def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
 
 def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) -> None:
     """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, divide the array from `place`."""
-    leaf, chunking, sharding = files.leaf(i)
+    leaf, chunking, _ = files.leaf(i)
     if is_chunked(x) and x.chunking == chunking and x.store is not None:
         source = x.store.files
         source.require(*x.chunks)
         for n in range(len(chunking.extents)):
             files.write(i, n, source.receive(x.store.k, n, source.read(x.store.k, n), "device").astype(leaf.dtype))
         return
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
-    chunks = splitting(mesh, sharding, leaf, chunking)(place().astype(leaf.dtype))
-    for n, chunk in enumerate(jax.block_until_ready(chunks)):
-        files.write(i, n, chunk)
+    for n, chunk in enumerate(chunks_of(place().astype(leaf.dtype), leaf, chunking)):
+        files.write(i, n, jax.block_until_ready(chunk))
 
 
 def shapes_on_disk(params: PyTree) -> PyTree:
