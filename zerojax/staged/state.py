@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -73,6 +72,12 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFi
     offload = config.offload
     assert offload is not None
     assert offload.path is not None
+    if not count:
+        raise ValueError(
+            'Offload(params="disk") has no parameter to keep on disk: each parameter is replicated, because it has '
+            "fewer elements than persist_below, or no dim that can be sharded. Lower persist_below=, or leave out "
+            "params=."
+        )
     leaves = {of.index: (of.leaf, of.chunking, of.sharding) for of in kept}
     assert not isinstance(offload.host_bytes, str)
     first, params = [of.index for of in kept], [of.index for of in kept[:count]]
@@ -102,17 +107,20 @@ def write_params(
     Args:
         config: The configuration of the transformation.
         layout: The layout of the parameters.
-        leaves: The parameters in any form, or their shapes.
+        leaves: The parameters in any form, or their shapes. Each is needed only until it is written.
         files: The files for the sharded parameters. Parameters are cast to the types of the files' leaves.
         shapes: Whether the leaves are shapes. Then no file is written, and the tree consists of shapes.
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
-    for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True)):
+    leaves = iter(leaves)
+    for i, leaf in enumerate(layout.params):
+        x = next(leaves)
         if i not in stored:
             shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
             stored[i] = shape if shapes else placed_leaf(config, x, leaf).astype(leaf.dtype)
         elif not shapes:
-            write_leaf(files, i, x, functools.partial(placed_leaf, config, x, leaf))
+            write_leaf(files, i, x)
+        del x  # before the next leaf is made
     if not shapes:
         files.flush()
     return jax.tree.unflatten(layout.treedef, [stored[i] for i in range(len(layout.params))])
@@ -126,16 +134,18 @@ def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
     )
 
 
-def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) -> None:
-    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, divide the array from `place`."""
-    leaf, chunking, _ = files.leaf(i)
+def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
+    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
+    leaf, chunking, sharding = files.leaf(i)
     if is_chunked(x) and x.chunking == chunking and x.store is not None:
         source = x.store.files
         source.require(*x.chunks)
         for n in range(len(chunking.extents)):
             files.write(i, n, source.receive(x.store.k, n, source.read(x.store.k, n), "device").astype(leaf.dtype))
         return
-    for n, chunk in enumerate(chunks_of(place().astype(leaf.dtype), leaf, chunking)):
+    # Unlike `placed_leaf`, do not copy an array that is already in place.
+    stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [leaf])[0], sharding)
+    for n, chunk in enumerate(chunks_of(stored.astype(leaf.dtype), leaf, chunking)):
         files.write(i, n, jax.block_until_ready(chunk))
 
 
