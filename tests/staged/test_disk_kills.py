@@ -84,9 +84,8 @@ def test_a_run_that_is_killed_twenty_times_is_restored_exactly_each_time(templat
     phases = []
     for moment in moments:
         delay = draw.uniform(0, float(seconds) / int(transfers))
-        lines = template.run(
-            tmp_path / "killed", steps=STEPS + 1, moment=moment, delay=delay
-        )  # one more for late kills
+        # One step more, so that a kill that comes late does not miss the run.
+        lines = template.run(tmp_path / "killed", steps=STEPS + 1, moment=moment, delay=delay)
         restored, names = digests_of(lines), [words[0] for words in lines]
         assert len(restored) == 1
         assert restored.items() <= wanted.items()
