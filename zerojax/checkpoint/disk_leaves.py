@@ -36,10 +36,11 @@ def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
         store = {"driver": "file", "path": f"{folder}/"}
         spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "dtype": np.dtype(node.dtype).name}
         tensorstore.open(spec, create=True).result()
-    files = [name and folder / name for name in files_of_shards(node.sharding, node.shape)]
-    for file in filter(None, files):
-        file.touch()
-        os.truncate(file, math.prod(local) * node.dtype.itemsize)
+    files = [folder / name if name else None for name in files_of_shards(node.sharding, node.shape)]
+    for file in files:
+        if file is not None:
+            file.touch()
+            os.truncate(file, math.prod(local) * node.dtype.itemsize)
     return node.store.copy(*node.chunks, functools.partial(write_chunk, files, local, node.chunking))
 
 
@@ -48,17 +49,17 @@ def files_of_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> list[str
 
     If several processes have a shard, the process of the shard's first device writes it.
     """
-    indices, writers = sharding.devices_indices_map(shape), {}
+    indices, local = sharding.devices_indices_map(shape), sharding.shard_shape(shape)
+    writers: dict[str, jax.Device] = {}
     for device, index in indices.items():
         writers.setdefault(str(index), device)
-    first = [devices[0] for devices in shards_of(sharding, shape)]
-    names = {}
-    for device in first:
-        starts = [one.indices(size)[0] for one, size in zip(indices[device] or (), shape, strict=True)]
-        grid = [start // size for start, size in zip(starts, sharding.shard_shape(shape), strict=True)]
-        names[device] = ".".join(map(str, grid))
-    is_ours = lambda device: writers[str(indices[device])].process_index == jax.process_index()
-    return [names[device] if is_ours(device) else "" for device in first]
+    names = []
+    for device, *_ in shards_of(sharding, shape):
+        index = indices[device] or ()
+        grid = [one.indices(size)[0] // part for one, size, part in zip(index, shape, local, strict=True)]
+        is_ours = writers[str(indices[device])].process_index == jax.process_index()
+        names.append(".".join(map(str, grid)) if is_ours else "")
+    return names
 
 
 def write_chunk(
@@ -67,7 +68,7 @@ def write_chunk(
     """Write chunk `n` of each shard to its place in the shard's file. `local` is the shape of one shard."""
     dim, (start, _) = chunking.dim, chunking.chunks[n]
     for file, shard in zip(files, shards, strict=True):
-        if file:
+        if file is not None:
             rows = shard.reshape(math.prod(local[:dim]), -1)  # each row is contiguous in the file
             row_bytes = math.prod(local[dim:]) * shard.itemsize
             with file.open("r+b") as out:
