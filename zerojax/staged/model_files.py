@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # The number of chunks that are read ahead at a time. As many chunks can wait to be written.
 READ_AHEAD = 8
 # The number of arrays whose copies from the devices to host memory run while Python goes on.
-_COPYING = 2
+COPYING = 2
 
 
 class ModelFiles(StateFiles):
@@ -105,6 +105,11 @@ class ModelFiles(StateFiles):
         weakref.finalize(self, close_store, store)
         return store
 
+    @property
+    def numbers(self) -> list[int]:
+        """Return the numbers of all leaves."""
+        return list(self._leaves)
+
     def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
         """Return the layout, the chunking and the sharding of leaf `k`."""
         return self._leaves[k]
@@ -135,10 +140,10 @@ class ModelFiles(StateFiles):
         return self._store.read(index, version=self._versions[index])
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Begin to copy chunk `n` of leaf `k` to host memory. If more than `_COPYING` copies wait, write the oldest."""
+        """Begin to copy chunk `n` of leaf `k` to host memory. If more than `COPYING` copies wait, write the oldest."""
         array.copy_to_host_async()
         self._copying.append((k, n, array))
-        if len(self._copying) > _COPYING:
+        if len(self._copying) > COPYING:
             self._write(*self._copying.popleft())
 
     def copy_all(self) -> None:
