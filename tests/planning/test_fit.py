@@ -16,7 +16,8 @@ from zerojax.gpus import topology
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, abstract_mesh, installed
 from zerojax.planning import plan as planner
-from zerojax.planning.fit import COST_RESOLUTION, HOST_LINKS, MOST_ROWS, PEAK_MARGIN, SearchSpace, search
+from zerojax.planning.fit import COST_RESOLUTION, MOST_ROWS, PEAK_MARGIN, SearchSpace, search
+from zerojax.planning.hardware import HOST_LINKS, Hardware
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -83,7 +84,7 @@ def searched(
         return Compiled(peak(candidate), memory)
 
     config = Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
-    space = SearchSpace("h200", stages, offloads, rows, memory, **hardware)
+    space = SearchSpace("h200", stages, offloads, rows, Hardware(memory, **hardware))
     losses = losses or {"loss": Model(4 * MB)}
     return search(config, losses, PARAMS, BATCH, space=space, counts=counts, compile_plan=compile_plan), compiled
 

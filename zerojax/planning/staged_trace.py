@@ -82,7 +82,10 @@ def chunk_shapes(
     config: Config, plan: ShardingPlan, files: ModelFiles
 ) -> Iterator[tuple[ChunkKey, jax.ShapeDtypeStruct]]:
     """Yield the key and the shape of each chunk of parameters, gradients and optimizer state on disk."""
-    state = [(("state", k), (plan.state[k], chunking, named(config, plan.state[k]))) for k, chunking in plan.offloaded.items()]
+    state = [
+        (("state", k), (plan.state[k], chunking, named(config, plan.state[k])))
+        for k, chunking in plan.offloaded.items()
+    ]
     for key, (leaf, chunking, sharding) in [*((("model", k), files.leaf(k)) for k in files.numbers), *state]:
         for n, shape in enumerate(chunking.chunk_shapes(leaf)):
             yield (*key, n), jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
