@@ -74,6 +74,7 @@ def searched(
     stages=(0, 1, 2, 3),
     offloads=(None, HOST),
     rows=None,
+    hosts=None,
     **hardware,
 ):
     """`(fit, candidates that were compiled)`."""
@@ -84,7 +85,7 @@ def searched(
         return Compiled(peak(candidate), memory)
 
     config = Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
-    space = SearchSpace("h200", stages, offloads, rows, Hardware(memory, **hardware))
+    space = SearchSpace("h200", stages, offloads, rows, Hardware(memory, **hardware), hosts)
     losses = losses or {"loss": Model(4 * MB)}
     return search(config, losses, PARAMS, BATCH, space=space, counts=counts, compile_plan=compile_plan), compiled
 
