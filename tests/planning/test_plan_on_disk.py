@@ -1,16 +1,17 @@
 """The plan of a step with parameters on disk: its trace is the step's, and absent GPUs get all of its programs."""
 
+import itertools
+import json
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import quick_or_slow
-from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
+from conftest import mesh_of, quick_or_slow
+from disk_models import LOSSES, batch_of, model_params, on_disk
 
-import zerojax
-from zerojax import Offload, Precision
+from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.gpus.topology import installed
 from zerojax.offload.state_files import StateFiles
 from zerojax.planning import staged_program
@@ -19,6 +20,7 @@ from zerojax.planning.compiled_plan import STATE_PARTS
 from zerojax.planning.shapes import abstract
 from zerojax.planning.staged_program import compile_trace
 from zerojax.planning.staged_trace import trace_step
+from zerojax.plot import timeline
 from zerojax.staged.microbatch import Microbatch
 from zerojax.staged.model_files import ModelFiles
 
@@ -103,5 +105,121 @@ def test_the_arrays_between_programs_are_those_that_python_holds(tmp_path, monke
 
     monkeypatch.setattr(staged_program, "memory_analysis", of_results)
     found = compile_trace(traced(tx, LOSSES[name]), step.config.mesh, STATE_PARTS).peak
-    print(held, found)
-    assert found == pytest.approx(max(held), rel=0.1)
+    assert found == pytest.approx(max(held), rel=0.03)  # Python also holds scalars and chunks that wait to be written
+
+
+def test_chunks_are_copied_before_the_program_of_the_use_before_is_waited_for(tmp_path, monkeypatch):
+    """So copies can run while the devices compute."""
+    events, is_waiting = [], []
+    receive, ran, block = StateFiles.receive, Microbatch._ran, jax.block_until_ready
+
+    def received(self, *args):
+        events.append("copy")
+        return receive(self, *args)
+
+    def launched(self, results):
+        events.append("launch")
+        is_waiting.append(True)
+        try:
+            return ran(self, results)
+        finally:
+            is_waiting.pop()
+
+    def waited(x):
+        events.extend(["wait"] * len(is_waiting))
+        return block(x)
+
+    tx = on_disk(tmp_path, devices=1, chunk_bytes=4096)
+    state, step = tx.create(model_params()), tx.train_step(LOSSES["loop"])
+    monkeypatch.setattr(StateFiles, "receive", received)
+    monkeypatch.setattr(Microbatch, "_ran", launched)
+    monkeypatch.setattr(jax, "block_until_ready", waited)
+    step(state, batch_of())
+    ends = [i for i, event in enumerate(events) if event == "launch"]
+    between = [events[a + 1 : b] for a, b in itertools.pairwise(ends)]
+    copied = [found for found in between if "copy" in found]
+    assert len(copied) >= 8  # three layers each way, and the parameters outside of the loop
+    # After a launch, the program before it is waited for. The program itself runs while the next chunks are copied.
+    assert all(found.count("wait") <= 1 and "wait" not in found[found.index("copy") :] for found in copied)
+
+
+WIDTH, DEPTH = 256, 8
+
+
+def layers():
+    return {"layers": jax.ShapeDtypeStruct((DEPTH, WIDTH, WIDTH), jnp.float32)}
+
+
+def deep(params, batch):
+    layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w), None))
+    return jnp.mean(jax.lax.scan(layer, batch, params["layers"])[0] ** 2)
+
+
+def step_of(offload):
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(8), offload=offload)
+    return tx.train_step(deep), tx.create(layers())
+
+
+DISK = Offload(params="disk", optimizer="disk", path="anywhere")
+BATCH = jax.ShapeDtypeStruct((64, WIDTH), jnp.float32)
+
+
+@aot
+@pytest.mark.slow
+def test_absent_gpus_hold_less_than_with_parameters_in_host_memory():
+    """Also without the parameters, which the plan for host memory counts as memory of the device."""
+    disk = plan(*step_of(DISK), BATCH)
+    host = plan(*step_of(Offload(optimizer="host", params="host")), BATCH)
+    assert disk.peak <= host.peak - host.memory["parameters"]
+    assert disk.memory["between programs"] > 0
+    assert "parameters" not in disk.memory
+    # The same products, except that XLA merges or repeats none across programs.
+    assert disk.roofline.operations == host.roofline.operations
+    gathers = [
+        sum(c.bytes * c.times for c in p.collectives.of("all-gather") if c.elements >= WIDTH**2) for p in (disk, host)
+    ]
+    assert gathers == [2 * DEPTH * WIDTH**2 * 4] * 2
+
+
+@aot
+@pytest.mark.slow
+def test_absent_gpus_get_their_chunks_outside_of_the_programs():
+    program = program_of_step(*step_of(DISK), BATCH, (), "h200:8")
+    texts = [compiled.as_text() for compiled, _ in program.compile(BATCH).programs]
+    assert any("all-gather-start" in text for text in texts)
+    for text in texts:
+        assert "S(5)" not in text  # host memory, in XLA's layouts
+        assert "MoveToHost" not in text
+        assert "MoveToDevice" not in text
+
+
+@aot
+@pytest.mark.slow
+def test_the_time_is_the_longest_of_compute_link_and_disk():
+    step, state = step_of(DISK)
+    row = estimate(layers(), tx=optax.adam(1e-3), stages=(3,), offload=DISK)[3]
+    found = plan(step, state, BATCH, largest_batch=True, memory=64e6)
+    assert (found.disk, found.read, found.written) == (row.disk, row.read, row.written)
+    assert found.transfers == {"host link": row.read / 50e9}
+    assert found.seconds == max(found.roofline.seconds, row.read / 50e9)
+    assert found.disk_bandwidth == (row.read + row.written) / found.seconds
+    assert found.largest_batch > 64
+    slow = plan(step, state, BATCH, disk=1e9, host_link=25e9)
+    assert slow.transfers == {"host link": row.read / 25e9, "disk": (row.read + row.written) / 1e9}
+    assert slow.seconds == slow.transfers["disk"] > slow.roofline.seconds
+    text = str(slow)
+    for line in ("read per step", "written per step", "the disk is the limit below"):
+        assert line in text
+    assert json.loads(json.dumps(slow.to_dict()))["disk_bandwidth"] == slow.disk_bandwidth
+    with pytest.raises(ValueError, match="no program to draw"):
+        timeline(slow)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [({"disk": 0}, ValueError, "disk= is in bytes per second of one GPU"), ({"dsk": 1}, TypeError, "'dsk'")],
+)
+def test_wrong_hardware(option, error, message):
+    step, state = step_of(DISK)
+    with pytest.raises(error, match=message):
+        plan(step, state, BATCH, **option)
