@@ -263,7 +263,8 @@ def doctor(
 ) -> None:
     """Check versions, devices, bandwidths, and whether offloading is correct on this machine.
 
-    The check of the disk says below how many tokens per step the disk is the limit, if parameters are on this disk. The exit status is 1 if a check fails.
+    It also says below how many tokens per step a disk with the parameters is the limit. The exit status is 1 if a check
+    fails.
     """
     findings = []
     with errors_in_one_line(as_json, on_cpu=False):

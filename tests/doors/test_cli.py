@@ -123,6 +123,8 @@ def test_the_users_own_optimizer_precision_and_offload(models):
     for where in ("host", "disk"):
         (row,) = estimated("1e6", "--offload", where, "--stage", 3)["rows"]
         assert row[where] == 12 * 10**6 // 8
+    (row,) = estimated("1e6", "--offload", "disk+params", "--stage", 3)["rows"]
+    assert (row["disk"], row["read"]) == (18 * 10**6 // 8, 22 * 10**6 // 8)
 
 
 @pytest.mark.parametrize(

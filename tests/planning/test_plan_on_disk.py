@@ -172,13 +172,14 @@ def test_absent_gpus_hold_less_than_with_parameters_in_host_memory():
     host = plan(*step_of(Offload(optimizer="host", params="host")), BATCH)
     assert disk.peak <= host.peak - host.memory["parameters"]
     assert disk.memory["between programs"] > 0
-    assert "parameters" not in disk.memory
-    # The same products, except that XLA merges or repeats none across programs.
-    assert disk.roofline.operations == host.roofline.operations
-    gathers = [
-        sum(c.bytes * c.times for c in p.collectives.of("all-gather") if c.elements >= WIDTH**2) for p in (disk, host)
-    ]
-    assert gathers == [2 * DEPTH * WIDTH**2 * 4] * 2
+    assert disk.memory["parameters"] == 4  # the version of the files
+    product = 2 * (64 // 8) * WIDTH**2  # of one device's rows
+    assert disk.roofline.operations == {"f32": 4 * DEPTH * product}
+    # Within one program, XLA also sees that the batch needs no cotangent.
+    assert host.roofline.operations == {"f32": (4 * DEPTH - 1) * product}
+    for found in disk, host:
+        gathers = [c for c in found.collectives.of("all-gather") if c.elements >= WIDTH**2]
+        assert sum(c.bytes * c.times for c in gathers) == 2 * DEPTH * WIDTH**2 * 4
 
 
 @aot
