@@ -1,6 +1,5 @@
 """The plan of a step with parameters on disk: its trace is the step's, and absent GPUs get all of its programs."""
 
-import itertools
 import json
 from types import SimpleNamespace
 
@@ -110,37 +109,36 @@ def test_the_arrays_between_programs_are_those_that_python_holds(tmp_path, monke
 
 def test_chunks_are_copied_before_the_program_of_the_use_before_is_waited_for(tmp_path, monkeypatch):
     """So copies can run while the devices compute."""
-    events, is_waiting = [], []
+    events, launched = [], []
     receive, ran, block = StateFiles.receive, Microbatch._ran, jax.block_until_ready
 
-    def received(self, *args):
-        events.append("copy")
+    def copy(self, *args):
+        events.append(("copy", len(launched)))  # for the program that is launched next
         return receive(self, *args)
 
-    def launched(self, results):
-        events.append("launch")
-        is_waiting.append(True)
-        try:
-            return ran(self, results)
-        finally:
-            is_waiting.pop()
+    def launch(self, results):
+        events.append(("launch", len(launched)))
+        launched.append(jax.tree.leaves(results))
+        return ran(self, results)
 
-    def waited(x):
-        events.extend(["wait"] * len(is_waiting))
+    def wait(x):
+        events.extend(("wait", n) for n, results in enumerate(launched) if any(x is y for y in results))
         return block(x)
 
     tx = on_disk(tmp_path, devices=1, chunk_bytes=4096)
     state, step = tx.create(model_params()), tx.train_step(LOSSES["loop"])
-    monkeypatch.setattr(StateFiles, "receive", received)
-    monkeypatch.setattr(Microbatch, "_ran", launched)
-    monkeypatch.setattr(jax, "block_until_ready", waited)
+    monkeypatch.setattr(StateFiles, "receive", copy)
+    monkeypatch.setattr(Microbatch, "_ran", launch)
+    monkeypatch.setattr(jax, "block_until_ready", wait)
     step(state, batch_of())
-    ends = [i for i, event in enumerate(events) if event == "launch"]
-    between = [events[a + 1 : b] for a, b in itertools.pairwise(ends)]
-    copied = [found for found in between if "copy" in found]
-    assert len(copied) >= 8  # three layers each way, and the parameters outside of the loop
-    # After a launch, the program before it is waited for. The program itself runs while the next chunks are copied.
-    assert all(found.count("wait") <= 1 and "wait" not in found[found.index("copy") :] for found in copied)
+    waits = [n for event, n in events if event == "wait"]
+    uses = {n for event, n in events if event == "copy" and 0 < n < len(launched)}
+    assert len(uses) >= 8  # three layers each way, and the parameters outside of the loop
+    assert len(waits) >= len(uses)
+    for n in waits:
+        assert events.index(("wait", n)) > events.index(("launch", n + 1))
+        if n + 1 in uses:
+            assert events.index(("launch", n)) < events.index(("copy", n + 1)) < events.index(("wait", n))
 
 
 WIDTH, DEPTH = 256, 8
