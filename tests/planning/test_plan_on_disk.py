@@ -10,7 +10,7 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from disk_models import LOSSES, batch_of, model_params, on_disk
 
-from zerojax import Offload, Precision, estimate, plan, zero_shard
+from zerojax import Offload, estimate, plan, zero_shard
 from zerojax.compat import opened
 from zerojax.gpus.topology import installed
 from zerojax.jaxprs import equations
@@ -68,14 +68,13 @@ def moved(monkeypatch):
     return counts
 
 
-CASES = {name: {} for name in LOSSES} | {"accumulate": {"accumulate": 2}, "may skip": {"precision": Precision.fp16()}}
+CASES = {name: {} for name in LOSSES} | {"accumulate": {"accumulate": 2}, "may skip": {"skip_nonfinite": True}}
 
 
 @pytest.mark.parametrize(("name", "devices"), quick_or_slow([(n, d) for n in CASES for d in (1, 8)], [("loop", 1)]))
 def test_a_trace_moves_the_bytes_of_a_step(tmp_path, moved, name, devices):
-    options, loss = dict(CASES[name]), LOSSES.get(name, LOSSES["loop"])
-    config = {"precision": options.pop("precision")} if "precision" in options else {}
-    tx = on_disk(tmp_path, devices=devices, **config)
+    options, loss = CASES[name], LOSSES.get(name, LOSSES["loop"])
+    tx = on_disk(tmp_path, devices=devices)
     state, step = tx.create(model_params()), tx.train_step(loss, **options)
     moved.update(read=0, written=0)
     step(state, batch_of())
@@ -218,6 +217,20 @@ def test_the_time_is_the_longest_of_compute_link_and_disk():
     assert json.loads(json.dumps(slow.to_dict()))["disk_bandwidth"] == slow.disk_bandwidth
     with pytest.raises(ValueError, match="no program to draw"):
         timeline(slow)
+
+
+@aot
+@pytest.mark.slow
+def test_further_arguments_may_be_keys_and_numbers():
+    """Also where a constant of the loss, and the update of a matrix, are programs of the plan."""
+    noise = jnp.linspace(0, 1, WIDTH)
+    loss = lambda params, x, key, scale: deep(params, x + noise * scale * jax.random.normal(key, x.shape[1:]))
+    tx = zero_shard(optax.contrib.muon(1e-3), stage=3, mesh=mesh_of(8), offload=DISK)
+    step = tx.train_step(loss, skip_nonfinite=True, accumulate=2)
+    found = plan(step, tx.create(layers()), BATCH, jax.random.key(0), 0.5)
+    assert found.fits
+    row = estimate(layers(), tx=optax.contrib.muon(1e-3), stages=(3,), offload=DISK, accumulate=2)[3]
+    assert (found.read, found.written) == (row.read, row.written)
 
 
 @pytest.mark.parametrize(

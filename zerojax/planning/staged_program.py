@@ -32,10 +32,11 @@ def compile_trace(trace: StepTrace, mesh: Mesh, parts: Mapping[str, str]) -> Com
     """
     compiler, ends = Compiler(mesh), last_uses(trace)
     resident = Counter[str]()
-    for var, shape in trace.inputs.items():
-        resident[part_of(trace.names[var], parts)] += local_bytes(compiler.placed(shape))
-    shapes: dict[Any, Any] = {var: compiler.placed(x) for var, x in (trace.inputs | trace.consts).items()}
+    given = {**trace.inputs, **trace.consts}
+    shapes: dict[Any, Any] = {var: compiler.placed(var.aval, like=x) for var, x in given.items()}
     shapes |= trace.chunks
+    for var, name in trace.names.items():
+        resident[part_of(name, parts)] += local_bytes(shapes[var])
     live: dict[Any, int] = {var: local_bytes(shapes[var]) for var in trace.consts}
     peak: dict[str, int] = {}
     for number, eqn in enumerate(trace.jaxpr.eqns):
@@ -93,23 +94,18 @@ class Compiler:
         self._made: dict[Any, Any] = {}
         self.counts: dict[Any, int] = {}
 
-    def placed(self, x: Any) -> jax.ShapeDtypeStruct:
-        """Return the shape of an array. An array that is not on the mesh is replicated."""
-        sharding = getattr(x, "sharding", None)
+    def placed(self, aval: Any, like: Any = None) -> jax.ShapeDtypeStruct:
+        """Return a shape with the sharding of the array or shape `like`. If that is not on the mesh, it is replicated."""
+        sharding = getattr(like, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self._everywhere.mesh:
             sharding = self._everywhere
-        aval = jax.typeof(x) if isinstance(x, jax.Array) else x
-        weak = getattr(aval, "weak_type", False)
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
     def compile(self, eqn: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the program of one equation and the shapes of its results, and count one execution."""
         # A jit function that runs again has the same jaxpr. Other operations are few, and their text is short.
-        what = (
-            str(eqn.primitive),
-            id(compat.opened(eqn.params["jaxpr"])[0]) if eqn.primitive.name == JIT else str(eqn.params),
-        )
-        key = (*what, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in operands))
+        what = id(compat.opened(eqn.params["jaxpr"])[0]) if eqn.primitive.name == JIT else str(eqn.params)
+        key = (eqn.primitive.name, what, tuple((x.shape, x.dtype, x.weak_type, x.sharding) for x in operands))
         if key not in self._made:
             self._made[key] = self._compiled(eqn, operands)
         program, shardings = self._made[key]
@@ -131,7 +127,7 @@ class Compiler:
 
         run.__name__ = eqn.params.get("name", eqn.primitive.name)
         # Without operands, only the result says that the program is for this mesh.
-        where = {} if operands else {"out_shardings": self._everywhere}
+        where: dict[str, Any] = {} if operands else {"out_shardings": self._everywhere}
         program = jax.jit(run, donate_argnums=donated, **where).lower(*operands).compile()
         return program, jax.tree.leaves(program.output_shardings)
 

@@ -38,14 +38,14 @@ class StepTrace:
 
     Attributes:
         jaxpr: The trace.
-        inputs: The arguments of the step as shapes with shardings, by variable.
+        inputs: The arguments of the step, most of which are shapes with shardings, by variable.
         names: The names of these arguments, such as `state.step`, by variable.
         chunks: The shapes of the chunks on disk, by the variable that represents the chunk.
-        consts: The shapes of arrays that the step closes over, by variable.
+        consts: The arrays that the step closes over, by variable.
     """
 
     jaxpr: Any
-    inputs: Mapping[Any, jax.ShapeDtypeStruct]
+    inputs: Mapping[Any, Any]
     names: Mapping[Any, str]
     chunks: Mapping[Any, jax.ShapeDtypeStruct]
     consts: Mapping[Any, Any]
@@ -82,13 +82,12 @@ def chunk_shapes(
     config: Config, plan: ShardingPlan, files: ModelFiles
 ) -> Iterator[tuple[ChunkKey, jax.ShapeDtypeStruct]]:
     """Yield the key and the shape of each chunk of parameters, gradients and optimizer state on disk."""
-    state = [
-        (("state", k), (plan.state[k], chunking, named(config, plan.state[k])))
-        for k, chunking in plan.offloaded.items()
-    ]
-    for key, (leaf, chunking, sharding) in [*((("model", k), files.leaf(k)) for k in files.numbers), *state]:
+    kept: dict[Any, tuple] = {("model", k): files.leaf(k) for k in files.numbers}
+    for k, chunking in plan.offloaded.items():
+        kept["state", k] = plan.state[k], chunking, named(config, plan.state[k])
+    for (kind, k), (leaf, chunking, sharding) in kept.items():
         for n, shape in enumerate(chunking.chunk_shapes(leaf)):
-            yield (*key, n), jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            yield (kind, k, n), jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
 
 
 class UnskippedStep(StagedStep):

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
