@@ -32,7 +32,7 @@ READ_AHEAD = 8
 # The folder, within `Offload(path=)`, of parameters that no run uses yet.
 GIVEN = "given"
 # The number of arrays whose copies from the devices to host memory run while Python goes on.
-_COPYING = 2
+COPYING = 2
 
 
 class ModelFiles(StateFiles):
@@ -115,6 +115,11 @@ class ModelFiles(StateFiles):
         path, params = self._path.with_name(GIVEN), list(leaves)
         return ModelFiles(path, wide, host_bytes=self._host_bytes, first=params, params=params)  # pyright: ignore[reportArgumentType]
 
+    @property
+    def numbers(self) -> list[int]:
+        """Return the numbers of all leaves."""
+        return list(self._leaves)
+
     def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
         """Return the layout, the chunking and the sharding of leaf `k`."""
         return self._leaves[k]
@@ -145,10 +150,10 @@ class ModelFiles(StateFiles):
         return self._store.read(index, version=self._versions[index])
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Begin to copy chunk `n` of leaf `k` to host memory. If more than `_COPYING` copies wait, write the oldest."""
+        """Begin to copy chunk `n` of leaf `k` to host memory. If more than `COPYING` copies wait, write the oldest."""
         array.copy_to_host_async()
         self._copying.append((k, n, array))
-        if len(self._copying) > _COPYING:
+        if len(self._copying) > COPYING:
             self._write(*self._copying.popleft())
 
     def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
