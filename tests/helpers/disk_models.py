@@ -54,7 +54,7 @@ def loss_of(run, **options):
         x = run(params["layers"], params["embed"][batch["tokens"]], **options)
         logits = x @ params["embed"].T
         found = jnp.mean(jax.nn.logsumexp(logits, -1)) + jnp.mean((x[:, :13] @ params["uneven"]) ** 2)
-        return found.astype(jnp.float32)
+        return found.astype(jnp.promote_types(found.dtype, jnp.float32))
 
     return loss
 
