@@ -9,6 +9,7 @@ from disk_models import on_disk, sharded
 
 STEPS, ROWS = 3, 8
 RTOL = 1e-10  # float64 rounds at 1e-16; normalisations and steps amplify it
+ATOL = 1e-11  # Adam divides by at least 1e-8 what rounding makes of zero: the gradient of a bias before a norm
 
 
 def drawn(seed, *shape):
@@ -63,7 +64,7 @@ def nnx_transformer():
     class Net(nnx.Module):
         def __init__(self, rngs):
             make = nnx.vmap(Block, in_axes=(0,), out_axes=0)
-            self.embed = nnx.Embed(32, 16, rngs=rngs)
+            self.embed = nnx.Embed(32, 16, dtype=jnp.float64, rngs=rngs)
             self.blocks = nnx.split_rngs(splits=3)(make)(rngs)
 
         def __call__(self, tokens):
@@ -224,5 +225,5 @@ def test_a_model_of_others_trains_as_in_memory(tmp_path, make):
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     for (path, x), y in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        atol = RTOL * np.abs(y).max(initial=0)
+        atol = max(ATOL, RTOL * np.abs(y).max(initial=0))
         np.testing.assert_allclose(x, y, rtol=RTOL, atol=atol, err_msg=jax.tree_util.keystr(path))
