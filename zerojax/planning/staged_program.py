@@ -95,7 +95,7 @@ class Compiler:
         self.counts: dict[Any, int] = {}
 
     def placed(self, aval: Any, like: Any = None) -> jax.ShapeDtypeStruct:
-        """Return a shape with the sharding of the array or shape `like`. If that is not on the mesh, it is replicated."""
+        """Return a shape with the sharding of `like`, an array or a shape. If it is not on the mesh, replicate."""
         sharding = getattr(like, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self._everywhere.mesh:
             sharding = self._everywhere
