@@ -15,7 +15,16 @@ from safetensors.numpy import load_file
 
 import zerojax
 from zerojax import Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, directory, disk_leaves, export, import_params, saving
+from zerojax.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    directory,
+    disk_leaves,
+    export,
+    import_params,
+    restoring,
+    saving,
+)
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.folder import DiskError
 from zerojax.offload.state_files import StateFiles
@@ -61,7 +70,7 @@ def test_a_checkpoint_is_copied_without_the_devices_while_training_goes_on(tmp_p
         for other in ways.values():
             like = other.create(jax.eval_shape(model_params))
             with monkeypatch.context() as patched:
-                patched.setattr(StateFiles, "receive", None)
+                patched.setattr(restoring, "replaced", None)  # no leaf on disk is read onto the devices
                 restored = saved.restore(like).state
             assert_same(on_host(other, restored), wanted)
         assert_same(on_host(tx, saved.restore(state).state), wanted)
