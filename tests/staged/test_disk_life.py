@@ -167,7 +167,8 @@ def test_an_initialisation_holds_one_leaf(tmp_path, monkeypatch):
     assert_same(jax.device_get(tx.unshard(params)), jax.device_get(deep_params()))
 
 
-@pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [False, True])
 def test_an_export_loads_one_layer_at_a_time(tmp_path, monkeypatch, mapped):
     tx = on_disk(tmp_path / "run", devices=2)
     state, loaded, receive = tx.create(deep_params()), collections.Counter(), StateFiles.receive
@@ -191,6 +192,7 @@ def test_an_export_loads_one_layer_at_a_time(tmp_path, monkeypatch, mapped):
             np.testing.assert_array_equal(stack, wanted[key])
 
 
+@pytest.mark.slow
 def test_states_of_shapes_and_traced_trees_are_named(tmp_path):
     tx, _, state = begun(tmp_path / "run")
     shapes = tx.create(jax.eval_shape(model_params))
@@ -209,6 +211,7 @@ def test_a_model_without_large_parameters_is_named(tmp_path):
         on_disk(tmp_path / "run").create({"w": jnp.ones((3, 3))})
 
 
+@pytest.mark.slow
 def test_a_flipped_byte_gets_into_no_checkpoint(tmp_path, unpacked):
     tx, _, state = begun(tmp_path / "run")
     wanted, files = on_host(tx, state), files_of(state.params)

@@ -18,7 +18,7 @@ def flops_of(program, args):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["remat_loop", "remat_one_by_one"])
 def test_stages_compute_the_products_of_plain_jit(tmp_path, monkeypatch, optimized, name):
-    """On one device. XLA counts a loop's body once, so plain jit runs the layers one by one."""
+    """On one device. Plain jit runs the loop: XLA:CPU undoes a `jax.checkpoint` of layers that run one by one."""
     counts, made = [], Stage.__init__
 
     def counting(stage, *args):
@@ -37,6 +37,5 @@ def test_stages_compute_the_products_of_plain_jit(tmp_path, monkeypatch, optimiz
     monkeypatch.setattr(Stage, "__init__", counting)
     tx = on_disk(tmp_path, devices=1)
     tx.train_step(LOSSES[name])(tx.create(model_params()), batch_of())
-    plain = flops_of(jax.jit(jax.value_and_grad(LOSSES["remat_one_by_one"])), (model_params(), batch_of()))
-    assert plain > 0
-    assert sum(counts) <= 1.001 * plain
+    plain = flops_of(jax.jit(jax.value_and_grad(LOSSES["remat_loop"])), (model_params(), batch_of()))
+    assert sum(counts) == plain > 0
