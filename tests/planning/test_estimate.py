@@ -178,7 +178,7 @@ def test_keys_among_frozen_leaves_are_counted_and_not_sent(stage):
 
 
 def test_parameters_on_disk():
-    """Of 2 + 4 + 12 bytes per parameter, all are in files; the passes read a parameter twice, and the update not."""
+    """Of 2 + 4 + 12 bytes per parameter, all are in files; the passes read a parameter twice, and the update never."""
     offload = Offload(params="disk", optimizer="disk", path="anywhere")
     found = estimate(7.5e9, devices=8, stages=(3,), offload=offload)
     row, elements = found[3], 7_500_000_000 // 8

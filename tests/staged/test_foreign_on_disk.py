@@ -173,7 +173,7 @@ def odd_leaves():
 
 
 def taught():
-    """The gradient of a teacher among the parameters is stopped. The student's codes pass straight through."""
+    """A teacher is a part of the parameters whose gradient is stopped. The student's codes pass straight through."""
     layers = lambda seed: [drawn(seed + i, 16, 16) / 4 for i in range(2)]
     params = {"student": layers(1), "teacher": layers(3), "codes": drawn(5, 32, 16)}
 
