@@ -37,7 +37,8 @@ def generated(tx, params, temperature):
     return np.array(drawn).T, np.array(scores)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 20.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 20.0])
 def test_text_is_that_of_parameters_in_memory(tmp_path, params, temperature):
     disk, memory = on_disk(tmp_path, optax.identity(), devices=2), sharded(optax.identity(), devices=2)
     drawn, logits = generated(disk, disk.shard(params), temperature)

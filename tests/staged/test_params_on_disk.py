@@ -419,7 +419,7 @@ def test_host_memory_takes_the_place_of_files(tmp_path):
         moments = next(filter(is_chunked, jax.tree.leaves(state.opt_state, is_leaf=is_chunked)))
         buffers = files._store.buffer_bytes + moments.store.files._store.buffer_bytes
         held = sum(x.nbytes for arrays in files._held.values() for x in arrays)
-        assert buffers + held == files.host_bytes
+        assert buffers + held <= files.host_bytes
         states.append(jax.device_get(tx.unshard(state.params)))
         counts.append(found[-1][0])
     assert counts[0] > counts[1] > counts[2] == 0

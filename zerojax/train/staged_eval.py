@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 
 from zerojax.config import Config
 from zerojax.gather.engine import split_arrays, trace_loss
