@@ -31,25 +31,36 @@ from zerojax.zero import ZeroTransformation
 class AbsentProgram(NamedTuple):
     """A program for GPUs that this machine does not have.
 
-    `lower` lowers the program for a batch of shapes, whose number of rows must be a multiple of `row_multiple`.
+    Attributes:
+        lower: Lowers the program for a batch of shapes, whose number of rows must be a multiple of `row_multiple`.
+        row_multiple: See `lower`.
+        facts: Facts about the step that do not depend on the batch.
+        notes_of: Returns sentences about the program for a batch.
     """
 
     lower: Callable[[Any], Any]
     row_multiple: int
     facts: StepFacts
+    notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: ()
 
     def compile(self, batch: Any) -> Any:
         """Compile the program for `batch`, which has shapes."""
         return self.lower(batch).compile()
 
 
-def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs."""
+def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
+    """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs.
+
+    A step with `memory="auto"` may take `usable` bytes per device.
+    """
     check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
-    moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
-    accumulate = step.options.accumulate
+    options = step.options
+    if options.memory == "auto":
+        options = dataclasses.replace(options, memory=usable)
+    moved, shapes = Step(config, step.program.loss, options), state_shapes(ZeroTransformation.of(config), state)
+    accumulate = options.accumulate
     row = estimate_stage(config, shapes.plan, accumulate)
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
@@ -60,7 +71,8 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         notes=(*shapes.plan.update_in_words, *offload_notes(moved, shapes)),
     )
     lower = lambda batch: moved.lower(shapes, abstract(batch), *abstract(args))
-    return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts)
+    notes = lambda batch: moved.memory_fit(shapes, abstract(batch), *abstract(args)).notes if options.memory else ()
+    return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts, notes)
 
 
 def check_state(state: Any) -> None:
@@ -99,8 +111,9 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
     )
 
 
-def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
+def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
     """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
+    del usable  # nothing is chosen for a function of the user's
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."

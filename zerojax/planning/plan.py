@@ -22,6 +22,7 @@ from zerojax.planning.options import FitOptions, split_options
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
+from zerojax.units import parse_bytes
 from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
@@ -42,7 +43,7 @@ class Planner:
         batch: Any,
         *args: Any,
         topology: str = "h200:8",
-        memory: float | None = None,
+        memory: float | str | None = None,
         link: float | None = None,
         network: float | None = None,
         largest_batch: bool = False,
@@ -61,7 +62,8 @@ class Planner:
             *args: Further arguments; shapes are enough.
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
-            memory: Bytes of a device that the program may take. Default: 95% of its memory.
+            memory: Bytes of a device that the program may take, such as `"72 GB"`. Default: 95% of its memory. A step
+                with `memory="auto"` is made to fit.
             link: Bytes per second that a GPU sends within its host. Default: the speed of NVLink.
             network: Bytes per second that a GPU sends to other hosts. Default: the speed of its network adapter.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
@@ -81,11 +83,12 @@ class Planner:
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         program_of = program_of_step if isinstance(step, Step) else program_of_function
-        program = program_of(step, state, batch, args, topology)
+        usable = USABLE * device.memory if memory is None else parse_bytes("plan(memory=)", memory, least=1)
+        program = program_of(step, state, batch, args, topology, int(usable))
         compiled = program.compile(batch)
-        usable = USABLE * device.memory if memory is None else memory
         largest = largest_rows(program, batch, rows, peak_bytes(compiled), usable) if largest_batch and rows else None
-        return read_plan(compiled, topology, device, program.facts, batch=rows, usable=usable, largest_batch=largest)
+        facts = dataclasses.replace(program.facts, notes=(*program.facts.notes, *program.notes_of(batch)))
+        return read_plan(compiled, topology, device, facts, batch=rows, usable=usable, largest_batch=largest)
 
     @auto_context()
     def fit(
