@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.hlo import Module, read
@@ -18,6 +18,8 @@ from zerojax.units import format_bytes, format_seconds
 
 DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds")
 MOST_WAITS = 3
+# The share of the limit of XLA's scheduler from which a plan warns.
+NEAR = 0.9
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
 TIMES |= {"communication": "communication", "of which exposed": "exposed", "step": "seconds"}
 # The part of memory that an argument of a step belongs to, by prefix of the argument's name in the program.
@@ -205,14 +207,14 @@ def read_plan(
 
     `device` is one GPU of the topology. By default, 95% of its memory is usable.
     """
-    module = read(compiled)
+    module, analysis = read(compiled), memory_analysis(compiled)
     gpus, hiding = Topology.parse(topology), overlap(module.text)
     figures = roofline(module, hiding, device)
     return Plan(
         topology=topology,
         devices=gpus.size,
         batch=batch,
-        memory=memory_by_part(module, memory_analysis(compiled), facts.parts),
+        memory=memory_by_part(module, analysis, facts.parts),
         capacity=device.memory,
         usable=int(USABLE * device.memory if usable is None else usable),
         overlap=hiding,
@@ -222,7 +224,7 @@ def read_plan(
         host=facts.host,
         disk=facts.disk,
         largest_batch=largest_batch,
-        notes=(*facts.notes, *limitations(module, figures.unknown, gpus)),
+        notes=(*facts.notes, *limitations(module, figures.unknown, gpus), *near_limit(analysis, device)),
         text=module.text,
     )
 
@@ -248,6 +250,18 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
         yield "Of a conditional, every branch is counted as executed."
     if not all(count.known for count in module.executions.values()):
         yield "A loop of unknown trip count is counted as one iteration."
+
+
+def near_limit(analysis: Any, device: Device) -> Iterator[str]:
+    """Yield a sentence if the temporary memory is near or above the limit of XLA's scheduler."""
+    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    limit, temporary = USABLE * (SCHEDULED * device.memory - held), analysis.temp_size_in_bytes
+    if temporary > NEAR * limit:
+        yield (
+            f"The limit of XLA's scheduler is {format_bytes(max(limit, 0))} of temporary memory, and this program has "
+            f"{format_bytes(temporary)}. Above the limit XLA recomputes values on its own and hides fewer collectives; "
+            f"the figures above include this."
+        )
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:

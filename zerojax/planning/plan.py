@@ -10,7 +10,7 @@ import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
-from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.memory import peak_bytes
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
@@ -63,7 +63,7 @@ class Planner:
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
             memory: Bytes of a device that the program may take, such as `"72 GB"`. Default: 95% of its memory. A step
-                with `memory="auto"` is made to fit.
+                with `memory="auto"` is made to fit it, but not more than the limit of XLA's scheduler, 76%.
             link: Bytes per second that a GPU sends within its host. Default: the speed of NVLink.
             network: Bytes per second that a GPU sends to other hosts. Default: the speed of its network adapter.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
@@ -84,7 +84,7 @@ class Planner:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         program_of = program_of_step if isinstance(step, Step) else program_of_function
         usable = USABLE * device.memory if memory is None else parse_bytes("plan(memory=)", memory, least=1)
-        program = program_of(step, state, batch, args, topology, int(usable))
+        program = program_of(step, state, batch, args, topology, int(min(usable, USABLE * SCHEDULED * device.memory)))
         compiled = program.compile(batch)
         largest = largest_rows(program, batch, rows, peak_bytes(compiled), usable) if largest_batch and rows else None
         facts = dataclasses.replace(program.facts, notes=(*program.facts.notes, *program.notes_of(batch)))

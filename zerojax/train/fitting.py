@@ -173,7 +173,7 @@ def _notes(memory: int, trials: Sequence[Trial], chosen: Trial, blocks: Blocks) 
     for block in blocks.found:
         calls[id(block.graph), block.line] += block.calls
     found = [
-        f"With memory={format_bytes(memory)} the step was compiled {len(trials)} times. The chosen program takes "
+        f"With memory={format_bytes(memory)} the number of compilations was {len(trials)}. The chosen program takes "
         f"{chosen.peak / memory:.0%} of the memory; {format_bytes(chosen.predicted)} were predicted."
     ]
     for key, block in {(id(block.graph), block.line): block for block in blocks.found}.items():
