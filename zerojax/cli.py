@@ -125,7 +125,11 @@ def estimate(
         typer.Option(help="fp32, bf16 or fp16.", show_default="bf16 for a number, otherwise the model's types"),
     ] = None,
     offload: Annotated[
-        str | None, typer.Option(help="host or disk: where to keep optimizer state.", show_default="the device")
+        str | None,
+        typer.Option(
+            help="host or disk: where to keep optimizer state. host+params or disk+params: and parameters, at stage 3.",
+            show_default="the device",
+        ),
     ] = None,
     shard_axis: Annotated[
         str | None, typer.Option(help="gpu shards everything within each host and replicates it over hosts (HSDP).")
@@ -259,7 +263,8 @@ def doctor(
 ) -> None:
     """Check versions, devices, bandwidths, and whether offloading is correct on this machine.
 
-    The exit status is 1 if a check fails.
+    It also says below how many tokens per step a disk with the parameters is the limit. The exit status is 1 if a check
+    fails.
     """
     findings = []
     with errors_in_one_line(as_json, on_cpu=False):

@@ -13,19 +13,23 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from zerojax import compat
 from zerojax.comm.mesh import resolve_mesh
+from zerojax.config import Offload, Precision
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
 from zerojax.offload.host import host_kind, host_sharding
 from zerojax.offload.measure import measure
 from zerojax.offload.remat import remat_policy
+from zerojax.planning.estimate import estimate
 from zerojax.units import format_bytes
 
 PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 CHUNKS, CHUNK_BYTES, PREFETCH = 16, 16 << 20, 3
+MOST_SECONDS = 5  # after which no further chunk is written, so that a slow disk takes little longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,23 +109,38 @@ def offloaded_activations() -> str:
 
 
 def disk_bandwidth(path: Path) -> str:
-    """Measure the bandwidths of writing and reading offloaded chunks on disk."""
+    """Measure the bandwidths of a disk, and say how long a step with parameters on this disk takes at least."""
+    written, read = chunk_bandwidths(path)
+    offload = Offload(params="disk", optimizer="disk", path=path)
+    row = estimate(1e9, tx=optax.adamw(1e-3), devices=1, stages=(3,), precision=Precision(), offload=offload)[3]
+    seconds = row.read / read + row.written / written  # per step and 1e9 parameters
+    tokens = seconds * 1e12 / (8 * 1e9)  # 8 FLOPs per parameter and token, with recomputation
+    return (
+        f"writes {format_bytes(written)}/s, reads {format_bytes(read)}/s; a step of AdamW with float32 parameters on "
+        f"disk takes {seconds:.3g} s or more per billion parameters; the disk is the limit below {tokens:,.0f} tokens "
+        f"per step for each TFLOP/s of this machine's devices"
+    )
+
+
+def chunk_bandwidths(path: Path) -> tuple[float, float]:
+    """Return the bytes per second at which offloaded chunks are written to a folder, and read from it."""
     data = np.random.default_rng(0).random(CHUNK_BYTES // 4, np.float32)
     spec = ChunkSpec("probe", (((CHUNK_BYTES // 4,), data.dtype),))
     with (
         tempfile.TemporaryDirectory(dir=path) as folder,
         DiskStore(Path(folder, "probe"), [spec] * CHUNKS) as store,
     ):
-        begin = time.perf_counter()
-        for i in range(CHUNKS):
-            store.write(i, [data], version=0)
+        count, begin = 0, time.perf_counter()
+        while count < CHUNKS and (count == 0 or time.perf_counter() - begin < MOST_SECONDS):
+            store.write(count, [data], version=0)
+            count += 1
         store.flush()
         written = time.perf_counter()
-        reads = [store.read(i, version=0) for i in range(PREFETCH)]
-        for i in range(CHUNKS):
+        reads = [store.read(i, version=0) for i in range(min(PREFETCH, count))]
+        for i in range(count):
             reads[i].result().release()
-            if i + PREFETCH < CHUNKS:
+            if i + PREFETCH < count:
                 reads.append(store.read(i + PREFETCH, version=0))
         done = time.perf_counter()
-    size = CHUNKS * CHUNK_BYTES
-    return f"writes {format_bytes(size / (written - begin))}/s, reads {format_bytes(size / (done - written))}/s"
+    size = count * CHUNK_BYTES
+    return size / (written - begin), size / (done - written)

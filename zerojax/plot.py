@@ -158,10 +158,16 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
         TypeError: If `compiled` is not a plan, a compiled program, or text.
-        ValueError: If the topology is unknown, or the text is not scheduled HLO.
+        ValueError: If the topology is unknown, the text is not scheduled HLO, or the plan is of many programs, as with
+            parameters on disk.
     """
     topology = str(topology or getattr(compiled, "topology", "h200:8"))
     text = getattr(compiled, "text", compiled)
+    if text == "" and compiled != "":
+        raise ValueError(
+            "The plan has no program to draw: with parameters on disk, a step is many programs. Draw the timeline of "
+            'the step without Offload(params="disk").'
+        )
     simulated = simulate(text if isinstance(text, str) else compiled, Device.of(Topology.parse(topology)))
     figure, axes = new_figure(height=3.6, width=10)
     labels = draw_timeline(axes, simulated)

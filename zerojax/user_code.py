@@ -177,10 +177,11 @@ def parse_precision(text: str | None) -> Precision | None:
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Return the `Offload` of optimizer state to `"host"` or `"disk"`, or None if `text` is None."""
+    """Return the `Offload` to `"host"` or `"disk"`, or None if `text` is None. `"disk+params"` includes parameters."""
     if text is None:
         return None
-    return Offload(optimizer=text, path="." if text == "disk" else None)  # pyright: ignore[reportArgumentType]
+    where: Any = text.removesuffix("+params")
+    return Offload(optimizer=where, params=None if where == text else where, path="." if where == "disk" else None)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

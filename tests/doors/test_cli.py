@@ -123,6 +123,8 @@ def test_the_users_own_optimizer_precision_and_offload(models):
     for where in ("host", "disk"):
         (row,) = estimated("1e6", "--offload", where, "--stage", 3)["rows"]
         assert row[where] == 12 * 10**6 // 8
+    (row,) = estimated("1e6", "--offload", "disk+params", "--stage", 3)["rows"]
+    assert (row["disk"], row["read"]) == (18 * 10**6 // 8, 22 * 10**6 // 8)
 
 
 @pytest.mark.parametrize(
@@ -199,6 +201,7 @@ def test_the_doctor_passes_a_healthy_machine(tmp_path):
     assert results["update on the host"] == "correct, in pinned_host memory"
     assert results["offloaded activations"] == "supported here"
     assert "B/s" in results[f"disk at {tmp_path}"]
+    assert "tokens per step" in results[f"disk at {tmp_path}"]
     assert not list(tmp_path.iterdir())
 
 
@@ -217,6 +220,27 @@ def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
     assert [line.split()[1] for line in bad] == ["jax-cuda13-plugin", "offloaded", "disk"]
     assert "0.11.2, but jaxlib is 0.12.0: install the same version" in bad[0]
     assert "RuntimeError: gradients differ" in bad[1]
+
+
+def test_the_doctor_says_when_a_disk_of_parameters_is_the_limit(tmp_path, monkeypatch):
+    """Adam moves 40 bytes per float32 parameter: 8 + 16 are read, and 16 are written."""
+    from zerojax import doctor
+
+    monkeypatch.setattr(doctor, "chunk_bandwidths", lambda path: (2e9, 1e9))
+    said = doctor.disk_bandwidth(tmp_path)
+    assert "writes 2 GB/s, reads 1 GB/s" in said
+    assert "takes 32 s or more per billion parameters" in said  # 24 s of reads, 8 s of writes
+    assert "below 4,000 tokens per step for each TFLOP/s" in said  # 32 s of 8 FLOPs per parameter and token
+
+
+def test_the_doctor_does_not_wait_long_for_a_slow_disk(tmp_path, monkeypatch):
+    from zerojax import doctor
+
+    written, write = [], doctor.DiskStore.write
+    monkeypatch.setattr(doctor.DiskStore, "write", lambda *args, **given: (written.append(1), write(*args, **given)))
+    monkeypatch.setattr(doctor, "MOST_SECONDS", 0)
+    assert min(doctor.chunk_bandwidths(tmp_path)) > 0
+    assert len(written) == 1
 
 
 def doctor_speed():

@@ -14,9 +14,9 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.export import export
 
 
-def main(folder, steps, params=None):
+def main(folder, steps):
     """Train to a step, from the newest checkpoint on, saving every third step; at the end write the parameters."""
-    offload = Offload(optimizer="disk", params=params, path=folder / "state", chunk_bytes=200, update="device")
+    offload = Offload(optimizer="disk", path=folder / "state", chunk_bytes=200, update="device")
     tx = zero_shard(optax.adamw(1e-2), stage=3, persist_below=20, offload=offload)
     state, step, done = tx.create(awkward_params()), tx.train_step(awkward_loss), 0
     with Checkpointer(folder / "checkpoints", keep=1, every=3) as checkpoints:
@@ -47,4 +47,4 @@ def moments(state):
 if __name__ == "__main__":
     jax.config.update("jax_compilation_cache_dir", str(Path(sys.argv[1]).parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    main(Path(sys.argv[1]), int(sys.argv[2]))

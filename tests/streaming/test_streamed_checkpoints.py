@@ -139,13 +139,13 @@ def test_master_weights_on_disk_are_exported(tmp_path):
     np.testing.assert_array_equal(load_file(file)["tied"], expected)
 
 
-def run(folder, steps, kill_after=None, params=()):
+def run(folder, steps, kill_after=None):
     """Run the child, to its end or until it is killed; its output."""
     flags = "--xla_force_host_platform_device_count=2"
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
     folder.mkdir(exist_ok=True)
     child = subprocess.Popen(
-        [sys.executable, CHILD, folder, str(steps), *params],
+        [sys.executable, CHILD, folder, str(steps)],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
@@ -161,14 +161,13 @@ def run(folder, steps, kill_after=None, params=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("params", "steps", "longest"), [((), 120, 0.4), (("disk",), 24, 3.0)])
-def test_a_killed_run_restores_its_checkpoint_and_goes_on_bit_for_bit(tmp_path, params, steps, longest):
-    """Whatever its files on disk have: the next run removes them."""
-    moments = random.Random(0)
+def test_a_killed_run_restores_its_checkpoint_and_goes_on_bit_for_bit(tmp_path):
+    """Whatever its files on disk have: the next run removes them. For parameters on disk, see test_disk_kills.py."""
+    moments, steps = random.Random(0), 120
     for _ in range(5):
-        run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, longest), params=params)
-    run(tmp_path / "killed", steps, params=params)
-    run(tmp_path / "straight", steps, params=params)
+        run(tmp_path / "killed", steps, kill_after=moments.uniform(0.0, 0.4))
+    run(tmp_path / "killed", steps)
+    run(tmp_path / "straight", steps)
     for name in ("parameters/model.safetensors", "moments.npy"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "straight" / name).read_bytes()
 

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint import packing
+from zerojax.checkpoint.disk_leaves import begin_copy
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.layout.chunked import Chunked
@@ -55,7 +56,8 @@ class ChunkedSource:
 class ArrayHandler(type_handlers.ArrayHandler):
     """orbax's array handler, extended to write offloaded leaves.
 
-    Offloaded leaves are written one at a time, because device memory may be too small for all of them.
+    Leaves in host memory are written one at a time, because device memory may be too small for all of them. Leaves on
+    disk are copied, and no device or array takes part.
     """
 
     def __init__(self):
@@ -65,23 +67,23 @@ class ArrayHandler(type_handlers.ArrayHandler):
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
             enable_write_sharding_file=False,
         )
+        self.copies: list[Future[None]] = []  # not among orbax's futures, whose errors orbax logs with a traceback
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copy the values to host memory and begin to write them. Return futures that end when all are on disk."""
         infos = [info.replace(byte_limiter=None) for info in infos]  # a limiter works only in its own event loop
         entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
         arrays = [entry for entry in entries if not isinstance(entry[0], ChunkedSource)]
-        futures = list(await super().serialize(*zip(*arrays, strict=True)))
+        futures = list(await super().serialize(*zip(*arrays, strict=True))) if arrays else []
         try:
             for source, info, arg in entries:
-                if isinstance(source, ChunkedSource):
-                    writing = await super().serialize([joined(source.node)], [info], [arg])
-                    futures += writing
-                    if source.node.store is not None:  # a leaf on disk: host memory may be too small for all leaves
-                        wait_for(writing)
+                if isinstance(source, ChunkedSource) and source.node.store is not None:
+                    self.copies += begin_copy(source.node, Path(info.parent_dir) / info.name)
+                elif isinstance(source, ChunkedSource):
+                    futures += await super().serialize([joined(source.node)], [info], [arg])
         except BaseException:
             with contextlib.suppress(Exception):
-                wait_for(futures)
+                wait_for([*futures, *self.copies])
             raise
         return futures
 
@@ -90,7 +92,8 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
     """Begin to write arrays into an empty folder. Return a function that waits for the writes of this process.
 
     The values are copied to host memory before this function returns. (On CPU, the buffers are kept alive instead, so
-    that later donations cannot reuse them.) `arrays` maps folder names to arrays, none of which is empty.
+    that later donations cannot reuse them.) Leaves on disk are copied later, before a step overwrites them. `arrays`
+    maps folder names to arrays, none of which is empty.
     """
     if not arrays:
         return lambda: None
@@ -99,7 +102,7 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
     tree = {folder: ChunkedSource(x) if isinstance(x, Chunked) else x for folder, x in arrays.items()}
     orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
     futures = run(orbax.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(tree))) or ()
-    return lambda: wait_for(futures)
+    return lambda: wait_for([*futures, *handler.copies])
 
 
 def wait_for(futures: Sequence[Any]) -> None:
@@ -172,6 +175,19 @@ def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]
         raise
     except Exception as error:
         raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
+
+
+def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a leaf's storage into host memory. Padding is zeros, and may differ from the saved padding.
+
+    Every slice of `box` has a start and an end. The saved leaf must not be flat.
+    """
+    part = np.zeros([one.stop - one.start for one in box], saved.storage_dtype)
+    inside = [slice(one.start, min(one.stop, size)) for one, size in zip(box, saved.shape, strict=True)]
+    sizes = [one.stop - one.start for one in inside]
+    if min(sizes) > 0:
+        part[tuple(map(slice, sizes))] = read_slice(directory, saved, tuple(inside))
+    return part
 
 
 def files_of(directory: Path, folder: str) -> type_handlers.ParamInfo:

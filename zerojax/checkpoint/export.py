@@ -5,6 +5,7 @@ The parameters of a state, a tree or a checkpoint become a list of `Source`, one
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -32,7 +33,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import to_device
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage import in_logical_shape
+from zerojax.placement.storage import in_logical_shape, is_stored_node
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -156,7 +157,10 @@ def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, 
         leaves = state_leaves(tree).values()
         yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
         return
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)[0]:
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)[0]:
+        if is_chunked(x):
+            yield keys_of(path), x, x.leaf
+            continue
         stored, kind, dim = (x.storage, "sharded", x.dim) if is_padded(x) else (x, "replicated", None)
         yield keys_of(path), stored, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
 
@@ -202,7 +206,18 @@ def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], source
 
 
 def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
-    """Gather `x[index]`, in logical shape, to host memory. All processes must call this function."""
+    """Gather `x[index]`, in logical shape, to host memory. All processes must call this function.
+
+    A stack of layers on disk is loaded onto the devices one layer at a time.
+    """
+    if is_chunked(x) and x.store is not None and x.is_by_row:
+        if not index:
+            stack = np.empty(leaf.shape, leaf.dtype)
+            for i in range(len(stack)):
+                stack[i] = gather_to_host(x, leaf, (i,))
+            return stack
+        layer = dataclasses.replace(leaf, shape=(1, *leaf.shape[1:]))
+        return gather_to_host(x.store.load_chunk(*x.chunks, index[0]), layer, (0, *index[1:]))
 
     def gather(x) -> np.ndarray:
         x = joined(x) if is_chunked(x) else x

@@ -17,8 +17,12 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
 from zerojax.checkpoint.safetensors import DTYPES, Files
 from zerojax.checkpoint.state_leaves import keys_of
+from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
+from zerojax.placement.chunking import filled
+from zerojax.placement.storage import is_stored_node
+from zerojax.staged.state import files_of
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -34,7 +38,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     """Read parameters from safetensors. Each device reads its own shard.
 
     Names, shapes and types are checked before any tensor is read. Host memory holds one shard at a time, or one leaf if
-    the leaf is replicated.
+    the leaf is replicated. A parameter on disk is written to its files one chunk at a time, and no device takes part.
 
     Args:
         path: A folder, or one file.
@@ -46,6 +50,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     Returns:
         Parameters in the layout of `like`. For a state, they have the types of its master weights, as `tx.create`
         expects: `tx.create(import_params(path, tx.create(shapes)))`. Leaves that are tied in the file are one array.
+        If `like` is a tree with parameters on disk, its files are overwritten, and `like` cannot be used any more.
 
     Raises:
         FileNotFoundError: If there are no files, or a file is missing.
@@ -56,9 +61,10 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     """
     files = Files(Path(path).expanduser())
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
-    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)
-    leaves = [x for _, x in found]
-    resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for path, x in found])
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)
+    nodes = [x for _, x in found]
+    leaves = [padded_form(x) if is_chunked(x) else x for x in nodes]
+    resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)])
     unread = sorted(files.names() - {files.tied.get(name, name) for name in resolved.tensors})
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
     problems = [*resolved.problems, *differences(files, resolved, leaves)]
@@ -74,7 +80,10 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
             tensors[section.leaf][section.index] = files.tied.get(name, name), section
     loaded: dict[Any, Any] = {}
     arrays = []
-    for x, of_leaf in zip(leaves, tensors, strict=True):
+    for node, x, of_leaf in zip(nodes, leaves, tensors, strict=True):
+        if is_chunked(node):
+            arrays.append(filled(node, functools.partial(read_shard, files, of_leaf, x)))
+            continue
         stored = x.storage if is_padded(x) else x
         sources = tuple((name, one.pattern, one.start) for name, one in of_leaf.values())
         same = sources, tuple(x.shape), tuple(stored.shape), x.dtype, getattr(stored, "sharding", None)
@@ -82,6 +91,13 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
             loaded[same] = read_leaf(files, of_leaf, x)
         arrays.append(loaded[same])
     return jax.tree.unflatten(structure, arrays)
+
+
+def padded_form(node: Chunked) -> Padded:
+    """Return the shape of a parameter on disk, in storage form."""
+    assert node.leaf.dim is not None
+    shape: Any = jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=node.sharding)
+    return Padded(shape, node.leaf.shape, node.leaf.dim)
 
 
 def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
@@ -164,12 +180,19 @@ def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) ->
 
 
 def master_shapes(state: ZeroState) -> PyTree:
-    """Return the parameters of a state as shapes with shardings, in the types of their master weights."""
+    """Return the parameters of a state as shapes with shardings, in the types of their master weights.
 
-    def wide(x, grad: Leaf):
+    Parameters on disk are nodes of new files, which no state uses yet.
+    """
+    files, grads = files_of(state.params), state.plan.layout.grads
+    on_disk = {} if files is None else files.given([leaf.dtype for leaf in grads]).nodes(is_shape=True)
+
+    def wide(i: int, x, grad: Leaf):
+        if i in on_disk:
+            return on_disk[i]
         stored = x.storage if is_padded(x) else x
         shape = jax.ShapeDtypeStruct(stored.shape, grad.dtype, sharding=stored.sharding)
         return Padded(shape, x.shape, x.dim) if is_padded(x) else shape  # pyright: ignore[reportArgumentType]
 
-    leaves, structure = jax.tree.flatten(state.params, is_leaf=is_padded)
-    return structure.unflatten([wide(x, grad) for x, grad in zip(leaves, state.plan.layout.grads, strict=True)])
+    leaves, structure = jax.tree.flatten(state.params, is_leaf=is_stored_node)
+    return structure.unflatten([wide(i, x, grad) for i, (x, grad) in enumerate(zip(leaves, grads, strict=True))])

@@ -22,7 +22,7 @@ from zerojax.checkpoint.resharding import convert, read_plan
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
-from zerojax.placement.chunking import joined, replaced
+from zerojax.placement.chunking import filled, joined, replaced
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -90,9 +90,18 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
     """Read leaves in storage shape, and offloaded leaves as chunks. Return all of them by name."""
     restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
-        if is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
+        if is_read_by_chunk(saved, wanted):
+            restored[wanted.name] = filled(wanted.array, functools.partial(arrays.read_box, folder, saved))
+        elif is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
             restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
     return restored
+
+
+def is_read_by_chunk(saved: SavedLeaf, wanted: StateLeaf) -> bool:
+    """Return whether a leaf is read into files chunk by chunk. It must have the saved storage, except for padding."""
+    node = wanted.array
+    is_on_disk = is_chunked(node) and node.store is not None
+    return is_on_disk and "flat" not in (saved.kind, wanted.leaf.kind) and saved.dtype == wanted.dtype
 
 
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:

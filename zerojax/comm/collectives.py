@@ -323,5 +323,8 @@ class ManualCollectives(Collectives):
 
 
 def _label(leaves: Sequence[Leaf]) -> str:
-    """Return a collective's name in the compiled program: the first leaf's path, and the number of other leaves."""
-    return leaves[0].path + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
+    """Return a collective's name in the compiled program: the first leaf's path, and the number of other leaves.
+
+    Leaves have no path in programs that several layers share.
+    """
+    return (leaves[0].path or "a parameter") + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")

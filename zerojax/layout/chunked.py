@@ -106,6 +106,12 @@ class Chunked:
         )
 
     @property
+    def is_by_row(self) -> bool:
+        """Return whether each chunk is one row of dim 0, such as a layer of a stack."""
+        leaf = self.leaf
+        return leaf.kind == "sharded" and len(leaf.shape) > 1 and self.chunking == Chunking(0, (1,) * leaf.shape[0])
+
+    @property
     def mesh(self) -> Mesh:
         """Return the mesh of `sharding`."""
         mesh = self.sharding.mesh

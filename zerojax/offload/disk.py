@@ -107,7 +107,9 @@ class DiskStore:
             on_error.pop_all()
         self.bytes_read = self.bytes_written = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
-        self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # operations on each chunk
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="zerojax-disk-copy")
+        self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # reads and writes of each chunk
+        self._copies: dict[int, list[Future]] = collections.defaultdict(list)
         self._writes: list[Future[None]] = []
         self._written: dict[int, tuple[int, int]] = {}  # version and checksum of each chunk
         self._closed = False
@@ -127,7 +129,7 @@ class DiskStore:
                 f"give a larger in_flight=."
             ) from None
         self.bytes_read += self._specs[index].bytes
-        reading = self._begin(index, self._read, version, buffer)
+        reading = self._begin(self._begun[index], self._read, index, version, buffer)
         reading.add_done_callback(lambda done: self._to_read.put(buffer) if done.cancelled() else None)
         return reading
 
@@ -140,11 +142,26 @@ class DiskStore:
         try:
             for array, view in zip(arrays, spec.views(buffer), strict=True):
                 np.copyto(view, array)
-            self._writes.append(self._begin(index, self._write, version, buffer))
+            before = [*self._begun[index], *self._copies.pop(index, [])]
+            self._writes.append(self._begin(before, self._write, index, version, buffer))
             self.bytes_written += spec.bytes
         except BaseException:
             self._to_write.put(buffer)
             raise
+
+    def copy(self, index: int, put: Callable[[tuple[np.ndarray, ...]], None], *, version: int) -> Future[None]:
+        """Begin to read a chunk and to pass its arrays to `put`, in a thread that makes all copies.
+
+        A write of the chunk that begins later waits for the copy, so the copy has the chunk as it is at this call.
+        Reads do not wait for copies. A copy has its own buffer, because a write that waits for it holds a buffer. The
+        future raises a `DiskStateError` if the version or the checksum is wrong, and any error of `put`.
+        """
+        self._raise_failure()
+        self.bytes_read += self._specs[index].bytes
+        writing = [begun for begun in self._begun[index] if not begun.done()]
+        copying = self._copier.submit(self._copy, writing, index, version, put)
+        self._copies[index] = [*(copy for copy in self._copies[index] if not copy.done()), copying]
+        return copying
 
     def flush(self) -> None:
         """Block until all writes that were begun are in the files."""
@@ -152,13 +169,17 @@ class DiskStore:
         self._raise_failure()
 
     def close(self) -> None:
-        """Finish all writes, and unlock the folder. A second call, or a call in a forked process, does nothing."""
+        """Finish all writes and copies, and unlock the folder.
+
+        A second call, or a call in a forked process, does nothing.
+        """
         if not self._closed and self._lock.held:
             try:
                 self.flush()
             finally:
                 self._closed = True
                 self._threads.shutdown()
+                self._copier.shutdown()
                 self._lock.release()
 
     def __enter__(self) -> DiskStore:
@@ -182,12 +203,13 @@ class DiskStore:
         for write in done:
             write.result()
 
-    def _begin(self, index: int, work: Callable[..., Any], *args: Any) -> Future:
-        """Let a thread run `work` after all earlier work on the chunk.
+    def _begin(self, before: Sequence[Future], work: Callable[..., Any], index: int, *args: Any) -> Future:
+        """Let a thread run `work` after `before`, the earlier work on the chunk.
 
-        The thread waits for the earlier work. The wait ends, because other threads have already begun that work.
+        The thread waits for the earlier work. The wait ends, because other threads have already begun that work, or
+        will begin it without waiting for this thread.
         """
-        before = [begun for begun in self._begun[index] if not begun.done()]
+        before = [begun for begun in before if not begun.done()]
         future = self._threads.submit(work, before, index, *args)
         self._begun[index] = [*before, future]
         return future
@@ -201,6 +223,15 @@ class DiskStore:
         except BaseException:
             self._to_read.put(buffer)
             raise
+
+    def _copy(
+        self, before: list[Future], index: int, version: int, put: Callable[[tuple[np.ndarray, ...]], None]
+    ) -> None:
+        wait(before)
+        spec = self._specs[index]
+        buffer = chunks.aligned_buffer(spec.bytes)
+        self._fill(index, version, buffer)
+        put(spec.views(buffer))
 
     def _fill(self, index: int, version: int, content: memoryview) -> None:
         path = folder.chunk_file(self.path, index)

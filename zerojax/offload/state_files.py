@@ -8,12 +8,13 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.core
 import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
@@ -83,10 +84,30 @@ class StateFiles:
             jax.block_until_ready(shards)
         return jax.make_array_from_single_device_arrays(shape, sharding.with_memory_kind(kind), shards)
 
+    def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
+        """Begin to pass the shards of chunk `n` of leaf `k` to `put`. Later writes of the chunk wait for this copy."""
+        return self._store.copy(self._index[k, n], put, version=self._version)
+
+    def boxes(self, k: int, n: int) -> list[tuple[slice, ...]]:
+        """Return the part of the storage of leaf `k` that each shard of chunk `n` has, as indices with a step of 1."""
+        leaf, chunking, sharding = self._leaves[k]
+        start, length = chunking.chunks[n]
+        indices = sharding.addressable_devices_indices_map(leaf.storage_shape)
+        boxes = []
+        for devices in shards_of(sharding, leaf.storage_shape):
+            whole = zip(indices[devices[0]] or (), leaf.storage_shape, strict=True)
+            box = [slice(*one.indices(size)) for one, size in whole]
+            first = box[chunking.dim].start + start
+            boxes.append((*box[: chunking.dim], slice(first, first + length), *box[chunking.dim + 1 :]))
+        return boxes
+
     def write(self, k: int, n: int, array: Array) -> None:
         """Copy the next version of chunk `n` of leaf `k` to a buffer, and begin to write it to the file."""
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        shards = [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
+        self.write_shards(k, n, [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)])
+
+    def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
+        """Copy the shards of the next version of a chunk to a buffer, and begin to write them; see `write`."""
         index = self._index[k, n]
         self._store.write(index, shards, version=self._version + 1)
         self._written.add(index)
@@ -110,10 +131,10 @@ class StateFiles:
 
     def require(self, version: Any) -> None:
         """Raise a `ValueError` if a state's version is not the version of the files."""
-        if int(version) != self._version:
+        if (given := number_of(version, self.path)) != self._version:
             raise ValueError(
                 f"The optimizer state on disk in {self.path} has version {self._version}, and this state has version "
-                f"{int(version)}: a copy of a state shares its files, and a step changes them. Go on with the state "
+                f"{given}: a copy of a state shares its files, and a step changes them. Go on with the state "
                 f"that the last step returned. To keep a state, save it in a checkpoint."
             )
 
@@ -134,6 +155,11 @@ class LeafFiles:
     k: int
     chunks: int
 
+    def load_chunk(self, version: Any, n: int) -> Array:
+        """Load one chunk onto the devices. The files must have this version."""
+        self.files.require(version)
+        return self.files.receive(self.k, n, self.files.read(self.k, n), "device")
+
     def load(self, version: Any) -> list[Array]:
         """Load the leaf's chunks onto the devices. The files must have this version."""
         self.files.require(version)
@@ -148,12 +174,51 @@ class LeafFiles:
                 unused.add_done_callback(lambda read: read.exception() or read.result().release())
         return arrays
 
+    def copy(self, version: Any, put: Callable[[int, tuple[np.ndarray, ...]], None]) -> list[Future[None]]:
+        """Begin to pass each chunk to `put`, with the number of the chunk. The files must have this version.
+
+        Later writes wait for these copies, so `put` gets the leaf as it is at this call.
+        """
+        self.files.require(version)
+        return [self.files.copy(self.k, n, functools.partial(put, n)) for n in range(self.chunks)]
+
+    def fill(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Int[np.ndarray, ""]:
+        """Write the leaf, chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.
+
+        Return the new version, as `save` does.
+        """
+        version = self.files.next_version
+        for n in range(self.chunks):
+            self.files.write_shards(self.k, n, [read(box) for box in self.files.boxes(self.k, n)])
+        return version
+
     def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
         """Write the leaf and return the new version. The version is complete when every leaf is written."""
         version = self.files.next_version
         for n, chunk in enumerate(chunks):
             self.files.write(self.k, n, chunk)
         return version
+
+
+def number_of(version: Any, path: Path) -> int:
+    """Return the version that a node stores as an integer.
+
+    Raises:
+        ValueError: If the node is of a state of shapes.
+        TypeError: If the node is traced.
+    """
+    if isinstance(version, jax.ShapeDtypeStruct):
+        raise ValueError(
+            f"A leaf on disk in {path} has no files, because its state was made of shapes. Call tx.create with arrays, "
+            f"or with the result of tx.init_params; or restore a checkpoint into the state."
+        )
+    if isinstance(version, jax.core.Tracer):
+        raise TypeError(
+            f"A leaf on disk in {path} is an argument of jax.jit or of another transformation of JAX, and a compiled "
+            f"program cannot read files. Use tx.train_step or tx.eval_step, which read files while they compute; or "
+            f"first load the leaves onto the devices with tx.unshard."
+        )
+    return int(version)
 
 
 def close(state: PyTree) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -90,6 +91,14 @@ def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
 
 
+def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Chunked:
+    """Write a leaf on disk chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.
+
+    The arguments of `read` have a start and an end for each dim. Return the new node.
+    """
+    return dataclasses.replace(node, chunks=(node.store.fill(read),))
+
+
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
     """Store `x`, an array on the devices, as the offloaded leaf `node` is stored. Return the new node."""
     chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
@@ -103,6 +112,22 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
     """Return the jitted function that `joined` calls."""
     return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
+
+
+def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> Iterator[Shaped[Array, "*chunk"]]:
+    """Yield the chunks of an array on the devices, one at a time. `splitting` makes all chunks at once."""
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding)
+    for start, length in chunking.chunks:
+        yield x if len(chunking.extents) == 1 else slicing(sharding, leaf, chunking.dim, length)(x, start)
+
+
+@functools.lru_cache(maxsize=64)
+def slicing(sharding: NamedSharding, leaf: Leaf, dim: int, length: int) -> Any:
+    """Return the jitted function that `chunks_of` calls. Chunks of one length share it."""
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return jax.jit(lambda x, start: slice_chunk(mesh, x, leaf, dim, start, length), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)

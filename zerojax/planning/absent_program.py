@@ -19,33 +19,43 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.measure import Choice
-from zerojax.planning.compiled_plan import STATE_PARTS, StepFacts
+from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep, StepFacts
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
-from zerojax.planning.stage_bytes import estimate_stage
+from zerojax.planning.stage_bytes import StageEstimate, estimate_stage
+from zerojax.planning.staged_program import compile_trace
+from zerojax.planning.staged_trace import trace_step
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
+
+STAGED_NOTE = (
+    "The step is many programs, and the figures are their sums. The peak counts the arrays that Python holds between "
+    "programs. No program copies to or from host memory: Python starts these copies between the launches of programs."
+)
 
 
 class AbsentProgram(NamedTuple):
     """A program for GPUs that this machine does not have.
 
     Attributes:
-        lower: Lowers the program for a batch of shapes, whose number of rows must be a multiple of `row_multiple`.
-        row_multiple: See `lower`.
-        facts: Facts about the step that do not depend on the batch.
-        notes_of: Returns sentences about the program for a batch.
+        compile: Compiles the step for a batch of shapes, whose number of rows must be a multiple of `row_multiple`.
+        row_multiple: See `compile`.
+        facts: Facts that cannot be read from the compiled step.
+        row: The estimate of the step's bytes, if parameters are on disk.
     """
 
-    lower: Callable[[Any], Any]
+    compile: Callable[[Any], CompiledStep]
     row_multiple: int
     facts: StepFacts
-    notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: ()
+    row: StageEstimate | None = None
 
-    def compile(self, batch: Any) -> Any:
-        """Compile the program for `batch`, which has shapes."""
-        return self.lower(batch).compile()
+
+def compile_lowered(
+    lower: Callable[[Any], Any], batch: Any, notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: ()
+) -> CompiledStep:
+    """Compile a step that is one program. `lower` lowers the program for a batch, and `notes_of` returns its notes."""
+    return CompiledStep(((lower(batch).compile(), 1),), notes=notes_of(batch))
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
@@ -68,11 +78,21 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         sent_formula=None if config.data.compiler_axes else row.sent,
         host=row.host,
         disk=row.disk,
+        read=row.read,
+        written=row.written,
         notes=(*shapes.plan.update_in_words, *offload_notes(moved, shapes)),
     )
-    lower = lambda batch: moved.lower(shapes, abstract(batch), *abstract(args))
-    notes = lambda batch: moved.memory_fit(shapes, abstract(batch), *abstract(args)).notes if options.memory else ()
-    return AbsentProgram(auto_context()(lower), config.data.workers * accumulate, facts, notes)
+    multiple = config.data.workers * accumulate
+    if config.params_on_disk:
+
+        def compile_stages(batch: Any) -> CompiledStep:
+            return compile_trace(trace_step(moved, shapes, abstract(batch), abstract(args)), config.mesh, facts.parts)
+
+        return AbsentProgram(compile_stages, multiple, facts, row)
+    lower = auto_context()(lambda batch: moved.lower(shapes, abstract(batch), *abstract(args)))
+    notes = auto_context()(lambda batch: moved.memory_fit(shapes, abstract(batch), *abstract(args)).notes)
+    notes_of = {} if options.memory is None else {"notes_of": notes}
+    return AbsentProgram(functools.partial(compile_lowered, lower, **notes_of), multiple, facts)
 
 
 def check_state(state: Any) -> None:
@@ -100,6 +120,8 @@ def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
     """Return notes on the costs of offloaded state that a plan's figures do not include. Empty without an offload."""
+    if step.config.params_on_disk:
+        return (STAGED_NOTE,)
     if not any(state.plan.chunkings):
         return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
@@ -113,7 +135,7 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
     """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
-    del usable  # nothing is chosen for a function of the user's
+    del usable  # zerojax chooses nothing in a function of the user's
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."
@@ -149,7 +171,7 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     facts = StepFacts() if meshes or mesh.size == 1 else StepFacts(notes=(unsharded,))
     sharded = [sharding for x in jax.tree.leaves(move(batch)) if (sharding := named_sharding(x))]
     shards = [math.prod(mesh.shape[axis] for axis in row_axes(sharding)) for sharding in sharded]
-    return AbsentProgram(lower, math.lcm(*shards), facts)
+    return AbsentProgram(functools.partial(compile_lowered, lower), math.lcm(*shards), facts)
 
 
 def row_axes(sharding: NamedSharding) -> tuple[str, ...]:

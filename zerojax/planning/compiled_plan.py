@@ -4,24 +4,26 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.hlo import Module, read
-from zerojax.inspect.memory import memory_analysis
+from zerojax.inspect.memory import memory_analysis, peak_bytes
 from zerojax.inspect.overlap import Overlap, overlap
-from zerojax.inspect.roofline import Roofline, roofline
+from zerojax.inspect.roofline import Roofline, roofline, total
 from zerojax.inspect.timeline import simulate
+from zerojax.planning.stage_bytes import LINK
 from zerojax.units import format_bytes, format_seconds
 
-DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds")
+DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "disk_bandwidth")
 MOST_WAITS = 3
 # The share of the limit of XLA's scheduler from which a plan warns.
 NEAR = 0.9
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
-TIMES |= {"communication": "communication", "of which exposed": "exposed", "step": "seconds"}
+TIMES |= {"communication": "communication", "of which exposed": "exposed"}
 # The part of memory that an argument of a step belongs to, by prefix of the argument's name in the program.
 STATE_PARTS = {
     "state.params": "parameters",
@@ -30,7 +32,7 @@ STATE_PARTS = {
     "state.rounding_errors": "rounding errors",
     "state": "other state",
 }
-TEMPORARY, RESULTS, OTHER = "temporary", "results", "other arguments"
+TEMPORARY, RESULTS, OTHER, HELD = "temporary", "results", "other arguments", "between programs"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +44,8 @@ class Plan:
         devices: Number of GPUs.
         batch: Rows of the global batch. None if the leaves of a function's batch have different numbers of rows.
         memory: Bytes per device by part. `peak` is the sum of all parts. `temporary` has activations, gradients and
-            gathered parameters. `results` has the results that do not reuse the memory of donated arguments.
+            gathered parameters. `results` has the results that do not reuse the memory of donated arguments. `between
+            programs`, only with parameters on disk, has the arrays that one program passes to a later program.
         capacity: Bytes of a device's memory.
         usable: Bytes of a device's memory that the program may take.
         overlap: Every collective, with the number of matrix products that run during the collective.
@@ -53,9 +56,13 @@ class Plan:
             zerojax, or the mesh has axes that do not divide the batch.
         host: Bytes per device in host memory, as `estimate` computes them.
         disk: Bytes per device on disk, as `estimate` computes them.
+        read: Bytes per device that a step reads from disk, at most, as `estimate` computes them.
+        written: Bytes per device that a step writes to disk, as `estimate` computes them.
+        transfers: Only with parameters on disk: the least seconds per step of the host link, and of the disk if its
+            bandwidth was given.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         notes: Sentences about effects that these figures leave out.
-        text: The compiled program, as HLO text.
+        text: The compiled program, as HLO text. Empty with parameters on disk, because the step is many programs.
     """
 
     topology: str
@@ -70,6 +77,9 @@ class Plan:
     sent_formula: float | None = None
     host: int = 0
     disk: int = 0
+    read: int = 0
+    written: int = 0
+    transfers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     largest_batch: int | None = None
     notes: tuple[str, ...] = ()
     text: str = dataclasses.field(default="", repr=False)
@@ -119,8 +129,18 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step, by the roofline."""
-        return self.roofline.seconds
+        """Return the least time of a step: the longest of the roofline's time and of all `transfers`."""
+        return max(self.roofline.seconds, *self.transfers.values(), 0.0)
+
+    @property
+    def disk_bandwidth(self) -> float:
+        """Return the bytes per second per device at which the disk no longer slows a step with parameters on disk.
+
+        This counts reads and writes together. It is 0 if the parameters are not on disk.
+        """
+        if not self.transfers:
+            return 0.0
+        return (self.read + self.written) / max(self.roofline.seconds, self.transfers[LINK])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values for JSON, without the program's text."""
@@ -143,6 +163,8 @@ class Plan:
         lines += [line(part, format_bytes(size)) for part, size in self.memory.items() if size]
         lines.append(line("peak", format_bytes(self.peak)) + verdict)
         offloaded = {"in host memory": self.host, "on disk": self.disk}
+        if self.transfers:
+            offloaded |= {"read per step": self.read, "written per step": self.written}
         lines += [line(name, format_bytes(size)) for name, size in offloaded.items() if size]
         if self.largest_batch is not None:
             lines.append(line("largest batch", f"{self.largest_batch:,}") + "  rows")
@@ -153,6 +175,9 @@ class Plan:
             lines.append(line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
         lines.append("time, at least")
         lines += [line(name, format_seconds(getattr(self.roofline, part))) for name, part in TIMES.items()]
+        lines += [line(name, format_seconds(seconds)) for name, seconds in self.transfers.items()]
+        limit = f"  the disk is the limit below {format_bytes(self.disk_bandwidth)}/s" if self.transfers else ""
+        lines.append(line("step", format_seconds(self.seconds)) + limit)
         if self.waits:
             most = ", ".join(f"{cause} {format_seconds(time)}" for cause, time in list(self.waits.items())[:MOST_WAITS])
             waits = line("kernels wait", format_seconds(sum(self.waits.values())))
@@ -190,7 +215,28 @@ class StepFacts:
     sent_formula: float | None = None
     host: int = 0
     disk: int = 0
+    read: int = 0
+    written: int = 0
     notes: tuple[str, ...] = ()
+
+
+class CompiledStep(NamedTuple):
+    """The compiled programs of a step.
+
+    Attributes:
+        programs: Each program, with the number of its executions in a step.
+        memory: Bytes per device by part, at the moment when their sum is largest. None: the step is one program.
+        notes: Sentences about the choice of the programs.
+    """
+
+    programs: tuple[tuple[Any, int], ...]
+    memory: dict[str, int] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """Return the peak bytes per device."""
+        return peak_bytes(self.programs[0][0]) if self.memory is None else sum(self.memory.values())
 
 
 def read_plan(
@@ -202,39 +248,52 @@ def read_plan(
     batch: int | None,
     usable: float | None = None,
     largest_batch: int | None = None,
+    transfers: Mapping[str, float] = MappingProxyType({}),
 ) -> Plan:
-    """Read a plan from a compiled program. See `Plan` for the arguments.
+    """Read a plan from a `CompiledStep` or from one compiled program. See `Plan` for the arguments.
 
     `device` is one GPU of the topology. By default, 95% of its memory is usable.
     """
-    module, analysis = read(compiled), memory_analysis(compiled)
-    gpus, hiding = Topology.parse(topology), overlap(module.text)
-    figures = roofline(module, hiding, device)
+    step = compiled if isinstance(compiled, CompiledStep) else CompiledStep(((compiled, 1),))
+    modules = [(read(program), times) for program, times in step.programs]
+    hiding = [overlap(module.text) for module, _ in modules]
+    figures = total((roofline(m, o, device), times) for (m, times), o in zip(modules, hiding, strict=True))
+    gpus, waits = Topology.parse(topology), Counter[str]()
+    for module, times in modules:
+        waits.update({cause: times * seconds for cause, seconds in waits_by_cause(module, device).items()})
+    memory, (first, *others) = step.memory, modules
+    if memory is None:
+        memory = memory_by_part(first[0], memory_analysis(step.programs[0][0]), facts.parts)
+    notes = [note for module, _ in modules for note in limitations(module, figures.unknown, gpus)]
+    notes += [note for program, _ in step.programs for note in near_limit(memory_analysis(program), device)]
     return Plan(
         topology=topology,
         devices=gpus.size,
         batch=batch,
-        memory=memory_by_part(module, analysis, facts.parts),
+        memory=memory,
         capacity=device.memory,
         usable=int(USABLE * device.memory if usable is None else usable),
-        overlap=hiding,
+        overlap=Overlap(tuple(f for (_, times), o in zip(modules, hiding, strict=True) for f in o.repeated(times))),
         roofline=figures,
-        waits=waits_by_cause(module, device),
+        waits=dict(waits.most_common()),
         sent_formula=facts.sent_formula,
         host=facts.host,
         disk=facts.disk,
+        read=facts.read,
+        written=facts.written,
+        transfers=dict(transfers),
         largest_batch=largest_batch,
-        notes=(*facts.notes, *limitations(module, figures.unknown, gpus), *near_limit(analysis, device)),
-        text=module.text,
+        notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
+        text="" if others else first[0].text,
     )
 
 
 def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
-    """Return the seconds per step that kernels wait for collectives, by cause of the collective, longest first."""
+    """Return the seconds per step that kernels wait for collectives, by cause of the collective."""
     waits = Counter[str]()
     for collective, seconds in simulate(module.text, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
-    return dict(waits.most_common())
+    return dict(waits)
 
 
 def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Iterator[str]:

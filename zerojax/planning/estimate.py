@@ -88,9 +88,7 @@ class Estimate:
             link: Bytes per second in each direction between host and device, per device.
             disk: Bytes per second of the disk, per device, for reading and writing together.
         """
-        row = self[stage]
-        seconds = (row.host + max(row.read, row.written)) / link
-        return max(seconds, (row.read + row.written) / disk) if disk else seconds
+        return max(self[stage].transfer_seconds(link=link, disk=disk).values())
 
     def disk_bandwidth(self, stage: int, *, seconds: float) -> float:
         """Return the least disk bandwidth at which the disk does not slow a step down, in bytes per second per device.

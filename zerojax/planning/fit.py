@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from zerojax.config import Config, Offload, check_count
-from zerojax.gpus.devices import USABLE, Device
-from zerojax.gpus.topology import Topology, abstract_mesh
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
+from zerojax.planning.hardware import Hardware
 from zerojax.planning.shapes import abstract, with_rows
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage, sent_bytes
 from zerojax.units import format_bytes, format_seconds
@@ -32,8 +33,6 @@ PEAK_MARGIN = 0.25
 # Costs that differ by less than this share count as equal, because the estimates are not more precise.
 COST_RESOLUTION = 0.02
 MOST_ROWS = 1024  # per device
-# Bytes per second in each direction between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
-HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +77,11 @@ class Candidate:
         if self.offload is None:
             return "device"
         return " + ".join([str(self.offload.optimizer), *(["params"] if self.offload.params else [])])
+
+    @property
+    def params_on_disk(self) -> bool:
+        """Return whether parameters are on disk."""
+        return self.offload is not None and self.offload.params == "disk"
 
     @property
     def variant(self) -> tuple:
@@ -141,23 +145,17 @@ class SearchSpace:
     stages: Sequence[int]
     offloads: Sequence[Offload | None]
     rows: Sequence[int] | None
-    memory: float | None = None
-    link: float | None = None
-    network: float | None = None
-    host_link: float | None = None
+    hardware: Hardware
     hosts: int | None = None
 
     def __post_init__(self):
-        """Raise an error if `rows`, `memory` or `host_link` is invalid. `Device` checks the other links."""
+        """Raise an error if a number in `rows` is invalid."""
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
-        for name, given, unit in (("memory", self.memory, ""), ("host_link", self.host_link, " per second")):
-            if given is not None and not given > 0:
-                raise ValueError(f"{name}= is in bytes{unit} of one GPU and must be above 0, not {given}.")
 
     def device(self, count: int) -> Device:
         """Return the description of one GPU among `count` GPUs."""
-        return Device.of(Topology.parse(self.topology(count)), link=self.link, network=self.network)
+        return self.hardware.device(self.topology(count))
 
     def topology(self, count: int) -> str:
         """Return the text of the topology, such as `"h200:8x8"`."""
@@ -174,7 +172,8 @@ class SearchSpace:
         axes = self.axes(config)
         over = lambda **chosen: {"axis": axes, "shard_axis": (), "params_axis": ()} | chosen
         found = [over()]
-        if 1 < self.hosts < count and stage > 0:
+        on_disk = offload is not None and offload.params == "disk"  # then shards are always over all devices
+        if 1 < self.hosts < count and stage > 0 and not on_disk:
             found.append(over(shard_axis=axes[-1:]))
             if stage == 3 and (offload is None or offload.params is None):
                 found.append(over(params_axis=axes[-1:]))
@@ -182,7 +181,7 @@ class SearchSpace:
 
     def usable(self, count: int) -> float:
         """Return the bytes of memory that a program may use on one of `count` GPUs."""
-        return USABLE * self.device(count).memory if self.memory is None else self.memory
+        return self.hardware.usable(self.device(count))
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
@@ -244,7 +243,8 @@ def estimate_candidate(
     row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)
     assert row.peak is not None
     sending = sending_seconds(config, layout, space.device(row.devices))
-    seconds = step_seconds(row, cost.seconds(space.device(row.devices)), sending, space)
+    kernels = cost.seconds(space.device(row.devices))
+    seconds = step_seconds(row, kernels, sending, space, overlaps=candidate.params_on_disk)
     return dataclasses.replace(candidate, peak=row.peak, seconds=seconds / rows)
 
 
@@ -266,13 +266,25 @@ def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
     return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
 
 
-def step_seconds(row: StageEstimate, kernels: float, communication: float, space: SearchSpace) -> float:
-    """Return the least time of a step, given the least times of the plain gradient's kernels and of communication."""
-    device = space.device(row.devices)
+def step_seconds(
+    row: StageEstimate, kernels: float, communication: float, space: SearchSpace, *, overlaps: bool
+) -> float:
+    """Return the least time of a step.
+
+    Args:
+        row: The estimated bytes of the step.
+        kernels: The least time of the plain gradient's kernels.
+        communication: The least time of the step's collectives.
+        space: The search space, whose hardware has bandwidths.
+        overlaps: Whether transfers of offloaded state overlap with the gradient, as with parameters on disk.
+    """
+    device, hardware = space.device(row.devices), space.hardware
     passes = max(kernels, communication) if row.stage == 3 else kernels + communication
     update = 2 * row.resident / device.bandwidth
-    offloaded = (row.host + row.disk) / (space.host_link or HOST_LINKS[space.gpu])
-    return passes + update + offloaded
+    link = hardware.to_host(space.topology(row.devices))
+    if overlaps:
+        return max(passes + update, *row.transfer_seconds(link=link, disk=hardware.disk).values())
+    return passes + update + (row.host + row.disk) / link
 
 
 def search(
@@ -311,14 +323,18 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, all axes, the first loss, few rows."""
-    rest = sorted(estimated, key=lambda c: c.seconds)
+    """Yield candidates by cost, and those with parameters on disk last.
+
+    At equal cost, prefer no offload, a low stage, all axes, the first loss, few rows.
+    """
     within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
     simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)
-    while rest:
-        equal = [c for c in rest if c.seconds <= (1 + COST_RESOLUTION) * rest[0].seconds]
-        yield from sorted(equal, key=simplest)
-        rest = rest[len(equal) :]
+    for on_disk in (False, True):
+        rest = sorted((c for c in estimated if c.params_on_disk == on_disk), key=lambda c: c.seconds)
+        while rest:
+            equal = [c for c in rest if c.seconds <= (1 + COST_RESOLUTION) * rest[0].seconds]
+            yield from sorted(equal, key=simplest)
+            rest = rest[len(equal) :]
 
 
 def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequence[int]) -> str:
@@ -329,9 +345,11 @@ def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequenc
             f"No candidate for {among} {space.gpu}: no number of devices divides rows={space.rows}, or no stage of "
             f"{tuple(space.stages)} supports offload=. Give rows that are a multiple of the devices, or other stages."
         )
+    on_disk = any(c.params_on_disk for c in tried)
+    most = "" if on_disk else ', such as Offload(params="disk", optimizer="disk", path=...) at stage 3'
     nearest = min(tried, key=lambda c: c.peak / space.usable(c.devices))
     return (
         f"Nothing fits {among} {space.gpu}. The nearest is {nearest}, on {nearest.devices}: it needs "
         f"{format_bytes(nearest.peak)} per device, and {format_bytes(space.usable(nearest.devices))} may be used. "
-        f"Give more devices, a loss with remat, fewer rows, or an offload= that offloads more."
+        f"Give more devices, a loss with remat, fewer rows, or an offload= that offloads more{most}."
     )

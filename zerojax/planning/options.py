@@ -30,15 +30,20 @@ class EstimateOptions(LossOptions, total=False):
     wire: Wire | None
 
 
-class FitOptions(LossOptions, total=False):
-    """Rows of the batch to try, usable bytes of a GPU, and bytes per second of its links in each direction."""
+class HardwareOptions(TypedDict, total=False):
+    """The fields of `Hardware`."""
 
-    rows: int | Sequence[int] | None
-
-    memory: float | None
+    memory: float | str | None
     link: float | None
     network: float | None
     host_link: float | None
+    disk: float | None
+
+
+class FitOptions(LossOptions, HardwareOptions, total=False):
+    """Rows of the batch to try, options of the loss, and the GPU's memory and bandwidths."""
+
+    rows: int | Sequence[int] | None
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, Any]]:

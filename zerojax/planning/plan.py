@@ -10,19 +10,18 @@ import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
-from zerojax.gpus.devices import SCHEDULED, USABLE, Device
+from zerojax.gpus.devices import SCHEDULED, USABLE
 from zerojax.gpus.topology import Topology, absent_mesh
-from zerojax.inspect.memory import peak_bytes
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
+from zerojax.planning.hardware import Hardware
 from zerojax.planning.largest_batch import largest_that_fits
-from zerojax.planning.options import FitOptions, split_options
+from zerojax.planning.options import FitOptions, HardwareOptions, split_options
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
-from zerojax.units import parse_bytes
 from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
@@ -43,10 +42,8 @@ class Planner:
         batch: Any,
         *args: Any,
         topology: str = "h200:8",
-        memory: float | str | None = None,
-        link: float | None = None,
-        network: float | None = None,
         largest_batch: bool = False,
+        **hardware: Unpack[HardwareOptions],
     ) -> Plan:
         """Compile a step for GPUs that this machine need not have, and return its memory and time. Nothing is run.
 
@@ -62,33 +59,36 @@ class Planner:
             *args: Further arguments; shapes are enough.
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
-            memory: Bytes of a device that the program may take, such as `"72 GB"`. Default: 95% of its memory. A step
-                with `memory="auto"` is made to fit it, but not more than the limit of XLA's scheduler, 76%.
-            link: Bytes per second that a GPU sends within its host. Default: the speed of NVLink.
-            network: Bytes per second that a GPU sends to other hosts. Default: the speed of its network adapter.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
+            **hardware: `memory`: bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its
+                memory). A step with `memory="auto"` is made to fit them, or 76% if that is less, which is the limit of
+                XLA's scheduler. All others are bytes per second. `link`: sent by a GPU within its host (default: NVLink). `network`: sent by a GPU
+                to other hosts (default: its network adapter). `host_link`: in each direction between a GPU and its host
+                (default: PCIe). `disk`: read and written by a GPU's share of the disk, together. `host_link` and `disk`
+                count only with `Offload(params="disk")`. Without `disk`, the time of the disk is left out.
 
         Returns:
             A `Plan`, which prints as tables.
 
         Raises:
-            TypeError: If `step` cannot be lowered, or the state of a step is not a `ZeroState`.
+            TypeError: If `step` cannot be lowered, the state of a step is not a `ZeroState`, or an option is unknown.
             ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch, a speed
                 is not above 0, or the leaves of the batch have different numbers of rows (for a step, or with
                 `largest_batch`).
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        device = Device.of(Topology.parse(topology), link=link, network=network)
-        rows = rows_of(batch)
+        given = Hardware(**hardware)
+        device, rows = given.device(topology), rows_of(batch)
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         program_of = program_of_step if isinstance(step, Step) else program_of_function
-        usable = USABLE * device.memory if memory is None else parse_bytes("plan(memory=)", memory, least=1)
+        usable = given.usable(device)
         program = program_of(step, state, batch, args, topology, int(min(usable, USABLE * SCHEDULED * device.memory)))
-        compiled = program.compile(batch)
-        largest = largest_rows(program, batch, rows, peak_bytes(compiled), usable) if largest_batch and rows else None
-        facts = dataclasses.replace(program.facts, notes=(*program.facts.notes, *program.notes_of(batch)))
-        return read_plan(compiled, topology, device, facts, batch=rows, usable=usable, largest_batch=largest)
+        compiled, row = program.compile(batch), program.row
+        largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
+        seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
+        limits = {"usable": usable, "largest_batch": largest, "transfers": seconds}
+        return read_plan(compiled, topology, device, program.facts, batch=rows, **limits)
 
     @auto_context()
     def fit(
@@ -107,9 +107,10 @@ class Planner:
         """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
         Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
-        rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
-        Times within 2% count as equal, and are sorted by preference: no offload, a low stage, shards over all devices,
-        the first loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
+        rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row,
+        and those with parameters on disk come last. Times within 2% count as equal, and are sorted by preference: no
+        offload, a low stage, shards over all devices, the first loss, a small batch. The steps are compiled in this
+        order, and the first that fits is chosen.
 
         Args:
             tx: Any optax transformation. If it comes from `zero_shard`, its stage, mesh and offload are replaced.
@@ -125,11 +126,11 @@ class Planner:
                 replace these options of `tx`.
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several. None is no offload. The compiled plan counts parameters in
-                host memory as device memory.
+                host memory as device memory. Candidates with parameters on disk come last, whatever their time.
             **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
-                a candidate fits. As for a plan: `memory`, `link`, `network`. `host_link`: bytes per second in each
-                direction between a GPU and its host (default: PCIe). As for `train_step`: `has_aux`, `weighted`.
+                a candidate fits. As for a plan: `memory`, `link`, `network`, `host_link`, `disk`. `host_link` counts
+                with every offload. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
@@ -149,7 +150,8 @@ class Planner:
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
-        space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, hosts=hosts, **hardware)
+        choices = as_sequence(stages), as_sequence(offload), row_counts
+        space = SearchSpace(gpu, *choices, Hardware(**hardware), hosts=hosts)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -162,9 +164,8 @@ class Planner:
         def compile_plan(candidate: Candidate) -> Plan:
             sharded = ZeroTransformation.of(candidate_config(config, space, candidate))
             step, resized = sharded.train_step(losses[candidate.loss], **loss_options), with_rows(batch, candidate.rows)
-            limits = {name: getattr(space, name) for name in ("memory", "link", "network")}
             topology = space.topology(candidate.devices)
-            return self(step, sharded.create(shapes), resized, *args, topology=topology, **limits)
+            return self(step, sharded.create(shapes), resized, *args, topology=topology, **hardware)
 
         gradients = {name: PlainGradient(Loss(loss, **loss_options), args, gpu) for name, loss in losses.items()}
         row = with_rows(batch, 1)
@@ -208,7 +209,7 @@ def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usabl
 
     def peak_at(count: int) -> int:
         if count not in peaks:
-            peaks[count] = peak_bytes(program.compile(with_rows(batch, count * unit)))
+            peaks[count] = program.compile(with_rows(batch, count * unit)).peak
         return peaks[count]
 
     return unit * largest_that_fits(peak_at, usable, start=rows // unit)

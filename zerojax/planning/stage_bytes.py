@@ -24,6 +24,7 @@ from zerojax.placement.storage import storage_forms
 from zerojax.train.tree_api import returned_grads
 
 HOST = "host"  # the mesh axis of the hosts, if a topology has several
+LINK, DISK = "host link", "disk"  # what transfers offloaded bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,19 @@ class StageEstimate:
     def total(self) -> int:
         """Return the bytes of all model states on a device. This includes gradients, but not gathered parameters."""
         return self.resident + self.grads
+
+    def transfer_seconds(self, *, link: float, disk: float | None = None) -> dict[str, float]:
+        """Return the least seconds per step of the host link, and of the disk if its bandwidth is given.
+
+        The link copies all offloaded bytes to the device and back, both at the same time. The disk reads and writes
+        one after the other.
+
+        Args:
+            link: Bytes per second in each direction between host and device, per device.
+            disk: Bytes per second of the disk, per device, for reading and writing together.
+        """
+        seconds = {LINK: (self.host + max(self.read, self.written)) / link}
+        return seconds | ({DISK: (self.read + self.written) / disk} if disk else {})
 
 
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
@@ -161,10 +162,10 @@ class Microbatch:
         """
         # All results of a program become ready together. Wait for the smallest: keeping it takes little memory.
         self._running.extend(sorted(jax.tree.leaves(results), key=lambda x: x.size)[:1])
-        if len(self._running) > _RUNNING and not self._running[0].is_deleted():
-            jax.block_until_ready(self._running[0])
         if len(self._running) > _RUNNING:
-            self._running.popleft()
+            oldest = self._running.popleft()
+            if not isinstance(oldest, jax.core.Tracer) and not oldest.is_deleted():  # a plan traces the step
+                jax.block_until_ready(oldest)
         return self._wait(results)
 
     def _operands(self, item: Any) -> dict:

@@ -7,8 +7,9 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -21,15 +22,17 @@ from zerojax.layout.leaf import Leaf
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore, Lease
-from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, shards_of
+from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, number_of, shards_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 # The number of chunks that are read ahead at a time. As many chunks can wait to be written.
 READ_AHEAD = 8
+# The folder, within `Offload(path=)`, of parameters that no run uses yet.
+GIVEN = "given"
 # The number of arrays whose copies from the devices to host memory run while Python goes on.
-_COPYING = 2
+COPYING = 2
 
 
 class ModelFiles(StateFiles):
@@ -62,7 +65,7 @@ class ModelFiles(StateFiles):
             ValueError: If the buffers need more than `host_bytes`.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
-        self._path = path
+        self._path, self._host_bytes = Path(path), host_bytes
         self._versions: collections.Counter[int] = collections.Counter()
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
@@ -105,6 +108,18 @@ class ModelFiles(StateFiles):
         weakref.finalize(self, close_store, store)
         return store
 
+    def given(self, types: Sequence[Any]) -> ModelFiles:
+        """Return files for the same parameters, which no run uses yet. `types` are the parameters' types by number."""
+        leaves = {k: self._leaves[k] for k in sorted(self._params)}
+        wide = {k: (dataclasses.replace(leaf, dtype=np.dtype(types[k])), *rest) for k, (leaf, *rest) in leaves.items()}
+        path, params = self._path.with_name(GIVEN), list(leaves)
+        return ModelFiles(path, wide, host_bytes=self._host_bytes, first=params, params=params)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return the numbers of all leaves."""
+        return list(self._leaves)
+
     def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
         """Return the layout, the chunking and the sharding of leaf `k`."""
         return self._leaves[k]
@@ -135,11 +150,22 @@ class ModelFiles(StateFiles):
         return self._store.read(index, version=self._versions[index])
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Begin to copy chunk `n` of leaf `k` to host memory. If more than `_COPYING` copies wait, write the oldest."""
+        """Begin to copy chunk `n` of leaf `k` to host memory. If more than `COPYING` copies wait, write the oldest."""
         array.copy_to_host_async()
         self._copying.append((k, n, array))
-        if len(self._copying) > _COPYING:
+        if len(self._copying) > COPYING:
             self._write(*self._copying.popleft())
+
+    def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
+        """Begin to pass a chunk's shards to `put`; see `StateFiles.copy`. A chunk in host memory is passed at once."""
+        self.copy_all()
+        index = self._index[k, n]
+        if index not in self._held:
+            return self._store.copy(index, put, version=self._versions[index])
+        put(self._held[index])
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def copy_all(self) -> None:
         """Block until all arrays that were passed to `write` are copied from the devices."""
@@ -148,7 +174,10 @@ class ModelFiles(StateFiles):
 
     def _write(self, k: int, n: int, array: Array) -> None:
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        shards = [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
+        self.write_shards(k, n, [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)])
+
+    def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
+        """Copy a chunk's shards to a buffer, and begin to write them; see `StateFiles.write_shards`."""
         index = self._index[k, n]
         if index in self._held:
             self._held[index] = tuple(map(np.copy, shards))
@@ -167,10 +196,10 @@ class ModelFiles(StateFiles):
                 f"The parameters on disk in {self.path} are half written, because a step on them was interrupted or "
                 f"failed. Make a state with tx.create, or restore the last checkpoint into one."
             )
-        if int(version) != self._version:
+        if (given := number_of(version, self.path)) != self._version:
             raise ValueError(
                 f"The parameters on disk in {self.path} are of version {self._version}, and this state is of "
-                f"{int(version)}: a copy of a state shares its files, and a step changes them. Go on with the state "
+                f"{given}: a copy of a state shares its files, and a step changes them. Go on with the state "
                 f"that the last step returned; save what is to be kept in a checkpoint."
             )
 
@@ -205,6 +234,15 @@ class ModelLeaf(LeafFiles):
         files = self.files
         assert isinstance(files, ModelFiles)
         version = super().save(jax.block_until_ready(list(chunks)))
+        files.flush()
+        files.saved(self.k)
+        return version
+
+    def fill(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Int[np.ndarray, ""]:
+        """Write the parameter, wait until it is in the files, and return the new version; see `LeafFiles.fill`."""
+        files = self.files
+        assert isinstance(files, ModelFiles)
+        version = super().fill(read)
         files.flush()
         files.saved(self.k)
         return version

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
@@ -20,10 +18,10 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout, canonical
 from zerojax.optim.plan import ShardingPlan
-from zerojax.placement.chunking import joined, splitting
+from zerojax.placement.chunking import chunks_of, joined
 from zerojax.placement.place import are_shapes, place_array
 from zerojax.placement.storage import is_stored_node, leaves_of, named, storage_leaves
-from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.update import Trained
 
@@ -66,7 +64,7 @@ def files_of_run(config: Config, plan: ShardingPlan) -> ModelFiles:
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
     """Return the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
     params = list(on_disk(config, layout, {i: leaf.dtype for i, leaf in enumerate(types)}).values())
-    return _files(config, "given", params, len(params))
+    return _files(config, GIVEN, params, len(params))
 
 
 def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFiles:
@@ -74,6 +72,12 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFi
     offload = config.offload
     assert offload is not None
     assert offload.path is not None
+    if not count:
+        raise ValueError(
+            'Offload(params="disk") has no parameter to keep on disk: each parameter is replicated, because it has '
+            "fewer elements than persist_below, or no dim that can be sharded. Lower persist_below=, or leave out "
+            "params=."
+        )
     leaves = {of.index: (of.leaf, of.chunking, of.sharding) for of in kept}
     assert not isinstance(offload.host_bytes, str)
     first, params = [of.index for of in kept], [of.index for of in kept[:count]]
@@ -103,17 +107,20 @@ def write_params(
     Args:
         config: The configuration of the transformation.
         layout: The layout of the parameters.
-        leaves: The parameters in any form, or their shapes.
+        leaves: The parameters in any form, or their shapes. Each is needed only until it is written.
         files: The files for the sharded parameters. Parameters are cast to the types of the files' leaves.
         shapes: Whether the leaves are shapes. Then no file is written, and the tree consists of shapes.
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
-    for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True)):
+    leaves = iter(leaves)
+    for i, leaf in enumerate(layout.params):
+        x = next(leaves)
         if i not in stored:
             shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
             stored[i] = shape if shapes else placed_leaf(config, x, leaf).astype(leaf.dtype)
         elif not shapes:
-            write_leaf(files, i, x, functools.partial(placed_leaf, config, x, leaf))
+            write_leaf(files, i, x)
+        del x  # before the next leaf is made
     if not shapes:
         files.flush()
     return jax.tree.unflatten(layout.treedef, [stored[i] for i in range(len(layout.params))])
@@ -127,8 +134,8 @@ def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
     )
 
 
-def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) -> None:
-    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, divide the array from `place`."""
+def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
+    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
     leaf, chunking, sharding = files.leaf(i)
     if is_chunked(x) and x.chunking == chunking and x.store is not None:
         source = x.store.files
@@ -136,11 +143,10 @@ def write_leaf(files: ModelFiles, i: int, x: Any, place: Callable[[], Array]) ->
         for n in range(len(chunking.extents)):
             files.write(i, n, source.receive(x.store.k, n, source.read(x.store.k, n), "device").astype(leaf.dtype))
         return
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
-    chunks = splitting(mesh, sharding, leaf, chunking)(place().astype(leaf.dtype))
-    for n, chunk in enumerate(jax.block_until_ready(chunks)):
-        files.write(i, n, chunk)
+    # Unlike `placed_leaf`, do not copy an array that is already in place.
+    stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [leaf])[0], sharding)
+    for n, chunk in enumerate(chunks_of(stored.astype(leaf.dtype), leaf, chunking)):
+        files.write(i, n, jax.block_until_ready(chunk))
 
 
 def shapes_on_disk(params: PyTree) -> PyTree:

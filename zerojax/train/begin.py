@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -68,12 +68,21 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
     require_same_values(config, what, args=args)
     require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
     if config.params_on_disk:
-        made = (x for program in programs for x in program(*args))
         files = files_of_params(config, layout, layout.grads)
-        return on_auto_mesh(config.user_mesh, functools.partial(write_params, config, wide, made, files))
+        return on_auto_mesh(
+            config.user_mesh, functools.partial(write_params, config, wide, one_by_one(programs, args), files)
+        )
     arrays = [x for program in programs for x in program(*args)]
     store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
     return on_auto_mesh(config.user_mesh, store, arrays, shardings=lambda _: params_shardings(config, layout))
+
+
+def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
+    """Yield the results of programs, which return lists. Keep no reference to a result that was yielded."""
+    for program in programs:
+        results = list(reversed(program(*args)))
+        while results:
+            yield results.pop()
 
 
 def shard(config: Config, params: Any) -> Any:

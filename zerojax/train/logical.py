@@ -65,7 +65,9 @@ def of_state(state: ZeroState) -> ZeroState:
 
 
 def of_stored(x: Any, leaf: Leaf) -> Any:
-    """Return the logical array of a leaf of the optimizer state, given its layout."""
+    """Return the logical array of a stored leaf, given its layout."""
+    if isinstance(x, Chunked) and any(isinstance(chunk, jax.ShapeDtypeStruct) for chunk in x.chunks):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     array = joined(x) if isinstance(x, Chunked) else x
     trim = functools.partial(in_logical_shape, leaf=leaf)
     if isinstance(array, jax.ShapeDtypeStruct):

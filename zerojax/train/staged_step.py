@@ -130,7 +130,7 @@ class StagedStep:
         small = self._reduced(small, resident, files)
         done = wait(config.mesh, self._finish(small, resident))
         leaves, params = list(done.opt_state), list(done.params)
-        if self._program.may_skip and bool(done.new.scaling.skips > 0):
+        if self._is_skipped(done):
             before = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
             leaves = [old if is_chunked(old) else x for old, x in zip(before, leaves, strict=True)]
         else:
@@ -143,6 +143,10 @@ class StagedStep:
         nodes = files.nodes()
         tree = jax.tree.unflatten(plan.layout.treedef, [nodes.get(i, x) for i, x in enumerate(in_forms(params, plan))])
         return done.new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), done.metrics
+
+    def _is_skipped(self, done: Finished) -> bool:
+        """Return whether the step is skipped. This waits for the devices if the step can be skipped."""
+        return self._program.may_skip and bool(done.new.scaling.skips > 0)
 
     def _stored(self, state: ZeroState) -> dict[int, Array]:
         """Return the parameters on the devices, by index, in storage shape."""

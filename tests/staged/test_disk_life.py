@@ -1,0 +1,303 @@
+"""The whole life of parameters on disk without the model in memory: import, checkpoint, restore, export; and faults."""
+
+import collections
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of, mounted
+from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
+from safetensors.numpy import load_file
+
+import zerojax
+from zerojax import Precision, zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, directory, disk_leaves, export, import_params, saving
+from zerojax.layout.chunked import is_chunked
+from zerojax.offload.folder import DiskError
+from zerojax.offload.state_files import StateFiles
+from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.state import files_of
+
+LOSS = LOSSES["loop"]
+
+
+def begun(path, **options):
+    """A transformation, its step, and a state after one step."""
+    tx = on_disk(path, devices=2, **options)
+    step, state = tx.train_step(LOSS), tx.create(model_params())
+    return tx, step, step(state, batch_of(0))[0]
+
+
+def on_host(tx, state):
+    return jax.device_get((tx.unshard(state.params), tx.unshard(state.opt_state, state.params)))
+
+
+def assert_same(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.fixture
+def unpacked(monkeypatch):
+    """Checkpoints whose leaves on disk are copied, as those of large models are, and not packed."""
+    monkeypatch.setattr(saving, "SMALL_BYTES", 300)
+
+
+@pytest.mark.parametrize("host_bytes", [pytest.param(None, marks=pytest.mark.slow), "100 kB"])
+def test_a_checkpoint_is_copied_without_the_devices_while_training_goes_on(tmp_path, unpacked, monkeypatch, host_bytes):
+    tx, step, state = begun(tmp_path / "run", host_bytes=host_bytes)
+    wanted = on_host(tx, state)
+    with Checkpointer(tmp_path / "saved") as saved:
+        with monkeypatch.context() as patched:
+            patched.setattr(StateFiles, "receive", None)  # no chunk is loaded onto a device
+            saved.save(state, step=1)
+        for seed in (1, 2):
+            state, _ = step(state, batch_of(seed))
+        saved.wait()
+        ways = {"disk": on_disk(tmp_path / "again", devices=3), "stage 3": sharded(), "stage 1": stage_1()}
+        for other in ways.values():
+            like = other.create(jax.eval_shape(model_params))
+            with monkeypatch.context() as patched:
+                patched.setattr(StateFiles, "receive", None)
+                restored = saved.restore(like).state
+            assert_same(on_host(other, restored), wanted)
+        assert_same(on_host(tx, saved.restore(state).state), wanted)
+
+
+def stage_1():
+    return zero_shard(optax.adamw(1e-2), stage=1, mesh=mesh_of(2), persist_below=64)
+
+
+@pytest.mark.slow
+def test_a_step_waits_for_the_copy_of_a_chunk_that_it_overwrites(tmp_path, unpacked, monkeypatch):
+    """The copies are slow, so the step begins to write before they end."""
+    write, order = disk_leaves.write_chunk, []
+
+    def slowly(*args):
+        time.sleep(0.05)
+        write(*args)
+        order.append("copied")
+
+    monkeypatch.setattr(disk_leaves, "write_chunk", slowly)
+    tx, step, state = begun(tmp_path / "run")
+    wanted = on_host(tx, state)
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        order.append("saved")
+        state, _ = step(state, batch_of(1))
+        saved.wait()
+        assert order[-1] == "copied"
+        assert_same(on_host(tx, saved.restore(state).state), wanted)
+
+
+def held_at_writes(monkeypatch):
+    """The bytes on the devices, beyond those of before, and the bytes written, at each write of a chunk."""
+    before, held = {id(x) for x in jax.live_arrays()}, []
+    write = ModelFiles.write_shards
+
+    def spied(self, k, n, shards):
+        alive = [x for x in jax.live_arrays() if id(x) not in before]
+        held.append((sum(x.nbytes for x in alive), sum(x.nbytes for x in shards)))
+        write(self, k, n, shards)
+
+    monkeypatch.setattr(ModelFiles, "write_shards", spied)
+    return held
+
+
+DEEP, WIDE = 16, 24
+
+
+def deep_params(key=None):
+    keys = jax.random.split(jax.random.key(7) if key is None else key, 3)
+    stack = lambda k: jax.random.normal(k, (DEEP, WIDE, WIDE))
+    return {"a": stack(keys[0]), "b": stack(keys[1]), "head": jax.random.normal(keys[2], (WIDE, 32))}
+
+
+@pytest.mark.parametrize("precision", [None, pytest.param(Precision.bf16(), marks=pytest.mark.slow)], ids=["", "bf16"])
+def test_an_import_holds_one_chunk(tmp_path, monkeypatch, precision):
+    """With tensors of single layers, which are stacked. The devices hold nothing."""
+    given = jax.device_get(deep_params())
+    mapping = {f"layers.{{i}}.{name}": (f"{name}", "out in -> in out") for name in "ab"} | {"head": "head"}
+    export(given, tmp_path / "exported", mapping=mapping)
+    tx = on_disk(tmp_path / "run", devices=2, precision=precision)
+    like = tx.create(jax.eval_shape(deep_params))
+    held = held_at_writes(monkeypatch)
+    params = import_params(tmp_path / "exported", like, mapping=mapping)
+    assert len(held) >= 2 * DEEP
+    assert max(on_devices for on_devices, _ in held) < 1024  # versions
+    assert max(written for _, written in held) <= WIDE * WIDE * 4
+    assert all(map(is_chunked, jax.tree.leaves(params, is_leaf=is_chunked)))
+    assert_same(jax.device_get(tx.unshard(params)), given)
+    state = tx.create(params)
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, precision and precision.compute), given)
+    assert_same(jax.device_get(tx.unshard(state.params)), jax.device_get(narrow))
+    monkeypatch.undo()
+
+
+def test_an_import_into_a_tree_takes_its_files(tmp_path):
+    export(model_params(), tmp_path / "exported")
+    tx = on_disk(tmp_path / "run", devices=2)
+    zeros = jax.tree.map(np.zeros_like, jax.device_get(model_params()))
+    for make in (lambda: tx.shard(jax.eval_shape(model_params)), lambda: tx.shard(zeros)):
+        params = import_params(tmp_path / "exported", make())
+        assert_same(jax.device_get(tx.unshard(params)), jax.device_get(model_params()))
+        zerojax.offload.close(params)
+
+
+def test_an_initialisation_holds_one_leaf(tmp_path, monkeypatch):
+    tx = on_disk(tmp_path / "run", devices=2)
+    held, key = held_at_writes(monkeypatch), jax.random.key(7)
+    params = tx.init_params(deep_params, key)
+    leaf, layer = DEEP * WIDE * WIDE * 4, WIDE * WIDE * 4
+    # Up to five chunks wait to be written. Each counts twice, because the shards of an array are arrays, too.
+    assert max(on_devices for on_devices, _ in held) <= leaf + 10 * layer + 1024
+    monkeypatch.undo()
+    assert_same(jax.device_get(tx.unshard(params)), jax.device_get(deep_params()))
+
+
+@pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_an_export_loads_one_layer_at_a_time(tmp_path, monkeypatch, mapped):
+    tx = on_disk(tmp_path / "run", devices=2)
+    state, loaded, receive = tx.create(deep_params()), collections.Counter(), StateFiles.receive
+
+    def counted(self, k, n, *args):
+        loaded[k, n] += 1
+        x = receive(self, k, n, *args)
+        assert x.nbytes <= WIDE * WIDE * 4
+        return x
+
+    monkeypatch.setattr(StateFiles, "receive", counted)
+    mapping = {"a.{i}": "a", "b.{i}": "b", "head": "head"} if mapped else None
+    wanted = jax.device_get(deep_params())
+    for name, tree in {"state": state, "tree": state.params}.items():
+        loaded.clear()
+        (file,) = export(tree, tmp_path / name, mapping=mapping)
+        found = load_file(file)
+        assert set(loaded.values()) == {1}
+        for key in "ab":
+            stack = np.stack([found[f"{key}.{i}"] for i in range(DEEP)]) if mapped else found[key]
+            np.testing.assert_array_equal(stack, wanted[key])
+
+
+def test_states_of_shapes_and_traced_trees_are_named(tmp_path):
+    tx, _, state = begun(tmp_path / "run")
+    shapes = tx.create(jax.eval_shape(model_params))
+    logical = zerojax.logical(shapes).params
+    assert jax.tree.map(lambda x: x.shape, logical) == jax.tree.map(jnp.shape, model_params())
+    for use in (lambda: tx.unshard(shapes.params), lambda: export(shapes, tmp_path / "exported")):
+        with pytest.raises(ValueError, match="has no files, because its state was made of shapes"):
+            use()
+    with pytest.raises(TypeError, match="a compiled program cannot read files"):
+        jax.jit(zerojax.logical)(state.params)
+    assert_same(jax.device_get(zerojax.logical(state).params), jax.device_get(tx.unshard(state.params)))
+
+
+def test_a_model_without_large_parameters_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no parameter to keep on disk.*Lower persist_below="):
+        on_disk(tmp_path / "run").create({"w": jnp.ones((3, 3))})
+
+
+def test_a_flipped_byte_gets_into_no_checkpoint(tmp_path, unpacked):
+    tx, _, state = begun(tmp_path / "run")
+    wanted, files = on_host(tx, state), files_of(state.params)
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        saved.wait()
+        files.flush()
+        damaged = sorted(files.path.glob("chunk_*"))[2]
+        content = bytearray(damaged.read_bytes())
+        content[5] ^= 4
+        damaged.write_bytes(content)
+        saved.save(state, step=2)
+        with pytest.raises(CheckpointError, match=rf"{damaged.name} is damaged"):
+            saved.wait()
+        assert saved.steps() == [1]
+        assert_same(on_host(tx, saved.restore(state).state), wanted)
+
+
+@pytest.mark.slow
+def test_a_save_that_fills_the_disk_ends_no_run(tmp_path, unpacked, monkeypatch):
+    """The room that a save needs is checked first, and may be taken by others while it copies."""
+    tx, step, state = begun(tmp_path / "run")
+    with (
+        mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=60k", "none") as small,
+        monkeypatch.context() as patched,
+    ):
+        patched.setattr(directory, "require_space", lambda *_: None)
+        saved = Checkpointer(small / "saved")
+        saved.save(state, step=1)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            saved.close()
+        assert os.listdir(small / "saved") == [".lock"]
+    state, _ = step(state, batch_of(1))
+    on_host(tx, state)
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    message = r"Read-only file system\. Give a folder that this process can write to"
+    fixed = tmp_path / "fixed"
+    with mounted(fixed, "-t", "tmpfs", "-o", "ro", "none"), pytest.raises(DiskError, match=message):
+        on_disk(fixed / "run").create(model_params())
+
+
+@pytest.mark.slow
+def test_files_and_checkpoints_may_be_on_different_file_systems(tmp_path, unpacked):
+    with mounted(tmp_path / "fast", "-t", "tmpfs", "none") as fast:
+        tx, step, state = begun(fast / "run")
+        wanted = on_host(tx, state)
+        with Checkpointer(tmp_path / "saved") as saved:
+            saved.save(state, step=1)
+            state, _ = step(state, batch_of(1))
+            restored = saved.restore(state).state
+            assert_same(on_host(tx, restored), wanted)
+            zerojax.offload.close(restored)
+
+
+Pair = collections.namedtuple("Pair", "w b")
+
+
+def awkward_tree():
+    """Lists, tuples, None, leaves of other types and sizes, and an array with two names."""
+    keys = iter(jax.random.split(jax.random.key(3), 9))
+    draw = lambda *shape, dtype=jnp.float32: (jax.random.normal(next(keys), shape) / 4).astype(dtype)
+    tied = draw(16, 16)
+    return {
+        "list": [(draw(16, 16), draw(16)), Pair(draw(16, 16, dtype=jnp.bfloat16), draw(3, 16, 16)), None],
+        "tied": [tied, tied],
+        "odd": draw(16, 1, 7),
+        "scalar": jnp.float32(2),
+        "empty": jnp.zeros((0, 4)),
+        "count": jnp.arange(40),
+    }
+
+
+def awkward_loss(params, batch):
+    first, second, _ = params["list"]
+    x = params["tied"][0][batch["tokens"] % 16] @ params["tied"][1].T @ first[0] + first[1]
+    x = (x.astype(jnp.bfloat16) @ second.w).astype(jnp.float32)
+    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, second.b)[0]
+    return jnp.mean((x @ params["odd"][:, 0]) ** 2) * params["scalar"] + params["empty"].sum()
+
+
+@pytest.mark.slow
+def test_an_awkward_tree_lives_on_disk(tmp_path, unpacked):
+    tx, memory, shapes = on_disk(tmp_path / "run", devices=4), sharded(devices=4), jax.eval_shape(awkward_tree)
+    (state, found), (_, wanted) = (
+        kind.train_step(awkward_loss)(kind.create(awkward_tree()), batch_of(0)) for kind in (tx, memory)
+    )
+    np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)  # other programs round differently
+    trained = jax.device_get(tx.unshard(state.params))
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        for other in (on_disk(tmp_path / "again", devices=3), memory, stage_1()):
+            restored = saved.restore(other.create(shapes)).state
+            assert_same(jax.device_get(other.unshard(restored.params)), trained)
+    export(state, tmp_path / "exported")
+    again = on_disk(tmp_path / "imported", devices=4)
+    params = import_params(tmp_path / "exported", again.create(shapes))
+    assert_same(jax.device_get(again.unshard(params)), trained)
+    again.train_step(awkward_loss)(again.create(params), batch_of(1))
