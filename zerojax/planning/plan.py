@@ -62,10 +62,11 @@ class Planner:
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
             **hardware: `memory`: bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its
                 memory). A step with `memory="auto"` is made to fit them, or 76% if that is less, which is the limit of
-                XLA's scheduler. All others are bytes per second. `link`: sent by a GPU within its host (default: NVLink). `network`: sent by a GPU
-                to other hosts (default: its network adapter). `host_link`: in each direction between a GPU and its host
-                (default: PCIe). `disk`: read and written by a GPU's share of the disk, together. `host_link` and `disk`
-                count only with `Offload(params="disk")`. Without `disk`, the time of the disk is left out.
+                XLA's scheduler. All others are bytes per second. `link`: sent by a GPU within its host (default:
+                NVLink). `network`: sent by a GPU to other hosts (default: its network adapter). `host_link`: in each
+                direction between a GPU and its host (default: PCIe). `disk`: read and written by a GPU's share of the
+                disk, together. `host_link` and `disk` count only with `Offload(params="disk")`. Without `disk`, the
+                time of the disk is left out.
 
         Returns:
             A `Plan`, which prints as tables.
