@@ -2,7 +2,8 @@
 
     python benchmarks/params_on_disk.py                       a GPT under a limit of a quarter of its states
     python benchmarks/params_on_disk.py --layers 24 --width 2048 --limit 6
-    python benchmarks/params_on_disk.py --compare             a small GPT in memory, in host memory and on disk
+    python benchmarks/params_on_disk.py --compare             a small GPT in memory, in host memory and on disk,
+                                                              unrolled and scanned, in one process and in two
 
 The first form starts a child whose private memory `ulimit -d` (RLIMIT_DATA) bounds from outside. The child initialises
 parameters into files, takes three steps on one batch, and prints the losses, its peak of resident memory, and the bytes
@@ -14,12 +15,17 @@ head's and L the blocks', a step of Adam in float32
     writes  4 P           gradients, and for the update parameters and two moments
 
 At the end the same bytes are read and written one file after the other, which is the time that a step is compared with.
+
+Adam divides a gradient by its size. So where a gradient is almost zero, rounding can change an update by the whole
+learning rate. The second form therefore prints each difference beside the one that half of the parameters cause in
+memory when they change by one unit of rounding.
 """
 
 import argparse
 import os
 import pathlib
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,6 +45,7 @@ def arguments():
     parser.add_argument("--directory", type=pathlib.Path, help="where to write (default: the temporary one)")
     parser.add_argument("--compare", action="store_true", help="train the same small model in three places")
     parser.add_argument("--child", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--process", type=int, nargs=2, help=argparse.SUPPRESS)  # its number, and the port
     return parser.parse_args()
 
 
@@ -66,8 +73,8 @@ def main():
         sys.exit(subprocess.run(command, env=environment, preexec_fn=bound, check=False).returncode)
 
 
-def model(layers, width):
-    """A GPT as `(init, loss)`; norms have no parameters."""
+def model(layers, width, scanned=False):
+    """A GPT as `(init, loss)`; norms have no parameters. If `scanned`, the blocks are stacked."""
     import jax
     import jax.numpy as jnp
 
@@ -83,6 +90,7 @@ def model(layers, width):
             }
             for _ in range(layers)
         ]
+        blocks = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks) if scanned else blocks
         return {"embed": draw(VOCABULARY, width), "blocks": blocks, "head": draw(width, VOCABULARY)}
 
     def norm(x):
@@ -100,8 +108,11 @@ def model(layers, width):
 
     def loss(params, tokens):
         x = params["embed"][tokens[:, :-1]] * width**0.5
-        for weights in params["blocks"]:
-            x = block(weights, x)
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, weights: (block(weights, x), None), x, params["blocks"])
+        else:
+            for weights in params["blocks"]:
+                x = block(weights, x)
         logits = norm(x) @ params["head"]
         picked = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits, -1) - picked)
@@ -191,40 +202,78 @@ def sequential(folder, read, written):
 
 
 def compare(args):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    devices = 4 if args.process else 8
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={devices}"
+    import jax
+
+    if args.process:
+        process, port = args.process
+        jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
+        return compare_on(8, "2 processes", args.directory)
+    print("largest difference of 20 losses, and of the last parameters, from those in memory")
+    for count in (1, 3, 8):
+        compare_on(count, "1 process", args.directory)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    children = [
+        subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--process", str(i), port]) for i in range(2)
+    ]
+    sys.exit(max([child.wait() for child in children]))
+
+
+def compare_on(count, processes, directory):
+    """Compare on the first `count` devices, and print the differences."""
     import jax
     import numpy as np
+
+    from zerojax import Offload
+
+    mesh = jax.make_mesh((count,), ("data",), devices=jax.devices()[:count])
+    for form in ("unrolled", "scanned"):
+        init, loss = model(2, 64, scanned=form == "scanned")
+        start = jax.device_get(init(jax.random.key(0)))
+        losses, params = trained(loss, start, mesh, None)
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            ways = {
+                "rounding": (one_unit(start), None),
+                "host": (start, Offload(optimizer="host", params="host", update="device")),
+                "disk": (start, Offload(optimizer="disk", params="disk", path=folder)),
+            }
+            for name, (begin, offload) in ways.items():
+                found, ends = trained(loss, begin, mesh, offload)
+                apart = max(abs(a - b) for a, b in zip(losses, found, strict=True))
+                far = max(map(lambda a, b: float(np.abs(a - b).max()), *map(jax.tree.leaves, (params, ends))))
+                if jax.process_index() == 0:
+                    print(
+                        f"{processes}, {count} devices, {form}, {name}: {apart:.2g}, {far:.2g}; "
+                        f"loss {losses[0]:.3f} to {losses[-1]:.3f}",
+                        flush=True,
+                    )
+
+
+def trained(loss, start, mesh, offload):
+    """The losses of 20 steps of AdamW, and the parameters at the end."""
+    import jax
     import optax
 
-    from zerojax import Offload, zero_shard
+    from zerojax import zero_shard
 
-    init, loss = model(2, 64)
-    batches = [tokens(24, seed) for seed in range(20)]
-    print("largest difference of 20 losses, and of the last parameters, from those in memory")
-    for devices in (1, 3, 8):
-        mesh = jax.make_mesh((devices,), ("data",), devices=jax.devices()[:devices])
-        found = {}
-        with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-            ways = {
-                "memory": None,
-                "host": Offload(optimizer="host", params="host", update="device"),
-                "disk": Offload(optimizer="disk", params="disk", path=folder),
-            }
-            for name, offload in ways.items():
-                tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, offload=offload)
-                step, state, losses = tx.train_step(loss), tx.create(init(jax.random.key(0))), []
-                for batch in batches:
-                    state, metrics = step(state, batch)
-                    losses.append(float(metrics["loss"]))
-                found[name] = losses, jax.device_get(tx.unshard(state.params))
-        losses, params = found["memory"]
-        for name in ("host", "disk"):
-            apart = max(abs(a - b) for a, b in zip(losses, found[name][0], strict=True))
-            far = max(map(lambda a, b: float(np.abs(a - b).max()), *map(jax.tree.leaves, (params, found[name][1]))))
-            print(
-                f"{devices} devices, {name}: {apart:.2g}, {far:.2g}; loss {losses[0]:.3f} to {losses[-1]:.3f}",
-                flush=True,
-            )
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, offload=offload)
+    step, state, losses = tx.train_step(loss), tx.create(start), []
+    for seed in range(20):
+        state, metrics = step(state, tokens(24, seed))
+        losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(tx.unshard(state.params))
+
+
+def one_unit(params):
+    """The parameters, of which about half are changed to the next larger number."""
+    import jax
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    return jax.tree.map(lambda x: np.where(random.random(x.shape) < 0.5, np.nextafter(x, np.float32(2)), x), params)
 
 
 if __name__ == "__main__":

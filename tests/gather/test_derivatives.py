@@ -72,3 +72,19 @@ def test_a_wide_cotangent_of_a_narrow_value_is_refused_by_name(view, mesh):
     gradient = tx.value_and_grad(lambda p, rows: total(p["w"][jnp.array([1, 2, 1])]) * rows.mean())
     with pytest.raises(TypeError, match="cotangent of float32 for a value of bfloat16"):
         gradient(params, jnp.ones(8))
+
+
+def test_what_passes_stop_gradient_has_no_backward_pass(mesh):
+    """Not even where it has none, as a loop that ends when a value is reached."""
+
+    def stopped(params, batch):
+        x = batch @ params["w"]
+        more, step = lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ params["stack"][0]))
+        return jnp.mean((x - jax.lax.stop_gradient(jax.lax.while_loop(more, step, (0, x))[1])) ** 2)
+
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10)
+    value, grads = tx.value_and_grad(stopped)(tx.shard(PARAMS), BATCH)
+    expected, wanted = jax.value_and_grad(stopped)(PARAMS, BATCH)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    # sums over rows and devices are made in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), tx.unshard(grads), wanted)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-from conftest import mesh_of
+from jax.sharding import AxisType
 
 from zerojax import Offload, zero_shard
 
@@ -18,7 +18,9 @@ def on_disk(path, tx=None, devices=8, **options):
 
 def sharded(tx=None, devices=8, **options):
     tx = optax.adamw(1e-2) if tx is None else tx
-    return zero_shard(tx, stage=3, mesh=mesh_of(devices), persist_below=64, **options)
+    devices = jax.devices()[:devices]
+    mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+    return zero_shard(tx, stage=3, mesh=mesh, persist_below=64, **options)
 
 
 def model_params():
@@ -54,7 +56,7 @@ def loss_of(run, **options):
         x = run(params["layers"], params["embed"][batch["tokens"]], **options)
         logits = x @ params["embed"].T
         found = jnp.mean(jax.nn.logsumexp(logits, -1)) + jnp.mean((x[:, :13] @ params["uneven"]) ** 2)
-        return found.astype(jnp.float32)
+        return found.astype(jnp.promote_types(found.dtype, jnp.float32))
 
     return loss
 

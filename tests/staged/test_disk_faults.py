@@ -30,6 +30,7 @@ def begun(path, **options):
     return tx, step, state, sorted(files.path.glob("chunk_*"))
 
 
+@pytest.mark.slow
 def test_a_torn_file_is_named_and_the_checkpoint_mends_it(tmp_path):
     tx, step, state, chunks = begun(tmp_path / "run")
     wanted = jax.device_get(tx.unshard(state.params))
@@ -76,6 +77,7 @@ def test_a_disk_that_is_too_small_is_refused_before_training(tmp_path):
         on_disk(small / "run", devices=2).create(model_params())
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_state_whose_files_have_changed_is_refused(tmp_path):
     tx, step, state, _ = begun(tmp_path / "run")
     copied = jax.tree.map(jnp.copy, state)
@@ -104,6 +106,7 @@ def test_a_step_that_is_interrupted_gives_its_files_up(tmp_path, monkeypatch):
     assert chunks[0].exists()
 
 
+@pytest.mark.slow
 def test_a_state_can_be_closed(tmp_path):
     _, _, state, _ = begun(tmp_path / "run")
     offload.close(state)

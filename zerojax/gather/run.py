@@ -15,7 +15,6 @@ from zerojax.comm.barriers import barrier
 from zerojax.gather.residuals import Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
 from zerojax.gather.segments import Gathered, Program
-from zerojax.gather.vjp import differentiable
 from zerojax.offload.host import to_device
 
 
@@ -60,8 +59,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     residuals of a segment are None if none of its inputs needs a cotangent.
     """
     env = _env(program, args)
-    live = {v for v, on in zip(program.invars, active or (), strict=False) if on and differentiable(v.aval.dtype)}
-    live.update(var for var, params in program.joined.items() if not live.isdisjoint(p.root for p in params))
+    live = program.live(active or (), program.outs)
     gathering = [segment for segment in program.segments if segment.params]
     computes = [segment.computes for segment in gathering]
     uses = Uses([segment.first_gather for segment in gathering], computes, frozenset(program.invars), program.rows)
@@ -72,8 +70,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     ends = _ends(program)
     is_offloaded = lambda x: compat.in_host_memory(jax.typeof(x))
     for index, segment in enumerate(program.segments):
-        moving = live.intersection(segment.sources)
-        live.update(segment.live_results(moving))
+        moving = set() if live.isdisjoint(segment.results) else live.intersection(segment.sources)
         results, new = segment.forward(gathers, moving)
         if segment.params:
             results = gathers.finish(results) if segment.waits_for_next else results

@@ -147,6 +147,16 @@ class Segment(abc.ABC):
 
         return self._dependent(moving, live)
 
+    def live_sources(self, results: Collection) -> list:
+        """Return the sources to which cotangents of these results may flow."""
+        wanted = {v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results}
+        for eqn in reversed(self.jaxpr.eqns):
+            # The equation may write to any ref among its operands.
+            written = [*eqn.outvars, *filter(compat.is_ref, eqn.invars)]
+            if eqn.primitive.name != "stop_gradient" and not wanted.isdisjoint(written):
+                wanted.update(jaxprs.variables_in(eqn.invars))
+        return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in wanted]
+
     def after(self, sources: Collection) -> list:
         """Return the results that depend on any of these sources."""
         return self._dependent(sources, lambda eqn, reads: eqn.outvars if reads else ())
@@ -316,6 +326,18 @@ class Program:
     held: frozenset
     rows: Mapping[Any, State]
     decisions: tuple[tuple[Any, str], ...]
+
+    def live(self, active: Sequence[bool], results: Sequence) -> set:
+        """Return the variables through which cotangents flow from some `results` to the `active` arguments."""
+        pairs = zip(self.invars, active, strict=False)
+        forward = {v for v, on in pairs if on and differentiable(v.aval.dtype)}
+        forward.update(var for var, params in self.joined.items() if not forward.isdisjoint(p.root for p in params))
+        for segment in self.segments:
+            forward.update(segment.live_results(forward.intersection(segment.sources)))
+        found = {atom for atom in results if isinstance(atom, Gathered) or not compat.is_literal(atom)}
+        for segment in reversed(self.segments):
+            found.update(segment.live_sources(found))
+        return forward & (found | {p.root for var in found & self.joined.keys() for p in self.joined[var]})
 
 
 def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:

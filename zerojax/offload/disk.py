@@ -54,6 +54,11 @@ class Lease:
     __exit__ = release
 
 
+def buffer_bytes(specs: Sequence[ChunkSpec], in_flight: int) -> int:
+    """Return the size of all buffers of a store. Chunks that are read and chunks that are written have own buffers."""
+    return 2 * in_flight * max(spec.bytes for spec in specs)
+
+
 class DiskStore:
     """Keep chunks of optimizer state in a folder. Only one thread of one process may call the store.
 
@@ -100,7 +105,7 @@ class DiskStore:
             on_error.callback(self._lock.release)
             self.direct = direct and chunks.supports_direct(folder.chunk_file(self.path, 0))
             largest = max(spec.bytes for spec in specs)
-            self.buffer_bytes = 2 * in_flight * largest
+            self.buffer_bytes = buffer_bytes(specs, in_flight)
             self._to_read, self._to_write = queue.SimpleQueue[memoryview](), queue.SimpleQueue[memoryview]()
             for free in [self._to_read, self._to_write] * in_flight:
                 free.put(chunks.aligned_buffer(largest))

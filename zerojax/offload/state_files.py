@@ -22,7 +22,7 @@ from zerojax.layout.chunked import Chunking, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStore, Lease
+from zerojax.offload.disk import DiskStore, Lease, buffer_bytes
 from zerojax.offload.folder import DiskError
 
 if TYPE_CHECKING:
@@ -55,6 +55,11 @@ class StateFiles:
                 self._index[k, n] = len(self._specs)
                 array = (sharding.shard_shape(shape), np.dtype(leaf.dtype))
                 self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (array,) * len(shards_of(sharding, shape))))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return the bytes of host memory that the buffers for reading and writing take."""
+        return buffer_bytes(self._specs, self._in_flight)
 
     @functools.cached_property
     def _store(self) -> DiskStore:

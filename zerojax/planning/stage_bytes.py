@@ -19,6 +19,7 @@ from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
+from zerojax.optim.master_weights import narrow_leaves
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import storage_forms
 from zerojax.train.tree_api import returned_grads
@@ -172,7 +173,10 @@ def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes
     trained = [(k, leaf) for k, leaf in of_trained if leaf.kind == "sharded" and jnp.issubdtype(leaf.dtype, inexact)]
     updated = sum(leaf.local_bytes for _, leaf in trained)
     grads = sum(math.prod(plan.grads[k].local_shape) * max(4, plan.grads[k].dtype.itemsize) for k, _ in trained)
-    read = 2 * accumulate * params + (accumulate - 1) * grads + updated + grads
+    # The update reads master weights, which are in the optimizer state, instead of narrow parameters.
+    narrow = narrow_leaves(plan.trained) if config.has_master_weights else [False] * len(of_trained)
+    again = sum(leaf.local_bytes for k, leaf in trained if not narrow[k])
+    read = 2 * accumulate * params + (accumulate - 1) * grads + again + grads
     return DiskBytes(params, grads, read, accumulate * grads + updated)
 
 

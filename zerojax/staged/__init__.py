@@ -5,6 +5,7 @@ sources        make a segment's shard from a parameter's chunks, and divide the 
 stage          compile a segment into a forward and a backward program, which segments with equal equations share
 loop           run a scan over layers one iteration at a time
 whole          run a loop whose layers cannot be read one by one
+before_loops   find the parameters that are gathered in full before a loop
 program        divide a loss into stages; find the order of reads, and the number of gradients per chunk
 microbatch     run the stages forward and backward, and read chunks ahead
 gradients      sum the gradients of chunks, scale the sums, and write them to files

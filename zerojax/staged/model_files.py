@@ -51,6 +51,7 @@ class ModelFiles(StateFiles):
         host_bytes: int | None,
         first: Sequence[int],
         params: Collection[int],
+        state_buffers: int = 0,
     ):
         """Name the files.
 
@@ -60,6 +61,7 @@ class ModelFiles(StateFiles):
             host_bytes: Bytes of host memory for buffers and for chunks. None: only the buffers are in host memory.
             first: The numbers of all leaves. Chunks of earlier leaves are the first to be kept in host memory.
             params: The numbers of the leaves that are parameters. The other leaves are gradients.
+            state_buffers: Bytes of the buffers that read and write the optimizer state. They are part of `host_bytes`.
 
         Raises:
             ValueError: If the buffers need more than `host_bytes`.
@@ -70,13 +72,15 @@ class ModelFiles(StateFiles):
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
         self._params, self._saved = frozenset(params), set[int]()
-        if host_bytes is not None and host_bytes < self.buffer_bytes:
+        self._buffers = self.buffer_bytes + state_buffers
+        if host_bytes is not None and host_bytes < self._buffers:
             raise ValueError(
-                f"Offload(host_bytes={host_bytes}) is less than the {self.buffer_bytes} bytes of the buffers that read "
-                f"and write: {2 * READ_AHEAD} buffers with the size of the largest chunk. Allow at least that many, or "
-                f"make the chunks smaller with chunk_bytes=."
+                f"Offload(host_bytes={host_bytes}) is less than the {self._buffers} bytes of the buffers that read "
+                f"and write: {2 * READ_AHEAD} buffers with the size of the largest chunk, and {state_buffers} bytes of "
+                f"buffers for the optimizer state. Allow at least that many, or make the chunks smaller with "
+                f"chunk_bytes=."
             )
-        left = (host_bytes or 0) - self.buffer_bytes
+        left = (host_bytes or 0) - self._buffers
         for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
             index = self._index[key]
             if self._specs[index].bytes <= left:
@@ -85,14 +89,9 @@ class ModelFiles(StateFiles):
         self._disk_specs = [ChunkSpec(x.name, () if i in self._held else x.arrays) for i, x in enumerate(self._specs)]
 
     @property
-    def buffer_bytes(self) -> int:
-        """Return the bytes of host memory that the buffers for reading and writing take."""
-        return 2 * READ_AHEAD * max(spec.bytes for spec in self._specs)
-
-    @property
     def host_bytes(self) -> int:
-        """Return the bytes of host memory that the buffers and the chunks in host memory take."""
-        return self.buffer_bytes + sum(self._specs[i].bytes for i in self._held)
+        """Return the bytes of host memory that all buffers and the chunks in host memory take."""
+        return self._buffers + sum(self._specs[i].bytes for i in self._held)
 
     @property
     def disk_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,14 @@ from zerojax.gather.scan import ScanSegment
 from zerojax.gather.schedule import Options
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.gather.vjp import RowStates, differentiable
+from zerojax.gather.vjp import RowStates
+from zerojax.staged.before_loops import gathered_before_loops
 from zerojax.staged.loop import StagedLoop, staged_loop
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
 from zerojax.staged.stage import Stage, Stages, Wanted
 from zerojax.staged.whole import WholeStage
+
+log = logging.getLogger("zerojax.staged")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +43,7 @@ Item = StagedBlock | StagedLoop | WholeStage
 
 
 class StagedProgram:
-    """A traced function, divided into stages.
+    """A traced function, divided into stages. Each message of `gathered_before` is logged as a warning.
 
     Attributes:
         program: The traced function and its segments.
@@ -65,11 +69,7 @@ class StagedProgram:
         self.program = program
         self.variables = {program.invars[i]: of for i, of in on_disk.items()}
         self._stages, self._options, self._mesh = Stages(options, mesh), options, mesh
-        pairs = zip(program.invars, active, strict=False)
-        self.live = {v for v, on in pairs if on and differentiable(v.aval.dtype)}
-        self.live.update(
-            var for var, params in program.joined.items() if not self.live.isdisjoint(p.root for p in params)
-        )
+        self.live = program.live(active, program.outs[:1])
         self._arguments = frozenset([*program.invars, *program.held])
         self.items = [self._item(segment) for segment in program.segments]
         self.backward = self._reached()
@@ -82,11 +82,26 @@ class StagedProgram:
             tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in [*forward, *backward]
         ]
         self.reads = [use for use in uses if use]
+        for reason in self.gathered_before:
+            log.warning(reason)
 
     @property
     def gathered_before(self) -> list[str]:
         """Return, per loop whose layers cannot be read one by one, a message with its parameters and the reason."""
-        return [item.reason for item in self.items if isinstance(item, WholeStage)]
+        return [
+            *(item.reason for item in self.items if isinstance(item, WholeStage)),
+            *(self._gathered_whole(params) for s in self.program.segments if (params := gathered_before_loops(s))),
+        ]
+
+    def _gathered_whole(self, params: Sequence[ShardedParam]) -> str:
+        """Return a message that says which parameters are gathered in full before a loop, and why."""
+        roots = [root for p in params for root in ([x.root for x in self.program.joined.get(p.root, ())] or [p.root])]
+        paths = ", ".join(f"params{path}" for path in sorted({self.variables[root].leaf.path for root in roots}))
+        return (
+            f"A loop reads {paths} in every iteration, and cannot read one layer per iteration. So the devices gather "
+            f"them in full before the loop, and hold them while it runs. Use jax.lax.scan over a stack of layers, "
+            f"outside of jax.checkpoint, if they do not fit."
+        )
 
     @property
     def last_read(self) -> dict[Any, int]:
@@ -98,9 +113,7 @@ class StagedProgram:
         return found | dict.fromkeys(variables_of(self.program.outs), len(self.items))
 
     def _item(self, segment: Segment) -> Item:
-        moving = self.live.intersection(segment.sources)
-        live = segment.live_results(moving)
-        self.live.update(live)
+        moving = set() if self.live.isdisjoint(segment.results) else self.live.intersection(segment.sources)
         rows, follower = self.program.rows, self._options.comm.follower
         if isinstance(segment, ScanSegment):
             loop = staged_loop(
@@ -113,7 +126,7 @@ class StagedProgram:
         sources = tuple(map(self._source, segment.params))
         results = None
         if isinstance(segment, PlainSegment):
-            results = tuple(i for i, key in enumerate(segment.results) if key in set(live))
+            results = tuple(i for i, key in enumerate(segment.results) if key in self.live)
         wanted = Wanted(
             tuple(p.root in moving for p in segment.params),
             tuple(v in moving for v in segment.others),

@@ -24,6 +24,7 @@ from zerojax.placement.storage import is_stored_node, leaves_of, named, storage_
 from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.update import Trained
+from zerojax.streaming.stores import state_buffer_bytes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -58,7 +59,7 @@ def files_of_run(config: Config, plan: ShardingPlan) -> ModelFiles:
     """Return the files of a run's parameters and gradients. Parameters are the first to be kept in host memory."""
     params = on_disk(config, plan.layout)
     grads = [trained.grad for trained in trained_on_disk(config, plan).values()]
-    return _files(config, "params", [*params.values(), *grads], len(params))
+    return _files(config, "params", [*params.values(), *grads], len(params), state_buffer_bytes(config, plan))
 
 
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
@@ -67,7 +68,7 @@ def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> Mo
     return _files(config, GIVEN, params, len(params))
 
 
-def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFiles:
+def _files(config: Config, name: str, kept: list[OnDisk], count: int, state_buffers: int = 0) -> ModelFiles:
     """Return the files of the leaves in `kept`. The first `count` are parameters, and the others are gradients."""
     offload = config.offload
     assert offload is not None
@@ -82,7 +83,9 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int) -> ModelFi
     assert not isinstance(offload.host_bytes, str)
     first, params = [of.index for of in kept], [of.index for of in kept[:count]]
     path = os.path.join(offload.path, name)
-    return ModelFiles(path, leaves, host_bytes=offload.host_bytes, first=first, params=params)
+    return ModelFiles(
+        path, leaves, host_bytes=offload.host_bytes, first=first, params=params, state_buffers=state_buffers
+    )
 
 
 def files_of(params: PyTree) -> ModelFiles | None:

@@ -16,7 +16,7 @@ from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan, partitioned_update
-from zerojax.optim.traced import CONST, GRAD, SHARED
+from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, update_on_device
@@ -122,19 +122,29 @@ class StagedUpdate:
 
     def _pieces(self, group: UpdateGroup, n: int) -> list[tuple[int, int]]:
         """Return the chunks to read for chunk `n` of a group. If the group is not chunked, return all chunks."""
-        of = [self._trained[i].param for i in group.params if i in self._trained]
+        of = [self._trained[i].param for i in group.reads(PARAM) if i in self._trained]
         of += [self._trained[i].grad for i in group.reads(GRAD) if i in self._trained]
         return [(x.index, n) for x in of] if group.chunking is not None else [p for x in of for p in x.pieces]
 
     def _received(self, files: ModelFiles, group: UpdateGroup, n: int, begun: Mapping[Any, Future]) -> dict[int, Array]:
-        """Return the arrays for chunk `n` of a group: parameters by index `i`, and gradients by `~i`."""
+        """Return the arrays for chunk `n` of a group: parameters by index `i`, and gradients by `~i`.
+
+        An update of master weights does not read the narrow parameters. Zeros take their place, which the program
+        replaces by new parameters.
+        """
+
+        def zeros(of: OnDisk) -> Array:
+            chunking = group.chunking
+            shape = of.leaf.storage_shape if chunking is None else chunking.chunk_shape(of.leaf, of.chunking.extents[n])
+            return jnp.zeros(shape, of.leaf.dtype, device=of.sharding)
 
         def one(of: OnDisk) -> Array:
             pieces = [(of.index, n)] if group.chunking is not None else of.pieces
             found = [files.receive(*p, begun[p] if p in begun else files.read(*p), "device") for p in pieces]
             return found[0] if group.chunking is not None else of.joined(found)
 
-        params = {i: one(self._trained[i].param) for i in group.params if i in self._trained}
+        read = group.reads(PARAM)
+        params = {i: (one if i in read else zeros)(self._trained[i].param) for i in group.params if i in self._trained}
         return params | {~i: one(self._trained[i].grad) for i in group.reads(GRAD) if i in self._trained}
 
     def _write_params(self, files: ModelFiles, group: UpdateGroup, n: int, params: Sequence[Array]) -> None:

@@ -52,9 +52,9 @@ class WholeStage:
     @property
     def reason(self) -> str:
         """Return a message that says which parameters are read before the loop, and why."""
-        paths = ", ".join(sorted({source.of.leaf.path for source in self.sources}))
+        paths = ", ".join(f"params{path}" for path in sorted({source.of.leaf.path for source in self.sources}))
         return (
-            f"A loop does not read params{paths} layer by layer, so their shards are read before the loop and stay on "
+            f"A loop does not read {paths} layer by layer, so their shards are read before the loop and stay on "
             f"the devices while it runs. Scan over a stack of at most {MOST_ROWS} layers, or use accumulate= of "
             f"train_step for microbatches."
         )

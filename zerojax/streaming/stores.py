@@ -141,6 +141,12 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
     return DiskStateStore(on_disk)
 
 
+def state_buffer_bytes(config: Config, plan: ShardingPlan) -> int:
+    """Return the bytes of the buffers that read and write a state on disk. 0: no state is offloaded."""
+    nodes = disk_nodes(config, plan) if plan.offloaded else {}
+    return next((node.store.files.buffer_bytes for node in nodes.values() if node.store is not None), 0)
+
+
 def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     """Return nodes for the offloaded leaves of a first state. The files are made when a chunk is first written."""
     assert config.offload is not None

@@ -35,6 +35,12 @@ class StagedFunction:
 
     def __call__(self, params: PyTree, batch: PyTree, args: tuple) -> Any:
         """Call the function and return its result."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, args))):
+            raise TypeError(
+                "An eval step of parameters on disk was called inside of jax.jit or another transformation. It runs "
+                "many programs, between which Python reads files, so JAX cannot trace it. Call it from Python, for "
+                "example once per token of a text."
+            )
         files = files_of(params)
         assert files is not None
         layout = layout_of(self._config, shapes_on_disk(params))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -27,8 +26,6 @@ from zerojax.train.view import View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
-
-log = logging.getLogger("zerojax.train")
 
 # The arguments of the loss with rows, by index after the parameters (mutable state, batch, *args): only the batch.
 OF_ROWS = (1,)
@@ -107,8 +104,6 @@ class StagedLoss:
         active = [i in trained for i in range(len(full))]
         options = Options(view.comm, prefetch=0, reshard_after_forward=True)
         staged = StagedProgram(program, self.disk, active, options, view.config.mesh)
-        for reason in staged.gathered_before:
-            log.warning(reason)
         return Traced(staged, consts, structure)
 
     def run(

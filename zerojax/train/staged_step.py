@@ -220,11 +220,7 @@ class StagedStep:
         found = dict(zip(view.differentiable, small.found.resident, strict=True))
         given = {k: x for k, x in found.items() if x is not None}
         pairs = zip(given, unscale(list(given.values()), factor), strict=True)
-        grads = {k: constrain(self._config.mesh, x, plan.grads[k]) for k, x in pairs}
-        for k, i in enumerate(plan.layout.trained):
-            if i in small.stored and k not in grads:
-                grads[k] = jnp.zeros(plan.grads[k].storage_shape, plan.grads[k].dtype)
-        return grads
+        return {k: constrain(self._config.mesh, x, plan.grads[k]) for k, x in pairs}
 
     def _finished(self, small: Small, resident: Sequence) -> Finished:
         """Finish the step, except the update of files. Traced under jit."""

@@ -1,0 +1,75 @@
+"""Two processes train with parameters on disk as one process does in memory, each with its own folder."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from conftest import HELPERS
+from disk_models import model_params, sharded
+from disk_runs import DEVICES, RUNS, results, trained
+
+from zerojax.checkpoint import Checkpointer, import_params
+
+pytestmark = pytest.mark.slow
+RTOL = 1e-11  # float64 rounds at 1e-16; steps amplify it
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder in which two processes have written their results, a checkpoint and an export."""
+    folder = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = f"--xla_force_host_platform_device_count={DEVICES // 2}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    command = [sys.executable, HELPERS / "disk_processes_child.py"]
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen([*command, str(i), port, folder], **options) for i in range(2)]
+    for child in children:
+        _, errors = child.communicate(timeout=600)
+        assert child.returncode == 0, errors
+    return folder
+
+
+def assert_equal(found, wanted):
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=RTOL, atol=RTOL * np.abs(y).max())
+
+
+def of_process(folder, process, name):
+    return pickle.loads((folder / f"process {process}" / f"{name}.pickle").read_bytes())
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_both_processes_have_the_results_of_one_process_in_memory(folder, name):
+    run = RUNS[name]
+    tx = sharded(run.tx(), DEVICES, **run.config)
+    losses, state = trained(tx, run)
+    for process in range(2):
+        found = of_process(folder, process, name)
+        assert_equal(found["losses"], losses)
+        assert_equal(found["results"], results(tx, state))
+
+
+def test_their_checkpoint_and_export_are_read_in_memory(folder):
+    run = RUNS["loop"]
+    tx = sharded(run.tx(), DEVICES, **run.config)
+    found = of_process(folder, 0, "loop")
+    with Checkpointer(folder / "saved") as saved:
+        restored = saved.restore(tx.create(jax.eval_shape(model_params))).state
+    assert_equal(results(tx, restored), found["results"])
+    assert_equal(trained(tx, run, restored, steps=3)[0], found["more"])
+    read = tx.unshard(import_params(folder / "exported", tx.shard(jax.eval_shape(model_params))))
+    assert_equal(jax.tree.leaves(jax.device_get(read)), found["results"][: len(jax.tree.leaves(read))])
