@@ -74,6 +74,11 @@ def choose(
     return found
 
 
+def least_bytes(graph: Graph) -> int:
+    """Return the least number of bytes that a block must save: the results of its collectives."""
+    return _Program(graph, {}, repeat_collectives=False).least_bytes(0) if graph.equations else 0
+
+
 class _Program:
     """The integer program of one block.
 

@@ -129,22 +129,28 @@ class Remat:
             inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
             whole = compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)
             choice = choose(graph_of(whole, (), [var.aval for var in inputs]), **self._options)
-            found = self._checkpointed(functools.partial(named, whole, ()), choice), choice
+            run = functools.partial(named, whole, ())
+            if self._options["budget"] < choice.most_bytes or choice.offloaded:
+                run = checkpointed(run, choice, prevent_cse=self._prevent_cse)
+            found = run, choice
             if key is None:
                 return found
             self._known[key] = found
         return self._known[key]
 
-    def _checkpointed(self, run: Callable, choice: Choice) -> Callable:
-        if self._options["budget"] >= choice.most_bytes and not choice.offloaded:
-            return run
-        if choice.offloaded:
-            policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=list(choice.saved),
-                names_which_can_be_offloaded=list(choice.offloaded),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
-        else:
-            policy = jax.checkpoint_policies.save_only_these_names(*choice.saved)
-        return jax.checkpoint(run, policy=policy, prevent_cse=self._prevent_cse)
+
+def checkpointed(run: Callable, choice: Choice, *, prevent_cse: bool) -> Callable:
+    """Return a function that saves or offloads the values of a choice. Its backward pass computes the others again.
+
+    `run` names its values as `graph.named` does.
+    """
+    if choice.offloaded:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(choice.saved),
+            names_which_can_be_offloaded=list(choice.offloaded),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    else:
+        policy = jax.checkpoint_policies.save_only_these_names(*choice.saved)
+    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)

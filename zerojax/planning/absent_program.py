@@ -51,18 +51,26 @@ class AbsentProgram(NamedTuple):
     row: StageEstimate | None = None
 
 
-def compile_lowered(lower: Callable[[Any], Any], batch: Any) -> CompiledStep:
-    """Compile a step that is one program. `lower` lowers the program for a batch."""
-    return CompiledStep(((lower(batch).compile(), 1),))
+def compile_lowered(
+    lower: Callable[[Any], Any], batch: Any, notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: ()
+) -> CompiledStep:
+    """Compile a step that is one program. `lower` lowers the program for a batch, and `notes_of` returns its notes."""
+    return CompiledStep(((lower(batch).compile(), 1),), notes=notes_of(batch))
 
 
-def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
-    """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs."""
+def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
+    """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs.
+
+    A step with `memory="auto"` may take `usable` bytes per device.
+    """
     check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
-    moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
-    accumulate = step.options.accumulate
+    options = step.options
+    if options.memory == "auto":
+        options = dataclasses.replace(options, memory=usable)
+    moved, shapes = Step(config, step.program.loss, options), state_shapes(ZeroTransformation.of(config), state)
+    accumulate = options.accumulate
     row = estimate_stage(config, shapes.plan, accumulate)
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
@@ -82,7 +90,9 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
         return AbsentProgram(compile_stages, multiple, facts, row)
     lower = auto_context()(lambda batch: moved.lower(shapes, abstract(batch), *abstract(args)))
-    return AbsentProgram(functools.partial(compile_lowered, lower), multiple, facts)
+    notes = auto_context()(lambda batch: moved.memory_fit(shapes, abstract(batch), *abstract(args)).notes)
+    notes_of = {} if options.memory is None else {"notes_of": notes}
+    return AbsentProgram(functools.partial(compile_lowered, lower, **notes_of), multiple, facts)
 
 
 def check_state(state: Any) -> None:
@@ -123,8 +133,9 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
     )
 
 
-def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
+def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
     """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
+    del usable  # zerojax chooses nothing in a function of the user's
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.hlo import Module, read
@@ -20,6 +20,8 @@ from zerojax.units import format_bytes, format_seconds
 
 DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "disk_bandwidth")
 MOST_WAITS = 3
+# The share of the limit of XLA's scheduler from which a plan warns.
+NEAR = 0.9
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
 TIMES |= {"communication": "communication", "of which exposed": "exposed"}
 # The part of memory that an argument of a step belongs to, by prefix of the argument's name in the program.
@@ -224,10 +226,12 @@ class CompiledStep(NamedTuple):
     Attributes:
         programs: Each program, with the number of its executions in a step.
         memory: Bytes per device by part, at the moment when their sum is largest. None: the step is one program.
+        notes: Sentences about the choice of the programs.
     """
 
     programs: tuple[tuple[Any, int], ...]
     memory: dict[str, int] | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -261,6 +265,7 @@ def read_plan(
     if memory is None:
         memory = memory_by_part(first[0], memory_analysis(step.programs[0][0]), facts.parts)
     notes = [note for module, _ in modules for note in limitations(module, figures.unknown, gpus)]
+    notes += [note for program, _ in step.programs for note in near_limit(memory_analysis(program), device)]
     return Plan(
         topology=topology,
         devices=gpus.size,
@@ -278,7 +283,7 @@ def read_plan(
         written=facts.written,
         transfers=dict(transfers),
         largest_batch=largest_batch,
-        notes=tuple(dict.fromkeys([*facts.notes, *notes])),
+        notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
         text="" if others else first[0].text,
     )
 
@@ -304,6 +309,18 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
         yield "Of a conditional, every branch is counted as executed."
     if not all(count.known for count in module.executions.values()):
         yield "A loop of unknown trip count is counted as one iteration."
+
+
+def near_limit(analysis: Any, device: Device) -> Iterator[str]:
+    """Yield a sentence if the temporary memory is near or above the limit of XLA's scheduler."""
+    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    limit, temporary = USABLE * (SCHEDULED * device.memory - held), analysis.temp_size_in_bytes
+    if temporary > NEAR * limit:
+        yield (
+            f"The limit of XLA's scheduler is {format_bytes(max(limit, 0))} of temporary memory, and this program has "
+            f"{format_bytes(temporary)}. Above the limit XLA recomputes values on its own and hides fewer collectives; "
+            f"the figures above include this."
+        )
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:

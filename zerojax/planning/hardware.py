@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology
+from zerojax.units import parse_bytes
 
 # Bytes per second in each direction between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
 HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
@@ -16,7 +18,7 @@ class Hardware:
     """Memory and bandwidths of one GPU. None means the usual figure of the GPU.
 
     Attributes:
-        memory: Bytes of memory that a program may use.
+        memory: Bytes of memory that a program may use: a number, or text such as `"72 GB"`, which becomes a number.
         link: Bytes per second that the GPU sends within its host.
         network: Bytes per second that the GPU sends to other hosts.
         host_link: Bytes per second in each direction between the GPU and its host.
@@ -24,7 +26,7 @@ class Hardware:
             use the disk. There is no usual figure.
     """
 
-    memory: float | None = None
+    memory: Any = None  # float, once it is parsed
     link: float | None = None
     network: float | None = None
     host_link: float | None = None
@@ -32,6 +34,8 @@ class Hardware:
 
     def __post_init__(self):
         """Raise an error if `memory`, `host_link` or `disk` is not above 0. `Device` checks the other links."""
+        if isinstance(self.memory, str):
+            object.__setattr__(self, "memory", parse_bytes("memory=", self.memory, least=1))
         for name, unit in (("memory", ""), ("host_link", " per second"), ("disk", " per second")):
             given = getattr(self, name)
             if given is not None and not given > 0:

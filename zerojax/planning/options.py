@@ -33,7 +33,7 @@ class EstimateOptions(LossOptions, total=False):
 class HardwareOptions(TypedDict, total=False):
     """The fields of `Hardware`."""
 
-    memory: float | None
+    memory: float | str | None
     link: float | None
     network: float | None
     host_link: float | None

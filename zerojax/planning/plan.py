@@ -10,6 +10,7 @@ import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
+from zerojax.gpus.devices import SCHEDULED, USABLE
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
@@ -59,11 +60,13 @@ class Planner:
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
-            **hardware: `memory`: bytes of a device that the program may take (default: 95% of its memory). All others
-                are bytes per second. `link`: sent by a GPU within its host (default: NVLink). `network`: sent by a GPU
-                to other hosts (default: its network adapter). `host_link`: in each direction between a GPU and its host
-                (default: PCIe). `disk`: read and written by a GPU's share of the disk, together. `host_link` and `disk`
-                count only with `Offload(params="disk")`. Without `disk`, the time of the disk is left out.
+            **hardware: `memory`: bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its
+                memory). A step with `memory="auto"` is made to fit them, or 76% if that is less, which is the limit of
+                XLA's scheduler. All others are bytes per second. `link`: sent by a GPU within its host (default:
+                NVLink). `network`: sent by a GPU to other hosts (default: its network adapter). `host_link`: in each
+                direction between a GPU and its host (default: PCIe). `disk`: read and written by a GPU's share of the
+                disk, together. `host_link` and `disk` count only with `Offload(params="disk")`. Without `disk`, the
+                time of the disk is left out.
 
         Returns:
             A `Plan`, which prints as tables.
@@ -80,9 +83,9 @@ class Planner:
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         program_of = program_of_step if isinstance(step, Step) else program_of_function
-        program = program_of(step, state, batch, args, topology)
-        compiled = program.compile(batch)
-        usable, row = given.usable(device), program.row
+        usable = given.usable(device)
+        program = program_of(step, state, batch, args, topology, int(min(usable, USABLE * SCHEDULED * device.memory)))
+        compiled, row = program.compile(batch), program.row
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
         limits = {"usable": usable, "largest_batch": largest, "transfers": seconds}

@@ -14,7 +14,7 @@ import numpy as np
 from zerojax.comm.collectives import LABEL
 from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
-from zerojax.comm.mesh import row_shardings, wait_if_simulated
+from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
@@ -24,6 +24,8 @@ from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
+from zerojax.train.fitting import MemoryFit, StepFitting
+from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.remedies import remedies
@@ -32,11 +34,6 @@ from zerojax.train.staged_step import StagedStep
 from zerojax.train.state import ZeroState, ready_state
 from zerojax.train.step_program import Metrics, StepOptions, StepProgram
 from zerojax.train.watchdog import Watchdog, limit_of
-
-
-def resident_state(state: ZeroState) -> list:
-    """Return the leaves of the optimizer state that are on the device, and None for each offloaded leaf."""
-    return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
 
 
 def shape_of(x: Any) -> Any:
@@ -70,16 +67,13 @@ class Step:
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
         """Wrap a loss function. It is traced at the first call."""
         self.program = program = StepProgram(config, options, loss)
-
-        def step(state, batch, *args):
-            def shardings(returned):
-                metrics = row_shardings(config.mesh, config.data, returned[1], batch)
-                return ZeroState.shardings(config, state.plan), metrics
-
-            return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
-
-        self._jitted = jax.jit(step, donate_argnums=0)
-        self._resident = jax.jit(program.resident_step, donate_argnums=0)
+        self._jitted = JittedStep(program)
+        if options.memory is not None and config.params_on_disk:
+            raise ValueError(
+                f'train_step(memory={options.memory!r}) fits one compiled program, and with Offload(params="disk") a '
+                f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat."
+            )
+        self._fitting = None if options.memory is None else StepFitting(program)
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
@@ -157,8 +151,13 @@ class Step:
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
             self._check_one_program()
+            if self._fitting is not None:
+                raise TypeError(
+                    "train_step(memory=) compiles the step to see what fits, which is not possible while it is traced. "
+                    "Call the step as it is, outside of jax.jit, or use zerojax.remat in the loss instead of memory=."
+                )
             with remedies(self.config.view, of_refs=True):
-                return self._jitted(state, place_batch(self.config, batch, self.options.accumulate), *args)
+                return self._jitted.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
         plan = state.plan
         is_new = self._same.is_first(plan, batch, args, state.step)
         parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
@@ -186,9 +185,10 @@ class Step:
         with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
             if self.config.params_on_disk:
                 return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
+            jitted = self._chosen(state, rows, args)
             if not state.plan.offloaded:
-                return self._jitted(state, rows, *args)
-            return on_auto_mesh(self.config.user_mesh, self._stream, state, rows, with_types(args))
+                return jitted.whole(state, rows, *args)
+            return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
         """Return labels of the collectives outside of loops, in the program of the latest arguments with new shapes."""
@@ -198,13 +198,17 @@ class Step:
         found = dict.fromkeys(LABEL.findall(entry.replace("\\", "")))
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
-    def _stream(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
+    def _chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
+        """Return the functions to run. With `memory=`, they depend on the shapes of the arguments."""
+        return self._jitted if self._fitting is None else self._fitting.chosen(state, rows, args)
+
+    def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
         plan = state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         store = store_for(self.config, plan, leaves)
-        new, metrics, begun = self._resident(state.replace(opt_state=resident_state(state)), rows, *args)
+        new, metrics, begun = jitted.resident(state.replace(opt_state=resident_state(state)), rows, *args)
         params, held = self._streamed(plan).run(begun, store)
         opt_state = jax.tree.unflatten(plan.state_def, held)
         return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
@@ -227,18 +231,29 @@ class Step:
 
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         self._check_one_program()
-        with remedies(self.config.view, of_refs=True):
-            if not state.plan.offloaded:
-                return self._jitted.trace(state, rows, *args)
-            resident = state.replace(opt_state=resident_state(state))
-            return on_auto_mesh(self.config.user_mesh, self._resident.trace, resident, rows, *with_types(args))
+        return self._chosen(state, rows, args).trace(state, rows, args)
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
 
         With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
         """
+        if self._fitting is not None:
+            return self.memory_fit(state, batch, *args, **keywords).chosen.lowered
         return self.trace(state, batch, *args, **keywords).lower()
+
+    def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
+        """Return how a step with `memory=` fits: the compilations, and what the blocks save. Arguments may be shapes.
+
+        Raises:
+            ValueError: If the step has no `memory=`, or does not fit.
+        """
+        if self._fitting is None:
+            raise ValueError("The step has no memory= to fit. Make it with tx.train_step(loss, memory=...).")
+        self._check(state)
+        self._check_one_program()
+        _, batch, args = separated((batch, *args), keywords)
+        return self._fitting.fit(state, place_batch(self.config, batch, self.options.accumulate), args)
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """Lower the programs that update offloaded chunks on the device, and return one `jax.stages.Lowered` for each.

@@ -21,6 +21,7 @@ from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import ScalingState, update_scaling
 from zerojax.train.state import ZeroState
 from zerojax.train.view import LossInputs, View
+from zerojax.units import parse_bytes
 
 
 class Metrics(TypedDict):
@@ -44,9 +45,12 @@ class StepOptions:
     max_skips: int | None = None
     leaf_norms: bool = False
     timeout: float | None = None
+    memory: int | str | None = None
 
     def __post_init__(self):
-        """Raise an error if a count or the timeout has a wrong type or is out of range."""
+        """Raise an error if a count, the timeout or the memory has a wrong type or is out of range."""
+        if self.memory is not None and self.memory != "auto":
+            object.__setattr__(self, "memory", parse_bytes("train_step(memory=)", self.memory, least=1))
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)

@@ -1,0 +1,107 @@
+"""Fit steps into the memory of absent GPUs with `train_step(memory=)`, and print the predictions and the peaks.
+
+    python benchmarks/memory_fit.py                             twelve combinations of model, batch and GPU
+    python benchmarks/memory_fit.py --models gpt --json results/memory_fit.json
+
+Each model of remat_budget.py is trained at stage 3 with Adam on eight GPUs of 80 and of 141 GB. The rows are as many
+that saving all activations takes about twice the memory. Each line is one compilation: the share of their bytes that
+the blocks save, the peak that was predicted before it, and the peak of the compiled program, per device in GB and as a
+share of the memory. The last compilation of a combination is the step that would run. Needs the extra `aot`, no GPU.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import statistics
+import time
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import jax.numpy as jnp
+import optax
+import remat_budget
+from remat_budget import MODELS, TOKENS, WIDTH
+
+import zerojax
+from zerojax import zero_shard
+from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.topology import Topology, absent_mesh
+
+LAYERS = 12
+# Rows per device with which saving all activations takes about twice 141 GB.
+ROWS = {"gpt": 240, "gpt scan": 240, "vit": 160, "encoder-decoder": 240, "experts": 80, "u-net": 240}
+
+
+def fitted(name: str, topology: str) -> dict:
+    """Fit one model into the memory of the GPUs of a topology."""
+    block, shapes, scan = MODELS[name]
+    device = Device.of(Topology.parse(topology))
+    memory = int(USABLE * device.memory)
+    remat_budget.ROWS = 8 * int(ROWS[name] * memory / 134e9)  # the U-Net's block reads the number of its rows
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=absent_mesh(topology))
+    marked = zerojax.block(block)
+
+    def loss(params, x):
+        if scan:
+            x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, params)
+        else:
+            for p in params:
+                x = marked(p, x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    layer = {key: array(*shape) for key, shape in shapes.items()}
+    stacked = {key: array(LAYERS, *shape) for key, shape in shapes.items()}
+    state = tx.create(stacked if scan else [layer] * LAYERS)
+    begun = time.perf_counter()
+    fit = tx.train_step(loss, memory=memory).memory_fit(state, array(remat_budget.ROWS, TOKENS, WIDTH))
+    return {
+        "model": name,
+        "topology": topology,
+        "memory": memory,
+        "rows": remat_budget.ROWS,
+        "trials": [{"share": t.share, "predicted": t.predicted, "peak": t.peak} for t in fit.trials],
+        "chosen": fit.trials.index(fit.chosen),
+        "notes": fit.notes,
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def show(found: dict) -> None:
+    print(f"\n{found['model']} on {found['topology']}, {found['rows']} rows, {found['seconds']:.0f} s")
+    for i, trial in enumerate(found["trials"]):
+        parts = (trial["predicted"], trial["peak"], found["memory"])
+        predicted, peak, _ = (f"{x / 1e9:.2f} GB ({x / found['memory']:.0%})" for x in parts)
+        chosen = "  chosen" if i == found["chosen"] else ""
+        print(f"  share {trial['share']:.3f}: predicted {predicted:18s} compiled {peak}{chosen}", flush=True)
+    for note in found["notes"][1:]:
+        print(f"  {note}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--topologies", nargs="+", default=["h100:8", "h200:8"])
+    parser.add_argument("--json", type=pathlib.Path)
+    args = parser.parse_args()
+    every = []
+    for name in args.models:
+        for topology in args.topologies:
+            every.append(fitted(name, topology))
+            show(every[-1])
+    error = lambda trial: abs(trial["predicted"] / trial["peak"] - 1)
+    wrong = [error(found["trials"][found["chosen"]]) for found in every]
+    first = [error(found["trials"][0]) for found in every]
+    print(f"\nprediction of the chosen program: median {statistics.median(wrong):.1%} wrong, at most {max(wrong):.1%}")
+    print(f"prediction before any compilation: median {statistics.median(first):.1%} wrong, at most {max(first):.1%}")
+    if args.json:
+        versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}
+        result = {"date": f"{datetime.date.today()}", "versions": versions, "hardware": "absent GPUs"}
+        args.json.write_text(json.dumps({**result, "combinations": every}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""Steps with `memory=` fit into it, and train as without it."""
+
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax import Offload, compat, zero_shard
+from zerojax.inspect.memory import peak_bytes
+
+WIDTH, LAYERS = 64, 4
+
+
+def block(w, x):
+    scores = jnp.einsum("btd,bsd->bts", x @ w["q"], x) / WIDTH**0.5
+    x = x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x) @ w["o"]
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+
+def weights(*leading):
+    keys, shapes = iter(jax.random.split(jax.random.key(0), 4)), {"q": (WIDTH, WIDTH), "o": (WIDTH, WIDTH)}
+    shapes |= {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    return {name: jax.random.normal(next(keys), (*leading, *shape)) / shape[0] ** 0.5 for name, shape in shapes.items()}
+
+
+def scanned(params, x):
+    return jnp.mean(jax.lax.scan(lambda x, w: (block(w, x), None), x, params)[0] ** 2)
+
+
+def unrolled(params, x):
+    marked = zerojax.block(block)
+    for w in params:
+        x = marked(w, x)
+    return jnp.mean(x**2)
+
+
+STYLES = {"scan": (scanned, weights(LAYERS)), "blocks": (unrolled, [weights()] * LAYERS)}
+BATCH = jax.random.normal(jax.random.key(1), (16, 32, WIDTH))
+
+
+def transformation(mesh, **options):
+    return zero_shard(optax.sgd(1e-3), mesh=mesh, **options)
+
+
+def trained(step, state):
+    """Losses of two steps, and the parameters after them, in storage."""
+    losses = []
+    for _ in range(2):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(state.params)
+
+
+OLD_CPU = pytest.mark.skipif(not compat.keeps_barriers("cpu"), reason="on CPU, jax 0.10 merges both passes of a block")
+
+
+@pytest.mark.parametrize(
+    ("style", "options", "accumulate"),
+    [
+        ("scan", {"stage": 3}, 1),
+        pytest.param("scan", {"stage": 0}, 1, marks=pytest.mark.slow),
+        pytest.param("scan", {"stage": 3, "view": "device"}, 2, marks=pytest.mark.slow),
+        pytest.param("blocks", {"stage": 2}, 2, marks=[pytest.mark.slow, OLD_CPU]),
+        pytest.param("blocks", {"stage": 3}, 1, marks=[pytest.mark.slow, OLD_CPU]),
+        pytest.param(
+            "blocks", {"stage": 3, "offload": Offload(optimizer="host")}, 1, marks=[pytest.mark.slow, OLD_CPU]
+        ),
+    ],
+)
+def test_a_step_fits_and_trains_the_same(mesh, style, options, accumulate):
+    loss, params = STYLES[style]
+    tx = transformation(mesh, **options)
+    plain, state = tx.train_step(loss, accumulate=accumulate), tx.create(params)
+    memory = int(0.8 * peak_bytes(plain.lower(state, BATCH).compile()))
+    step = tx.train_step(loss, accumulate=accumulate, memory=memory)
+    fit = step.memory_fit(state, BATCH)
+    assert 0.85 * memory <= fit.chosen.peak <= memory
+    assert len(fit.trials) <= 3
+    assert abs(fit.chosen.predicted / fit.chosen.peak - 1) < 0.1
+    losses, after = trained(step, state)
+    wanted, params = trained(plain, tx.create(params))
+    # Recomputed values are rounded in another order: some ulp of the largest element.
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.slow
+def test_with_enough_memory_the_program_is_the_plain_one(mesh):
+    loss, params = STYLES["scan"]
+    tx = transformation(mesh, stage=3)
+    state = tx.create(params)
+    fit = tx.train_step(loss, memory="1 TB").memory_fit(state, BATCH)
+    assert [trial.share for trial in fit.trials] == [1.0]
+    assert fit.chosen.peak == peak_bytes(tx.train_step(loss).lower(state, BATCH).compile())
+
+
+@pytest.mark.slow
+def test_the_programs_that_were_tried_are_the_only_ones_compiled(mesh):
+    loss, params = STYLES["scan"]
+    tx, compiled = transformation(mesh, stage=3), []
+    state = jax.block_until_ready(tx.create(params))
+    memory = int(0.8 * peak_bytes(tx.train_step(loss).lower(state, BATCH).compile()))
+    step = tx.train_step(loss, memory=memory)
+    listener = lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        for _ in range(2):
+            state, _ = jax.block_until_ready(step(state, BATCH))
+        assert len(compiled) == len(step.memory_fit(state, BATCH).trials)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_the_user_is_respected(mesh):
+    params = STYLES["scan"][1]
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(jax.checkpoint(lambda x, w: (block(w, x), None)), x, params)[0] ** 2)
+
+    tx = transformation(mesh, stage=3)
+    state = tx.create(params)
+    own = peak_bytes(tx.train_step(loss).lower(state, BATCH).compile())
+    assert tx.train_step(loss, memory=own).memory_fit(state, BATCH).chosen.peak == own
+    with pytest.raises(ValueError, match=r"are missing.* no blocks whose activations could be recomputed"):
+        tx.train_step(loss, memory=own - 1).memory_fit(state, BATCH)
+
+
+def test_what_is_missing_is_said(mesh):
+    loss, params = STYLES["scan"]
+    tx = transformation(mesh, stage=3)
+    with pytest.raises(ValueError, match=r"takes .* per device, of which .* are its arguments.* are missing\. Most"):
+        tx.train_step(loss, memory="10 kB")(tx.create(params), BATCH)
+
+
+def test_memory_is_checked_where_it_is_given(mesh):
+    loss, params = STYLES["scan"]
+    tx = transformation(mesh, stage=3)
+    for memory, error in (("many", ValueError), (0, ValueError), ([1], TypeError)):
+        with pytest.raises(error, match=r"train_step\(memory=\)"):
+            tx.train_step(loss, memory=memory)
+    with pytest.raises(ValueError, match=r'memory="auto".* does not tell how much'):
+        tx.train_step(loss, memory="auto")(tx.create(params), BATCH)
+    with pytest.raises(TypeError, match="while it is traced"):
+        jax.jit(tx.train_step(loss, memory="1 GB"))(tx.create(params), BATCH)
+    with pytest.raises(ValueError, match="no memory= to fit"):
+        tx.train_step(loss).memory_fit(tx.create(params), BATCH)

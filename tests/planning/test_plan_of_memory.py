@@ -1,0 +1,47 @@
+"""A plan of a step with `memory=` says what fits, and warns near the limit of XLA's scheduler."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from zerojax import zero_shard
+from zerojax.gpus.topology import installed
+
+WIDTH, LAYERS = 1024, 4
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"
+    ),
+]
+
+
+def layer(x, w):
+    return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+
+def loss(params, x):
+    return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+
+def planned(rows, tx_memory, **limits):
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    tx = zero_shard(optax.sgd(1e-3), stage=3)
+    state = tx.create({"up": shape(LAYERS, WIDTH, 4 * WIDTH), "down": shape(LAYERS, 4 * WIDTH, WIDTH)})
+    step = tx.train_step(loss, memory=tx_memory)
+    return zerojax.plan(step, state, shape(rows, 512, WIDTH), topology="h100:8", **limits)
+
+
+def test_a_step_is_made_to_fit_an_absent_gpu():
+    plain, fitted, smaller = planned(8_192, None), planned(8_192, "auto"), planned(8_192, "auto", memory="30 GB")
+    assert not plain.fits
+    assert any("limit of XLA's scheduler" in note for note in plain.notes)
+    assert smaller.peak < fitted.peak <= 0.76 * fitted.capacity
+    assert smaller.fits
+    assert smaller.usable == 30e9
+    for plan in (fitted, smaller):
+        assert any("each save" in note for note in plan.notes)
+    assert not any("limit of XLA's scheduler" in note for note in smaller.notes)

@@ -1,0 +1,164 @@
+"""Find the blocks of a loss, and let each block save the same share of the bytes that its backward pass reads.
+
+A block is a function that `zerojax.block` marks, or the body of a `scan`. A block that contains a `jax.checkpoint` or
+a `zerojax.remat` stays as it is, because the user has already decided what the block saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+
+from zerojax import compat, jaxprs
+from zerojax.budget.choice import Choice, choose, least_bytes
+from zerojax.budget.graph import Graph, graph_of, named
+from zerojax.budget.remat import checkpointed
+
+
+class Block(NamedTuple):
+    """A block of a loss.
+
+    Attributes:
+        line: The line of the user's code that calls the block.
+        calls: The number of times that one call of the loss runs the block.
+        jaxpr: The block's open jaxpr.
+        graph: The values that the block's backward pass depends on.
+    """
+
+    line: str
+    calls: int
+    jaxpr: Any
+    graph: Graph
+
+
+class Blocks:
+    """The blocks of one loss. Blocks with equal jaxprs are analysed once.
+
+    Attributes:
+        found: The blocks of the loss in the last trace.
+    """
+
+    def __init__(self, is_block: Callable[[Any], bool]):
+        """Begin without blocks. `is_block(eqn)` returns whether an equation calls a function that the user marked."""
+        self.found: list[Block] = []
+        self._is_block = is_block
+        self._graphs: dict[Any, Graph] = {}
+        self._choices: dict[tuple[int, float], Choice] = {}
+
+    def choice(self, block: Block, share: float) -> Choice:
+        """Return what a block saves with a share: 0 is the least that it can save, and 1 is everything."""
+        key = id(block.graph), share
+        if key not in self._choices:
+            least = least_bytes(block.graph)
+            budget = least + int(share * max(block.graph.bytes - least, 0))
+            choice = choose(block.graph, budget, fates={}, repeat_collectives=False)
+            if share == 1:
+                choice = dataclasses.replace(choice, saved_bytes=block.graph.bytes, flops=0)
+            self._choices[key] = choice
+        return self._choices[key]
+
+    def held_bytes(self, share: float) -> int:
+        """Return the bytes that the blocks hold at the beginning of the backward pass, in total over the devices.
+
+        These are the bytes that all calls save, and the largest block's other values, which it has just recomputed.
+        """
+        saved = [self.choice(block, share).saved_bytes for block in self.found]
+        recomputed = [block.graph.bytes - own for block, own in zip(self.found, saved, strict=True)]
+        return sum(block.calls * own for block, own in zip(self.found, saved, strict=True)) + max(recomputed, default=0)
+
+    def rematerialised(self, fn: Callable, share: float) -> Callable:
+        """Return a function that computes `fn`, and whose blocks each save `share` of their bytes.
+
+        Args:
+            fn: A function of trees with arrays and other values, such as a loss.
+            share: A share from 0 to 1. With 1, the blocks save everything.
+        """
+
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            leaves, structure = jax.tree.flatten((args, kwargs))
+            traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.core.Tracer)]
+
+            def flat(*arrays):
+                given = dict(zip(traced, arrays, strict=True))
+                args, kwargs = jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)])
+                return fn(*args, **kwargs)
+
+            arrays = [leaves[i] for i in traced]
+            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+            jaxpr, consts = compat.opened(closed)
+            self.found = list(self._find(jaxpr, 1))
+            results = self._evaluate(share, jaxpr, consts, *arrays)
+            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+        return run
+
+    def _find(self, jaxpr: Any, calls: int) -> Iterator[Block]:
+        """Yield the blocks of a jaxpr that runs `calls` times."""
+        for eqn in jaxpr.eqns:
+            body, loop = self._body(eqn), compat.loop_of(eqn)
+            if body is not None:
+                times = calls if loop is None else calls * loop.length
+                yield Block(compat.line_of(eqn), times, body, self._graph(body))
+            elif (called := compat.called(eqn)) is not None:
+                yield from self._find(compat.opened(called)[0], calls)
+
+    def _body(self, eqn: Any) -> Any:
+        """Return the open jaxpr of the block that an equation runs, or None if the equation runs no block."""
+        loop = compat.loop_of(eqn)
+        if loop is None and not self._is_block(eqn):
+            return None
+        jaxpr, _ = compat.opened(compat.called(eqn) if loop is None else loop.body)
+        inside = list(jaxprs.equations(jaxpr))
+        has_refs = any(compat.is_ref(atom) for e in inside for atom in [*e.invars, *e.outvars])
+        return None if has_refs or any(map(compat.is_remat, inside)) else jaxpr
+
+    def _graph(self, jaxpr: Any) -> Graph:
+        key = jaxprs.signature(jaxpr)
+        key = id(jaxpr) if key is None else key
+        if key not in self._graphs:
+            inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
+            whole = compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)
+            self._graphs[key] = graph_of(whole, (), [var.aval for var in inputs])
+        return self._graphs[key]
+
+    def _evaluate(self, share: float, jaxpr: Any, consts: Sequence, *args: Any) -> list:
+        """Evaluate a jaxpr whose blocks save `share` of their bytes."""
+        blocks = {id(block.jaxpr): block for block in self.found}
+
+        def rule(eqn, values):
+            body, loop, called = self._body(eqn), compat.loop_of(eqn), compat.called(eqn)
+            if share == 1 or (body is None and called is None):
+                return None
+            if body is None:
+                return self._evaluate(share, *compat.opened(called), *values)
+            block = blocks[id(body)]
+            closed, consts = compat.opened(called if loop is None else loop.body)
+            run = checkpointed(functools.partial(named, closed), self.choice(block, share), prevent_cse=loop is None)
+            return run(consts, *values) if loop is None else _scanned(loop, functools.partial(run, consts), values)
+
+        return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+
+def _scanned(loop: compat.LoopEqn, run: Callable, values: Sequence) -> list:
+    """Run a loop whose iterations are calls of `run`."""
+    consts, rest = values[: loop.consts], values[loop.consts :]
+
+    def iteration(carry, slices):
+        results = run(*consts, *carry, *slices)
+        return results[: loop.carry], results[loop.carry :]
+
+    carry, stacked = lax.scan(
+        iteration,
+        list(rest[: loop.carry]),
+        list(rest[loop.carry :]),
+        length=loop.length,
+        reverse=loop.reverse,
+        unroll=loop.unroll,
+    )
+    return [*carry, *stacked]

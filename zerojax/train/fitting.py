@@ -1,0 +1,219 @@
+"""Choose the share of activations that the blocks of a loss save, so that the compiled step fits into memory.
+
+All blocks save the same share of their bytes (`zerojax.budget.blocks`). The peak of the compiled program is then
+`base + held(share)`. `held` is known before compilation, and each compiled program gives a better `base`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zerojax import compat
+from zerojax.budget.blocks import Blocks
+from zerojax.gather.planner import BLOCK_NAME
+from zerojax.inspect.memory import peak_bytes
+from zerojax.train.jitted_step import JittedStep
+from zerojax.train.same_run import signature_of
+from zerojax.train.state import ZeroState
+from zerojax.train.step_program import StepProgram
+from zerojax.units import format_bytes
+
+# The program is compiled again with a larger share if it takes less than this part of the memory.
+ENOUGH = 0.85
+# The parts of the memory at which the predictions aim. The first does not know the temporary memory of the program.
+_AIMS = (1.0, 0.97, 0.94)
+# Shares are multiples of 1 / `_STEPS`.
+_STEPS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One compilation.
+
+    Attributes:
+        share: The share of their bytes that the blocks save.
+        predicted: The peak that was predicted before this compilation, in bytes per device.
+        peak: The peak of the compiled program in bytes per device.
+        lowered: The lowered program.
+    """
+
+    share: float
+    predicted: int
+    peak: int
+    lowered: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryFit:
+    """The share that was chosen for one set of argument shapes.
+
+    Attributes:
+        memory: The memory that the step may take, in bytes per device.
+        trials: The compilations, in their order.
+        chosen: The trial whose program the step runs.
+        notes: Sentences about the compilations, and about what each different block saves and repeats.
+    """
+
+    memory: int
+    trials: tuple[Trial, ...]
+    chosen: Trial
+    notes: tuple[str, ...]
+
+
+class StepFitting:
+    """The programs of a step with `memory=`, one per share and set of argument shapes.
+
+    Attributes:
+        blocks: The blocks of the loss.
+    """
+
+    def __init__(self, program: StepProgram):
+        """Keep the program of the step."""
+        self._program = program
+        self.blocks = Blocks(lambda eqn: compat.called(eqn) is not None and eqn.params.get("name") == BLOCK_NAME)
+        self._jitted = functools.cache(self._with_share)
+        self._fits: dict[Any, MemoryFit] = {}
+
+    def chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
+        """Return the functions of the step whose blocks save as much as fits."""
+        return self._jitted(self.fit(state, rows, args).chosen.share)
+
+    def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
+        """Return the fit for the shapes of these arguments. The first call with new shapes compiles."""
+        key = signature_of((state, rows, args))
+        if key not in self._fits:
+            config, memory = self._program.config, self._program.options.memory
+            self._fits[key] = fit_memory(
+                lambda share: self._jitted(share).trace(state, rows, args).lower(),
+                self.blocks,
+                device_bytes(config.mesh.devices.flat[0]) if memory == "auto" else memory,
+                arguments=sum(map(_bytes_per_device, jax.tree.leaves((state, rows, args)))),
+                devices=config.data.workers if config.view == "global" else 1,
+            )
+        return self._fits[key]
+
+    def _with_share(self, share: float) -> JittedStep:
+        loss = self._program.loss
+        loss = dataclasses.replace(loss, fn=self.blocks.rematerialised(loss.fn, share))
+        return JittedStep(dataclasses.replace(self._program, loss=loss))
+
+
+def _bytes_per_device(x: Any) -> int:
+    """Return the bytes of an array's or a shape's part on one device."""
+    shape, dtype = getattr(x, "shape", ()), getattr(x, "dtype", None)
+    if dtype is None:
+        return 0
+    sharding = getattr(x, "sharding", None)
+    local = shape if sharding is None else sharding.shard_shape(shape)
+    return math.prod(local) * dtype.itemsize
+
+
+def device_bytes(device: Any) -> int:
+    """Return the bytes of memory that programs may use on a device.
+
+    Raises:
+        ValueError: If the device does not tell how much memory it has.
+    """
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        raise ValueError(
+            f'train_step(memory="auto") uses the memory of the device, and {device.device_kind} does not tell how much '
+            f'it has. Give the bytes per device, such as memory="72 GB".'
+        )
+    return stats["bytes_limit"]
+
+
+def fit_memory(
+    lower: Callable[[float], Any], blocks: Blocks, memory: int, *, arguments: int, devices: int
+) -> MemoryFit:
+    """Find the largest share whose compiled program takes at most `memory` bytes per device.
+
+    Args:
+        lower: Lowers the step whose blocks save a share of their bytes. It also updates `blocks`.
+        blocks: The blocks of the loss.
+        memory: The memory that the program may take, in bytes per device.
+        arguments: The bytes per device of the arguments.
+        devices: The number of devices among which the saved bytes are divided.
+
+    Returns:
+        A fit after at most three compilations. If none of the three programs fits, the least share is tried, too.
+
+    Raises:
+        ValueError: If no program fits.
+    """
+    lowered, trials = {1.0: lower(1.0)}, list[Trial]()
+    held = lambda share: blocks.held_bytes(share) / devices
+    base, best = arguments, None
+    for aim in _AIMS:
+        share = _largest(base, held, aim * memory)
+        if share in {trial.share for trial in trials}:
+            break
+        trials.append(_compiled(lowered.get(share) or lower(share), share, base + held(share)))
+        base = trials[-1].peak - held(share)
+        best = max((trial for trial in trials if trial.peak <= memory), key=lambda trial: trial.share, default=None)
+        if best is not None and (best.share == 1 or best.peak >= ENOUGH * memory):
+            break
+    if best is None and trials[-1].share > 0:
+        trials.append(_compiled(lower(0.0), 0.0, base + held(0.0)))
+        best = trials[-1] if trials[-1].peak <= memory else None
+    if best is None:
+        raise ValueError(_nothing_fits(min(trials, key=lambda trial: trial.peak), blocks, memory, arguments))
+    return MemoryFit(memory, tuple(trials), best, _notes(memory, trials, best, blocks))
+
+
+def _notes(memory: int, trials: Sequence[Trial], chosen: Trial, blocks: Blocks) -> tuple[str, ...]:
+    calls = collections.Counter[tuple[int, str]]()
+    for block in blocks.found:
+        calls[id(block.graph), block.line] += block.calls
+    found = [
+        f"With memory={format_bytes(memory)} the number of compilations was {len(trials)}. The chosen program takes "
+        f"{chosen.peak / memory:.0%} of the memory; {format_bytes(chosen.predicted)} were predicted."
+    ]
+    for key, block in {(id(block.graph), block.line): block for block in blocks.found}.items():
+        choice = blocks.choice(block, chosen.share)
+        found.append(
+            f"{calls[key]} calls of the block at {block.line} each save {format_bytes(choice.saved_bytes)} of "
+            f"{format_bytes(block.graph.bytes)}, counted over all devices, and repeat "
+            f"{choice.flops / max(choice.most_flops, 1):.0%} of their FLOPs."
+        )
+    return tuple(found)
+
+
+def _compiled(lowered: Any, share: float, predicted: float) -> Trial:
+    return Trial(share, int(predicted), peak_bytes(lowered.compile()), lowered)
+
+
+def _largest(base: float, held: Callable[[float], float], memory: float) -> float:
+    """Return the largest share of which `base` and the held bytes fit into memory, or 0 if none does."""
+    low, high = 0, _STEPS + 1  # `low` fits or is 0, and `high` does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if base + held(middle / _STEPS) <= memory else (low, middle)
+    return low / _STEPS
+
+
+def _nothing_fits(least: Trial, blocks: Blocks, memory: int, arguments: int) -> str:
+    """Return the error message for a step that does not fit with any share."""
+    found = (
+        f"With the least activations the compiled step takes {format_bytes(least.peak)} per device, of which "
+        f"{format_bytes(arguments)} are its arguments (parameters, optimizer state and batch), and "
+        f"train_step(memory=) allows {format_bytes(memory)}: {format_bytes(least.peak - memory)} are missing."
+    )
+    if not blocks.found:
+        found += (
+            " The loss has no blocks whose activations could be recomputed: mark its layers with zerojax.block, or run "
+            "them in a jax.lax.scan."
+        )
+    where = "arguments" if 2 * arguments > least.peak else "activations"
+    remedy = {
+        "arguments": "Most of it are arguments: use a higher stage, more devices, or Offload(optimizer='host').",
+        "activations": "Most of it are activations: use accumulate=, fewer rows, or smaller blocks.",
+    }[where]
+    return f"{found} {remedy} zerojax.plan.fit searches for you."
