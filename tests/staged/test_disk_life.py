@@ -55,7 +55,7 @@ def unpacked(monkeypatch):
     monkeypatch.setattr(saving, "SMALL_BYTES", 300)
 
 
-@pytest.mark.parametrize("host_bytes", [pytest.param(None, marks=pytest.mark.slow), "100 kB"])
+@pytest.mark.parametrize("host_bytes", [pytest.param(None, marks=pytest.mark.slow), "150 kB"])
 def test_a_checkpoint_is_copied_without_the_devices_while_training_goes_on(tmp_path, unpacked, monkeypatch, host_bytes):
     tx, step, state = begun(tmp_path / "run", host_bytes=host_bytes)
     wanted = on_host(tx, state)
