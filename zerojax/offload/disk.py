@@ -37,11 +37,29 @@ class Lease:
     """A chunk that was read into a lent buffer. Call `release`, or use a `with` block, to give the buffer back.
 
     Attributes:
-        arrays: The chunk's arrays, which may be changed in place. Empty after `release`.
+        arrays: The chunk's arrays, which may be changed in place. Empty after `release` and after `keep`.
     """
 
-    def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
-        self.arrays, self._give_back = arrays, give_back
+    def __init__(
+        self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None], replace: Callable[[], None] | None = None
+    ):
+        """Lend the arrays.
+
+        Args:
+            arrays: The chunk's arrays.
+            give_back: A function that gives the buffer of the arrays back.
+            replace: A function that gives a new buffer instead. None: the arrays must stay as they are.
+        """
+        self.arrays, self._give_back, self._replace = arrays, give_back, replace
+
+    def keep(self) -> tuple[np.ndarray, ...]:
+        """Return the chunk's arrays, which then belong to the caller. Copy them only if they must stay as they are."""
+        arrays = self.arrays
+        if self._replace is None:
+            return tuple(x.copy() for x in arrays)
+        self._give_back = self._replace
+        self.release()
+        return arrays
 
     def release(self, *_: object) -> None:
         """Give the buffer back. A second call does nothing."""
@@ -197,7 +215,8 @@ class DiskStore:
         spec = self._specs[index]
         try:
             self._fill(index, version, buffer[: spec.bytes])
-            return Lease(spec.views(buffer), lambda: self._to_read.put(buffer))
+            views, replace = spec.views(buffer), lambda: self._to_read.put(chunks.aligned_buffer(len(buffer)))
+            return Lease(views, lambda: self._to_read.put(buffer), replace)
         except BaseException:
             self._to_read.put(buffer)
             raise
