@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import queue
 from collections.abc import Callable, Sequence
@@ -54,16 +55,16 @@ class Lease:
 
     def keep(self) -> tuple[np.ndarray, ...]:
         """Return the chunk's arrays, which then belong to the caller. Copy them only if they must stay as they are."""
-        arrays = self.arrays
-        if self._replace is None:
+        arrays, replace = self.arrays, self._replace
+        if replace is None:
             return tuple(x.copy() for x in arrays)
-        self._give_back = self._replace
+        self._give_back = replace
         self.release()
         return arrays
 
     def release(self, *_: object) -> None:
         """Give the buffer back. A second call does nothing."""
-        give_back, self._give_back, self.arrays = self._give_back, lambda: None, ()
+        give_back, self._give_back, self._replace, self.arrays = self._give_back, lambda: None, None, ()
         give_back()
 
     def __enter__(self) -> Lease:
@@ -215,8 +216,11 @@ class DiskStore:
         spec = self._specs[index]
         try:
             self._fill(index, version, buffer[: spec.bytes])
-            views, replace = spec.views(buffer), lambda: self._to_read.put(chunks.aligned_buffer(len(buffer)))
-            return Lease(views, lambda: self._to_read.put(buffer), replace)
+            give_back = functools.partial(self._to_read.put, buffer)
+            size = len(buffer)  # `replace` must not refer to the buffer, which is freed with its last array
+            replace = lambda: self._to_read.put(chunks.aligned_buffer(size))
+            # The arrays of a small chunk are copied, because they would keep a large buffer.
+            return Lease(spec.views(buffer), give_back, replace if 2 * spec.bytes > size else None)
         except BaseException:
             self._to_read.put(buffer)
             raise
