@@ -147,7 +147,9 @@ class DiskStore:
             ) from None
         self.bytes_read += self._specs[index].bytes
         reading = self._begin(index, self._read, version, buffer)
-        reading.add_done_callback(lambda done: self._to_read.put(buffer) if done.cancelled() else None)
+        # The store refers to the future, which must not refer to the buffer after the read; see `Lease.keep`.
+        lent = [buffer]
+        reading.add_done_callback(lambda done: self._to_read.put(lent.pop()) if done.cancelled() else lent.clear())
         return reading
 
     def write(self, index: int, arrays: Sequence[np.ndarray], *, version: int) -> None:
