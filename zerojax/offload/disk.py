@@ -44,7 +44,7 @@ class Lease:
     def __init__(
         self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None], replace: Callable[[], None] | None = None
     ):
-        """Lend the arrays.
+        """Store the arguments.
 
         Args:
             arrays: The chunk's arrays.
