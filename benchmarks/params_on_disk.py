@@ -1,7 +1,8 @@
-"""Train a GPT that is larger than the memory of its process, and the same small model in three places.
+"""Train a GPT that is larger than the memory of its process, time its steps, and compare a small model in three places.
 
     python benchmarks/params_on_disk.py                       a GPT under a limit of a quarter of its states
-    python benchmarks/params_on_disk.py --layers 24 --width 2048 --limit 6
+    python benchmarks/params_on_disk.py --layers 23 --width 2304 --chunk-mib 16 --limit 6
+    python benchmarks/params_on_disk.py --throughput          the time of a step, of its computation and of its I/O
     python benchmarks/params_on_disk.py --compare             a small GPT in memory, in host memory and on disk,
                                                               unrolled and scanned, in one process and in two
 
@@ -17,15 +18,25 @@ head's and L the blocks', a step of Adam in float32
 At the end the same bytes are read and written one file after the other, which is the time that a step is compared with.
 
 Adam divides a gradient by its size. So where a gradient is almost zero, rounding can change an update by the whole
-learning rate. The second form therefore prints each difference beside the one that half of the parameters cause in
+learning rate. `--compare` therefore prints each difference beside the one that half of the parameters cause in
 memory when they change by one unit of rounding.
+
+`--throughput` trains a small GPT and prints three times. `compute` is a step of the same model whose parameters and
+state are all in memory, without offload. `I/O` is the time in which one thread reads and then writes as many bytes as
+a step, one file after the other. `step` is a step on disk. Each round measures each of them once, so that a slow
+moment of the machine affects all of them. Ratios are taken within a round, and the medians of all rounds are printed.
+There are two batches: a step on a few tokens waits for the disk, and a step on many tokens waits for products of
+matrices. Processor seconds count all threads, and other load disturbs them less than it disturbs times.
 """
 
 import argparse
+import functools
+import json
 import os
 import pathlib
 import resource
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,20 +44,29 @@ import time
 
 ROWS, LENGTH, VOCABULARY = 2, 64, 8192
 HEADS = 8
+BATCHES = {"few tokens": (1, 16), "many tokens": (16, 128)}  # rows and length
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, help="default: 24, and 8 with --throughput")
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--chunk-mib", type=int, help="the largest chunk; default: 4, and 16 with --throughput")
     parser.add_argument("--limit", type=float, help="private memory of the child, in gigabytes; default: states / 4")
     parser.add_argument("--host-bytes", help='as for Offload, such as "1 GB"')
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--directory", type=pathlib.Path, help="where to write (default: the temporary one)")
     parser.add_argument("--compare", action="store_true", help="train the same small model in three places")
+    parser.add_argument("--throughput", action="store_true", help="time a step, its computation and its I/O")
+    parser.add_argument("--batch", choices=BATCHES, help="with --throughput: only this batch")
+    parser.add_argument("--rounds", type=int, default=5, help="with --throughput")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for the results")
     parser.add_argument("--child", type=pathlib.Path, help=argparse.SUPPRESS)
     parser.add_argument("--process", type=int, nargs=2, help=argparse.SUPPRESS)  # its number, and the port
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.layers = args.layers or (8 if args.throughput else 24)
+    args.chunk_bytes = (args.chunk_mib or (16 if args.throughput else 4)) << 20
+    return args
 
 
 def sizes(args):
@@ -60,15 +80,32 @@ def main():
     if args.compare:
         return compare(args)
     if args.child:
-        return train(args)
+        return throughput(args) if args.throughput else train(args)
+    if args.throughput:
+        return run_child(args)
+    return larger_than_memory(args)
+
+
+def larger_than_memory(args):
+    """Train in a process with a limit of memory."""
     states = 4 * sum(sizes(args))
     limit = args.limit or states / 4 / 1e9
     print(f"{states / 16e6:.0f} million parameters; parameters, gradients and states {states / 1e9:.2f} GB")
     print(f"limit of private memory {limit:.2f} GB: 1/{states / 1e9 / limit:.1f}", flush=True)
+    run_child(args, limit)
+
+
+def run_child(args, limit=None):
+    """Run this program in a process whose private memory has this limit in gigabytes. Exit with its exit status."""
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
-        bound = lambda: resource.setrlimit(resource.RLIMIT_DATA, (int(limit * 1e9),) * 2)
-        # Otherwise glibc keeps what was freed: arrays of a few MB are on its heap once one of them was freed.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "MALLOC_ARENA_MAX": "2"}
+        bound = lambda: limit and resource.setrlimit(resource.RLIMIT_DATA, (int(limit * 1e9),) * 2)
+        # Otherwise glibc keeps what was freed: arrays of a few MB are on its heap once one of them was freed. Large
+        # pages make up for it: without them, a step spends a fifth of its processor time in page faults.
+        environment = os.environ | {
+            "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
+            "MALLOC_ARENA_MAX": "2",
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        }
         command = [sys.executable, __file__, *sys.argv[1:], "--child", folder]
         sys.exit(subprocess.run(command, env=environment, preexec_fn=bound, check=False).returncode)
 
@@ -120,10 +157,10 @@ def model(layers, width, scanned=False):
     return init, loss
 
 
-def tokens(rows=ROWS, seed=1):
+def tokens(rows=ROWS, seed=1, length=LENGTH):
     import jax
 
-    return jax.random.randint(jax.random.key(seed), (rows, LENGTH + 1), 0, VOCABULARY)
+    return jax.random.randint(jax.random.key(seed), (rows, length + 1), 0, VOCABULARY)
 
 
 def train(args):
@@ -133,9 +170,12 @@ def train(args):
     from zerojax import Offload, zero_shard
 
     folder = args.child / "states"
-    offload = Offload(params="disk", optimizer="disk", path=folder, chunk_bytes=4 << 20, host_bytes=args.host_bytes)
+    offload = Offload(
+        params="disk", optimizer="disk", path=folder, chunk_bytes=args.chunk_bytes, host_bytes=args.host_bytes
+    )
     tx = zero_shard(optax.adam(3e-4), stage=3, offload=offload)
     init, loss = model(args.layers, args.width)
+    losses = []
     begun = time.perf_counter()
     state = tx.create(tx.init_params(init, jax.random.key(0)))
     print(f"initialised in {time.perf_counter() - begun:.0f} s", flush=True)
@@ -147,6 +187,7 @@ def train(args):
         for files in files_of(state):
             files.flush()
         seconds = time.perf_counter() - begun
+        losses.append(value)
         read, written = (b - a for a, b in zip(before, moved(state), strict=True))
         print(
             f"step {number}: loss {value:.4f}, {seconds:.1f} s, read {read / 1e9:.3f} GB, wrote {written / 1e9:.3f} GB",
@@ -157,9 +198,92 @@ def train(args):
     wanted = embed + 2 * blocks + head + 4 * total, 4 * total
     print(f"formula: read {wanted[0] / 1e9:.3f} GB, write {wanted[1] / 1e9:.3f} GB")
     print(f"moved / formula: {read / wanted[0]:.4f}, {written / wanted[1]:.4f}")
-    print(f"peak of resident memory {resident() / 1e9:.2f} GB")
-    plain = sequential(folder, read, written)
+    print(f"peak of resident memory {resident() / 1e9:.2f} GB", flush=True)
+    plain = sequential(plain_files(args.child / "plain", args.chunk_bytes), read, written)
     print(f"sequential reads and writes of the same bytes {plain:.1f} s: {plain / seconds:.2f} of the last step")
+    save(
+        args,
+        parameters=total // 4,
+        layers=args.layers,
+        width=args.width,
+        states_bytes=4 * total,
+        private_memory_limit_bytes=resource.getrlimit(resource.RLIMIT_DATA)[0],
+        peak_resident_bytes=resident(),
+        losses=losses,
+        read_bytes=read,
+        written_bytes=written,
+        formula_bytes=wanted,
+        last_step_seconds=seconds,
+        sequential_seconds=plain,
+    )
+
+
+def save(args, **found):
+    """Write results to the file `--out`, after the date and the versions."""
+    import machine
+
+    if args.out:
+        args.out.write_text(json.dumps(machine.described() | found, indent=2) + "\n")
+
+
+def throughput(args):
+    found = {name: timed(args, *BATCHES[name]) for name in ([args.batch] if args.batch else BATCHES)}
+    save(args, layers=args.layers, width=args.width, chunk_bytes=args.chunk_bytes, rounds=args.rounds, batches=found)
+
+
+def timed(args, rows, length):
+    """Time `compute`, `I/O` and `step` for batches of so many rows and tokens, and print and return the results."""
+    import jax
+    import optax
+
+    import zerojax
+    from zerojax import Offload, zero_shard
+
+    init, loss = model(args.layers, args.width)
+    folder, batch = args.child / f"states_{rows}_{length}", tokens(rows, length=length)
+    offload = Offload(params="disk", optimizer="disk", path=folder, chunk_bytes=args.chunk_bytes)
+    steps, states = {}, {}
+    for name, place in {"compute": None, "step": offload}.items():
+        tx = zero_shard(optax.adam(3e-4), stage=3, offload=place)
+        steps[name], states[name] = tx.train_step(loss), tx.create(tx.init_params(init, jax.random.key(0)))
+
+    def run(name):
+        states[name], metrics = steps[name](states[name], batch)
+        jax.block_until_ready((metrics, jax.tree.leaves(states[name])))
+        for files in files_of(states[name]):
+            files.flush()
+
+    for name in [*steps] * 2:
+        run(name)
+    before = moved(states["step"])
+    run("step")
+    bytes_moved = [b - a for a, b in zip(before, moved(states["step"]), strict=True)]
+    files = plain_files(args.child / "plain", args.chunk_bytes)
+    sides = {
+        "compute": functools.partial(run, "compute"),
+        "I/O": lambda: sequential(files, *bytes_moved),
+        "step": functools.partial(run, "step"),
+    }
+    seconds, processor = {name: [] for name in sides}, {name: [] for name in sides}
+    for _ in range(args.rounds):
+        for name, side in sides.items():
+            begun, used = time.perf_counter(), time.process_time()
+            side()
+            seconds[name].append(time.perf_counter() - begun)
+            processor[name].append(time.process_time() - used)
+    larger = list(map(max, seconds["compute"], seconds["I/O"]))
+    ratios = {
+        "step / larger": [a / b for a, b in zip(seconds["step"], larger, strict=True)],
+        "I/O / step": [a / b for a, b in zip(seconds["I/O"], seconds["step"], strict=True)],
+    }
+    print(f"{rows * length} tokens, read {bytes_moved[0] / 1e9:.2f} GB, wrote {bytes_moved[1] / 1e9:.2f} GB")
+    for name, values in {**seconds, **ratios}.items():
+        used = f", {statistics.median(processor[name]):.2f} processor seconds" if name in processor else ""
+        print(
+            f"  {name:13} {statistics.median(values):6.2f} ({min(values):.2f} to {max(values):.2f}){used}", flush=True
+        )
+    zerojax.offload.close(states["step"])
+    return {"tokens": rows * length, "bytes": bytes_moved, "seconds": seconds, "processor_seconds": processor} | ratios
 
 
 def moved(state):
@@ -183,21 +307,28 @@ def resident():
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def sequential(folder, read, written):
-    """Seconds for reading, and then writing, so many bytes of the files one after the other."""
+def plain_files(folder, chunk_bytes):
+    """A buffer of one chunk, and files of that size in a folder, together about 2 GB."""
     from zerojax.offload import chunks
 
-    files = sorted(folder.rglob("chunk_*.bin"))
+    folder.mkdir(exist_ok=True)
+    buffer = chunks.aligned_buffer(chunk_bytes)
+    buffer[:] = os.urandom(chunk_bytes)
+    files = [folder / str(number) for number in range(max(1, (2 << 30) // chunk_bytes))]
+    for path in files:
+        chunks.transfer(path, buffer, write=True, direct=True)
+    return buffer, files
+
+
+def sequential(plain, read, written):
+    """Seconds for reading, and then writing, so many bytes one file after the other."""
+    from zerojax.offload import chunks
+
+    buffer, files = plain
     begun = time.perf_counter()
-    for write, left in ((False, read), (True, written)):
-        while left > 0:
-            for path in files:
-                size = os.path.getsize(path)
-                buffer = chunks.aligned_buffer(max(size, chunks.BLOCK))
-                chunks.transfer(path, buffer, write=write, direct=True)
-                left -= size
-                if left <= 0:
-                    break
+    for write, size in ((False, read), (True, written)):
+        for number in range(-(-size // len(buffer))):
+            chunks.transfer(files[number % len(files)], buffer, write=write, direct=True)
     return time.perf_counter() - begun
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -186,6 +187,30 @@ def test_more_reads_than_buffers_are_refused_until_one_is_released(tmp_path):
         with pytest.raises(ValueError, match="all buffers are lent"):
             store.read(3, version=0)
         second.result(10)
+
+
+def test_arrays_that_are_kept_outlive_the_buffers(tmp_path):
+    with DiskStore(tmp_path / "s", SAME, in_flight=1) as store:
+        for i, spec in enumerate(SAME):
+            store.write(i, arrays_of(spec, i), version=0)
+        kept = [store.read(i, version=0).result(10).keep() for i in range(len(SAME))]
+    for i, (spec, arrays) in enumerate(zip(SAME, kept, strict=True)):
+        assert [x.tobytes() for x in arrays] == [x.tobytes() for x in arrays_of(spec, i)]
+
+
+def test_a_kept_buffer_is_freed_with_its_arrays_and_a_small_chunk_keeps_none(tmp_path):
+    large, small = spec_of("large", ((1 << 20,), "float32")), spec_of("small", ((1000,), "float32"))
+    with DiskStore(tmp_path / "s", [large, small], in_flight=1) as store:
+        for i, spec in enumerate((large, small)):
+            store.write(i, arrays_of(spec, i), version=0)
+        for i, owns in ((0, True), (1, False)):
+            (array,) = store.read(i, version=0).result(10).keep()
+            base = array.base
+            assert (base is not None) is owns
+            if owns:
+                buffer = weakref.ref(base)
+                del array, base
+                assert buffer() is None
 
 
 def test_a_read_that_was_cancelled_gives_its_buffer_back(tmp_path, monkeypatch):

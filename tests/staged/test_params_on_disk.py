@@ -15,6 +15,9 @@ import zerojax
 from zerojax import Offload, Precision
 from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.layout.chunked import is_chunked
+from zerojax.staged.gradients import Gradients
+from zerojax.staged.microbatch import Microbatch
+from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.state import files_of
 
 ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
@@ -425,6 +428,25 @@ def test_host_memory_takes_the_place_of_files(tmp_path):
     assert counts[0] > counts[1] > counts[2] == 0
     for state in states[1:]:
         assert_close(state, states[0], atol=0)
+
+
+def test_gradients_are_written_while_the_next_stage_runs(tmp_path, monkeypatch):
+    events = []
+
+    def recorded(owner, name, event):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: events.append(event) or call(*args))
+
+    tx = on_disk(tmp_path, devices=1)
+    step, state = tx.train_step(LOSSES["one_by_one"]), tx.create(model_params())
+    recorded(Microbatch, "_ran", "stage")
+    recorded(Gradients, "add", "add")
+    recorded(ModelFiles, "write", "write")
+    recorded(Gradients, "end", "end")
+    step(state, batch_of(0))
+    before_end = events[: events.index("end")]
+    assert before_end.count("write") > 1
+    assert ("add", "write") not in itertools.pairwise(before_end)  # always a stage in between
 
 
 def test_the_report_says_what_is_on_disk(tmp_path):

@@ -71,6 +71,7 @@ BUCKETS = "leaves of a layer share a bucket, bounded by zero_shard(bucket_bytes=
 COMPILED = "XLA plans memory and overlap when the step is compiled; zero_shard(prefetch=) says how far ahead"
 CHECKPOINTS = "a checkpoint has logical leaves: any stage and number of devices reads it"
 PINNED = "host memory is pinned, and chunks are streamed: Offload(chunk_bytes=)"
+BUFFERS = "16 buffers of one chunk, which is no full parameter: Offload(chunk_bytes=)"
 BLOCKS = "zerojax.block(fn) marks what is gathered at once"
 EXPORT = "zerojax export writes full weights, to safetensors"
 LOCO = "Wire(error_feedback=True), across hosts; errors are added in full, whatever err_beta, and never reset"
@@ -145,7 +146,8 @@ zero.contiguous_gradients zero.overlap_comm zero.stage3_prefetch_bucket_size: {C
 zero.stage3_max_live_parameters zero.stage3_max_reuse_distance zero.memory_efficient_linear: {COMPILED}
 zero.load_from_fp32_weights zero.elastic_checkpoint zero.pipeline_loading_checkpoint: {CHECKPOINTS}
 zero.sub_group_size zero.cpu_offload_use_pin_memory: {PINNED}
-zero.offload_param.buffer_count zero.offload_param.buffer_size zero.offload_param.pin_memory: {PINNED}
+zero.offload_param.pin_memory: {PINNED}
+zero.offload_param.buffer_count zero.offload_param.buffer_size: {BUFFERS}
 zero.offload_optimizer.buffer_count zero.offload_optimizer.pin_memory: {PINNED}
 zero.leaf_module.classes zero.leaf_module.names zero.leaf_module.name_suffixes: {BLOCKS}
 zero.stage3_module_granularity_threshold: {BLOCKS}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import queue
 from collections.abc import Callable, Sequence
@@ -37,15 +38,33 @@ class Lease:
     """A chunk that was read into a lent buffer. Call `release`, or use a `with` block, to give the buffer back.
 
     Attributes:
-        arrays: The chunk's arrays, which may be changed in place. Empty after `release`.
+        arrays: The chunk's arrays, which may be changed in place. Empty after `release` and after `keep`.
     """
 
-    def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
-        self.arrays, self._give_back = arrays, give_back
+    def __init__(
+        self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None], replace: Callable[[], None] | None = None
+    ):
+        """Store the arguments.
+
+        Args:
+            arrays: The chunk's arrays.
+            give_back: A function that gives the buffer of the arrays back.
+            replace: A function that gives a new buffer instead. None: the arrays must stay as they are.
+        """
+        self.arrays, self._give_back, self._replace = arrays, give_back, replace
+
+    def keep(self) -> tuple[np.ndarray, ...]:
+        """Return the chunk's arrays, which then belong to the caller. Copy them only if they must stay as they are."""
+        arrays, replace = self.arrays, self._replace
+        if replace is None:
+            return tuple(x.copy() for x in arrays)
+        self._give_back = replace
+        self.release()
+        return arrays
 
     def release(self, *_: object) -> None:
         """Give the buffer back. A second call does nothing."""
-        give_back, self._give_back, self.arrays = self._give_back, lambda: None, ()
+        give_back, self._give_back, self._replace, self.arrays = self._give_back, lambda: None, None, ()
         give_back()
 
     def __enter__(self) -> Lease:
@@ -135,7 +154,9 @@ class DiskStore:
             ) from None
         self.bytes_read += self._specs[index].bytes
         reading = self._begin(self._begun[index], self._read, index, version, buffer)
-        reading.add_done_callback(lambda done: self._to_read.put(buffer) if done.cancelled() else None)
+        # The store refers to the future, which must not refer to the buffer after the read; see `Lease.keep`.
+        lent = [buffer]
+        reading.add_done_callback(lambda done: self._to_read.put(lent.pop()) if done.cancelled() else lent.clear())
         return reading
 
     def write(self, index: int, arrays: Sequence[np.ndarray], *, version: int) -> None:
@@ -224,7 +245,11 @@ class DiskStore:
         spec = self._specs[index]
         try:
             self._fill(index, version, buffer[: spec.bytes])
-            return Lease(spec.views(buffer), lambda: self._to_read.put(buffer))
+            give_back = functools.partial(self._to_read.put, buffer)
+            size = len(buffer)  # `replace` must not refer to the buffer, which is freed with its last array
+            replace = lambda: self._to_read.put(chunks.aligned_buffer(size))
+            # The arrays of a small chunk are copied, because they would keep a large buffer.
+            return Lease(spec.views(buffer), give_back, replace if 2 * spec.bytes > size else None)
         except BaseException:
             self._to_read.put(buffer)
             raise

@@ -65,6 +65,7 @@ class Gradients:
         self._of = {x.param.index: (k, x.grad) for k, x in trained.items()}
         self._reductions, self._finishing = reductions, finishing
         self._pending: dict[Piece, tuple[int, Array]] = {}
+        self._ready: list[tuple[int, int, Array]] = []
         self._scalars: dict[int, list[list[Array]]] = collections.defaultdict(list)
         self._first, self._share, self._factor = True, None, None
 
@@ -79,7 +80,7 @@ class Gradients:
         self._first, self._share, self._factor = first, share, factor
 
     def add(self, piece: Piece, grad: Array) -> None:
-        """Add the gradient of one use of a chunk. After the last use, write the sum over the uses."""
+        """Add the gradient of one use of a chunk. After the last use, `write` writes the sum over the uses."""
         count, total = self._pending.pop(piece, (0, None))
         total = grad if total is None else self._wait(_added(total, grad))
         if count + 1 < self._expected[piece]:
@@ -90,6 +91,7 @@ class Gradients:
     def end(self) -> None:
         """End a microbatch. If it is the last, write zeros as the gradients of chunks that the loss does not use."""
         assert not self._pending
+        self.write()
         if self._factor is None:
             return
         for index, (k, of) in self._of.items():
@@ -98,6 +100,13 @@ class Gradients:
                     shape = of.chunking.chunk_shape(of.leaf, of.chunking.extents[n])
                     zeros = jnp.zeros(shape, of.leaf.dtype, device=of.sharding)
                     self._finish(k, of, n, zeros)
+                    self.write()
+
+    def write(self) -> None:
+        """Begin to write the sums that are computed, or that the devices will compute next."""
+        for index, n, grad in self._ready:
+            self._files.write(index, n, grad)
+        self._ready.clear()
 
     def scalars(self) -> tuple[dict[int, Array], dict[Any, Array]]:
         """Return `(squares, cuts)`: each gradient's sum of squares, by index, and `at_once` cuts, by variable."""
@@ -110,12 +119,13 @@ class Gradients:
         return squares, known
 
     def _complete(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
-        grad = self._wait(_scaled(grad, of.leaf.dtype, self._share))
+        if self._share is not None or grad.dtype != of.leaf.dtype:
+            grad = self._wait(_scaled(grad, of.leaf.dtype, self._share))
         if not self._first:
             before = self._files.receive(of.index, n, self._files.read(of.index, n), "device")
             grad = self._wait(_added(before, grad))
         if self._factor is None:
-            self._files.write(of.index, n, grad)
+            self._ready.append((of.index, n, grad))
         else:
             self._finish(k, of, n, grad)
 
@@ -124,7 +134,7 @@ class Gradients:
         program = self._finishing.of(of, cuts)
         grad, scalars = self._wait(program(grad, self._factor))
         self._scalars[k].append(scalars)
-        self._files.write(of.index, n, grad)
+        self._ready.append((of.index, n, grad))
 
     def _wait(self, arrays: Any) -> Any:
         wait_if_simulated(self._mesh, arrays)

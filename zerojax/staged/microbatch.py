@@ -39,6 +39,10 @@ class Sink(Protocol):
         """Add one gradient of a chunk."""
         ...
 
+    def write(self) -> None:
+        """Begin to write the gradients that were added."""
+        ...
+
 
 class Reader:
     """Reads chunks from disk to the devices. A use is one execution of a stage that reads chunks.
@@ -176,6 +180,9 @@ class Microbatch:
         return self._wait([source.shard(chunks, operands) for source in sources])
 
     def _add_grads(self, sources: Sequence[Source], grads: Sequence[Array | None], operands: Mapping) -> None:
+        # Write the gradients of the stage before. To write the gradients of this stage, Python would wait for it, and
+        # the devices would be idle until the next stage's shards have arrived.
+        self._sink.write()
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
                 for piece, x in self._wait(source.grad_chunks(grad, operands)).items():

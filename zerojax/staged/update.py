@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from zerojax.comm.mesh import wait_if_simulated
@@ -43,7 +42,7 @@ class StagedUpdate:
         """Store the plan. `trained` contains the trained parameters on disk, by index among all trained parameters."""
         self._config, self._plan, self._trained = config, plan, trained
         self.partition = partitioned_update(config, plan)
-        self._program = functools.cache(lambda key: update_on_device(config, key))
+        self._program = functools.cache(lambda key: update_on_device(config, key, donate=False))
         self._key = functools.cache(lambda g, length: self._key_of(self.partition.groups[g], length))
 
     def _key_of(self, group: UpdateGroup, length: int) -> ProgramKey:
@@ -89,7 +88,7 @@ class StagedUpdate:
                 )
                 kept = [resident[k] for k in group.resident]
                 params, state, kept = self._program(self._key(g, length))(
-                    params, state, kept, inputs, np.int32(0), jnp.zeros((), bool)
+                    params, state, kept, inputs, np.int32(0), None
                 )
                 wait_if_simulated(self._config.mesh, (params, state, kept))
                 new_state |= zip(group.resident, kept, strict=True)

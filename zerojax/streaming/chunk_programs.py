@@ -101,11 +101,17 @@ class ProgramKey:
         return params, state, list(map(shape, self.resident)), list(map(shape, self.grads))
 
 
-def update_on_device(config: Config, key: ProgramKey) -> Callable:
+def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True) -> Callable:
     """Return a jitted function that updates a chunk on the device.
 
-    It is called as `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`. Its first three
-    arguments are donated. If the step is skipped, the function returns their old values bit for bit.
+    It is called as `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`. If the step is
+    skipped, the function returns their old values bit for bit. `skipped` is None if the step is not skipped.
+
+    Args:
+        config: The configuration of the transformation.
+        key: The properties of the program.
+        donate: Whether the first three arguments are donated. XLA then needs less memory, but may have to copy the
+            state, because a kernel reads the old state after another kernel has replaced it.
     """
     full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
 
@@ -128,11 +134,12 @@ def update_on_device(config: Config, key: ProgramKey) -> Callable:
         results = evaluate(config, key.equations, [operands[kind][i] for kind, i in key.reads])
         new_params = stored(results[:num_params], key.params)
         new_state = stored(results[num_params:], [*key.state, *key.resident])
-        new_state = roll_back(~skipped, new_state, [*state, *resident])
+        if skipped is not None:
+            new_state = roll_back(~skipped, new_state, [*state, *resident])
         params = write_params(config, key, params, new_params, start, skipped)
         return params, new_state[:num_state], new_state[num_state:]
 
-    return jax.jit(run, donate_argnums=(0, 1, 2))
+    return jax.jit(run, donate_argnums=(0, 1, 2) if donate else ())
 
 
 def chunks_for_host(config: Config, key: ProgramKey) -> Callable:
@@ -167,15 +174,21 @@ def slice_chunks(
 
 
 def write_params(
-    config: Config, key: ProgramKey, params: Sequence, new: Sequence, start: Int[Array, ""], skipped: Bool[Array, ""]
+    config: Config,
+    key: ProgramKey,
+    params: Sequence,
+    new: Sequence,
+    start: Int[Array, ""],
+    skipped: Bool[Array, ""] | None,
 ) -> list:
     """Return the parameters with the new chunks written at `start`. If the step is skipped, return the old values."""
     dim = key.dim
     if dim is None:
-        return roll_back(~skipped, list(new), list(params))
+        return list(new) if skipped is None else roll_back(~skipped, list(new), list(params))
 
     def write(x, chunk, leaf: Leaf):
-        old = slice_chunk(config.mesh, x, leaf, dim, start, key.length)
-        return update_chunk(config.mesh, x, jnp.where(skipped, old, chunk), leaf, dim, start)
+        if skipped is not None:
+            chunk = jnp.where(skipped, slice_chunk(config.mesh, x, leaf, dim, start, key.length), chunk)
+        return update_chunk(config.mesh, x, chunk, leaf, dim, start)
 
     return [write(x, chunk, leaf) for x, chunk, leaf in zip(params, new, key.params, strict=True)]
