@@ -158,29 +158,46 @@ class _Level:
             found = _bind(request, [values[i] for i in request.operands])
             extra += found
             stacked += [any(batched)] * len(found)
-        run = functools.partial(call, closed)
+        run, read = _without_unread(closed)
         with compat.at_line_of(eqn):
             if is_remat:
-                return jaxprs.evaluate_remat(eqn, [*values, *extra], lambda _, __, values: run(*values))
+                return jaxprs.evaluate_remat(eqn, read([*values, *extra]), lambda _, __, values: run(*values))
             if loop is None:
                 named = lambda *args: run(*args)
                 named.__name__ = self.block
-                return jax.jit(named)(*values, *extra)
-            return _scan(loop, run, values, extra, stacked)
+                return jax.jit(named)(*read([*values, *extra]))
+            return _scan(loop, run, read, values, [*extra], stacked)
 
 
-def _scan(loop: Any, run: Any, values: Sequence, extra: Sequence, stacked: Sequence[bool]) -> list:
+def _without_unread(closed: Any) -> tuple[Any, Any]:
+    """Return a closed jaxpr as a function of the arguments that it reads, and a function that selects these.
+
+    A body that takes a narrow weight no longer reads the parameter, which would otherwise be gathered for nothing.
+    """
+    jaxpr, consts = compat.opened(closed)
+    eqns = jaxprs.alive(jaxpr)
+    reads = {v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)} | set(jaxprs.variables_in(jaxpr.outvars))
+    kept = [i for i, v in enumerate(jaxpr.invars) if v in reads]
+    part = compat.part_of(
+        jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in kept)], jaxpr.outvars
+    )
+    run = lambda *args: jax.core.eval_jaxpr(part, (), *jaxprs.as_jax_values(consts), *args)
+    return run, lambda args: [args[i] for i in kept]
+
+
+def _scan(loop: Any, run: Any, read: Any, values: Sequence, extra: Sequence, stacked: Sequence[bool]) -> list:
     """Run a loop whose body takes further operands at the end, of which some are stacks."""
     first, rows = loop.consts, loop.consts + loop.carry
+    given = [*values, *extra]
+    by_row = [i for i in range(rows, len(given)) if i < len(values) or stacked[i - len(values)]]
+    by_row = [i for i in by_row if i in read(range(len(given)))]
 
     def iteration(carry, slices):
-        own, of_extra = slices
-        remaining = iter(of_extra)
-        further = [next(remaining) if on else x for x, on in zip(extra, stacked, strict=True)]
-        results = run(*values[:first], *carry, *own, *further)
+        at = dict(enumerate(carry, first)) | dict(zip(by_row, slices, strict=True))
+        results = run(*(at.get(i, given[i]) for i in read(range(len(given)))))
         return results[: loop.carry], results[loop.carry :]
 
-    scanned = list(values[rows:]), [x for x, on in zip(extra, stacked, strict=True) if on]
+    scanned = [given[i] for i in by_row]
     options = {"length": loop.length, "reverse": loop.reverse, "unroll": loop.unroll}
     carry, ys = lax.scan(iteration, list(values[first:rows]), scanned, **options)
     return [*carry, *ys]

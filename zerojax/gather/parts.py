@@ -34,6 +34,8 @@ def flat(closed: Any) -> Any:
     jaxpr, consts = compat.opened(closed)
 
     def rule(eqn, values):
+        if eqn.primitive.name == "reshard":  # JAX adds it to a cotangent in a `shard_map`, where it changes nothing.
+            return values
         body = compat.evaluated_body(eqn)
         if body is None or compat.constvars_of(body):
             return None
@@ -170,9 +172,9 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
         divided = [dims[v] for v in jaxprs.variables_in(eqn.invars) if dims[v] is not None]
         if not divided:
             full = [a.val if compat.is_literal(a) else env[a] for a in eqn.invars]
-            env.update(zip(eqn.outvars, compat.evaluate_one(eqn, full), strict=True))
+            env.update(zip(eqn.outvars, compat.evaluate_one(_local(eqn), full), strict=True))
         elif eqn.primitive.name in jaxprs.ELEMENTWISE:
-            env[outs[0]] = compat.evaluate_one(eqn, [beside(atom, divided[0]) for atom in eqn.invars])[0]
+            env[outs[0]] = compat.evaluate_one(_local(eqn), [beside(atom, divided[0]) for atom in eqn.invars])[0]
         else:
             env[outs[0]] = _moved(eqn, env[eqn.invars[0]], divided[0], dims[outs[0]], division)
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
@@ -183,9 +185,9 @@ def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Divisi
     name, params = eqn.primitive.name, eqn.params
     if name in _COMBINE:
         if after is not None:
-            return compat.evaluate_one(eqn, [x])[0]
+            return compat.evaluate_one(_local(eqn), [x])[0]
         x = division.fill(x, dim, _identity(name, x.dtype))
-        return _COMBINE[name](compat.evaluate_one(eqn, [x])[0], division.axes)
+        return _COMBINE[name](compat.evaluate_one(_local(eqn), [x])[0], division.axes)
     if name == "pad":
         padding = jnp.asarray(eqn.invars[1].val, x.dtype) if compat.is_literal(eqn.invars[1]) else jnp.zeros((), x.dtype)
         return lax.pad(x, padding, params["padding_config"])
@@ -196,6 +198,12 @@ def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Divisi
         limits = _with(params["limit_indices"], dim, division.extent)
         return lax.slice(x, params["start_indices"], limits, params["strides"])
     return x.reshape(shape)
+
+
+def _local(eqn: Any) -> Any:
+    """Return an equation as if it had been traced on one device, without a sharding of its result."""
+    params = {name: None if name in ("sharding", "out_sharding") else x for name, x in eqn.params.items()}
+    return compat.in_force(eqn.replace(params=params))
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

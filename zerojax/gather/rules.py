@@ -235,7 +235,7 @@ RULES = (
     Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
     Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
-    Rule("computed on the shard", "w + lax.stop_gradient(jnp.round(w) - w)", Decisions.of_computation, Decisions.compute_first),
+    Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
     Rule("widened", "q.astype(x.dtype) * scale", lambda so_far, site: site.eqn.primitive is widen_p, Decisions.repeat),
     Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
     Rule(
