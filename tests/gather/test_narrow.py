@@ -156,8 +156,8 @@ def test_options_change_no_gradient(option, style, view):
     loss, params = loss_of(QUANTISERS["scale per column"], style), parameters(style, PADDED)
     hosts = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
     options = {
-        "hybrid": {"mesh": hosts, "data_axis": ("host", "gpu"), "shard_axis": "gpu"},
-        "further": {"mesh": hosts, "data_axis": ("host", "gpu"), "params_axis": "gpu"},
+        "hybrid": {"mesh": hosts, "axis": ("host", "gpu"), "shard_axis": "gpu"},
+        "further": {"mesh": hosts, "axis": ("host", "gpu"), "params_axis": "gpu"},
         "wire": {"wire": Wire(gather="int8")},
     }.get(option.split()[0], {})
     if "accumulate" not in option:
