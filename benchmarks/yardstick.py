@@ -78,7 +78,9 @@ class GPT(nn.Module):
         x = embed(tokens)
         block = nn.remat(Block, prevent_cse=not self.scan, policy=self.policy) if self.remat else Block
         if self.scan:
-            stack = nn.scan(block, variable_axes={"params": 0, OVERWRITTEN: 0}, split_rngs={"params": True}, length=size.layers)
+            stack = nn.scan(
+                block, variable_axes={"params": 0, OVERWRITTEN: 0}, split_rngs={"params": True}, length=size.layers
+            )
             x, _ = stack(size, named, name="blocks")(x, None)
         else:
             for i in range(size.layers):
@@ -162,7 +164,9 @@ def next_token_loss(logits, tokens):
 def build(name: str, *, scan: bool, remat: bool = True, policy: Any = None, **changes: Any):
     """`(init, loss, tokens)`: `init(key) -> params`, `loss(params, tokens)`, shape of one device's tokens.
 
-    With FP8 layers, `params` are all variables: the collections "params" and `OVERWRITTEN`. A policy of `jax.checkpoint` knows each layer's input as `LAYER_INPUT`.
+    With FP8 layers, `params` are all variables: the collections "params" and `OVERWRITTEN`.
+
+    A policy of `jax.checkpoint` knows each layer's input as `LAYER_INPUT`.
     """
     size = dataclasses.replace(SIZES[name], **changes)
     model = GPT(size, scan, remat, policy)

@@ -71,7 +71,11 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
         return [value if z.carrier is None else with_cotangent_of(value, z.carrier)]
     if not any(isinstance(value, Narrow) for value in values):
         return None
-    if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype and values[0].carrier is None:
+    if (
+        name == "convert_element_type"
+        and eqn.params["new_dtype"] == values[0].value.dtype
+        and values[0].carrier is None
+    ):
         return [values[0].value]
     if name in LAYOUTS and len(values) == 1:
         carrier = values[0].carrier

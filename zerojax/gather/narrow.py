@@ -122,7 +122,7 @@ class _Level:
         return jax.make_jaxpr(run)(*avals, *extra), [found.request for found in made]
 
     def _inline(self, eqn: Any, values: Sequence) -> Sequence | None:
-        """Inline the calls of `jax.jit` that mark no layer."""
+        """Evaluate the body of a call of `jax.jit` that marks no layer; return None for another equation."""
         body = compat.called(eqn)
         if body is None or eqn.params.get("name") == self.block:
             return None
@@ -135,7 +135,7 @@ class _Level:
         of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
         if not (loop or is_remat or is_block) or not of_params:
             return None
-        body, consts = compat.opened(eqn.params["jaxpr"])
+        body, _ = compat.opened(eqn.params["jaxpr"])
         if compat.constvars_of(body) or not any(map(quantises, jaxprs.equations(body))):
             return None
         first = len(body.invars) if loop is None else loop.consts  # the first operand that is carried
@@ -178,9 +178,7 @@ def _without_unread(closed: Any) -> tuple[Any, Any]:
     eqns = jaxprs.alive(jaxpr)
     reads = {v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)} | set(jaxprs.variables_in(jaxpr.outvars))
     kept = [i for i, v in enumerate(jaxpr.invars) if v in reads]
-    part = compat.part_of(
-        jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in kept)], jaxpr.outvars
-    )
+    part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in kept)], jaxpr.outvars)
     run = lambda *args: jax.core.eval_jaxpr(part, (), *jaxprs.as_jax_values(consts), *args)
     return run, lambda args: [args[i] for i in kept]
 
@@ -304,9 +302,7 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found
     wanted = list(target.outvars) if is_eqn else [target]
     eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
     operands = tuple(i for i, v in enumerate(jaxpr.invars) if v in reads)
-    part = compat.part_of(
-        jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in operands)], wanted
-    )
+    part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in operands)], wanted)
     avals = [jaxpr.invars[i].aval for i in operands]
 
     def traced(name):
@@ -386,7 +382,7 @@ def _needed_from(jaxpr: Any, narrow: Any, end: Any, dims: Mapping) -> tuple[list
 
 def _is_exact_in(narrow: Any, wide: Any) -> bool:
     """Return whether every number of the type `narrow` is a number of the wider floating type `wide`."""
-    if not jnp.issubdtype(wide, jnp.floating) or narrow.itemsize >= wide.itemsize or narrow == bool:
+    if not jnp.issubdtype(wide, jnp.floating) or narrow.itemsize >= wide.itemsize or narrow.kind == "b":
         return False
     if jnp.issubdtype(narrow, jnp.integer):
         return narrow.itemsize == 1

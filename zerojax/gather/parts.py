@@ -162,7 +162,10 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":
             return division.part(env[atom], dim)
         # A broadcast is made in the shape of the part, because the whole broadcast is as large as the parameter.
-        (x, *_), to = [a.val if compat.is_literal(a) else env[a] for a in eqn.invars], eqn.params["broadcast_dimensions"]
+        (x, *_), to = (
+            [a.val if compat.is_literal(a) else env[a] for a in eqn.invars],
+            eqn.params["broadcast_dimensions"],
+        )
         if dim in to and np.shape(x)[list(to).index(dim)] != 1:
             x = division.part(x, list(to).index(dim))
         return lax.broadcast_in_dim(x, _with(atom.aval.shape, dim, division.extent), to)
@@ -189,7 +192,9 @@ def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Divisi
         x = division.fill(x, dim, _identity(name, x.dtype))
         return _COMBINE[name](compat.evaluate_one(_local(eqn), [x])[0], division.axes)
     if name == "pad":
-        padding = jnp.asarray(eqn.invars[1].val, x.dtype) if compat.is_literal(eqn.invars[1]) else jnp.zeros((), x.dtype)
+        padding = (
+            jnp.asarray(eqn.invars[1].val, x.dtype) if compat.is_literal(eqn.invars[1]) else jnp.zeros((), x.dtype)
+        )
         return lax.pad(x, padding, params["padding_config"])
     shape = _with(eqn.outvars[0].aval.shape, after, division.extent)
     if name == "broadcast_in_dim":

@@ -43,17 +43,18 @@ def planned(
     """Return the program of a traced function, and the constants that are the program's last arguments.
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
-    dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of the
-    first arguments are equal on all devices. If it is None, no weight is computed on shards.
+    dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
+    the first arguments are equal on all devices. If it is None, no weight is computed on shards.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
     jaxpr, more = compat.opened(again([var.aval for var in jaxpr.invars], list(consts)))
     bare = compat.part_of(jaxpr, jaxprs.alive(jaxpr), [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
-    missing = [None] * (len(bare.invars) - len(leaves))
     if alike is not None:
         constant = [not isinstance(x, jax.core.Tracer) for x in [*consts, *more]]
-        bare, new = hoisted(bare, [*leaves, *missing], [*alike, *constant], BLOCK_NAME)
+        bare, new = hoisted(
+            bare, [*leaves, *[None] * (len(bare.invars) - len(leaves))], [*alike, *constant], BLOCK_NAME
+        )
         bare = compat.part_of(bare, jaxprs.alive(bare), [*bare.invars, *compat.constvars_of(bare)], bare.outvars)
         more = [*more, *new]
     bare = merged(bare, [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None])

@@ -207,7 +207,15 @@ class ScanSegment(Segment):
         trained = [p.root in moving for p in loop.params]
         rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
         states = RowStates(self._body_rows(gathers), (), gathers.options.comm.follower)
-        return traced_passes(loop.run, entry, [*others, *rows], trained=trained, active=active, rows=states, carried=carried_by(loop.params))
+        return traced_passes(
+            loop.run,
+            entry,
+            [*others, *rows],
+            trained=trained,
+            active=active,
+            rows=states,
+            carried=carried_by(loop.params),
+        )
 
 
 def _empty(row, length: int) -> jax.Array:

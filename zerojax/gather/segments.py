@@ -245,7 +245,15 @@ class BlockSegment(Segment):
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
         trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
-        passes = trace(self.run, gathered, others, trained=trained, active=active, rows=self.row_states(gathers), carried=carried_by(self.params))
+        passes = trace(
+            self.run,
+            gathered,
+            others,
+            trained=trained,
+            active=active,
+            rows=self.row_states(gathers),
+            carried=carried_by(self.params),
+        )
         results, saved = passes.run(gathered, others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and

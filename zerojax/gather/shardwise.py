@@ -173,7 +173,9 @@ class Shardwise:
         def local(*values):
             z, *scales = evaluate_parts(self._head, values, self._dims, self._division)
             # The padding is 0, as in storage, because a quantised gather computes a scale from it.
-            scales = [x if dim is None else self._division.whole(x, dim) for x, dim in zip(scales, dims[1:], strict=True)]
+            scales = [
+                x if dim is None else self._division.whole(x, dim) for x, dim in zip(scales, dims[1:], strict=True)
+            ]
             return [self._division.fill(z, self.leaf.dim, 0), *scales]
 
         values = [env[v] for v in self.eqn.invars]
