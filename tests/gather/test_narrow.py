@@ -25,7 +25,7 @@ def straight(bits, estimate):
     """`quantised(w)` with the gradient of `w`. `estimate` computes both from `(w, quantised)`."""
 
     def fn(w):
-        scale = jnp.max(jnp.abs(w)) / (2 ** (bits - 1) - 1)
+        scale = jnp.max(jnp.abs(w)) / 2 ** (bits - 1)
         levels = jnp.clip(jnp.round(w / scale), 1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1)
         return estimate(w, levels.astype(f"int{bits}").astype(w.dtype) * scale)
 
@@ -37,8 +37,8 @@ def with_rule(axis):
 
     @jax.custom_vjp
     def fn(w):
-        scale = jnp.max(jnp.abs(w), axis=axis, keepdims=True) / 127
-        return jnp.round(w / scale).astype(jnp.int8).astype(w.dtype) * scale
+        scale = jnp.max(jnp.abs(w), axis=axis, keepdims=True) / 128
+        return jnp.clip(jnp.round(w / scale), -127, 127).astype(jnp.int8).astype(w.dtype) * scale
 
     fn.defvjp(lambda w: (fn(w), jnp.abs(w) < 0.2), lambda inside, g: (jnp.where(inside, g, 0.5 * g),))
     return fn
@@ -56,12 +56,15 @@ QUANTISERS = {
 
 
 def parameters(style, hidden=HIDDEN):
+    """Weights whose scales are powers of two. With another scale, one ulp would round some of them to another level."""
+
+    def weight(key, shape):
+        w = jnp.clip(0.1 * jax.random.normal(key, shape), -0.25, 0.25)
+        return w.at[0].set(0.25).at[:, 0].set(-0.25)
+
     def one(key):
         up, down = jax.random.split(key)
-        return {
-            "up": 0.1 * jax.random.normal(up, (WIDTH, hidden)),
-            "down": 0.1 * jax.random.normal(down, (hidden, WIDTH)),
-        }
+        return {"up": weight(up, (WIDTH, hidden)), "down": weight(down, (hidden, WIDTH))}
 
     layers = [one(key) for key in jax.random.split(jax.random.key(0), DEPTH)]
     return layers if style == "unrolled" else jax.tree.map(lambda *x: jnp.stack(x), *layers)
@@ -210,19 +213,19 @@ def test_flaxs_fp8_layers_gather_float8(view):
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["global", "device"])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_flaxs_fp8_layers_train_as_on_one_device(view, accumulate):
-    """The new scales and histories are the maximum over microbatches and, in device view, over devices.
+def test_flaxs_fp8_layers_train_as_without_shards(view, accumulate):
+    """New scales and histories are the maximum over microbatches and, in device view, over devices.
 
-    In device view, the cotangent of each device's own loss is larger, so from the second step its scale differs.
+    In device view, float8 rounds the cotangents of each device's own loss, so stage 0 also runs on eight devices.
     """
     model, variables = dense(fp8_ops.Fp8DotGeneralOp)
     loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
-    tx, one = transformation(view), zero_shard(optax.sgd(0.1), stage=0, mesh=mesh_of(1))
+    tx = transformation(view)
+    one = zero_shard(optax.sgd(0.1), stage=0, mesh=mesh_of(1 if view == "global" else 8), view=view)
     states = [t.create(variables) for t in (tx, one)]
-    for _ in range(2 if view == "global" else 1):
+    for _ in range(2):
         states = [t.train_step(loss, accumulate=accumulate)(s, X)[0] for t, s in zip((tx, one), states, strict=True)]
     found, expected = (t.unshard(s.params) for t, s in zip((tx, one), states, strict=True))
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
-        # Device view has the largest cotangent of each device's own loss.
-        if view == "global" or "output_grad" not in jax.tree_util.keystr(path):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+        # float32 sums over devices in another order. No element is rounded to another float8 here.
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
