@@ -26,7 +26,6 @@ from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_
 from zerojax.layout.leaf import Leaf
 
 _ROUNDS = frozenset({"round", "floor", "ceil", "sign"})
-_CALLS = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 class Request(NamedTuple):
@@ -228,24 +227,34 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
         if not all(v in dims for v in eqn.outvars):
             ends |= dict.fromkeys(v for v in jaxprs.variables_in(eqn.invars) if dims.get(v) is not None)
     ends |= dict.fromkeys(v for v in jaxprs.variables_in(jaxpr.outvars) if dims.get(v) is not None)
-    ends = {v: _cone(v, made, dims) for v in ends if v not in below}
+    ends = {v: _cone(v, made) for v in ends if v not in below}
     given = set(jaxpr.invars)
     roots = {v: {u for u in cone if u in given and dims[u] is not None} for v, cone in ends.items()}
     for root in {frozenset(r): r for r in roots.values()}.values():
         group = [v for v in ends if roots[v] & root]
         candidates = [v for v in divided if v in made and v not in below and jnp.issubdtype(v.aval.dtype, jnp.floating)]
         candidates = [v for v in candidates if all(_computes(v, end, made, dims, given) for end in group)]
-        candidates = [v for v in candidates if any(_quantises(made[u]) for u in _cone(v, made, dims) if u in made)]
+        candidates = [v for v in candidates if _is_quantised([made[u] for u in _cone(v, made) if u in made])]
         if candidates and candidates[-1] not in chosen:
             chosen.append(candidates[-1])
     return chosen
 
 
-def _quantises(eqn: Any) -> bool:
-    return any(map(quantises, [eqn, *(inner for j in compat.inner_jaxprs(eqn) for inner in jaxprs.equations(j))]))
+def _is_quantised(eqns: Sequence) -> bool:
+    """Return whether the equations of a weight quantise it.
+
+    Casts alone do not count. They are made on the shard anyway, and each device rounds its own cotangent.
+    """
+    if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
+        return False
+    return any(quantises(one) for eqn in eqns for one in [eqn, *_equations_in(eqn)])
 
 
-def _cone(var: Any, made: Mapping, dims: Mapping) -> dict:
+def _equations_in(eqn: Any) -> list:
+    return [inner for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxprs.equations(jaxpr)]
+
+
+def _cone(var: Any, made: Mapping) -> dict:
     """Return all variables that a variable is computed from, and itself."""
     seen: dict = {}
     pending = [var]

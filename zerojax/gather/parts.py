@@ -172,7 +172,7 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
 
     for eqn in jaxprs.alive(jaxpr):
         outs = [v for v in eqn.outvars if not compat.is_dropped(v)]
-        divided = [dims[v] for v in jaxprs.variables_in(eqn.invars) if dims[v] is not None]
+        divided = [dim for v in jaxprs.variables_in(eqn.invars) if (dim := dims[v]) is not None]
         if not divided:
             full = [a.val if compat.is_literal(a) else env[a] for a in eqn.invars]
             env.update(zip(eqn.outvars, compat.evaluate_one(_local(eqn), full), strict=True))
@@ -196,6 +196,7 @@ def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Divisi
             jnp.asarray(eqn.invars[1].val, x.dtype) if compat.is_literal(eqn.invars[1]) else jnp.zeros((), x.dtype)
         )
         return lax.pad(x, padding, params["padding_config"])
+    assert after is not None
     shape = _with(eqn.outvars[0].aval.shape, after, division.extent)
     if name == "broadcast_in_dim":
         return lax.broadcast_in_dim(x, shape, params["broadcast_dimensions"])

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.core
 
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Follower, State

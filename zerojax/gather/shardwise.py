@@ -168,18 +168,17 @@ class Shardwise:
 
     def compute(self, comm: Collectives, env: Mapping) -> list[jax.Array]:
         """Return the results, given the values of the program's arguments. The first is divided like a parameter."""
-        dims = self._out_dims
+        dims, dim = self._out_dims, self.leaf.dim
+        assert dim is not None
 
         def local(*values):
             z, *scales = evaluate_parts(self._head, values, self._dims, self._division)
             # The padding is 0, as in storage, because a quantised gather computes a scale from it.
-            scales = [
-                x if dim is None else self._division.whole(x, dim) for x, dim in zip(scales, dims[1:], strict=True)
-            ]
-            return [self._division.fill(z, self.leaf.dim, 0), *scales]
+            scales = [x if d is None else self._division.whole(x, d) for x, d in zip(scales, dims[1:], strict=True)]
+            return [self._division.fill(z, dim, 0), *scales]
 
         values = [env[v] for v in self.eqn.invars]
-        return comm.per_shard(local, values, self._dims, [self.leaf.dim, *[None] * len(self.scales)], self.leaf.axes)
+        return comm.per_shard(local, values, self._dims, [dim, *[None] * len(self.scales)], self.leaf.axes)
 
     def pull(self, comm: Collectives, env: Mapping, cotangent: jax.Array) -> dict[Any, jax.Array]:
         """Return the cotangents of the operands, given the reduced cotangent of the first result.
@@ -208,7 +207,7 @@ class Shardwise:
             found = evaluate_parts(self._derivative, values, [*self._dims, self.leaf.dim], self._division)
             for k, (_, leaf, linear) in enumerate(self._results()):
                 x = jnp.asarray(found[k])
-                if leaf is not None:
+                if leaf is not None and leaf.dim is not None:
                     x = self._division.fill(x, leaf.dim, 0)
                 elif linear and comm.follower is None:
                     # All devices have the whole sum, and their sum is taken later.
