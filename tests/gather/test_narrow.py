@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 
 from zerojax import Precision, Wire, zero_shard
 
-DEPTH, WIDTH, HIDDEN, ROWS, PADDED = 3, 64, 128, 64, 257
+DEPTH, WIDTH, HIDDEN, ROWS, PADDED = 3, 65, 128, 64, 257  # eight devices divide neither 65 nor 257
 X = jax.random.normal(jax.random.key(7), (ROWS, WIDTH))
 
 
