@@ -17,6 +17,7 @@ It needs the extra `aot`, and no GPU. The ways:
 - `hybrid` shards everything within hosts, `inside` only the parameters. They are compiled so that two collectives may
   be in flight, one over NVLink and one over the network. Otherwise XLA's scheduler takes them one after the other.
 - `tensor` has a second mesh axis for the model.
+- `fp8` and `fp8-device` have Flax's FP8 layers. Their passes are also relative to the parameters in bfloat16.
 
 The figures:
 
@@ -44,6 +45,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import yardstick
+from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Wire, zero_shard
@@ -67,6 +69,8 @@ OURS = {
     "tensor": "global",
     "wire": "global",
     "wire-inside": "global",
+    "fp8": "global",
+    "fp8-device": "device",
 }
 WIRE = Wire(gather="int8", reduce="int4")
 AXES = {
@@ -100,6 +104,8 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     scan, axes = style == "scan", ("host", "gpu") if way in AXES else ("data",)
     mesh = absent_mesh(topology, axes=axes)
     tensor_parallel = way == "tensor"
+    if way in ("fp8", "fp8-device"):
+        changes["dot_general"] = fp8_ops.Fp8DotGeneralOp
     if tensor_parallel:
         mesh = Mesh(mesh.devices.reshape(-1, 2), (*axes, "model"))
     init, loss, (rows, length) = yardstick.build("gpu", scan=scan, **changes)

@@ -14,11 +14,15 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 LAYER_INPUT = "layer_input"
+OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection of the scales and histories of FP8 layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """What a yardstick model is made of; `rows` is each device's share of the batch."""
+    """What a yardstick model is made of; `rows` is each device's share of the batch.
+
+    `dot_general` is a class of Flax's for the products of the layers, such as `fp8_ops.Fp8DotGeneralOp`.
+    """
 
     width: int
     layers: int
@@ -27,6 +31,7 @@ class Size:
     vocabulary: int
     dtype: Any
     head: int = 64
+    dot_general: Any = None
 
 
 SIZES = {
@@ -50,11 +55,12 @@ class Block(nn.Module):
         x = checkpoint_name(x, LAYER_INPUT) if self.named else x
         h = nn.LayerNorm(dtype=size.dtype)(x)
         split = (size.width // size.head, size.head)
-        q, k, v = (nn.DenseGeneral(split, dtype=size.dtype, name=name)(h) for name in "qkv")
+        options = {"dtype": size.dtype, "dot_general_cls": size.dot_general}
+        q, k, v = (nn.DenseGeneral(split, **options, name=name)(h) for name in "qkv")
         attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x = x + nn.DenseGeneral(size.width, axis=(-2, -1), dtype=size.dtype, name="o")(attended)
-        h = nn.Dense(4 * size.width, dtype=size.dtype)(nn.LayerNorm(dtype=size.dtype)(x))
-        return x + nn.Dense(size.width, dtype=size.dtype)(nn.gelu(h)), None
+        x = x + nn.DenseGeneral(size.width, axis=(-2, -1), **options, name="o")(attended)
+        h = nn.Dense(4 * size.width, **options)(nn.LayerNorm(dtype=size.dtype)(x))
+        return x + nn.Dense(size.width, **options)(nn.gelu(h)), None
 
 
 class GPT(nn.Module):
@@ -72,7 +78,9 @@ class GPT(nn.Module):
         x = embed(tokens)
         block = nn.remat(Block, prevent_cse=not self.scan, policy=self.policy) if self.remat else Block
         if self.scan:
-            stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=size.layers)
+            stack = nn.scan(
+                block, variable_axes={"params": 0, OVERWRITTEN: 0}, split_rngs={"params": True}, length=size.layers
+            )
             x, _ = stack(size, named, name="blocks")(x, None)
         else:
             for i in range(size.layers):
@@ -156,15 +164,19 @@ def next_token_loss(logits, tokens):
 def build(name: str, *, scan: bool, remat: bool = True, policy: Any = None, **changes: Any):
     """`(init, loss, tokens)`: `init(key) -> params`, `loss(params, tokens)`, shape of one device's tokens.
 
+    With FP8 layers, `params` are all variables: the collections "params" and `OVERWRITTEN`.
+
     A policy of `jax.checkpoint` knows each layer's input as `LAYER_INPUT`.
     """
     size = dataclasses.replace(SIZES[name], **changes)
     model = GPT(size, scan, remat, policy)
 
     def init(key):
-        return model.init(key, jnp.zeros((1, size.tokens), jnp.int32))["params"]
+        variables = model.init(key, jnp.zeros((1, size.tokens), jnp.int32))
+        return variables["params"] if size.dot_general is None else variables
 
     def loss(params, tokens):
-        return next_token_loss(model.apply({"params": params}, tokens), tokens)
+        variables = {"params": params} if size.dot_general is None else params
+        return next_token_loss(model.apply(variables, tokens), tokens)
 
     return init, loss, (size.rows, size.tokens)

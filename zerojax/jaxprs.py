@@ -126,6 +126,12 @@ def variables_in(atoms: Iterable) -> list:
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
 
+def differentiable(dtype: Any) -> bool:
+    """Return whether values of a type have cotangents. PRNG keys have none, but other extended types do."""
+    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
+
+
 def nbytes(var: Any) -> int:
     """Return the size of a variable's value in bytes."""
     return var.aval.size * var.aval.dtype.itemsize

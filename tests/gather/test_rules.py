@@ -22,12 +22,12 @@ X = jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
 BYTES = SIZE * SIZE * 4
 
 
-def program_of(loss, *weights, x=X):
+def program_of(loss, *weights, x=X, **options):
     """The program of `loss(*weights, x)`, whose weights are sharded on their last dim but one."""
     setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
     _, tree = jax.tree.flatten(list(weights))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x])[0]
+    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x], **options)[0]
 
 
 def under(program, rule):
@@ -132,6 +132,38 @@ def loop_of_its_own():
     return program
 
 
+@jax.custom_vjp
+def rounded(w):
+    """A weight in steps of a quarter, from integers of eight bits."""
+    return jnp.round(4 * w).astype(jnp.int8).astype(w.dtype) / 4
+
+
+rounded.defvjp(lambda w: (rounded(w), None), lambda _, g: (g,))
+
+
+def quantised():
+    """The product gathers one byte per element."""
+    program = program_of(lambda w, x: jnp.sum(x @ rounded(w)), W, on_shards=True)
+    (block,) = [segment for segment in program.segments if segment.params]
+    assert block.gathered_bytes == [BYTES // 4]
+    return program
+
+
+def widened():
+    """The block of the product multiplies the gathered integers by the scale."""
+
+    @jax.custom_vjp
+    def scaled(w):
+        scale = jnp.max(jnp.abs(w)) / 127
+        return jnp.round(w / scale).astype(jnp.int8).astype(w.dtype) * scale
+
+    scaled.defvjp(lambda w: (scaled(w), None), lambda _, g: (g,))
+    program = program_of(lambda w, x: jnp.sum(x @ scaled(w)), W, on_shards=True)
+    (block,) = [segment for segment in program.segments if segment.params]
+    assert primitives(block) == ["zerojax_widen", "dot_general"]
+    return program
+
+
 def loop_over_layers():
     """Each iteration gathers its layer of the stack."""
     program = program_of(lambda w, x: jnp.sum(lax.scan(lambda x, w: (x @ w, None), x, w)[0]), STACK)
@@ -152,6 +184,8 @@ CASES = {
     "state": (state, "dot_general"),
     "activations": (activations, "tanh"),
     "on the shard": (on_the_shard, "convert_element_type"),
+    "quantised": (quantised, "zerojax_shardwise"),
+    "widened": (widened, "zerojax_widen"),
     "stack of layers": (stack_of_layers, None),
     "held": (held, "dot_general"),
     "repeated": (repeated, "transpose"),

@@ -127,6 +127,20 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
+    def per_shard(
+        self, fn: Callable, values: Sequence, dims: Sequence[int | None], out_dims: Sequence[int | None], axes: tuple
+    ) -> list[Array]:
+        """Call a function once per device, on the device's part of each value.
+
+        Args:
+            fn: A function of the parts, which returns a list of parts. It may use collectives over `axes`.
+            values: Shards, and arrays that are alike on all devices.
+            dims: For each value, the dim that `axes` divide, or None for an array that is alike on all devices.
+            out_dims: The same for each result.
+            axes: The mesh axes that divide the dims.
+        """
+
+    @abc.abstractmethod
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Return, in float32, the errors that `reduce_across` makes when it quantises the shards."""
 
@@ -251,6 +265,10 @@ class ManualCollectives(Collectives):
         for i, part in zip(further, reduced, strict=True):
             sums[i] = part
         return sums
+
+    def per_shard(self, fn, values, dims, out_dims, axes) -> list[Array]:
+        """Call the function, because this code runs once per device already; see `Collectives`."""
+        return fn(*values)
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Return quantisation errors, without communication; see `Collectives`."""

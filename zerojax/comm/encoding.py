@@ -40,7 +40,12 @@ class Encoding:
         return lax.convert_element_type(grad, dtype)
 
     def gather_codec(self, leaf: Leaf) -> Codec | None:
-        """Return the codec that quantises a leaf's shards for a gather, or None if they are sent unquantised."""
+        """Return the codec that quantises a leaf's shards for a gather, or None if they are sent unquantised.
+
+        A weight that the loss itself quantises to one byte is sent as it is, because a second rounding would change it.
+        """
+        if getattr(leaf.dtype, "itemsize", 0) == 1:
+            return None
         return self.formats and self._codec(leaf, self.formats.gather)
 
     def reduce_codec(self, leaf: Leaf) -> Codec | None:

@@ -138,6 +138,11 @@ class GlobalCollectives(Collectives):
             sums[i] = x
         return sums
 
+    def per_shard(self, fn, values, dims, out_dims, axes) -> list[Array]:
+        """Call the function in a `shard_map`; see `Collectives`."""
+        spec = lambda dim: PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, spec_entry(axes))
+        return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
+
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Return quantisation errors, one per group; see `Collectives`."""
 

@@ -77,7 +77,8 @@ def gather_on_use(
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
-        program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm.follower)
+        traced = trace_loss(fn, tree, leaves, full, args, of_rows, comm.follower, on_shards=True)
+        program, arrays, consts, structure = traced
         # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
         # the derivative alive.
         run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
@@ -95,6 +96,8 @@ def trace_loss(
     args: Sequence,
     of_rows: Collection[int] = (),
     follower: Follower | None = None,
+    *,
+    on_shards: bool = False,
 ) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)` and divide it into segments.
 
@@ -103,6 +106,8 @@ def trace_loss(
     None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
     `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
     dim, so a wrong dim costs time and not correctness.
+
+    If `on_shards` is true, shards may compute quantised weights when a pass starts.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -113,7 +118,9 @@ def trace_loss(
     on_leaves = lambda full, arrays: fn(tree.unflatten(full), *put_back(arrays))
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
-    program, consts = planned(closed, [leaf if leaf.kind == "sharded" else None for leaf in leaves], given, follower)
+    alike = [leaf.kind == "replicated" for leaf in leaves] + [False] * len(arrays) if on_shards else None
+    sharded = [leaf if leaf.kind == "sharded" else None for leaf in leaves]
+    program, consts = planned(closed, sharded, given, follower, alike)
     return program, arrays, consts, jax.tree.structure(shape)
 
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import ShardedParam, narrower
+from zerojax.gather.shardwise import widen_p, widened, with_cotangent_of
 
 # Equations of one operand that commute with a cast.
 LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", "name", "stop_gradient", "copy"})
@@ -24,20 +25,27 @@ LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A gathered parameter in the type to which its uses cast it, although the jaxpr expects `dtype`."""
+    """A gathered parameter in the type to which its uses cast it, although the jaxpr expects `dtype`.
+
+    If there is a `carrier`, an array of the type `dtype`, it gets the cotangent instead of `value`.
+    """
 
     value: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    carrier: jax.Array | None = None
 
 
-def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
+def as_gathered(value: jax.Array | Narrow, param: ShardedParam) -> jax.Array | Narrow:
     """Return a gathered parameter in the form that `evaluate` takes."""
-    return value if param.leaf.dtype == param.wide else Narrow(value, param.wide)
+    return value if isinstance(value, Narrow) or param.leaf.dtype == param.wide else Narrow(value, param.wide)
 
 
 def widen(value):
     """Return the array that a jaxpr expects, given a value that may be `Narrow`."""
-    return lax.convert_element_type(value.value, value.dtype) if isinstance(value, Narrow) else value
+    if not isinstance(value, Narrow):
+        return value
+    wide = lax.convert_element_type(value.value, value.dtype)
+    return wide if value.carrier is None else with_cotangent_of(wide, value.carrier)
 
 
 def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
@@ -55,12 +63,24 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
         return evaluate(*compat.opened(body), values)
     if compat.is_remat(eqn):
         return jaxprs.evaluate_remat(eqn, values, evaluate)
+    if eqn.primitive is widen_p:
+        z, others = values[0], list(map(widen, values[1:]))
+        if not isinstance(z, Narrow):
+            return [with_cotangent_of(widened(eqn, lax.convert_element_type(z, eqn.params["dtype"]), others), z)]
+        value = widened(eqn, z.value, others)
+        return [value if z.carrier is None else with_cotangent_of(value, z.carrier)]
     if not any(isinstance(value, Narrow) for value in values):
         return None
-    if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype:
+    if (
+        name == "convert_element_type"
+        and eqn.params["new_dtype"] == values[0].value.dtype
+        and values[0].carrier is None
+    ):
         return [values[0].value]
     if name in LAYOUTS and len(values) == 1:
-        return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype)]
+        carrier = values[0].carrier
+        carrier = None if carrier is None else compat.evaluate_one(eqn, [carrier])[0]
+        return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype, carrier)]
     return compat.evaluate_one(eqn, [widen(value) for value in values])
 
 
@@ -76,7 +96,9 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
     types: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
         name = eqn.primitive.name
-        if name == "convert_element_type" and narrower(eqn.params["new_dtype"], var.aval.dtype):
+        if eqn.primitive is widen_p and index == 0:
+            types.add(np.dtype(eqn.params["dtype"]))
+        elif name == "convert_element_type" and narrower(eqn.params["new_dtype"], var.aval.dtype):
             types.add(np.dtype(eqn.params["new_dtype"]))
         elif name in LAYOUTS and len(eqn.invars) == 1:
             types |= _demands(eqn.outvars[0], uses, results)

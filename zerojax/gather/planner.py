@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.core
 
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Follower, State
@@ -22,6 +23,7 @@ from zerojax.gather.assembly import Draft, assembled
 from zerojax.gather.held import worth_holding
 from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
 from zerojax.gather.merged import merged
+from zerojax.gather.narrow import hoisted
 from zerojax.gather.nested import MOST_ITERATIONS, iterations_are_independent
 from zerojax.gather.rules import Decisions, is_repeatable
 from zerojax.gather.segments import BlockSegment, Gathered, Program
@@ -33,17 +35,29 @@ BLOCK_NAME = "zerojax_block"
 
 
 def planned(
-    closed, leaves: Sequence[Leaf | None], given: Sequence[State], follower: Follower | None
+    closed,
+    leaves: Sequence[Leaf | None],
+    given: Sequence[State],
+    follower: Follower | None,
+    alike: Sequence[bool] | None = None,
 ) -> tuple[Program, list]:
     """Return the program of a traced function, and the constants that are the program's last arguments.
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
-    dims of the first arguments hold the rows of the batch. In device view, `follower` is None.
+    dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
+    the first arguments are equal on all devices. If it is None, no weight is computed on shards.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
     jaxpr, more = compat.opened(again([var.aval for var in jaxpr.invars], list(consts)))
     bare = compat.part_of(jaxpr, jaxprs.alive(jaxpr), [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
+    if alike is not None:
+        constant = [not isinstance(x, jax.core.Tracer) for x in [*consts, *more]]
+        bare, new = hoisted(
+            bare, [*leaves, *[None] * (len(bare.invars) - len(leaves))], [*alike, *constant], BLOCK_NAME
+        )
+        bare = compat.part_of(bare, jaxprs.alive(bare), [*bare.invars, *compat.constvars_of(bare)], bare.outvars)
+        more = [*more, *new]
     bare = merged(bare, [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None])
     missing = [None] * (len(bare.invars) - len(leaves))
     states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
@@ -105,7 +119,8 @@ def _program(jaxpr, decisions: Decisions, rows: Mapping[Any, State]) -> Program:
     outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
     segments = assembled(jaxpr, drafts, params, repeated)
     rules = tuple(decisions.rules)
-    return Program(tuple(jaxpr.invars), segments, outs, decisions.joined, decisions.held, rows, rules)
+    shardwise, joined = tuple(decisions.shardwise), decisions.joined
+    return Program(tuple(jaxpr.invars), segments, outs, joined, shardwise, decisions.held, rows, rules)
 
 
 def _nested(

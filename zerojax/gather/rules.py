@@ -27,6 +27,7 @@ from zerojax.gather.sharded_param import (
     scanned_over,
     stack_of,
 )
+from zerojax.gather.shardwise import Shardwise, shardwise_p, widen_p
 
 _CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call", "pallas_call"})
 _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
@@ -51,6 +52,7 @@ class Decisions:
         held: Variables of values to compute once and keep, although they are computed from parameters alone.
         params: Sharded parameters and slices of their shards, by variable.
         joined: The parameters of which the loss makes a stack, by the variable of the stack.
+        shardwise: The computations that shards make when a pass starts.
         repeated: The equations that segments repeat, by their result variables.
         drafts: The segments so far.
         rules: The equations so far, each with the name of its rule.
@@ -61,6 +63,7 @@ class Decisions:
         """Analyse an inlined function once, before any decision. `nest` is a function that plans a loop's body."""
         self.params = dict(params)
         self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
+        self.shardwise: list[Shardwise] = []
         self.repeated: dict = {}
         self.drafts = [Draft(PlainSegment, [])]
         self.rules: list[tuple[Any, str]] = []
@@ -110,6 +113,16 @@ class Decisions:
     def compute_on_shard(self, site: Site, param: ShardedParam) -> None:
         """Let later segments gather the result of the equation instead of its operand."""
         self.params[site.eqn.outvars[0]] = param
+
+    def of_computation(self, site: Site) -> Shardwise | None:
+        """Return the computation of a `shardwise` equation."""
+        layouts = {var: param.stored for var, param in self.params.items()}
+        return Shardwise.of(site.eqn, layouts) if site.eqn.primitive is shardwise_p else None
+
+    def compute_first(self, site: Site, computation: Shardwise) -> None:
+        """Let shards compute the value when the pass starts, and later segments gather it."""
+        self.shardwise.append(computation)
+        self.params[site.eqn.outvars[0]] = computation.param
 
     def joined_layers(self, site: Site) -> tuple[ShardedParam, ...] | None:
         """Return the parameters that `jnp.stack` joins into a stack that a loop scans over, or None."""
@@ -222,6 +235,8 @@ RULES = (
     Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
     Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
+    Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
+    Rule("widened", "q.astype(x.dtype) * scale", lambda so_far, site: site.eqn.primitive is widen_p, Decisions.repeat),
     Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
     Rule(
         "held",

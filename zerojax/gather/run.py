@@ -58,11 +58,11 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     `active` says for each argument whether its cotangent is wanted. It is None if there is no backward pass. The
     residuals of a segment are None if none of its inputs needs a cotangent.
     """
-    env = _env(program, args)
+    env = _env(program, args, options)
     live = program.live(active or (), program.outs)
     gathering = [segment for segment in program.segments if segment.params]
     computes = [segment.computes for segment in gathering]
-    uses = Uses([segment.first_gather for segment in gathering], computes, frozenset(program.invars), program.rows)
+    uses = Uses([segment.first_gather for segment in gathering], computes, frozenset(program.given), program.rows)
     gathers = GatherScheduler(env, uses, options)
     residuals: list = []
     last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
@@ -88,9 +88,11 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], residuals
 
 
-def _env(program: Program, args: Sequence) -> dict:
-    """Return the values of the variables with which a pass begins: the arguments, and stacks of parameters' shards."""
+def _env(program: Program, args: Sequence, options: Options) -> dict:
+    """Return the values with which a pass begins: the arguments, and arrays that are computed from shards."""
     env = dict(zip(program.invars, args, strict=True))
+    for computation in program.shardwise:
+        env.update(zip(computation.eqn.outvars, computation.compute(options.comm, env), strict=True))
     for var, params in program.joined.items():
         env[var] = jnp.stack([to_device(param.sliced(env)) for param in params])
     return env
@@ -132,7 +134,7 @@ def run_backward(
     Pass the same `program`, `args`, `active` and `options` as to `run_forward`, which returned the `residuals`. A zero
     cotangent may be given as None, and is returned as None.
     """
-    env = _env(program, args)
+    env = _env(program, args, options)
     grads = GradScheduler(env, [*program.invars, *program.held], options)
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
         if cotangent is not None and (isinstance(atom, Gathered) or not compat.is_literal(atom)):
@@ -143,7 +145,7 @@ def run_backward(
         if segment.operands:
             env.update(zip(segment.operands, kept.operands, strict=True))
     computes, last = [segment.computes for segment, _ in gathering], [s.last_gather(kept) for s, kept in gathering]
-    gathers = GatherScheduler(env, Uses(last, computes, frozenset(program.invars), program.rows), options)
+    gathers = GatherScheduler(env, Uses(last, computes, frozenset(program.given), program.rows), options)
     for segment, kept in pairs:
         segment.backward(kept, gathers, grads)
         gathers.position += bool(segment.params)
@@ -156,4 +158,8 @@ def run_backward(
             # Partial sums have one more dim in front, so the dim of layers is not always dim 0.
             layer = jax.lax.index_in_dim(stack, i, stack.ndim - var.aval.ndim, keepdims=False)
             grads.add(param.root, grads.root_grad(param, layer))
+    for computation in program.shardwise:
+        if (cotangent := grads.cotangents.get(computation.param.root)) is not None:
+            for var, found in computation.pull(options.comm, env, cotangent).items():
+                grads.add(var, found)
     return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]

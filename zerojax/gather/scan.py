@@ -29,7 +29,7 @@ from zerojax.gather import scan_backward
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import Segment, bytes_of
+from zerojax.gather.segments import Segment, bytes_of, carried_by
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
@@ -207,7 +207,15 @@ class ScanSegment(Segment):
         trained = [p.root in moving for p in loop.params]
         rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
         states = RowStates(self._body_rows(gathers), (), gathers.options.comm.follower)
-        return traced_passes(loop.run, entry, [*others, *rows], trained=trained, active=active, rows=states)
+        return traced_passes(
+            loop.run,
+            entry,
+            [*others, *rows],
+            trained=trained,
+            active=active,
+            rows=states,
+            carried=carried_by(loop.params),
+        )
 
 
 def _empty(row, length: int) -> jax.Array:

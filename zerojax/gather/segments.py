@@ -30,6 +30,7 @@ from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
@@ -38,6 +39,7 @@ from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.shardwise import Shardwise
 from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes, traced_passes
 
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
@@ -253,7 +255,15 @@ class BlockSegment(Segment):
             return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
         trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
-        passes = trace(self.run, gathered, others, trained=trained, active=active, rows=self.row_states(gathers))
+        passes = trace(
+            self.run,
+            gathered,
+            others,
+            trained=trained,
+            active=active,
+            rows=self.row_states(gathers),
+            carried=carried_by(self.params),
+        )
         results, saved = passes.run(gathered, others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
@@ -314,6 +324,7 @@ class Program:
         segments: The segments, in the order in which they run.
         outs: The results: variables, `Gathered` values, or literals.
         joined: The parameters of which the loss makes a stack (`jnp.stack`), by the variable of the stack.
+        shardwise: The computations of narrow or straight-through weights, which shards make when a pass starts.
         held: Variables of the values that `HeldSegment`s compute.
         rows: For each variable, which dims hold the rows of the batch. Empty in device view, which needs no rows.
         decisions: Each equation, with the name of the rule that took it (`rules.RULES`).
@@ -323,6 +334,7 @@ class Program:
     segments: tuple[Segment, ...]
     outs: tuple
     joined: Mapping[Any, tuple[ShardedParam, ...]]
+    shardwise: tuple[Shardwise, ...]
     held: frozenset
     rows: Mapping[Any, State]
     decisions: tuple[tuple[Any, str], ...]
@@ -331,13 +343,27 @@ class Program:
         """Return the variables through which cotangents flow from some `results` to the `active` arguments."""
         pairs = zip(self.invars, active, strict=False)
         forward = {v for v, on in pairs if on and differentiable(v.aval.dtype)}
+        forward.update(c.param.root for c in self.shardwise if not forward.isdisjoint(c.eqn.invars))
         forward.update(var for var, params in self.joined.items() if not forward.isdisjoint(p.root for p in params))
         for segment in self.segments:
             forward.update(segment.live_results(forward.intersection(segment.sources)))
         found = {atom for atom in results if isinstance(atom, Gathered) or not compat.is_literal(atom)}
         for segment in reversed(self.segments):
             found.update(segment.live_sources(found))
-        return forward & (found | {p.root for var in found & self.joined.keys() for p in self.joined[var]})
+        found |= {p.root for var in found & self.joined.keys() for p in self.joined[var]}
+        found.update(v for c in self.shardwise if c.param.root in found for v in jaxprs.variables_in(c.eqn.invars))
+        return forward & found
+
+    @property
+    def given(self) -> list:
+        """Return the variables of the arguments, and of the scales that shards compute when a pass starts."""
+        return [*self.invars, *(v for computation in self.shardwise for v in computation.scales)]
+
+
+def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
+    """Return the types of the cotangents that differ from the gathered types, by the index of the parameter."""
+    dtypes = (param.cotangent_dtype for param in params)
+    return {i: dtype for i, dtype in enumerate(dtypes) if dtype is not None}
 
 
 def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
@@ -354,7 +380,7 @@ def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 def _signature(segment: Segment) -> Any:
     jaxpr = jaxprs.signature(segment.jaxpr)
-    return jaxpr and (jaxpr, tuple((param.leaf.dtype, param.wide) for param in segment.params))
+    return jaxpr and (jaxpr, tuple((param.leaf.dtype, param.wide, param.cotangent_dtype) for param in segment.params))
 
 
 def bytes_of(params: Iterable[ShardedParam]) -> int:

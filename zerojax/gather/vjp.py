@@ -17,28 +17,26 @@ saved     everything else: activations. They are stored, as JAX would store them
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.gather.evaluate import Narrow
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
+from zerojax.jaxprs import differentiable
 
 # Equations that compute each element of a parameter from that element.
 _BY_ELEMENT = WEIGHT_ARITHMETIC | {"transpose", "reshape", "squeeze"}
 
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
-
-
-def differentiable(dtype) -> bool:
-    """Return whether values of a type have cotangents. PRNG keys have none, but other extended types do."""
-    extended = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
-    return not jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) if extended else jnp.issubdtype(dtype, jnp.inexact)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +202,7 @@ def traced_passes(
     active: Sequence[bool],
     wanted: Collection[int] | None = None,
     rows: RowStates = NO_ROWS,
+    carried: Mapping[int, np.dtype] = MappingProxyType({}),
 ) -> Passes:
     """Trace `function(params, others)` and its derivative.
 
@@ -215,14 +214,19 @@ def traced_passes(
         active: For each other argument, whether its cotangent is wanted.
         wanted: Indices of the results to differentiate. If None, all results that have cotangents.
         rows: Which dims hold the rows of the batch.
+        carried: The types of the cotangents of parameters that are gathered in a type that has no useful cotangents.
     """
-    active_params = tuple(i for i, on in enumerate(trained) if on and differentiable(params[i].dtype))
+    active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
     active_results: tuple[int, ...] = ()
 
     def both(params, others):
         def of_active(some_params, some_others):
             nonlocal active_results
+            some_params = [
+                Narrow(params[i], carried[i], x) if i in carried else x
+                for i, x in zip(active_params, some_params, strict=True)
+            ]
             results = function(
                 _replaced(params, active_params, some_params), _replaced(others, active_others, some_others)
             )
@@ -230,7 +234,8 @@ def traced_passes(
             active_results = tuple(i for i in candidates if differentiable(results[i].dtype))
             return [results[i] for i in active_results], results
 
-        primals = [params[i] for i in active_params], [others[i] for i in active_others]
+        of_params = [jnp.zeros(params[i].shape, carried[i]) if i in carried else params[i] for i in active_params]
+        primals = of_params, [others[i] for i in active_others]
         _, backward, results = jax.vjp(of_active, *primals, has_aux=True)
         return results, backward
 
@@ -268,12 +273,13 @@ def shared_passes(
     trained: Sequence[bool],
     active: Sequence[bool],
     rows: RowStates,
+    carried: Mapping[int, np.dtype],
 ) -> Passes:
     """Call `traced_passes` once for all segments that share `known` and have inputs of the same types."""
     types = tuple(jax.typeof(x) for x in (*params, *others))
-    key = types, tuple(trained), tuple(active), tuple(rows.others), tuple(rows.results)
+    key = types, tuple(trained), tuple(active), tuple(rows.others), tuple(rows.results), tuple(carried.items())
     if key not in known:
-        passes = traced_passes(function, params, others, trained=trained, active=active, rows=rows)
+        passes = traced_passes(function, params, others, trained=trained, active=active, rows=rows, carried=carried)
         known[key] = dataclasses.replace(passes, is_shared=True)
     return known[key]
 

@@ -1,0 +1,398 @@
+"""Find quantised and straight-through weights in a loss, and let shards compute them before they are gathered.
+
+A quantised weight is computed element by element from parameters and from values that are alike on all devices: scales,
+histories of amax, a maximum of the weight. If the loss gathered the parameter first, the gather would move the wide
+parameter, often once for the scale and once for the product. `hoisted` moves such a computation out of remats, calls of
+`zerojax.block` and loops over layers to the start of the loss, as a `shardwise` equation. Where the weight is used, a
+`widen` equation computes it from the narrow value (`shardwise` explains both).
+
+The narrow value is the narrowest value from which the weight can be computed without the parameters. A straight-through
+estimate `w + stop_gradient(quantised(w) - w)` has no such value, so it is gathered itself.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import compat, jaxprs
+from zerojax.gather.parts import call, dims_of, flat
+from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
+from zerojax.layout.leaf import Leaf
+
+_ROUNDS = frozenset({"round", "floor", "ceil", "sign"})
+
+
+class Request(NamedTuple):
+    """A value that a body takes as an argument instead of computing it.
+
+    `operands` has the indices of the body's arguments from which `of` computes the value.
+    """
+
+    operands: tuple[int, ...]
+    of: Computation
+
+
+def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], block: str) -> tuple[Any, Sequence]:
+    """Return `(jaxpr, consts)` in which `shardwise` equations compute quantised weights.
+
+    Args:
+        jaxpr: A jaxpr without constants.
+        leaves: For each argument, its layout if it is a sharded parameter, or None.
+        alike: For each argument, whether all devices have the same value.
+        block: The name of the calls that mark a layer.
+    """
+    if not any(map(quantises, jaxprs.equations(jaxpr))):
+        return jaxpr, ()
+    triples = zip(jaxpr.invars, leaves, alike, strict=True)
+    given = {v: leaf and leaf.dim for v, leaf, on in triples if on or leaf is not None}
+    closed, requests = _Level(block).rewrite(jaxpr, given)
+    if not requests:
+        return jaxpr, ()
+
+    def run(*args):
+        values = [x for request in requests for x in _bind(request, [args[i] for i in request.operands])]
+        return call(closed, *args, *values)
+
+    new, consts = compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
+    layouts = {v: leaf for v, leaf in zip(new.invars, leaves, strict=True) if leaf is not None}
+    found = [Shardwise.of(eqn, layouts) for eqn in new.eqns if eqn.primitive is shardwise_p]
+    return (new, consts) if all(found) else (jaxpr, ())
+
+
+def quantises(eqn: Any) -> bool:
+    """Return whether an equation rounds to integers, or casts to a type of at most one byte."""
+    if eqn.primitive.name != "convert_element_type":
+        return eqn.primitive.name in _ROUNDS
+    dtypes = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
+    is_number = [jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes]
+    return all(is_number) and dtypes[0].itemsize == 1 < dtypes[1].itemsize
+
+
+def _bind(request: Request, values: Sequence) -> list:
+    return shardwise_p.bind(*values, of=request.of)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """The rewriting of one jaxpr, and of the jaxprs inside it. `block` is the name of calls that mark a layer."""
+
+    block: str
+
+    def rewrite(self, jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
+        """Return `(closed jaxpr, requests)`. The closed jaxpr takes the values of the requests as last arguments.
+
+        `given` has the divided dims of the arguments that are parameters, or None for those alike on all devices.
+        """
+        avals = [v.aval for v in jaxpr.invars]
+        places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
+        by_place = lambda jaxpr: {jaxpr.invars[i]: dim for i, dim in places.items()}
+        closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, (), args, self._inline))(*avals)
+        jaxpr, consts = compat.opened(closed)
+        dims = dims_of(jaxpr, by_place(jaxpr))
+        inner = lambda eqn, values: self._inside(eqn, values, dims)
+        closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, inner))(*avals)
+        jaxpr, consts = compat.opened(closed)
+        jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
+        chosen = chosen_values(jaxpr, dims_of(jaxpr, by_place(jaxpr)))
+        made = [_request(jaxpr, consts, eqn_or_var, by_place(jaxpr)) for eqn_or_var in chosen]
+        made = [pair for pair in made if pair is not None]
+        if not made:
+            return closed, []
+        targets = [var for found in made for var in found.targets]
+        eqns, _ = jaxprs.needed_for([e for e in jaxpr.eqns if not set(targets) & set(e.outvars)], jaxpr.outvars)
+        rest = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars, *targets], jaxpr.outvars)
+
+        def run(*args):
+            own, extra = args[: len(avals)], list(args[len(avals) :])
+            values: list = []
+            for found in made:
+                size = len(found.request.of.head.out_avals)
+                values += found.values([own[i] for i in found.request.operands], extra[:size])
+                del extra[:size]
+            return jax.core.eval_jaxpr(rest, (), *jaxprs.as_jax_values(consts), *own, *values)
+
+        extra = [aval for found in made for aval in found.request.of.head.out_avals]
+        return jax.make_jaxpr(run)(*avals, *extra), [found.request for found in made]
+
+    def _inline(self, eqn: Any, values: Sequence) -> Sequence | None:
+        """Evaluate the body of a call of `jax.jit` that marks no layer; return None for another equation."""
+        body = compat.called(eqn)
+        if body is None or eqn.params.get("name") == self.block:
+            return None
+        return jaxprs.evaluate(*compat.opened(body), values, self._inline)
+
+    def _inside(self, eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
+        """Evaluate a remat, a marked layer or a loop, and compute the values that its body requests before it."""
+        loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
+        is_block = compat.called(eqn) is not None
+        of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
+        if not (loop or is_remat or is_block) or not of_params:
+            return None
+        body, _ = compat.opened(eqn.params["jaxpr"])
+        if compat.constvars_of(body) or not any(map(quantises, jaxprs.equations(body))):
+            return None
+        first = len(body.invars) if loop is None else loop.consts  # the first operand that is carried
+        rows = first if loop is None else first + loop.carry  # the first operand of which iterations read rows
+        given = {}
+        for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
+            dim = None if compat.is_literal(atom) else dims.get(atom, -1)
+            if dim is not None and i >= rows:
+                dim -= 1  # A stack that is divided over its layers has no row on one device.
+            if dim != -1 and dim != -2 and not first <= i < rows:
+                given[var] = dim
+        closed, requests = self.rewrite(body, given)
+        if not requests:
+            return None
+        stacked: list[bool] = []
+        extra: list = []
+        for request in requests:
+            batched = [i >= rows for i in request.operands]
+            request = _batched(request, batched, eqn) if any(batched) else request
+            found = _bind(request, [values[i] for i in request.operands])
+            extra += found
+            stacked += [any(batched)] * len(found)
+        run, read = _without_unread(closed)
+        with compat.at_line_of(eqn):
+            if is_remat:
+                return jaxprs.evaluate_remat(eqn, read([*values, *extra]), lambda _, __, values: run(*values))
+            if loop is None:
+                named = lambda *args: run(*args)
+                named.__name__ = self.block
+                return jax.jit(named)(*read([*values, *extra]))
+            return _scan(loop, run, read, values, [*extra], stacked)
+
+
+def _without_unread(closed: Any) -> tuple[Any, Any]:
+    """Return a closed jaxpr as a function of the arguments that it reads, and a function that selects these.
+
+    A body that takes a narrow weight no longer reads the parameter, which would otherwise be gathered for nothing.
+    """
+    jaxpr, consts = compat.opened(closed)
+    eqns = jaxprs.alive(jaxpr)
+    reads = {v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)} | set(jaxprs.variables_in(jaxpr.outvars))
+    kept = [i for i, v in enumerate(jaxpr.invars) if v in reads]
+    part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in kept)], jaxpr.outvars)
+    run = lambda *args: jax.core.eval_jaxpr(part, (), *jaxprs.as_jax_values(consts), *args)
+    return run, lambda args: [args[i] for i in kept]
+
+
+def _scan(loop: Any, run: Any, read: Any, values: Sequence, extra: Sequence, stacked: Sequence[bool]) -> list:
+    """Run a loop whose body takes further operands at the end, of which some are stacks."""
+    first, rows = loop.consts, loop.consts + loop.carry
+    given = [*values, *extra]
+    by_row = [i for i in range(rows, len(given)) if i < len(values) or stacked[i - len(values)]]
+    by_row = [i for i in by_row if i in read(range(len(given)))]
+
+    def iteration(carry, slices):
+        at = dict(enumerate(carry, first)) | dict(zip(by_row, slices, strict=True))
+        results = run(*(at.get(i, given[i]) for i in read(range(len(given)))))
+        return results[: loop.carry], results[loop.carry :]
+
+    scanned = [given[i] for i in by_row]
+    options = {"length": loop.length, "reverse": loop.reverse, "unroll": loop.unroll}
+    carry, ys = lax.scan(iteration, list(values[first:rows]), scanned, **options)
+    return [*carry, *ys]
+
+
+def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
+    """Return the request of a loop's body for all layers at once."""
+    axes = [0 if on else None for on in batched]
+    length = compat.loop_of(eqn).length
+    avals = [eqn.invars[i].aval for i in request.operands]
+
+    def over_layers(closed):
+        fn = jax.vmap(functools.partial(call, closed), in_axes=axes, axis_size=length)
+        return jax.make_jaxpr(fn)(*avals)
+
+    return Request(request.operands, Computation(over_layers(request.of.head), over_layers(request.of.full)))
+
+
+def chosen_values(jaxpr: Any, dims: Mapping) -> list:
+    """Return the quantised weights of a jaxpr to compute on shards: variables, or `shardwise` equations.
+
+    A weight is the last value of a computation on shards, from which every other use of the parameter is computed.
+    """
+    chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    below = {v for eqn in chosen for v in eqn.outvars}
+    divided = [v for v, dim in dims.items() if dim is not None]
+    ends: dict = {}
+    for eqn in jaxpr.eqns:
+        if not all(v in dims for v in eqn.outvars):
+            ends |= dict.fromkeys(v for v in jaxprs.variables_in(eqn.invars) if dims.get(v) is not None)
+    ends |= dict.fromkeys(v for v in jaxprs.variables_in(jaxpr.outvars) if dims.get(v) is not None)
+    ends = {v: _cone(v, made) for v in ends if v not in below}
+    given = set(jaxpr.invars)
+    roots = {v: {u for u in cone if u in given and dims[u] is not None} for v, cone in ends.items()}
+    for root in {frozenset(r): r for r in roots.values()}.values():
+        group = [v for v in ends if roots[v] & root]
+        candidates = [v for v in divided if v in made and v not in below and jnp.issubdtype(v.aval.dtype, jnp.floating)]
+        candidates = [v for v in candidates if all(_computes(v, end, made, dims, given) for end in group)]
+        candidates = [v for v in candidates if _is_quantised([made[u] for u in _cone(v, made) if u in made])]
+        if candidates and candidates[-1] not in chosen:
+            chosen.append(candidates[-1])
+    return chosen
+
+
+def _is_quantised(eqns: Sequence) -> bool:
+    """Return whether the equations of a weight quantise it.
+
+    Casts alone do not count. They are made on the shard anyway, and each device rounds its own cotangent.
+    """
+    if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
+        return False
+    return any(quantises(one) for eqn in eqns for one in [eqn, *_equations_in(eqn)])
+
+
+def _equations_in(eqn: Any) -> list:
+    return [inner for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxprs.equations(jaxpr)]
+
+
+def _cone(var: Any, made: Mapping) -> dict:
+    """Return all variables that a variable is computed from, and itself."""
+    seen: dict = {}
+    pending = [var]
+    while pending:
+        v = pending.pop()
+        if v not in seen:
+            seen[v] = None
+            pending += jaxprs.variables_in(made[v].invars) if v in made else []
+    return seen
+
+
+def _computes(var: Any, end: Any, made: Mapping, dims: Mapping, given: set) -> bool:
+    """Return whether `end` can be computed from `var` and from values that are alike, or much smaller than `var`."""
+    seen: set = set()
+    pending = [end]
+    while pending:
+        v = pending.pop()
+        if v is var or v in seen or dims.get(v) is None or _is_small(v, var):
+            continue
+        seen.add(v)
+        if v in given or v not in made:
+            return False
+        pending += jaxprs.variables_in(made[v].invars)
+    return True
+
+
+def _is_small(v: Any, var: Any) -> bool:
+    return 8 * v.aval.size <= var.aval.size
+
+
+class Found(NamedTuple):
+    """A request, the variables that it replaces, and the `widen` equation that computes them.
+
+    `tail` is None if the requested values themselves replace the variables.
+    """
+
+    request: Request
+    targets: list
+    tail: Any = None
+    reads: Sequence[int] = ()
+    dtype: Any = None
+
+    def values(self, operands: Sequence, values: Sequence) -> list:
+        """Return the values of `targets`, given the operands of the request and the requested values."""
+        if self.tail is None:
+            return list(values)
+        z, *scales = values
+        return [widen_p.bind(z, *scales, *(operands[i] for i in self.reads), tail=self.tail, dtype=self.dtype)]
+
+
+def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found | None:
+    """Return the request for a variable of a level, or for the results of a `shardwise` equation in it."""
+    is_eqn = not hasattr(target, "aval")
+    wanted = list(target.outvars) if is_eqn else [target]
+    eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
+    operands = tuple(i for i, v in enumerate(jaxpr.invars) if v in reads)
+    part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in operands)], wanted)
+    avals = [jaxpr.invars[i].aval for i in operands]
+
+    def traced(name):
+        def rule(eqn, values):
+            if eqn.primitive is not shardwise_p:
+                return None
+            closed = getattr(eqn.params["of"], name)
+            results = call(closed, *values)
+            return [*results, *[None] * (len(eqn.outvars) - len(results))]
+
+        outs = len(wanted) if name == "head" else 1
+        run = lambda *args: jaxprs.evaluate(part, (), [*jaxprs.as_jax_values(consts), *args], rule)[:outs]
+        return jax.make_jaxpr(run)(*avals)
+
+    if is_eqn:
+        return Found(Request(operands, Computation(traced("head"), traced("full"))), wanted)
+    return _with_tail(traced("full"), operands, target, [given[jaxpr.invars[i]] for i in operands])
+
+
+def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequence[int | None]) -> Found | None:
+    """Divide the computation of a weight at its narrowest value."""
+    closed = flat(full)
+    jaxpr, consts = compat.opened(closed)
+    jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
+    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
+    (end,) = jaxpr.outvars
+    made, inputs = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}, set(jaxpr.invars)
+    if dims.get(end) is None:
+        return None
+    alike_shape = [v for v in dims if dims[v] is not None and v.aval.shape == end.aval.shape]
+    candidates = [v for v in alike_shape if _is_exact_in(v.aval.dtype, end.aval.dtype) or v is end]
+    candidates = [v for v in candidates if _computes(v, end, made, dims, inputs)]
+    narrow = min(reversed(candidates), key=lambda v: v.aval.dtype.itemsize)
+    if narrow in inputs:
+        return None
+    if narrow is end:
+        return Found(Request(operands, Computation(full, full)), [target])
+    # `widen` computes the weight from the narrow value, from the operands that are alike, and from the scales.
+    eqns, reads = _needed_from(jaxpr, narrow, end, dims)
+    scales = [v for v in made if v in reads and v is not narrow and not any(v in e.outvars for e in eqns)]
+    alike = [i for i, v in enumerate(jaxpr.invars) if v in reads and dims[v] is None]
+    constvars = compat.constvars_of(jaxpr)
+    tail_part = compat.part_of(jaxpr, eqns, [*constvars, narrow, *scales, *(jaxpr.invars[i] for i in alike)], [end])
+    dtype = narrow.aval.dtype
+    travels = jnp.dtype(jnp.int8) if str(dtype) in ("int4", "int2") else dtype
+
+    def tail(q, *args):
+        return jax.core.eval_jaxpr(tail_part, (), *jaxprs.as_jax_values(consts), q.astype(dtype), *args)
+
+    shapes = [narrow.aval.update(dtype=travels), *(v.aval for v in scales), *(jaxpr.invars[i].aval for i in alike)]
+    head_part = compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], [narrow, *scales])
+
+    def head(*args):
+        q, *others = jax.core.eval_jaxpr(head_part, (), *jaxprs.as_jax_values(consts), *args)
+        return [q.astype(end.aval.dtype), *others]
+
+    computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full)
+    return Found(Request(operands, computation), [target], jax.make_jaxpr(tail)(*shapes), alike, travels)
+
+
+def _needed_from(jaxpr: Any, narrow: Any, end: Any, dims: Mapping) -> tuple[list, set]:
+    """Return `(equations, variables that they read)` that compute `end` from `narrow`, and from alike or small values.
+
+    Alike values that depend on no parameter are computed again.
+    """
+    depends = jaxprs.dependent_on(
+        [v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ()
+    )
+    stops = {v for v in depends if _is_small(v, narrow)} | {narrow}
+    reads, needed = {end}, []
+    for eqn in reversed(jaxpr.eqns):
+        if any(v in reads and v not in stops for v in eqn.outvars):
+            needed.append(eqn)
+            reads.update(jaxprs.variables_in(eqn.invars))
+    return needed[::-1], reads
+
+
+def _is_exact_in(narrow: Any, wide: Any) -> bool:
+    """Return whether every number of the type `narrow` is a number of the wider floating type `wide`."""
+    if not jnp.issubdtype(wide, jnp.floating) or narrow.itemsize >= wide.itemsize or narrow.kind == "b":
+        return False
+    if jnp.issubdtype(narrow, jnp.integer):
+        return narrow.itemsize == 1
+    return jnp.issubdtype(narrow, jnp.floating)

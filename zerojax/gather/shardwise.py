@@ -1,0 +1,227 @@
+"""Compute values of parameters on shards at the start of a pass, and gather them instead of the parameters.
+
+`narrow` finds the values (an int8 or float8 copy of a weight, a straight-through estimate), and writes two primitives:
+
+shardwise   computes the value from parameters and from values that are alike on all devices. Each device computes its
+            part. The result counts as a sharded parameter (`Shardwise`), so each use gathers it.
+widen       computes the wide weight from the gathered narrow value, where the weight is used.
+
+A narrow value `q` has no useful cotangent: integers have none, and JAX rounds the cotangent of a float8 to float8. So a
+`shardwise` equation returns `z`, which equals `q` in the type of the wide weight `y`. The use casts `z` to the type of
+`q` first, so `q` travels. In the backward pass `widen` passes the cotangent of `y` on to `z` unchanged. At the end of
+the pass, the derivative of the whole computation of `y` is evaluated on the shard of this cotangent (`Shardwise.pull`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+
+from zerojax import compat, jaxprs
+from zerojax.comm.collectives import Collectives
+from zerojax.gather.parts import Division, call, dims_of, evaluate_parts, flat
+from zerojax.gather.sharded_param import ShardedParam
+from zerojax.layout.leaf import Leaf
+
+shardwise_p = Primitive("zerojax_shardwise")
+shardwise_p.multiple_results = True
+widen_p = Primitive("zerojax_widen")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """The two functions of a `shardwise` equation, as closed jaxprs of the same arguments.
+
+    Attributes:
+        head: Returns `(z, *scales)`. The scales are the other values that `widen` reads: they depend on parameters, but
+            all devices have them in full.
+        full: Returns the wide value `y`.
+    """
+
+    head: Any
+    full: Any
+
+
+@shardwise_p.def_abstract_eval
+def _of_shardwise(*_: Any, of: Computation, **__: Any) -> list:
+    return [_bare(var.aval) for var in compat.opened(of.head)[0].outvars]
+
+
+@widen_p.def_abstract_eval
+def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
+    return _bare(compat.opened(tail)[0].outvars[0].aval)
+
+
+def _bare(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype)
+
+
+def widened(eqn: Any, narrow: jax.Array, others: Sequence) -> jax.Array:
+    """Evaluate a `widen` equation on the gathered narrow value."""
+    return call(eqn.params["tail"], narrow, *others)[0]
+
+
+@jax.custom_vjp
+def with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
+    """Return `value`. In the backward pass, the cotangent goes to `carrier`, and `value` gets none."""
+    return value
+
+
+with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shardwise:
+    """A `shardwise` equation whose operands are arguments of a program.
+
+    Attributes:
+        eqn: The equation.
+        leaves: For each operand, its layout if it is a sharded parameter, or None.
+        leaf: The layout of the first result.
+    """
+
+    eqn: Any
+    leaves: tuple[Leaf | None, ...]
+    leaf: Leaf
+
+    @classmethod
+    def of(cls, eqn: Any, layouts: Mapping[Any, Leaf]) -> "Shardwise | None":
+        """Return the equation with the layout of its result, or None if devices cannot compute it on their shards.
+
+        `layouts` has the layouts of the program's sharded parameters.
+        """
+        leaves = tuple(layouts.get(v) for v in eqn.invars)
+        first = next(leaf for leaf in leaves if leaf is not None)
+        same = {(x.axes, x.shards, x.shape[x.dim]) for x in leaves if x is not None and x.dim is not None}
+        shape = eqn.outvars[0].aval.shape
+        others = first.others[len(first.others) - len(shape) :] if first.others else ()
+        leaf = dataclasses.replace(first, shape=shape, dtype=np.dtype(eqn.outvars[0].aval.dtype), others=others)
+        found = cls(eqn, leaves, leaf)
+        if len(same) != 1 or any(x.further > 1 or x.host for x in leaves if x is not None):
+            return None
+        dim = found._out_dims[0]
+        if dim is None or dim < 0:
+            return None
+        found = dataclasses.replace(found, leaf=dataclasses.replace(leaf, dim=dim))
+        return found if found._pull_dims == [found._dims[i] for i in found._moving] else None
+
+    @property
+    def param(self) -> ShardedParam:
+        """Return the first result as a sharded parameter."""
+        return ShardedParam(self.eqn.outvars[0], self.leaf, self.leaf, self.leaf.dtype, computed=True)
+
+    @property
+    def scales(self) -> Sequence:
+        """Return the variables of the other results."""
+        return self.eqn.outvars[1:]
+
+    @functools.cached_property
+    def _dims(self) -> list[int | None]:
+        return [leaf and leaf.dim for leaf in self.leaves]
+
+    @functools.cached_property
+    def _head(self) -> Any:
+        return flat(self.eqn.params["of"].head)
+
+    @property
+    def _out_dims(self) -> list[int | None]:
+        return _result_dims(self._head, self._dims)
+
+    @functools.cached_property
+    def _moving(self) -> list[int]:
+        """Return the indices of the operands that have cotangents."""
+        return [i for i, v in enumerate(self.eqn.invars) if jaxprs.differentiable(v.aval.dtype)]
+
+    @functools.cached_property
+    def _derivative(self) -> Any:
+        """Return the flat jaxpr `(*operands, cotangent) -> cotangents of the moving operands`."""
+        full, moving = self.eqn.params["of"].full, self._moving
+
+        def pull(*args):
+            *values, cotangent = args
+
+            def of_moving(*some):
+                given = list(values)
+                for i, x in zip(moving, some, strict=True):
+                    given[i] = x
+                return call(full, *given)[0]
+
+            return jax.vjp(of_moving, *(values[i] for i in moving))[1](cotangent)
+
+        avals = [*(_bare(v.aval) for v in self.eqn.invars), _bare(self.eqn.outvars[0].aval)]
+        return flat(jax.make_jaxpr(pull)(*avals))
+
+    @property
+    def _pull_dims(self) -> list[int | None]:
+        return _result_dims(self._derivative, [*self._dims, self.leaf.dim])
+
+    @property
+    def _division(self) -> Division:
+        assert self.leaf.dim is not None
+        return Division(self.leaf.shape[self.leaf.dim], self.leaf.local_shape[self.leaf.dim], self.leaf.axes)
+
+    def compute(self, comm: Collectives, env: Mapping) -> list[jax.Array]:
+        """Return the results, given the values of the program's arguments. The first is divided like a parameter."""
+        dims, dim = self._out_dims, self.leaf.dim
+        assert dim is not None
+
+        def local(*values):
+            z, *scales = evaluate_parts(self._head, values, self._dims, self._division)
+            # The padding is 0, as in storage, because a quantised gather computes a scale from it.
+            scales = [x if d is None else self._division.whole(x, d) for x, d in zip(scales, dims[1:], strict=True)]
+            return [self._division.fill(z, dim, 0), *scales]
+
+        values = [env[v] for v in self.eqn.invars]
+        return comm.per_shard(local, values, self._dims, [dim, *[None] * len(self.scales)], self.leaf.axes)
+
+    def pull(self, comm: Collectives, env: Mapping, cotangent: jax.Array) -> dict[Any, jax.Array]:
+        """Return the cotangents of the operands, given the reduced cotangent of the first result.
+
+        In device view, the sum of an operand's cotangents over all devices is its derivative. If the cotangent has one
+        partial sum per group of devices, on one more dim in front, the results have this dim, too.
+        """
+        if cotangent.ndim > len(self.leaf.shape):
+            pulled = jax.vmap(lambda part: self._pulled(comm, env, part), spmd_axis_name=comm.across(self.leaf))
+            found = pulled(cotangent)
+            return {
+                v: x if leaf is not None else (x.sum(0) if linear else x.max(0))
+                for (v, leaf, linear), x in zip(self._results(), found, strict=True)
+            }
+        return dict(zip((v for v, _, _ in self._results()), self._pulled(comm, env, cotangent), strict=True))
+
+    def _results(self) -> list[tuple[Any, Leaf | None, bool]]:
+        """Return, for each result of the derivative, `(operand, its layout, whether it depends on the cotangent)`."""
+        jaxpr, _ = compat.opened(self._derivative)
+        moved = jaxprs.dependent_on([jaxpr.invars[-1]], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ())
+        pairs = zip(self._moving, jaxpr.outvars, strict=True)
+        return [(self.eqn.invars[i], self.leaves[i], not compat.is_literal(a) and a in moved) for i, a in pairs]
+
+    def _pulled(self, comm: Collectives, env: Mapping, cotangent: jax.Array) -> list[jax.Array]:
+        def local(*values):
+            found = evaluate_parts(self._derivative, values, [*self._dims, self.leaf.dim], self._division)
+            for k, (_, leaf, linear) in enumerate(self._results()):
+                x = jnp.asarray(found[k])
+                if leaf is not None and leaf.dim is not None:
+                    x = self._division.fill(x, leaf.dim, 0)
+                elif linear and comm.follower is None:
+                    # All devices have the whole sum, and their sum is taken later.
+                    x = x / (self.leaf.shards * (1 if comm.defers else comm.losses // self.leaf.shards))
+                found[k] = x
+            return found
+
+        values = [*(env[v] for v in self.eqn.invars), cotangent]
+        dims = [*self._dims, self.leaf.dim]
+        return comm.per_shard(local, values, dims, self._pull_dims, self.leaf.axes)
+
+
+def _result_dims(closed: Any, given: Sequence[int | None]) -> list[int | None]:
+    """Return the divided dim of each result of a flat jaxpr, or None, or -1 if it cannot be computed on parts."""
+    jaxpr, _ = compat.opened(closed)
+    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
+    return [None if compat.is_literal(a) else dims.get(a, -1) for a in jaxpr.outvars]
