@@ -10,12 +10,14 @@ result. If they ran only once, their result, which is as large as a gathered par
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
 from zerojax.gather.assembly import Draft
 from zerojax.gather.nested import NestedSegment
+from zerojax.gather.on_shards import Analysis, Chain, chain_of
+from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, HeldSegment, PlainSegment
 from zerojax.gather.sharded_param import (
@@ -57,8 +59,14 @@ class Decisions:
         between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
     """
 
-    def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable):
-        """Analyse an inlined function once, before any decision. `nest` is a function that plans a loop's body."""
+    def __init__(
+        self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable, alike: Collection | None
+    ):
+        """Analyse an inlined function once, before any decision.
+
+        `nest` is a function that plans a loop's body. `alike` has the arguments that are equal on all
+        devices. If it is None, parameters are not reduced on their shards.
+        """
         self.params = dict(params)
         self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
         self.repeated: dict = {}
@@ -68,8 +76,11 @@ class Decisions:
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
-        # Variables that have the same value on all devices. The first ones come from equations without operands (iota).
-        self._uniform: set = set()
+        # Variables that have the same value on all devices: arguments, and results of equations without operands (iota).
+        self._uniform: set = set(alike or ())
+        self._reduces = alike is not None
+        self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
+        self._made_in: dict = {}  # the index of the draft that computes a variable
 
     def decide(self) -> None:
         """Apply the first rule that matches to each equation."""
@@ -82,6 +93,8 @@ class Decisions:
                 if (match := rule.matches(self, site)) not in (None, False):
                     rule.act(self, site, match)
                     self.rules.append((eqn, rule.name))
+                    for var in eqn.outvars:
+                        self._made_in.setdefault(var, len(self.drafts) - 1)
                     break
 
     # A predicate returns the last argument of its action, or None or False if the rule does not match.
@@ -124,6 +137,30 @@ class Decisions:
     def compute_once(self, site: Site, _) -> None:
         """Make a segment with this equation, whose result is kept like an activation."""
         self.drafts.append(Draft(HeldSegment, [site.eqn]))
+
+    def reducible(self, site: Site) -> Chain | None:
+        """Return the chain of an equation that devices can compute on their shards, for a reduction."""
+        chain = chain_of(self.analysis, site.eqn) if self._reduces else None
+        # A norm that scales a weight is computed where the weight is gathered anyway.
+        is_local = chain is not None and not chain.is_link and _scales_a_weight(site.eqn, self._uses)
+        return None if is_local and not self.analysis.reduced.issuperset(site.eqn.outvars) else chain
+
+    def reduce_on_shards(self, site: Site, chain: Chain) -> None:
+        """Reduce the shards, together with other reductions that do not wait for later segments."""
+        if chain.is_link:
+            self.repeat(site, None)
+            return
+        reads = [*chain.reads, *(v for param in chain.params for v in self.params[param].operands)]
+        first = max((self._made_in[v] for v in reads if v in self._made_in), default=-1) + 1
+        places = [i for i, draft in enumerate(self.drafts) if draft.make == ReducedSegment.of and i >= first]
+        if not places:
+            places = [len(self.drafts)]
+            self.drafts.append(Draft(ReducedSegment.of, []))
+        draft = self.drafts[places[0]]
+        draft.eqns.append(site.eqn)
+        draft.again += [eqn for key, eqn in chain.again.items() if key not in map(id, draft.again)]
+        self._uniform.update(site.eqn.outvars)
+        self._made_in |= dict.fromkeys(site.eqn.outvars, places[0])
 
     def is_repeatable(self, site: Site) -> bool:
         """Return whether an equation reads parameters alone and may be repeated, or is a norm that scales a weight."""
@@ -229,6 +266,7 @@ RULES = (
         lambda so_far, site: not so_far.held.isdisjoint(site.eqn.outvars),
         Decisions.compute_once,
     ),
+    Rule("reduction", "jnp.sum(w**2)", Decisions.reducible, Decisions.reduce_on_shards),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
     Rule(
