@@ -76,11 +76,11 @@ def part_of_result(eqn: Any, parts: Sequence[Part | None]) -> Part | None:
 
     `parts` has the part of each operand, and None for an operand that every device has in full. At least one is a part.
     """
-    held = {part for part in parts if part is not None}
-    if len(held) > 1 or eqn.primitive.name not in _BY_PART:
-        return None
-    (part,) = held
     name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
+    part = largest(parts)
+    held = {part for part in parts if part is not None}
+    if name not in _BY_PART or len({dataclasses.replace(p, shape=(0,) * len(p.shape)) for p in held}) > 1:
+        return None
     if name in jaxprs.ELEMENTWISE:
         others = [a.aval.size for a, of in zip(eqn.invars, parts, strict=True) if of is None]
         return part if shape == part.shape and (part.dim is not None or all(size == 1 for size in others)) else None
@@ -100,6 +100,11 @@ def part_of_result(eqn: Any, parts: Sequence[Part | None]) -> Part | None:
     if dim is None or shape[dim] != part.shape[part.dim]:
         return None
     return dataclasses.replace(part, shape=shape, dim=dim)
+
+
+def largest(parts: Sequence[Part | None]) -> Part:
+    """Return the part with the most elements. Other operands of its equation may have dims of size 1 instead."""
+    return max((part for part in parts if part is not None), key=lambda part: math.prod(part.shape))
 
 
 def _merged(part: Part, shape: tuple[int, ...]) -> Part | None:

@@ -22,7 +22,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.on_shards import Part, part_of_result
+from zerojax.gather.on_shards import Part, largest, part_of_result
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.sharded_param import ShardedParam
@@ -92,8 +92,9 @@ class ReducedSegment(Segment):
         return found
 
     def _part_beside(self, eqn: Any) -> Part | None:
-        """Return the part of any operand of an equation."""
-        return next((self.parts[a] for a in jaxprs.variables_in(eqn.invars) if a in self.parts), None)
+        """Return the largest part of an equation's operands, or None if none of them is a part."""
+        parts = [self.parts[a] for a in jaxprs.variables_in(eqn.invars) if a in self.parts]
+        return largest(parts) if parts else None
 
     @functools.cached_property
     def _dims(self) -> list[int | None]:
