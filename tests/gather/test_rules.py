@@ -11,6 +11,7 @@ from jax import lax
 import zerojax
 from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
+from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.rules import RULES
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, HeldSegment, PlainSegment
@@ -27,7 +28,7 @@ def program_of(loss, *weights, x=X):
     setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
     _, tree = jax.tree.flatten(list(weights))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x])[0]
+    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x], differing=[0])[0]
 
 
 def under(program, rule):
@@ -55,6 +56,20 @@ def state():
     program = program_of(loss, W, W)
     (block,) = [segment for segment in program.segments if segment.params]
     assert primitives(block).count("dot_general") == len(block.params) == 2
+    return program
+
+
+def with_functional(w, x):
+    """A loss with a number computed from the whole of `w`, which also multiplies `x`."""
+    ones = jnp.ones(SIZE)
+    return jnp.sum(x @ w) + jnp.tanh(ones @ w @ ones)
+
+
+def cluster():
+    """What follows from the number runs in the block that computed it."""
+    program = program_of(with_functional, W)
+    (block,) = [segment for segment in program.segments if segment.params]
+    assert primitives(block)[-1] == "tanh"
     return program
 
 
@@ -100,6 +115,14 @@ def held():
     return program
 
 
+def reduction():
+    """The shards are reduced, and the only block is the product."""
+    program = program_of(lambda w, x: jnp.sum(x @ w) + jnp.sum((w - jnp.mean(w)) ** 2), W)
+    assert [primitives(segment) for segment in program.segments if segment.params] == [["dot_general"]]
+    assert kinds(program).count(ReducedSegment) == 2  # the second waits for the mean
+    return program
+
+
 def repeated():
     """Each use transposes the weight that it has gathered; no segment passes the transposed weight on."""
     program = program_of(lambda w, x: jnp.sum(jnp.tanh(x @ w.T) @ w.T), W)
@@ -141,6 +164,13 @@ def loop_over_layers():
     return program
 
 
+def shared_gather():
+    """The number is computed in the block of the product, so that one gather serves both."""
+    program = program_of(with_functional, W)
+    assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES]]
+    return program
+
+
 def use():
     """Each product is a block that gathers its own weight."""
     program = program_of(lambda w, v, x: jnp.sum(x @ w @ v), W, W)
@@ -150,14 +180,17 @@ def use():
 
 CASES = {
     "state": (state, "dot_general"),
+    "cluster": (cluster, "tanh"),
     "activations": (activations, "tanh"),
     "on the shard": (on_the_shard, "convert_element_type"),
     "stack of layers": (stack_of_layers, None),
     "held": (held, "dot_general"),
+    "reduction": (reduction, "reduce_sum"),
     "repeated": (repeated, "transpose"),
     "masked": (masked, "mul"),
     "loop of its own": (loop_of_its_own, "scan"),
     "loop over layers": (loop_over_layers, "scan"),
+    "shared gather": (shared_gather, "dot_general"),
     "use": (use, "dot_general"),
 }
 

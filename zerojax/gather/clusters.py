@@ -24,7 +24,7 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
     """Return whether the results of an equation are read only to change weights element by element.
 
     Args:
-        eqns: The equations after `eqn`.
+        eqns: The equations that are not decided yet.
         eqn: An equation on parameters alone.
         is_known: Whether a variable is a parameter, or is computed from parameters alone.
         final: The variables that the function returns.
@@ -41,7 +41,11 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
         if not is_plain(reader) or not all(v in known or is_known(v) for v in weights):
             return False
         out, size = reader.outvars[0].aval, max(v.aval.size for v in reads if v in derived)
-        if reader.primitive.name in WEIGHT_ARITHMETIC and out.size > size and any(v.aval.shape == out.shape for v in weights):
+        if (
+            reader.primitive.name in WEIGHT_ARITHMETIC
+            and out.size > size
+            and any(v.aval.shape == out.shape for v in weights)
+        ):
             scales = True
         else:
             derived.update(reader.outvars)

@@ -165,6 +165,7 @@ class Analysis:
         repeated: See `Decisions`.
         alike: Variables that have the same value on all devices.
         made: The equation of each variable.
+        uses: See `jaxprs.uses_of`.
         reduced: The variables that only reductions read, after equations that work on parts.
     """
 
@@ -172,13 +173,26 @@ class Analysis:
     repeated: Mapping
     alike: Set
     made: Mapping
+    uses: Mapping
     reduced: Set
 
     @classmethod
     def of(cls, jaxpr: Any, params: Mapping, repeated: Mapping, alike: Set) -> "Analysis":
         """Analyse a function. The mappings and the set change while decisions are made."""
         made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        return cls(params, repeated, alike, made, _only_reduced(jaxpr))
+        uses, final = jaxprs.uses_of(jaxpr)
+        return cls(params, repeated, alike, made, uses, _only_reduced(jaxpr, uses, final))
+
+    def ends(self, eqn: Any) -> list:
+        """Return the reductions in which the result of an equation ends: the equation, or the readers of its result."""
+        found, pending = {}, [eqn]
+        while pending:
+            reader = pending.pop()
+            if not self.reduced.issuperset(reader.outvars):
+                found[id(reader)] = reader
+            else:
+                pending += [use for var in reader.outvars for use, _ in self.uses.get(var, ()) if id(use) not in found]
+        return list(found.values())
 
     def chain(self, eqn: Any) -> tuple[Chain, list[Part | None]] | None:
         """Return the chain that computes the operands of `eqn`, and a device's part of each operand.
@@ -232,9 +246,8 @@ class NotOnShards:
     """Stands for the part of a value that cannot be computed on shards."""
 
 
-def _only_reduced(jaxpr: Any) -> set:
+def _only_reduced(jaxpr: Any, uses: Mapping, final: Set) -> set:
     """Return the variables that only reductions read, directly or after equations that work on parts."""
-    uses, final = jaxprs.uses_of(jaxpr)
     found: set = set()
     for eqn in reversed(jaxpr.eqns):
         for var in eqn.outvars:

@@ -139,7 +139,9 @@ class ReducedSegment(Segment):
         count = len(values)
 
         def pull(*args):
-            return self._pull(comm, args[:count], args[count:][: len(self.results)], args[-len(wanted) :], moving, wanted)
+            return self._pull(
+                comm, args[:count], args[count:][: len(self.results)], args[-len(wanted) :], moving, wanted
+            )
 
         dims = [*self._dims, *[None] * (len(self.results) + len(wanted))]
         args = [*values, *residuals.results, *cotangents]

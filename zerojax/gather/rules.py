@@ -142,9 +142,10 @@ class Decisions:
     def reducible(self, site: Site) -> Chain | None:
         """Return the chain of an equation that devices can compute on their shards, for a reduction."""
         chain = chain_of(self.analysis, site.eqn) if self._reduces else None
-        # A norm that scales a weight is computed where the weight is gathered anyway.
-        is_local = chain is not None and not chain.is_link and self._only_scales(site)
-        return None if is_local else chain
+        # The statistics of a weight that only change this weight are computed where the weight is gathered anyway.
+        if chain is None or all(self._only_scales(end, site) for end in self.analysis.ends(site.eqn)):
+            return None
+        return chain
 
     def reduce_on_shards(self, site: Site, chain: Chain) -> None:
         """Reduce the shards, together with other reductions that do not wait for later segments."""
@@ -168,19 +169,22 @@ class Decisions:
         eqn = site.eqn
         size = max((atom.aval.size for atom in eqn.invars), default=0)
         of_params = [not compat.is_literal(a) and self._is_of_params(a, size) for a in eqn.invars]
-        return is_repeatable(eqn, of_params) or self._only_scales(site)
+        return is_repeatable(eqn, of_params) or (self._is_of_params_alone(site) and self._only_scales(eqn, site))
 
     def _is_of_params(self, var: Any, size: int) -> bool:
         """Return whether a variable is computed from parameters alone, or is a small value that all devices have."""
         return var in self.params or var in self.repeated or (var in self._uniform and 8 * var.aval.size <= size)
 
-    def _only_scales(self, site: Site) -> bool:
-        """Return whether the result of an equation on parameters alone only scales weights, as a norm does."""
-        size = max(var.aval.size for var in site.touched)
-        is_known = lambda var: self._is_of_params(var, size)
-        if not is_plain(site.eqn) or not all(map(is_known, site.reads)):
-            return False
-        return only_scales(self._jaxpr.eqns[site.index + 1 :], site.eqn, is_known, self._final)
+    def _is_of_params_alone(self, site: Site) -> bool:
+        """Return whether an equation without effects reads parameters, and small values that all devices have."""
+        size = max((var.aval.size for var in site.touched), default=0)
+        return is_plain(site.eqn) and all(self._is_of_params(var, size) for var in site.reads)
+
+    def _only_scales(self, eqn: Any, site: Site) -> bool:
+        """Return whether the result of `eqn`, which is at `site` or later, only scales weights, as a norm does."""
+        size = max((var.aval.size for var in site.touched), default=0)
+        following = self._jaxpr.eqns[site.index + 1 :]
+        return only_scales(following, eqn, lambda var: self._is_of_params(var, size), self._final)
 
     def is_masked(self, site: Site) -> bool:
         """Return whether an equation applies a mask or another value to a weight, and one equation reads the result."""
@@ -252,8 +256,7 @@ class Decisions:
         """Make a segment that gathers the parameters, computes, and drops them."""
         roots = {self.clusters.root_of([var]) for var in site.touched} - {None}
         self.clusters.blocks |= dict.fromkeys(roots, len(self.drafts))
-        size = max((var.aval.size for var in site.touched), default=0)
-        if len(roots) == 1 and is_plain(site.eqn) and all(self._is_of_params(v, size) for v in site.reads):
+        if len(roots) == 1 and self._is_of_params_alone(site):
             self.clusters.roots |= dict.fromkeys(site.eqn.outvars, *roots)
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 

@@ -190,7 +190,9 @@ class Segment(abc.ABC):
         cotangent, it would also sum the gradient of the weight, and then divide the arithmetic on that gradient.
         """
         states = zip(self.others, gathers.rows_of(self.others), strict=True)
-        return [i for i, (v, rows) in enumerate(states) if v in grads.arguments or (rows is not None and not rows.places)]
+        return [
+            i for i, (v, rows) in enumerate(states) if v in grads.arguments or (rows is not None and not rows.places)
+        ]
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
