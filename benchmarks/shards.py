@@ -6,9 +6,10 @@
 
 The model has four blocks, each under `jax.checkpoint`, and is compiled for eight simulated CPU devices.
 
-- `gathered` and `reduced` are the bytes that all-gathers, and reductions of arrays as large as a layer, move, divided by
-  the bytes of the sharded parameters. Without a term they are 1.75 and 1.00 if the blocks are unrolled, and 2.00 and
-  1.00 if they are scanned.
+- `gathered` are the bytes that all-gathers move, divided by the bytes of the sharded parameters. Without a term they
+  are 1.75 if the blocks are unrolled, and 2.00 if they are scanned. (jax 0.10 gives smaller numbers on CPU, because it
+  merges the gathers of the two passes.)
+- `reduced` is the same for reductions of arrays as large as a layer: 1.00 without a term.
 - `calls` counts the executions of all collectives.
 - `flops` are a device's FLOPs in matrix products, relative to the program without the term.
 """
@@ -134,6 +135,57 @@ TERMS = {
 }
 
 
+def clipped_norm(w):
+    """Scale the columns of a matrix to norms of at most 1."""
+    return w * jnp.minimum(1, 1 / jnp.linalg.norm(w, axis=-2, keepdims=True))
+
+
+def neighbours(layers, x):
+    """Return a loss with inner products of neighbouring layers."""
+    pairs = zip(layers, layers[1:], strict=False) if isinstance(layers, list) else []
+    inner = sum(jnp.vdot(a["up"], b["up"]) for a, b in pairs)
+    if isinstance(layers, dict):
+        inner = jnp.sum(layers["up"][1:] * layers["up"][:-1])
+    return PLAIN(layers, x) + 1e-3 * inner
+
+
+def entropy(w):
+    """Return the entropy of the softmax of a leaf."""
+    p = jax.nn.softmax(w.ravel())
+    return -jnp.sum(p * jnp.log(p))
+
+
+def fisher(w):
+    """Return the penalty of elastic weight consolidation, with a reference point and a weight per element."""
+    return jnp.sum(jnp.full(w.shape, 2.0) * (w - jnp.full(w.shape, 0.1)) ** 2)
+
+
+def hyper(layers, x):
+    """Return a loss whose weights are scaled by functions of the weights' own means."""
+    gate = jax.tree.map(lambda w: jax.nn.sigmoid(jnp.mean(w, axis=(-2, -1), keepdims=True)), layers)
+    return jnp.mean(model(jax.tree.map(jnp.multiply, layers, gate), x) ** 2)
+
+
+MORE = {
+    "spectral penalty": plus(per_layer(spectral)),
+    "low rank": plus(per_layer(lambda w: jnp.sum((w - w[:, :2] @ w[:2]) ** 2))),
+    "own gates": hyper,
+    "EWC": plus(fisher),
+    "clipping": changed(lambda w: jnp.clip(w, -0.1, 0.1)),
+    "maxnorm": changed(clipped_norm),
+    "sparsity mask": changed(lambda w: w * (jnp.abs(w) > 0.05)),
+    "top mask": changed(lambda w: w * (jnp.abs(w) > 0.5 * jnp.max(jnp.abs(w)))),
+    "scaled by max": changed(lambda w: w / jnp.max(jnp.abs(w), axis=(-2, -1), keepdims=True)),
+    "group lasso": plus(lambda w: jnp.sum(jnp.linalg.norm(w, axis=-1))),
+    "log determinant": plus(per_layer(lambda w: jnp.linalg.slogdet(w.T @ w + jnp.eye(w.shape[1]))[1])),
+    "entropy": plus(entropy),
+    "neighbours": neighbours,
+    "kurtosis": plus(lambda w: jnp.mean((w - jnp.mean(w)) ** 4) / jnp.var(w) ** 2),
+    "total variation": plus(lambda w: jnp.sum(jnp.abs(w[..., 1:, :] - w[..., :-1, :]))),
+    "transposed": plus(per_layer(lambda w: jnp.sum((w @ jnp.ones(w.shape[1])) ** 2) + jnp.sum(jnp.sum(w, 0) ** 2))),
+}
+
+
 def compiled(loss, params, *, view="global", stage=3, mesh=None, **options):
     """Compile the gradient of a loss, or a step if it accumulates."""
     mesh = mesh or jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -172,13 +224,16 @@ def main():
     parser.add_argument("--view", default="global")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--styles", nargs="+", default=["unrolled", "scanned"])
+    parser.add_argument("--more", action="store_true")
     args = parser.parse_args()
-    print(f"{'term':15s} {'style':9s} {'gathered':>8s} {'reduced':>8s} {'calls':>6s} {'flops':>6s}", flush=True)
+    programs = {**TERMS, **MORE}
+    terms = list(MORE) if args.more else args.terms
+    print(f"{'term':16s} {'style':9s} {'gathered':>8s} {'reduced':>8s} {'calls':>6s} {'flops':>6s}", flush=True)
     for style in args.styles:
         base = functools.cache(lambda style=style: row("none", PLAIN, style, view=args.view, stage=args.stage)[3])
-        for name in args.terms:
-            gathered, reduced, calls, flops = row(name, TERMS[name], style, view=args.view, stage=args.stage)
-            line = f"{name:15s} {style:9s} {gathered:8.2f} {reduced:8.2f} {calls:6d} {flops / base():6.2f}"
+        for name in terms:
+            gathered, reduced, calls, flops = row(name, programs[name], style, view=args.view, stage=args.stage)
+            line = f"{name:16s} {style:9s} {gathered:8.2f} {reduced:8.2f} {calls:6d} {flops / base():6.2f}"
             print(line, flush=True)
 
 

@@ -89,7 +89,7 @@ class Clusters:
     roots: dict = dataclasses.field(default_factory=dict)
 
     def root_of(self, reads: Collection) -> Any:
-        """Return the one parameter from which all values among `reads` that depend on parameters are computed, or None."""
+        """Return the one parameter from which `reads` are computed, or None if there is none or more than one."""
         found, pending, seen = set(), [*reads], set()
         while pending:
             var = pending.pop()

@@ -108,8 +108,8 @@ def trace_loss(
     which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view, it is
     None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
     `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
-    dim, so a wrong dim costs time and not correctness. `differing` has the indices of the `args` that may differ between
-    devices. If it is None, no parameter is reduced on its shards.
+    dim, so a wrong dim costs time and not correctness. `differing` has the indices of the `args` that may differ
+    between devices. If it is None, no parameter is reduced on its shards.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's

@@ -174,7 +174,7 @@ class Analysis:
     alike: Set
     made: Mapping
     uses: Mapping
-    reduced: Set
+    reduced: set
 
     @classmethod
     def of(cls, jaxpr: Any, params: Mapping, repeated: Mapping, alike: Set) -> "Analysis":
@@ -246,7 +246,7 @@ class NotOnShards:
     """Stands for the part of a value that cannot be computed on shards."""
 
 
-def _only_reduced(jaxpr: Any, uses: Mapping, final: Set) -> set:
+def _only_reduced(jaxpr: Any, uses: Mapping, final: frozenset) -> set:
     """Return the variables that only reductions read, directly or after equations that work on parts."""
     found: set = set()
     for eqn in reversed(jaxpr.eqns):
@@ -257,7 +257,7 @@ def _only_reduced(jaxpr: Any, uses: Mapping, final: Set) -> set:
     return found
 
 
-def _reduces(eqn: Any, found: Set) -> bool:
+def _reduces(eqn: Any, found: set) -> bool:
     name = eqn.primitive.name
     if name in REDUCTIONS or (name == "dot_general" and not eqn.outvars[0].aval.shape):
         return True

@@ -42,8 +42,8 @@ def planned(
     """Return the program of a traced function, and the constants that are the program's last arguments.
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
-    dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of the
-    first arguments are equal on all devices. If it is None, no equation is computed on shards.
+    dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
+    the first arguments are equal on all devices. If it is None, parameters are not reduced on their shards.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
@@ -99,7 +99,7 @@ def plan(
 ) -> Program:
     """Divide an inlined jaxpr without constants into segments. `leaves` has a layout or None for each argument.
 
-    `alike` has the arguments that are equal on all devices. If it is None, no equation is computed on shards.
+    `alike` has the arguments that are equal on all devices. If it is None, parameters are not reduced on their shards.
     """
     nest = functools.partial(_nested, rows=rows, follower=follower)
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}

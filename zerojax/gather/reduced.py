@@ -14,6 +14,7 @@ zeros, and by the identity of the reduction where values are reduced.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,7 +30,8 @@ from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
 from zerojax.offload.host import to_device
 
-_COMBINE: Mapping[str, Callable] = {"reduce_max": lax.pmax, "reduce_min": lax.pmin}
+# How devices combine their results of reductions that are no sums.
+_COMBINE: Mapping[str | None, Callable] = MappingProxyType({"reduce_max": lax.pmax, "reduce_min": lax.pmin})
 
 
 @jax.tree_util.register_dataclass

@@ -76,7 +76,7 @@ class Decisions:
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
-        # Variables that have the same value on all devices: arguments, and results of equations without operands (iota).
+        # Variables that have the same value on all devices. The first are arguments, or have no operands (iota).
         self._uniform: set = set(alike or ())
         self._reduces = alike is not None
         self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
