@@ -16,6 +16,7 @@ The model has four blocks, each under `jax.checkpoint`, and is compiled for eigh
 
 import argparse
 import functools
+import itertools
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -142,7 +143,7 @@ def clipped_norm(w):
 
 def neighbours(layers, x):
     """Return a loss with inner products of neighbouring layers."""
-    pairs = zip(layers, layers[1:], strict=False) if isinstance(layers, list) else []
+    pairs = itertools.pairwise(layers) if isinstance(layers, list) else []
     inner = sum(jnp.vdot(a["up"], b["up"]) for a, b in pairs)
     if isinstance(layers, dict):
         inner = jnp.sum(layers["up"][1:] * layers["up"][:-1])

@@ -13,6 +13,8 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+import jax.numpy as jnp
+
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import ShardedParam
 
@@ -129,6 +131,8 @@ def is_combined(eqn: Any, parts: Sequence[Part | None]) -> bool:
         return False
     (part,) = held
     if eqn.primitive.name in REDUCTIONS:
+        if eqn.primitive.name != "reduce_sum" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
+            return False
         return len(eqn.params["axes"]) == 1 if part.dim is None else part.dim in eqn.params["axes"]
     if eqn.primitive.name != "dot_general":
         return False

@@ -176,8 +176,12 @@ class ReducedSegment(Segment):
         with jax.named_scope(self._label):
             for name in (None, *_COMBINE):
                 chosen = [i for i, eqn in enumerate(self._reductions) if self._combined_by(eqn) == name]
-                sums = _together(_COMBINE.get(name, lax.psum), [terms[i] for i in chosen], self.axes)
-                results |= dict(zip(chosen, sums, strict=True))
+                if name is None:
+                    found = _together(lax.psum, [terms[i] for i in chosen], self.axes)
+                else:
+                    dims = tuple(self._reductions[i].params["axes"] for i in chosen)
+                    found = _extrema([terms[i] for i in chosen], name, dims, self.axes)
+                results |= dict(zip(chosen, found, strict=True))
         return [self._delivered(var, results[i]) for i, var in enumerate(self.jaxpr.outvars)]
 
     @functools.cached_property
@@ -309,11 +313,9 @@ class Evaluation:
             worst = -jnp.inf if limits is None else limits.min
             if name == "reduce_min":
                 worst = jnp.inf if limits is None else limits.max
-            return eqn.primitive.bind(_where_inside(x, part, worst), **params)
+            return _where_inside(x, part, worst)  # `_extrema` reduces it.
         axes = eqn.params["axes"]
-        kept = [d for d in range(x.ndim) if d not in axes]
-        equal = x == lax.broadcast_in_dim(self.maxima[out], x.shape, kept)
-        equal = lax.stop_gradient(_where_inside(equal.astype(out.aval.dtype), part, 0))
+        equal = lax.stop_gradient(_where_inside(_equal(x, self.maxima[out], axes), part, 0))
         self.counts[out] = equal.sum(axes)
         return jnp.sum(x * equal, axes)
 
@@ -345,6 +347,31 @@ def _placed(x: jax.Array, part: Part) -> jax.Array:
     shape = (*part.shape[: part.dim], part.extent * part.shards, *part.shape[part.dim + 1 :])
     start = lax.axis_index(part.axes) * part.extent
     return lax.dynamic_update_slice_in_dim(jnp.zeros(shape, x.dtype), x, start, part.dim)
+
+
+def _equal(x: jax.Array, extremum: jax.Array, dims: Sequence[int]) -> jax.Array:
+    """Return 1 where an element equals the extremum over `dims`, and 0 elsewhere."""
+    kept = [d for d in range(x.ndim) if d not in dims]
+    return (x == lax.broadcast_in_dim(extremum, x.shape, kept)).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def _extrema(arrays: Sequence[jax.Array], name: str, dims: tuple, axes: tuple[str, ...]) -> list[jax.Array]:
+    """Return the maxima or minima over `dims` and all devices. `lax.pmax` has no derivative of its own."""
+    reduce = jnp.max if name == "reduce_max" else jnp.min
+    return _together(_COMBINE[name], [reduce(x, d) for x, d in zip(arrays, dims, strict=True)], axes)
+
+
+@_extrema.defjvp
+def _tangents_of_extrema(name: str, dims: tuple, axes: tuple, primals: tuple, tangents: tuple) -> tuple[list, list]:
+    """Return the extrema and their tangents. Equal elements share a tangent, as in JAX."""
+    (arrays,), (moving,) = primals, tangents
+    found = _extrema(arrays, name, dims, axes)
+    is_equal = [_equal(*triple) for triple in zip(arrays, found, dims, strict=True)]
+    sums = [(t * on).sum(d) for t, on, d in zip(moving, is_equal, dims, strict=True)]
+    counts = [on.sum(d) for on, d in zip(is_equal, dims, strict=True)]
+    totals = _together(lax.psum, [*sums, *counts], axes)
+    return found, [a / b for a, b in zip(totals[: len(sums)], totals[len(sums) :], strict=True)]
 
 
 def _together(reduce: Callable, arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
