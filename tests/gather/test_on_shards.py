@@ -18,7 +18,7 @@ from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.gather import gather_on_use
 
-DEPTH, WIDTH, HIDDEN = 3, 24, 257  # 8 devices do not divide HIDDEN
+DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
 LEAVES = jax.tree.leaves
 
 

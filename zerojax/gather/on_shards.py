@@ -20,6 +20,7 @@ from zerojax.gather.sharded_param import ShardedParam
 
 # Reductions whose partial results devices can combine.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+_SMALL = 8  # A value of at most 1/8 of a parameter's elements is cheap to compute again.
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 # Equations that work on one device's part of their operand.
 _BY_PART = jaxprs.ELEMENTWISE | _MOVES | REDUCTIONS
@@ -204,7 +205,7 @@ class Analysis:
         Return None if an operand cannot be computed on shards.
         """
         chain, known = Chain(), {}
-        small = max(atom.aval.size for atom in eqn.invars) // 8
+        small = max(atom.aval.size for atom in eqn.invars) // _SMALL
         parts = [self._part(atom, chain, known, small) for atom in eqn.invars]
         return None if any(part is NotOnShards for part in parts) else (chain, parts)
 
@@ -240,6 +241,10 @@ class Analysis:
         return None
 
     def _is_cheap(self, eqn: Any, small: int) -> bool:
+        """Return whether an equation on values that are alike on all devices costs less than keeping its result."""
+        reads = jaxprs.variables_in(eqn.invars)
+        if any(v in self.params or v in self.repeated or v not in self.alike for v in reads):
+            return False
         if eqn.primitive.name == "broadcast_in_dim":
             return True
         by_element = eqn.primitive.name in jaxprs.ELEMENTWISE | _MOVES
