@@ -137,6 +137,7 @@ QUICK = [
     ("variance", "unrolled", "device"),
     ("maximum", "unrolled", "global"),
     ("log of padding", "unrolled", "device"),
+    ("sorted maxima of rows", "unrolled", "global"),
     ("standardised", "unrolled", "global"),
     ("orthogonality", "unrolled", "device"),
 ]

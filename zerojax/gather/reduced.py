@@ -28,6 +28,7 @@ from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
+from zerojax.layout.padded import pad
 from zerojax.offload.host import to_device
 
 # How devices combine their results of reductions that are no sums.
@@ -200,6 +201,14 @@ class ReducedSegment(Segment):
         part = self.parts.get(var)
         return total if part is None else lax.slice(total, [0] * total.ndim, part.shape)
 
+    def _undelivered(self, var: Any, cotangent: jax.Array) -> jax.Array:
+        """Return the cotangent of a term, given that of the result. Of a divided result, the term has padding."""
+        part = self.parts.get(var)
+        if part is None:
+            return cotangent
+        assert part.dim is not None
+        return pad(cotangent, part.dim, part.extent * part.shards)
+
     def _pull(self, comm: Collectives, values, results, cotangents, moving, wanted) -> list[jax.Array]:
         """Return the cotangents of the `moving` inputs on one device, given the cotangents of the `wanted` results."""
 
@@ -210,6 +219,7 @@ class ReducedSegment(Segment):
             found, counts = Evaluation(self, results).run(given)
             return [found[i] for i in wanted], [counts[i] for i in wanted if i in counts]
 
+        cotangents = [self._undelivered(self.jaxpr.outvars[i], c) for i, c in zip(wanted, cotangents, strict=True)]
         _, pull, counts = jax.vjp(terms, [values[i] for i in moving], has_aux=True)
         counted = [i for i in wanted if self._combined_by(self._reductions[i]) is not None]
         own_loss = comm.follower is None
