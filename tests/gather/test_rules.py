@@ -11,6 +11,7 @@ from jax import lax
 import zerojax
 from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
+from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.rules import RULES
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, HeldSegment, PlainSegment
@@ -22,12 +23,12 @@ X = jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
 BYTES = SIZE * SIZE * 4
 
 
-def program_of(loss, *weights, x=X, **options):
+def program_of(loss, *weights, x=X):
     """The program of `loss(*weights, x)`, whose weights are sharded on their last dim but one."""
     setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
     _, tree = jax.tree.flatten(list(weights))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x], **options)[0]
+    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x], differing=[0])[0]
 
 
 def under(program, rule):
@@ -55,6 +56,20 @@ def state():
     program = program_of(loss, W, W)
     (block,) = [segment for segment in program.segments if segment.params]
     assert primitives(block).count("dot_general") == len(block.params) == 2
+    return program
+
+
+def with_functional(w, x):
+    """A loss with a number computed from the whole of `w`, which also multiplies `x`."""
+    ones = jnp.ones(SIZE)
+    return jnp.sum(x @ w) + jnp.tanh(ones @ w @ ones)
+
+
+def cluster():
+    """What follows from the number runs in the block that computed it."""
+    program = program_of(with_functional, W)
+    (block,) = [segment for segment in program.segments if segment.params]
+    assert primitives(block)[-1] == "tanh"
     return program
 
 
@@ -97,6 +112,14 @@ def held():
     program = program_of(loss, W, W, x=jax.ShapeDtypeStruct((8, SIZE), jnp.float32))
     assert kinds(program).count(HeldSegment) == 1
     assert sum(primitives(segment).count("dot_general") for segment in program.segments) == 3
+    return program
+
+
+def reduction():
+    """The shards are reduced, and the only block is the product."""
+    program = program_of(lambda w, x: jnp.sum(x @ w) + jnp.sum((w - jnp.mean(w)) ** 2), W)
+    assert [primitives(segment) for segment in program.segments if segment.params] == [["dot_general"]]
+    assert kinds(program).count(ReducedSegment) == 2  # the second waits for the mean
     return program
 
 
@@ -143,7 +166,7 @@ rounded.defvjp(lambda w: (rounded(w), None), lambda _, g: (g,))
 
 def quantised():
     """The product gathers one byte per element."""
-    program = program_of(lambda w, x: jnp.sum(x @ rounded(w)), W, on_shards=True)
+    program = program_of(lambda w, x: jnp.sum(x @ rounded(w)), W)
     (block,) = [segment for segment in program.segments if segment.params]
     assert block.gathered_bytes == [BYTES // 4]
     return program
@@ -158,7 +181,7 @@ def widened():
         return jnp.round(w / scale).astype(jnp.int8).astype(w.dtype) * scale
 
     scaled.defvjp(lambda w: (scaled(w), None), lambda _, g: (g,))
-    program = program_of(lambda w, x: jnp.sum(x @ scaled(w)), W, on_shards=True)
+    program = program_of(lambda w, x: jnp.sum(x @ scaled(w)), W)
     (block,) = [segment for segment in program.segments if segment.params]
     assert primitives(block) == ["zerojax_widen", "dot_general"]
     return program
@@ -173,6 +196,13 @@ def loop_over_layers():
     return program
 
 
+def shared_gather():
+    """The number is computed in the block of the product, so that one gather serves both."""
+    program = program_of(with_functional, W)
+    assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES]]
+    return program
+
+
 def use():
     """Each product is a block that gathers its own weight."""
     program = program_of(lambda w, v, x: jnp.sum(x @ w @ v), W, W)
@@ -182,16 +212,19 @@ def use():
 
 CASES = {
     "state": (state, "dot_general"),
+    "cluster": (cluster, "tanh"),
     "activations": (activations, "tanh"),
     "on the shard": (on_the_shard, "convert_element_type"),
     "quantised": (quantised, "zerojax_shardwise"),
     "widened": (widened, "zerojax_widen"),
     "stack of layers": (stack_of_layers, None),
     "held": (held, "dot_general"),
+    "reduction": (reduction, "reduce_sum"),
     "repeated": (repeated, "transpose"),
     "masked": (masked, "mul"),
     "loop of its own": (loop_of_its_own, "scan"),
     "loop over layers": (loop_over_layers, "scan"),
+    "shared gather": (shared_gather, "dot_general"),
     "use": (use, "dot_general"),
 }
 

@@ -141,6 +141,14 @@ class Collectives(abc.ABC):
         """
 
     @abc.abstractmethod
+    def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
+        """Return the shard of an array that all devices have in full. A device gets `extent` entries along `dim`."""
+
+    def own_part(self, shard: Array, leaf: Leaf) -> Array:
+        """Return the part of a finished gradient that `reduce_across` would return for `leaf`."""
+        return shard
+
+    @abc.abstractmethod
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Return, in float32, the errors that `reduce_across` makes when it quantises the shards."""
 
@@ -269,6 +277,18 @@ class ManualCollectives(Collectives):
     def per_shard(self, fn, values, dims, out_dims, axes) -> list[Array]:
         """Call the function, because this code runs once per device already; see `Collectives`."""
         return fn(*values)
+
+    def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
+        """Return this device's part; see `Collectives`."""
+        padded = pad(x, dim, extent * lax.axis_size(axes))
+        return lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * extent, extent, dim)
+
+    def own_part(self, shard: Array, leaf: Leaf) -> Array:
+        """Return this device's part of a shard that is divided further; see `Collectives`."""
+        if leaf.dim is None or leaf.further == 1 or self.defers:
+            return shard
+        size = shard.shape[leaf.dim] // leaf.further
+        return lax.dynamic_slice_in_dim(shard, lax.axis_index(self.across(leaf)) * size, size, leaf.dim)
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Return quantisation errors, without communication; see `Collectives`."""

@@ -24,6 +24,7 @@ from zerojax.comm.mesh import to_storage
 from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.padded import pad
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -142,6 +143,12 @@ class GlobalCollectives(Collectives):
         """Call the function in a `shard_map`; see `Collectives`."""
         spec = lambda dim: PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, spec_entry(axes))
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
+
+    def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
+        """Return the array with padding, divided; see `Collectives`."""
+        padded = pad(x, dim, extent * math.prod(self.mesh.shape[axis] for axis in axes))
+        spec = PartitionSpec(*[None] * dim, spec_entry(axes))
+        return lax.with_sharding_constraint(padded, NamedSharding(self.mesh, spec))
 
     def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Return quantisation errors, one per group; see `Collectives`."""

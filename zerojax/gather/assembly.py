@@ -23,12 +23,14 @@ class Draft:
         eqns: The segment's equations.
         gathers: Variables to gather for later segments. A draft with such variables has no `eqns`.
         reads: For each variable that an earlier segment gathers, the `Gathered` value to read instead.
+        again: Equations that another segment also computes. Later segments do not read their results from this one.
     """
 
     make: Callable[..., Segment]
     eqns: list
     gathers: tuple = ()
     reads: Mapping = dataclasses.field(default_factory=dict)
+    again: list = dataclasses.field(default_factory=list)
 
 
 def assembled(
@@ -44,7 +46,8 @@ def assembled(
     final = set(jaxprs.variables_in(jaxpr.outvars))
     segments = []
     for index, (draft, (eqns, used, others)) in enumerate(zip(drafts, closed, strict=True)):
-        computed = [v for eqn in eqns for v in eqn.outvars if not compat.is_dropped(v) and v not in repeated]
+        hidden = {v for eqn in draft.again for v in eqn.outvars} | repeated.keys()
+        computed = [v for eqn in eqns for v in eqn.outvars if not compat.is_dropped(v) and v not in hidden]
         results = list(draft.gathers) or [v for v in computed if v in final or readers.get(v, set()) - {index}]
         part = compat.part_of(jaxpr, eqns, [*used, *others], results)
         line = compat.line_of(draft.eqns[0]) if draft.eqns else ""
@@ -60,8 +63,8 @@ def assembled(
 
 
 def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
-    """Return a draft's `(equations, parameters to gather, other inputs)`. Repeated equations come first."""
-    needed: dict = {}
+    """Return a draft's `(equations, parameters, other inputs)`. Repeated equations come first."""
+    needed = {id(eqn): eqn for eqn in draft.again}
     pending = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
     pending = [v for v in pending if v not in draft.reads]
     while pending:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax import compat, jaxprs
@@ -31,6 +32,7 @@ def gather_on_use(
     prefetch: int = 1,
     reshard_after_forward: bool = True,
     of_rows: Collection[int] = (),
+    differing: Collection[int] | None = None,
 ) -> Callable:
     """Rewrite `fn(params, *args)` to take shards of `params`.
 
@@ -47,6 +49,7 @@ def gather_on_use(
         reshard_after_forward: If False, gathered parameters are kept for the backward pass. A parameter then needs two
             collectives instead of three, but all gathered parameters are in memory at once.
         of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
+        differing: The indices of the `args` that may differ between devices. If None, all of them may.
 
     Returns:
         `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
@@ -77,8 +80,9 @@ def gather_on_use(
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
-        traced = trace_loss(fn, tree, leaves, full, args, of_rows, comm.follower, on_shards=True)
-        program, arrays, consts, structure = traced
+        program, arrays, consts, structure = trace_loss(
+            fn, tree, leaves, full, args, of_rows, comm.follower, range(len(args)) if differing is None else differing
+        )
         # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
         # the derivative alive.
         run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
@@ -96,8 +100,7 @@ def trace_loss(
     args: Sequence,
     of_rows: Collection[int] = (),
     follower: Follower | None = None,
-    *,
-    on_shards: bool = False,
+    differing: Collection[int] | None = None,
 ) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)` and divide it into segments.
 
@@ -105,9 +108,8 @@ def trace_loss(
     which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view, it is
     None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
     `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
-    dim, so a wrong dim costs time and not correctness.
-
-    If `on_shards` is true, shards may compute quantised weights when a pass starts.
+    dim, so a wrong dim costs time and not correctness. `differing` has the indices of the `args` that may differ
+    between devices. If it is None, shards neither reduce parameters nor quantise weights.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -118,7 +120,7 @@ def trace_loss(
     on_leaves = lambda full, arrays: fn(tree.unflatten(full), *put_back(arrays))
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
-    alike = [leaf.kind == "replicated" for leaf in leaves] + [False] * len(arrays) if on_shards else None
+    alike = None if differing is None else [True] * len(full) + _alike(args, differing)
     sharded = [leaf if leaf.kind == "sharded" else None for leaf in leaves]
     program, consts = planned(closed, sharded, given, follower, alike)
     return program, arrays, consts, jax.tree.structure(shape)
@@ -182,6 +184,16 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
         return tree.unflatten([next(remaining) if on else x for x, on in zip(leaves, is_array, strict=True)])
 
     return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
+
+
+def _alike(args: Sequence, differing: Collection[int]) -> list[bool]:
+    """Return for each array in `args` whether it is equal on all devices. PRNG keys differ in device view."""
+    return [
+        i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
+        for i, arg in enumerate(args)
+        for x in jax.tree.leaves(arg)
+        if isinstance(x, _ARRAYS)
+    ]
 
 
 def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:

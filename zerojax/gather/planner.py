@@ -45,7 +45,8 @@ def planned(
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
     dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
-    the first arguments are equal on all devices. If it is None, no weight is computed on shards.
+    the first arguments are equal on all devices. If it is None, no parameter is reduced and no weight is quantised on
+    shards.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
@@ -62,7 +63,10 @@ def planned(
     missing = [None] * (len(bare.invars) - len(leaves))
     states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
     rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, states))
-    return plan(bare, [*leaves, *missing], rows, follower), jaxprs.as_jax_values([*consts, *more])
+    same = None
+    if alike is not None:
+        same = {var for var, on in zip(bare.invars, alike, strict=False) if on} | {*bare.invars[len(closed.in_avals) :]}
+    return plan(bare, [*leaves, *missing], rows, follower, same), jaxprs.as_jax_values([*consts, *more])
 
 
 def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | None]) -> list:
@@ -97,15 +101,22 @@ def _bare(value):
 
 
 def plan(
-    jaxpr, leaves: Sequence[Leaf | None], rows: Mapping[Any, State] = MappingProxyType({}), follower: Any = None
+    jaxpr,
+    leaves: Sequence[Leaf | None],
+    rows: Mapping[Any, State] = MappingProxyType({}),
+    follower: Any = None,
+    alike: Collection | None = (),
 ) -> Program:
-    """Divide an inlined jaxpr without constants into segments. `leaves` has a layout or None for each argument."""
+    """Divide an inlined jaxpr without constants into segments. `leaves` has a layout or None for each argument.
+
+    `alike` has the arguments that are equal on all devices. If it is None, parameters are not reduced on their shards.
+    """
     nest = functools.partial(_nested, rows=rows, follower=follower)
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
-    decisions = Decisions(jaxpr, params, frozenset(), nest)
+    decisions = Decisions(jaxpr, params, frozenset(), nest, alike)
     program = _program(jaxpr, decisions, rows)
     if held := worth_holding(jaxpr, program, decisions.params, decisions.repeated):
-        program = _program(jaxpr, Decisions(jaxpr, params, held, nest), rows)
+        program = _program(jaxpr, Decisions(jaxpr, params, held, nest, alike), rows)
     return program
 
 

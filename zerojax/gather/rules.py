@@ -10,12 +10,15 @@ result. If they ran only once, their result, which is as large as a gathered par
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
 from zerojax.gather.assembly import Draft
+from zerojax.gather.clusters import CONTROL, Clusters, Joined, is_plain, only_scales
 from zerojax.gather.nested import NestedSegment
+from zerojax.gather.on_shards import Analysis, Chain, chain_of
+from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, HeldSegment, PlainSegment
 from zerojax.gather.sharded_param import (
@@ -29,7 +32,6 @@ from zerojax.gather.sharded_param import (
 )
 from zerojax.gather.shardwise import Shardwise, shardwise_p, widen_p
 
-_CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call", "pallas_call"})
 _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
 
 
@@ -59,8 +61,14 @@ class Decisions:
         between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
     """
 
-    def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable):
-        """Analyse an inlined function once, before any decision. `nest` is a function that plans a loop's body."""
+    def __init__(
+        self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable, alike: Collection | None
+    ):
+        """Analyse an inlined function once, before any decision.
+
+        `nest` is a function that plans a loop's body. `alike` has the arguments that are equal on all
+        devices. If it is None, parameters are not reduced on their shards.
+        """
         self.params = dict(params)
         self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
         self.shardwise: list[Shardwise] = []
@@ -71,8 +79,12 @@ class Decisions:
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
-        # Variables that have the same value on all devices. The first ones come from equations without operands (iota).
-        self._uniform: set = set()
+        # Variables that have the same value on all devices. The first are arguments, or have no operands (iota).
+        self._uniform: set = set(alike or ())
+        self._reduces = alike is not None
+        self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
+        self._made_in: dict = {}  # the index of the draft that computes a variable
+        self.clusters = Clusters(self.params, self.repeated, self._uniform, self.analysis.made, self._made_in)
 
     def decide(self) -> None:
         """Apply the first rule that matches to each equation."""
@@ -85,6 +97,8 @@ class Decisions:
                 if (match := rule.matches(self, site)) not in (None, False):
                     rule.act(self, site, match)
                     self.rules.append((eqn, rule.name))
+                    for var in eqn.outvars:
+                        self._made_in.setdefault(var, len(self.drafts) - 1)
                     break
 
     # A predicate returns the last argument of its action, or None or False if the rule does not match.
@@ -138,11 +152,52 @@ class Decisions:
         """Make a segment with this equation, whose result is kept like an activation."""
         self.drafts.append(Draft(HeldSegment, [site.eqn]))
 
+    def reducible(self, site: Site) -> Chain | None:
+        """Return the chain of an equation that devices can compute on their shards, for a reduction."""
+        chain = chain_of(self.analysis, site.eqn) if self._reduces else None
+        # The statistics of a weight that only change this weight are computed where the weight is gathered anyway.
+        if chain is None or all(self._only_scales(end, site) for end in self.analysis.ends(site.eqn)):
+            return None
+        return chain
+
+    def reduce_on_shards(self, site: Site, chain: Chain) -> None:
+        """Reduce the shards, together with other reductions that do not wait for later segments."""
+        if chain.is_link:
+            self.repeat(site, None)
+            return
+        reads = [*chain.reads, *(v for param in chain.params for v in self.params[param].operands)]
+        first = max((self._made_in[v] for v in reads if v in self._made_in), default=-1) + 1
+        places = [i for i, draft in enumerate(self.drafts) if draft.make == ReducedSegment.of and i >= first]
+        if not places:
+            places = [len(self.drafts)]
+            self.drafts.append(Draft(ReducedSegment.of, []))
+        draft = self.drafts[places[0]]
+        draft.eqns.append(site.eqn)
+        draft.again += [eqn for key, eqn in chain.again.items() if key not in map(id, draft.again)]
+        self._uniform.update(site.eqn.outvars)
+        self._made_in |= dict.fromkeys(site.eqn.outvars, places[0])
+
     def is_repeatable(self, site: Site) -> bool:
         """Return whether an equation reads parameters alone and may be repeated, or is a norm that scales a weight."""
         eqn = site.eqn
-        of_params = [not compat.is_literal(a) and (a in self.params or a in self.repeated) for a in eqn.invars]
-        return is_repeatable(eqn, of_params) or (all(of_params) and _scales_a_weight(eqn, self._uses))
+        size = max((atom.aval.size for atom in eqn.invars), default=0)
+        of_params = [not compat.is_literal(a) and self._is_of_params(a, size) for a in eqn.invars]
+        return is_repeatable(eqn, of_params) or (self._is_of_params_alone(site) and self._only_scales(eqn, site))
+
+    def _is_of_params(self, var: Any, size: int) -> bool:
+        """Return whether a variable is computed from parameters alone, or is a small value that all devices have."""
+        return var in self.params or var in self.repeated or (var in self._uniform and 8 * var.aval.size <= size)
+
+    def _is_of_params_alone(self, site: Site) -> bool:
+        """Return whether an equation without effects reads parameters, and small values that all devices have."""
+        size = max((var.aval.size for var in site.touched), default=0)
+        return is_plain(site.eqn) and all(self._is_of_params(var, size) for var in site.reads)
+
+    def _only_scales(self, eqn: Any, site: Site) -> bool:
+        """Return whether the result of `eqn`, which is at `site` or later, only scales weights, as a norm does."""
+        size = max((var.aval.size for var in site.touched), default=0)
+        following = self._jaxpr.eqns[site.index + 1 :]
+        return only_scales(following, eqn, lambda var: self._is_of_params(var, size), self._final)
 
     def is_masked(self, site: Site) -> bool:
         """Return whether an equation applies a mask or another value to a weight, and one equation reads the result."""
@@ -151,7 +206,7 @@ class Decisions:
             return False
         (var,) = eqn.outvars
         readers = self._uses.get(var, ())
-        may_move = len(readers) == 1 and var not in self._final and readers[0][0].primitive.name not in _CONTROL
+        may_move = len(readers) == 1 and var not in self._final and readers[0][0].primitive.name not in CONTROL
 
         def is_weight(atom) -> bool:
             if compat.is_literal(atom) or atom.aval.shape != var.aval.shape:
@@ -190,8 +245,32 @@ class Decisions:
         self.drafts += [Draft(BlockSegment, [], early)] * bool(early)
         self.drafts.append(Draft(ScanSegment, [eqn], reads={v: Gathered(v, len(self.drafts) - 1) for v in early}))
 
+    def of_cluster(self, site: Site) -> Joined | None:
+        """Return the block that computed the operands of an equation from one parameter alone."""
+        if site.touched or self.clusters.roots.keys().isdisjoint(site.reads):
+            return None
+        return self.clusters.joined(site.eqn)
+
+    def of_one_param(self, site: Site) -> Joined | None:
+        """Return the block that gathers the parameter of which an equation computes a small value."""
+        size = 2 * sum(var.aval.size for var in site.eqn.outvars)
+        found = self.clusters.joined(site.eqn)
+        return found if found and size <= found.root.aval.size else None
+
+    def join_block(self, site: Site, block: Joined) -> None:
+        """Compute the equation in the block that gathers its parameter."""
+        draft = self.drafts[block.place]
+        draft.eqns.append(site.eqn)
+        draft.again += [eqn for eqn in block.again if id(eqn) not in map(id, draft.again)]
+        self.clusters.roots |= dict.fromkeys(site.eqn.outvars, block.root)
+        self._made_in |= dict.fromkeys(site.eqn.outvars, block.place)
+
     def gather_for_use(self, site: Site, _) -> None:
         """Make a segment that gathers the parameters, computes, and drops them."""
+        roots = {self.clusters.root_of([var]) for var in site.touched} - {None}
+        self.clusters.blocks |= dict.fromkeys(roots, len(self.drafts))
+        if len(roots) == 1 and self._is_of_params_alone(site):
+            self.clusters.roots |= dict.fromkeys(site.eqn.outvars, *roots)
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 
     def _members(self, var: Any, eqn: Any) -> tuple[ShardedParam, ...]:
@@ -233,6 +312,7 @@ RUN_IN_PLACE = "activations"
 RULES = (
     # A jaxpr cannot return a ref, so all equations between the first and the last use of refs must share a segment.
     Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
+    Rule("cluster", "jnp.tanh(u @ w @ v)", Decisions.of_cluster, Decisions.join_block),
     Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
@@ -244,6 +324,7 @@ RULES = (
         lambda so_far, site: not so_far.held.isdisjoint(site.eqn.outvars),
         Decisions.compute_once,
     ),
+    Rule("reduction", "jnp.sum(w**2)", Decisions.reducible, Decisions.reduce_on_shards),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
     Rule(
@@ -258,6 +339,7 @@ RULES = (
         lambda so_far, site: compat.loop_of(site.eqn),
         Decisions.gather_per_iteration,
     ),
+    Rule("shared gather", "x @ w; u @ w @ v", Decisions.of_one_param, Decisions.join_block),
     Rule("use", "x @ w", lambda so_far, site: True, Decisions.gather_for_use),
 )
 
@@ -270,25 +352,12 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):
             return False
-    if eqn.effects or eqn.primitive.name in _CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
+    if eqn.effects or eqn.primitive.name in CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
     # A result of at most half the parameter's size (a norm, a row) is cheap to store. If it were repeated, a penalty on
     # all parameters would be one segment that gathers all of them at once.
     largest = max((math.prod(atom.aval.shape) for atom in eqn.invars), default=0)
     return all(2 * math.prod(var.aval.shape) > largest for var in eqn.outvars)
-
-
-def _scales_a_weight(eqn: Any, uses: Mapping) -> bool:
-    """Return whether an equation reduces a weight only to scale the weight by the result (a norm)."""
-    if eqn.primitive.name not in ("reduce_sum", "reduce_max"):
-        return False
-    readers, shape = uses.get(eqn.outvars[0], ()), eqn.invars[0].aval.shape
-    while len(readers) == 1 and readers[0][0].primitive.name in WEIGHT_ARITHMETIC | {"broadcast_in_dim", "reshape"}:
-        (out,) = readers[0][0].outvars
-        if out.aval.shape == shape:
-            return True
-        readers = uses.get(out, ())
-    return False
 
 
 def _between_refs(jaxpr: Any) -> range:

@@ -274,11 +274,8 @@ def backward(
     used = [i - len(loop.shared) for i in passes.needed if i >= len(loop.shared)]
     layers = LayerGathers(loop, options, [p.sliced(grads.env) for p in loop.stacked], used)
     carried = range(loop.consts, loop.consts + loop.carry)
-    later = [
-        i
-        for i, k in enumerate(loop.others)
-        if i not in carried and k is not None and segment.others[k] in grads.arguments
-    ]
+    summed_later = segment.summed_later(gathers, grads)
+    later = [i for i, k in enumerate(loop.others) if i not in carried and k in summed_later]
     run = Backward(loop, passes, layers, residuals, cotangents, later)
     shared, gathered = run.entry(entry)
     _finish(segment, run, _iterate(run, shared, gathered, gathers, grads), gathers, grads)

@@ -283,7 +283,13 @@ class GradScheduler:
             if var in self.arguments:
                 self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
             else:
-                self.add(var, cotangent)
+                partial = cotangent.ndim > self._rank(var)
+                self.add(var, cotangent.sum(0) if partial else cotangent)
+
+    @staticmethod
+    def _rank(key: Any) -> int:
+        """Return the number of dims of a variable, or of a value that was gathered for later segments."""
+        return (key if hasattr(key, "aval") else key.var).aval.ndim
 
     def add_params(
         self,

@@ -195,6 +195,17 @@ class Segment(abc.ABC):
         follower = gathers.options.comm.follower
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
 
+    def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
+        """Return the indices of the others whose cotangents may be partial sums.
+
+        They are arguments, and values that hold no rows, such as the norm of a weight. If the compiler summed such a
+        cotangent, it would also sum the gradient of the weight, and then divide the arithmetic on that gradient.
+        """
+        states = zip(self.others, gathers.rows_of(self.others), strict=True)
+        return [
+            i for i, (v, rows) in enumerate(states) if v in grads.arguments or (rows is not None and not rows.places)
+        ]
+
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
         keys, avals = [self.results[i] for i in indices], [self.jaxpr.outvars[i].aval for i in indices]
@@ -291,7 +302,7 @@ class BlockSegment(Segment):
         # A segment without products may be a lookup, whose gradient is added into zeros. Without this seed, XLA could
         # allocate these zeros at the start of the program.
         zero = None if self.computes else comm.zero_after(cotangents, passes.result_rows)
-        later = [i for i, v in enumerate(self.others) if v in grads.arguments]
+        later = self.summed_later(gathers, grads)
 
         def pull(comm: Collectives, cotangents: Sequence) -> tuple[list, list]:
             others, saved = residuals.others, residuals.saved

@@ -76,7 +76,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program, *_ = trace_loss(fn, tree, leaves, full, args)
+    program, *_ = trace_loss(fn, tree, leaves, full, args, differing=range(len(args)))
     lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
     passing = [s for s in program.segments if s.params and s not in lasting]
     uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 
 # Among the arguments after the parameters (mutable state, batch, *args), only the batch at index 1 has rows.
 _OF_ROWS = (1,)
+# In device view, mutable state may also differ between devices, until the devices average it at the end of a step.
+_DIFFERING = (0, 1)
 
 
 class LossInputs(NamedTuple):
@@ -166,6 +168,7 @@ class View:
             prefetch=config.prefetch,
             reshard_after_forward=config.reshard_after_forward,
             of_rows=_OF_ROWS,
+            differing=_DIFFERING,
         )
 
     def value_and_grad(self, given: LossInputs, scale: Array):

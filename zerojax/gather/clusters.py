@@ -1,0 +1,133 @@
+"""Find equations on one parameter that need the whole parameter, so that they share a gather with its layer.
+
+Power iterations, an orthogonality penalty and the statistics of a weight need the whole weight, and have small results.
+If the results only scale weights, as a spectral norm does, the equations are repeated where the weight is used
+(`only_scales`). Otherwise they join a block that gathers the weight (`Clusters`).
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from zerojax import compat, jaxprs
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam
+
+CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call", "pallas_call"})
+
+
+def is_plain(eqn: Any) -> bool:
+    """Return whether an equation has no effects and contains no loop, branch, remat or custom rule."""
+    return not eqn.effects and eqn.primitive.name not in CONTROL and not compat.is_remat(eqn)
+
+
+def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
+    """Return whether the results of an equation are read only to change weights element by element.
+
+    Args:
+        eqns: The equations that are not decided yet.
+        eqn: An equation on parameters alone.
+        is_known: Whether a variable is a parameter, or is computed from parameters alone.
+        final: The variables that the function returns.
+    """
+    derived, known = set(eqn.outvars), set()
+    scales = False
+    for reader in eqns:
+        reads = jaxprs.variables_in(reader.invars)
+        if derived.isdisjoint(reads):
+            if is_plain(reader) and all(v in known or is_known(v) for v in reads):
+                known.update(reader.outvars)
+            continue
+        weights = [v for v in reads if v not in derived]
+        if not is_plain(reader) or not all(v in known or is_known(v) for v in weights):
+            return False
+        out, size = reader.outvars[0].aval, max(v.aval.size for v in reads if v in derived)
+        if (
+            reader.primitive.name in WEIGHT_ARITHMETIC
+            and out.size > size
+            and any(v.aval.shape == out.shape for v in weights)
+        ):
+            scales = True
+        else:
+            derived.update(reader.outvars)
+    return scales and derived.isdisjoint(final)
+
+
+class Joined(NamedTuple):
+    """A block that an equation joins.
+
+    Attributes:
+        root: The variable of the one parameter from which the operands are computed.
+        place: The index of the block's draft.
+        again: Equations on values that are alike on all devices, which the block computes again.
+    """
+
+    root: Any
+    place: int
+    again: Sequence
+
+
+@dataclasses.dataclass
+class Clusters:
+    """The blocks that gather single parameters, among the decisions so far.
+
+    Attributes:
+        params: See `Decisions`.
+        repeated: See `Decisions`.
+        alike: Variables that have the same value on all devices.
+        made: The equation of each variable.
+        made_in: The index of the draft that computes a variable.
+        blocks: For each parameter, by its variable, the index of the draft that gathers it.
+        roots: For each value that such a block computes from one parameter alone, the parameter.
+    """
+
+    params: Mapping[Any, ShardedParam]
+    repeated: Mapping
+    alike: Set
+    made: Mapping
+    made_in: Mapping
+    blocks: dict = dataclasses.field(default_factory=dict)
+    roots: dict = dataclasses.field(default_factory=dict)
+
+    def root_of(self, reads: Collection) -> Any:
+        """Return the one parameter from which `reads` are computed, or None if there is none or more than one."""
+        found, pending, seen = set(), [*reads], set()
+        while pending:
+            var = pending.pop()
+            if var in self.params:
+                found.add(self.params[var].root)
+            elif var in self.roots:
+                found.add(self.roots[var])
+            elif var in self.repeated and var not in seen:
+                pending += jaxprs.variables_in(self.repeated[var].invars)
+            seen.add(var)
+        return found.pop() if len(found) == 1 else None
+
+    def joined(self, eqn: Any) -> Joined | None:
+        """Return the block that an equation can join, because a block gathers its one parameter already, or None."""
+        reads = jaxprs.variables_in(eqn.invars)
+        root = self.root_of(reads)
+        place = self.blocks.get(root)
+        if place is None or not is_plain(eqn):
+            return None
+        again: dict = {}
+        pending, seen = reads, set()
+        while pending:
+            var = pending.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            if var in self.params:
+                if any(self.made_in.get(v, -1) >= place for v in self.params[var].operands):
+                    return None
+            elif var in self.repeated:
+                pending += jaxprs.variables_in(self.repeated[var].invars)
+            elif var not in self.roots and var not in self.alike:
+                return None
+            elif self.made_in.get(var, -1) > place:
+                made = self.made[var]
+                of_params = any(v in self.params or v in self.repeated for v in jaxprs.variables_in(made.invars))
+                if of_params or var in self.roots or not is_plain(made):
+                    return None
+                again[id(made)] = made
+                pending += jaxprs.variables_in(made.invars)
+        return Joined(root, place, list(again.values()))
