@@ -38,7 +38,9 @@ class Request(NamedTuple):
     of: Computation
 
 
-def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], block: str) -> tuple[Any, Sequence]:
+def hoisted(
+    jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], block: str, constants: int
+) -> tuple[Any, Sequence]:
     """Return `(jaxpr, consts)` in which `shardwise` equations compute quantised weights.
 
     Args:
@@ -46,6 +48,7 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], bl
         leaves: For each argument, its layout if it is a sharded parameter, or None.
         alike: For each argument, whether all devices have the same value.
         block: The name of the calls that mark a layer.
+        constants: The number of last arguments that are constants of the loss.
     """
     if not any(map(quantises, jaxprs.equations(jaxpr))):
         return jaxpr, ()
@@ -56,7 +59,7 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], bl
         return jaxpr, ()
 
     def run(*args):
-        values = [x for request in requests for x in _bind(request, [args[i] for i in request.operands])]
+        values = [x for r in requests for x in _bind(_with_constants(r, len(args) - constants), args)]
         return call(closed, *args, *values)
 
     new, consts = compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
@@ -75,7 +78,13 @@ def quantises(eqn: Any) -> bool:
 
 
 def _bind(request: Request, values: Sequence) -> list:
-    return shardwise_p.bind(*values, of=request.of)
+    return shardwise_p.bind(*(values[i] for i in request.operands), of=request.of)
+
+
+def _with_constants(request: Request, first: int) -> Request:
+    """Return a request whose operands from argument `first` on are constants."""
+    fixed = frozenset(k for k, i in enumerate(request.operands) if i >= first)
+    return request._replace(of=dataclasses.replace(request.of, fixed=fixed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +163,7 @@ class _Level:
         for request in requests:
             batched = [i >= rows for i in request.operands]
             request = _batched(request, batched, eqn) if any(batched) else request
-            found = _bind(request, [values[i] for i in request.operands])
+            found = _bind(request, values)
             extra += found
             stacked += [any(batched)] * len(found)
         run, read = _without_unread(closed)

@@ -54,9 +54,8 @@ def planned(
     bare = compat.part_of(jaxpr, jaxprs.alive(jaxpr), [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
     if alike is not None:
         constant = [not isinstance(x, jax.core.Tracer) for x in [*consts, *more]]
-        bare, new = hoisted(
-            bare, [*leaves, *[None] * (len(bare.invars) - len(leaves))], [*alike, *constant], BLOCK_NAME
-        )
+        layouts = [*leaves, *[None] * (len(bare.invars) - len(leaves))]
+        bare, new = hoisted(bare, layouts, [*alike, *constant], BLOCK_NAME, len(constant))
         bare = compat.part_of(bare, jaxprs.alive(bare), [*bare.invars, *compat.constvars_of(bare)], bare.outvars)
         more = [*more, *new]
     bare = merged(bare, [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None])

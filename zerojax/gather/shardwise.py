@@ -42,10 +42,13 @@ class Computation:
         head: Returns `(z, *scales)`. The scales are the other values that `widen` reads: they depend on parameters, but
             all devices have them in full.
         full: Returns the wide value `y`.
+        fixed: The indices of the arguments that are constants. A function with a custom derivative may close over a
+            constant, and then JAX refuses to differentiate for it.
     """
 
     head: Any
     full: Any
+    fixed: frozenset[int] = frozenset()
 
 
 @shardwise_p.def_abstract_eval
@@ -136,7 +139,8 @@ class Shardwise:
     @functools.cached_property
     def _moving(self) -> list[int]:
         """Return the indices of the operands that have cotangents."""
-        return [i for i, v in enumerate(self.eqn.invars) if jaxprs.differentiable(v.aval.dtype)]
+        fixed = self.eqn.params["of"].fixed
+        return [i for i, v in enumerate(self.eqn.invars) if i not in fixed and jaxprs.differentiable(v.aval.dtype)]
 
     @functools.cached_property
     def _derivative(self) -> Any:
