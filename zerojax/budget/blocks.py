@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 from jax import lax
 
 from zerojax import compat, jaxprs

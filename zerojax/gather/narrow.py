@@ -212,11 +212,12 @@ def _scan(loop: Any, run: Any, read: Any, values: Sequence, extra: Sequence, sta
 def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
     """Return the request of a loop's body for all layers at once."""
     axes = [0 if on else None for on in batched]
-    length = compat.loop_of(eqn).length
+    loop = compat.loop_of(eqn)
+    assert loop is not None
     avals = [eqn.invars[i].aval for i in request.operands]
 
     def over_layers(closed):
-        fn = jax.vmap(functools.partial(call, closed), in_axes=axes, axis_size=length)
+        fn = jax.vmap(functools.partial(call, closed), in_axes=axes, axis_size=loop.length)
         return jax.make_jaxpr(fn)(*avals)
 
     return Request(request.operands, Computation(over_layers(request.of.head), over_layers(request.of.full)))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.comm.mesh import wait_if_simulated

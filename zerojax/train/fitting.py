@@ -23,7 +23,7 @@ from zerojax.train.jitted_step import JittedStep
 from zerojax.train.same_run import signature_of
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepProgram
-from zerojax.units import format_bytes
+from zerojax.units import format_bytes, parse_bytes
 
 # The program is compiled again with a larger share if it takes less than this part of the memory.
 ENOUGH = 0.85
@@ -89,11 +89,13 @@ class StepFitting:
         """Return the fit for the shapes of these arguments. The first call with new shapes compiles."""
         key = signature_of((state, rows, args))
         if key not in self._fits:
-            config, memory = self._program.config, self._program.options.memory
+            config, given = self._program.config, self._program.options.memory
+            device = config.mesh.devices.flat[0]
+            memory = device_bytes(device) if given == "auto" else parse_bytes("train_step(memory=)", given or 0)
             self._fits[key] = fit_memory(
                 lambda share: self._jitted(share).trace(state, rows, args).lower(),
                 self.blocks,
-                device_bytes(config.mesh.devices.flat[0]) if memory == "auto" else memory,
+                memory,
                 arguments=sum(map(_bytes_per_device, jax.tree.leaves((state, rows, args)))),
                 devices=config.data.workers if config.view == "global" else 1,
             )

@@ -90,3 +90,6 @@ class NoGradients:
     def add(self, piece: Any, grad: Any) -> None:
         """Raise an `AssertionError`, because nothing is differentiated."""
         raise AssertionError(piece)
+
+    def write(self) -> None:
+        """Do nothing, because there are no gradients."""

@@ -45,7 +45,7 @@ class StepOptions:
     max_skips: int | None = None
     leaf_norms: bool = False
     timeout: float | None = None
-    memory: int | str | None = None
+    memory: float | str | None = None
 
     def __post_init__(self):
         """Raise an error if a count, the timeout or the memory has a wrong type or is out of range."""
