@@ -1,7 +1,6 @@
 """Quantised and straight-through weights: shards compute them, and gathers move their own type."""
 
 import functools
-import itertools
 
 import flax.linen as nn
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from conftest import fraction, mesh_of
 from flax.linen import fp8_ops
 from jax import lax
 from jax.extend import core as jex
@@ -125,11 +124,9 @@ def assert_same_gradient(loss, params, view="global", tolerance=2e-6, **options)
         np.testing.assert_allclose(a, b, atol=tolerance * float(jnp.abs(b).max()))
 
 
-GRID = list(itertools.product(QUANTISERS, ("unrolled", "scanned"), ("global", "device"), ("inside", "before")))
-CASES = [
-    pytest.param(*case, marks=() if case == ("scale per row", "scanned", "device", "inside") else pytest.mark.slow)
-    for case in GRID
-]
+GRID = fraction(2, QUANTISERS, ("unrolled", "scanned"), ("global", "device"), ("inside", "before"))
+QUICK = ("scale per row", "scanned", "device", "inside")
+CASES = [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID if case != QUICK)]
 
 
 @pytest.mark.parametrize(("name", "style", "view", "where"), CASES)

@@ -1,13 +1,13 @@
 """Terms of parameters alone: they are exact, and the parameters are gathered as often as without them."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import fraction
 from engine_helpers import lay_out, stored
 from jax import lax
 from jax.sharding import AxisType
@@ -132,7 +132,6 @@ def assert_gradient(found, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
 
 
-EVERY = list(itertools.product(LOSSES, STYLES, VIEWS))
 QUICK = [
     ("variance", "unrolled", "device"),
     ("maximum", "unrolled", "global"),
@@ -141,6 +140,7 @@ QUICK = [
     ("standardised", "unrolled", "global"),
     ("orthogonality", "unrolled", "device"),
 ]
+EVERY = list(dict.fromkeys([*QUICK, *fraction(2, LOSSES, STYLES, VIEWS)]))
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY]
 
 
@@ -171,8 +171,8 @@ def gathered_without(style, view):
 
 
 ONE_GATHER_MORE = [("orthogonality", "scanned"), ("spectral", "scanned")]
-FREE = [case for case in EVERY if case[:2] not in ONE_GATHER_MORE]
-FREE = [pytest.param(*c, marks=() if c == ("L2", "unrolled", "global") else pytest.mark.slow) for c in FREE]
+FREE = [case for case in fraction(2, LOSSES, STYLES, VIEWS) if case[:2] not in ONE_GATHER_MORE]
+FREE = [pytest.param(*case, marks=() if case == FREE[0] else pytest.mark.slow) for case in FREE]
 
 
 @pytest.mark.parametrize(("name", "style", "view"), FREE)
@@ -211,10 +211,7 @@ OPTIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize(("view", "style", "options", "accumulate"), fraction(2, VIEWS, STYLES, OPTIONS, [1, 4]))
 def test_a_step_is_that_of_one_device(view, style, options, accumulate):
     sizes = (8,) if options == "plain" else (2, 4)
     tx = zero_shard(optax.sgd(1.0), stage=3, view=view, persist_below=100, mesh=mesh(*sizes), **OPTIONS[options])
