@@ -27,7 +27,7 @@ from zerojax.offload.state_files import shards_of
 def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
     """Begin to copy a leaf on disk into a folder of a checkpoint. Return futures of this process's copies.
 
-    The folder gets the leaf as it is at this call, even if later steps change it before the futures end.
+    The folder gets the leaf as it is at this call, even if a later step begins before the copies end.
     """
     local = node.sharding.shard_shape(node.shape)
     folder.mkdir(exist_ok=True)

@@ -236,8 +236,8 @@ class DiskStore:
     def _begin(self, before: Sequence[Future], work: Callable[..., Any], index: int, *args: Any) -> Future:
         """Let a thread run `work` after `before`, the earlier work on the chunk.
 
-        The thread waits for the earlier work. The wait ends, because other threads have already begun that work, or
-        will begin it without waiting for this thread.
+        The thread waits for the earlier work. The wait ends: earlier reads and writes have already begun, because the
+        threads take work in the order of the calls, and copies run in another thread that does not wait for this work.
         """
         before = [begun for begun in before if not begun.done()]
         future = self._threads.submit(work, before, index, *args)
