@@ -2,10 +2,11 @@
 
     python benchmarks/io_callback.py
 
-The forward pass of a stack of matrices reads each matrix from a file of its own. `ordered` and `unordered` are one
+The forward pass of a stack of matrices reads each matrix from a separate file. `ordered` and `unordered` are one
 compiled program, in which `jax.experimental.io_callback` reads each matrix. `stages` calls one small program per
-matrix, while a thread reads the next matrix. All three read with direct I/O. `memory` reads nothing. Every round does
-each way once. The medians and the spread of all rounds are printed, and processor seconds of all threads.
+matrix, while a thread reads the next matrix. These three ways use direct I/O. `memory` reads no file. Every round
+measures each way once. For each way, the program prints the median and the range of the seconds of all rounds, and the
+median of the processor seconds of all threads.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def main():
 
 
 def ways_of(paths, shape, matrix):
-    """The ways to compute the stack's result, by name."""
+    """Return the functions that compute the stack's result, by the name of the way."""
 
     def read(number):
         buffer = chunks.aligned_buffer(shape.size * 4)

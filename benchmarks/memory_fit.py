@@ -1,12 +1,12 @@
-"""Fit steps into the memory of absent GPUs with `train_step(memory=)`, and print the predictions and the peaks.
+"""Fit steps into the memory of GPUs with `train_step(memory=)`, and print the predicted and the compiled peaks.
 
     python benchmarks/memory_fit.py                             twelve combinations of model, batch and GPU
     python benchmarks/memory_fit.py --models gpt --json results/memory_fit.json
 
-Each model of remat_budget.py is trained at stage 3 with Adam on eight GPUs of 80 and of 141 GB. The rows are as many
-that saving all activations takes about twice the memory. Each line is one compilation: the share of their bytes that
-the blocks save, the peak that was predicted before it, and the peak of the compiled program, per device in GB and as a
-share of the memory. The last compilation of a combination is the step that would run. Needs the extra `aot`, no GPU.
+Each model of remat_budget.py is compiled at stage 3 with AdamW for eight GPUs of 80 and of 141 GB. The number of rows
+is such that saving all activations takes about twice the memory. Each line describes one compilation: the share of
+their bytes that the blocks save, the predicted peak, and the peak of the compiled program, both in GB per device and as
+a share of the memory. `chosen` marks the program that a step would run. Needs the extra `aot`, but no GPU.
 """
 
 import argparse

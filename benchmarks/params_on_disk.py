@@ -17,16 +17,16 @@ head's and L the blocks', a step of Adam in float32
 
 At the end the same bytes are read and written one file after the other, which is the time that a step is compared with.
 
-Adam divides a gradient by its size. So where a gradient is almost zero, rounding can change an update by the whole
-learning rate. `--compare` therefore prints each difference beside the one that half of the parameters cause in
-memory when they change by one unit of rounding.
+Adam divides each gradient by the gradient's size. So if a gradient is almost zero, rounding can change an update by
+the whole learning rate. Therefore `--compare` also trains in memory from initial parameters of which half are changed
+by one unit of rounding, and prints these differences too.
 
-`--throughput` trains a small GPT and prints three times. `compute` is a step of the same model whose parameters and
-state are all in memory, without offload. `I/O` is the time in which one thread reads and then writes as many bytes as
-a step, one file after the other. `step` is a step on disk. Each round measures each of them once, so that a slow
-moment of the machine affects all of them. Ratios are taken within a round, and the medians of all rounds are printed.
-There are two batches: a step on a few tokens waits for the disk, and a step on many tokens waits for products of
-matrices. Processor seconds count all threads, and other load disturbs them less than it disturbs times.
+`--throughput` trains a small GPT and prints three times. `compute` is the time of a step whose parameters and state are
+all in memory. `I/O` is the time in which one thread reads and then writes as many bytes as a step, one file after the
+other. `step` is the time of a step on disk. Each round measures all three, so that a slow moment of the machine affects
+all of them. The ratios are computed for each round, and the medians over all rounds are printed. There are two batches:
+a step on a few tokens waits for the disk, and a step on many tokens waits for matrix products. Processor seconds count
+all threads. Other load on the machine changes them less than it changes the times.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main():
 
 
 def larger_than_memory(args):
-    """Train in a process with a limit of memory."""
+    """Train in a child process whose private memory is limited."""
     states = 4 * sum(sizes(args))
     limit = args.limit or states / 4 / 1e9
     print(f"{states / 16e6:.0f} million parameters; parameters, gradients and states {states / 1e9:.2f} GB")
@@ -96,11 +96,11 @@ def larger_than_memory(args):
 
 
 def run_child(args, limit=None):
-    """Run this program in a process whose private memory has this limit in gigabytes. Exit with its exit status."""
+    """Run this program in a child process. `limit` bounds its private memory in gigabytes. Exit with its status."""
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         bound = lambda: limit and resource.setrlimit(resource.RLIMIT_DATA, (int(limit * 1e9),) * 2)
-        # Otherwise glibc keeps what was freed: arrays of a few MB are on its heap once one of them was freed. Large
-        # pages make up for it: without them, a step spends a fifth of its processor time in page faults.
+        # Otherwise glibc does not return freed arrays of a few MB to the system. New arrays then need new pages, so use
+        # large pages: with small pages, a step spends a fifth of its processor time in page faults.
         environment = os.environ | {
             "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
             "MALLOC_ARENA_MAX": "2",
@@ -232,7 +232,7 @@ def throughput(args):
 
 
 def timed(args, rows, length):
-    """Time `compute`, `I/O` and `step` for batches of so many rows and tokens, and print and return the results."""
+    """Time `compute`, `I/O` and `step` for a batch of `rows` x `length` tokens. Print and return the results."""
     import jax
     import optax
 
@@ -287,12 +287,12 @@ def timed(args, rows, length):
 
 
 def moved(state):
-    """Bytes read and written since the start."""
+    """Return the bytes read and written since the start."""
     return [sum(found) for found in zip(*(x.moved for x in files_of(state)), strict=True)]
 
 
 def files_of(state):
-    """The files of parameters and gradients, and those of the optimizer state."""
+    """Return the files of parameters and gradients, and the files of the optimizer state."""
     import jax
 
     from zerojax.layout.chunked import is_chunked
@@ -308,7 +308,7 @@ def resident():
 
 
 def plain_files(folder, chunk_bytes):
-    """A buffer of one chunk, and files of that size in a folder, together about 2 GB."""
+    """Return a buffer of one chunk, and files of the same size in `folder`, which together have about 2 GB."""
     from zerojax.offload import chunks
 
     folder.mkdir(exist_ok=True)
@@ -321,7 +321,7 @@ def plain_files(folder, chunk_bytes):
 
 
 def sequential(plain, read, written):
-    """Seconds for reading, and then writing, so many bytes one file after the other."""
+    """Return the seconds to read `read` bytes and then write `written` bytes, one file after the other."""
     from zerojax.offload import chunks
 
     buffer, files = plain
@@ -384,7 +384,7 @@ def compare_on(count, processes, directory):
 
 
 def trained(loss, start, mesh, offload):
-    """The losses of 20 steps of AdamW, and the parameters at the end."""
+    """Return the losses of 20 steps of AdamW, and the parameters at the end."""
     import jax
     import optax
 
@@ -399,7 +399,7 @@ def trained(loss, start, mesh, offload):
 
 
 def one_unit(params):
-    """The parameters, of which about half are changed to the next larger number."""
+    """Return the parameters, of which about half are changed to the next larger number."""
     import jax
     import numpy as np
 

@@ -4,10 +4,10 @@
     python benchmarks/remat_budget.py --models gpt vit --json results/remat_budget.json
 
 For each model the gradient of a loss is compiled with each policy of `jax.checkpoint` around its blocks, and with
-`zerojax.remat` at budgets from nothing to everything, among them the bytes that each policy saves. A policy is
-*dominated* if some budget needs at most 1.02 times its memory and at most 1.005 times its FLOPs. `memory` is the
-temporary memory of the compiled program, in MiB, and `FLOPs` those of its products and convolutions, in GFLOP. Needs
-the extra `aot`, no GPU.
+`zerojax.remat` at several budgets from 0 to all bytes. The bytes that each policy saves are also budgets. A policy is
+*dominated* if the program with some budget has at most 1.02 times the memory and at most 1.005 times the FLOPs of the
+program with this policy. `memory` is the temporary memory of the compiled program, in MiB. `FLOPs` are the FLOPs of its
+matrix products and convolutions, in GFLOP. Needs the extra `aot`, but no GPU.
 """
 
 import argparse

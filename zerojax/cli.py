@@ -263,8 +263,8 @@ def doctor(
 ) -> None:
     """Check versions, devices, bandwidths, and whether offloading is correct on this machine.
 
-    It also says below how many tokens per step a disk with the parameters is the limit. The exit status is 1 if a check
-    fails.
+    It also prints the number of tokens per step, for each TFLOP/s of the devices, below which a disk limits a step with
+    parameters on disk. The exit status is 1 if a check fails.
     """
     findings = []
     with errors_in_one_line(as_json, on_cpu=False):

@@ -29,7 +29,7 @@ from zerojax.units import format_bytes
 PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 CHUNKS, CHUNK_BYTES, PREFETCH = 16, 16 << 20, 3
-MOST_SECONDS = 5  # after which no further chunk is written, so that a slow disk takes little longer
+MOST_SECONDS = 5  # then no further chunk is written, so that a slow disk does not take long
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +109,11 @@ def offloaded_activations() -> str:
 
 
 def disk_bandwidth(path: Path) -> str:
-    """Measure the bandwidths of a disk, and say how long a step with parameters on this disk takes at least."""
+    """Measure the bandwidths of a disk, and compute the least time of a step with parameters on this disk."""
     written, read = chunk_bandwidths(path)
     offload = Offload(params="disk", optimizer="disk", path=path)
     row = estimate(1e9, tx=optax.adamw(1e-3), devices=1, stages=(3,), precision=Precision(), offload=offload)[3]
-    seconds = row.read / read + row.written / written  # per step and 1e9 parameters
+    seconds = row.read / read + row.written / written  # of one step, per 1e9 parameters
     tokens = seconds * 1e12 / (8 * 1e9)  # 8 FLOPs per parameter and token, with recomputation
     return (
         f"writes {format_bytes(written)}/s, reads {format_bytes(read)}/s; a step of AdamW with float32 parameters on "

@@ -177,7 +177,7 @@ def parse_precision(text: str | None) -> Precision | None:
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Return the `Offload` to `"host"` or `"disk"`, or None if `text` is None. `"disk+params"` includes parameters."""
+    """Return the `Offload` for `"host"`, `"disk"`, `"host+params"` or `"disk+params"`, or None if `text` is None."""
     if text is None:
         return None
     where: Any = text.removesuffix("+params")

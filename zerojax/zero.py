@@ -243,18 +243,20 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
                 process it waits for, and exits with status 75. None: 1800 s with several processes, otherwise no limit.
                 `float("inf")`: no limit.
-            memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for all that
-                the device has. The blocks of the loss (functions under `zerojax.block`, and bodies of `jax.lax.scan`)
-                then save as many activations as fit, and recompute the others. Blocks that contain a `jax.checkpoint`
-                stay as they are. The first call compiles up to three times. None: the loss decides.
+            memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for the memory
+                that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
+                `jax.lax.scan`) then save as many activations as fit, and recompute all others. Blocks that contain a
+                `jax.checkpoint` stay as they are. The first call with new shapes compiles up to three times, and once
+                more if none of these programs fits. None: the loss decides which activations are saved.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
 
         Raises:
             TypeError: If `accumulate` or `max_skips` is not an integer, or `memory` is neither a number nor text.
-            ValueError: If `accumulate` is below 1, `max_skips` is below 0, `timeout` is not above 0, or `memory` is no
-                size. The first call raises it if the step does not fit into `memory`.
+            ValueError: If `accumulate` is below 1, `max_skips` is below 0, `timeout` is not above 0, `memory` is no
+                size, or `memory` is given for parameters on disk. The first call of the step raises a `ValueError` if
+                the step does not fit into `memory`.
         """
         options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)

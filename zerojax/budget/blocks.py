@@ -28,7 +28,7 @@ class Block(NamedTuple):
         line: The line of the user's code that calls the block.
         calls: The number of times that one call of the loss runs the block.
         jaxpr: The block's open jaxpr.
-        graph: The values that the block's backward pass depends on.
+        graph: The graph of the values that the block's backward pass reads.
     """
 
     line: str
@@ -38,10 +38,10 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one loss. Blocks with equal jaxprs are analysed once.
+    """The blocks of one loss. Of several blocks with equal jaxprs, only the first is analysed.
 
     Attributes:
-        found: The blocks of the loss in the last trace.
+        found: The blocks that the latest call of a function made by `rematerialised` has found.
     """
 
     def __init__(self, is_block: Callable[[Any], bool]):
@@ -52,7 +52,11 @@ class Blocks:
         self._choices: dict[tuple[int, float], Choice] = {}
 
     def choice(self, block: Block, share: float) -> Choice:
-        """Return what a block saves with a share: 0 is the least that it can save, and 1 is everything."""
+        """Return the values that a block saves with a share.
+
+        With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
+        reads.
+        """
         key = id(block.graph), share
         if key not in self._choices:
             least = least_bytes(block.graph)
@@ -64,20 +68,23 @@ class Blocks:
         return self._choices[key]
 
     def held_bytes(self, share: float) -> int:
-        """Return the bytes that the blocks hold at the beginning of the backward pass, in total over the devices.
+        """Return the bytes of the blocks' values at the beginning of the backward pass, counted over all devices.
 
-        These are the bytes that all calls save, and the largest block's other values, which it has just recomputed.
+        These are the values that all calls have saved, and the values that one block has just recomputed. The
+        recomputed values are counted for the block that recomputes the most bytes.
         """
         saved = [self.choice(block, share).saved_bytes for block in self.found]
         recomputed = [block.graph.bytes - own for block, own in zip(self.found, saved, strict=True)]
         return sum(block.calls * own for block, own in zip(self.found, saved, strict=True)) + max(recomputed, default=0)
 
     def rematerialised(self, fn: Callable, share: float) -> Callable:
-        """Return a function that computes `fn`, and whose blocks each save `share` of their bytes.
+        """Return a function that computes the same as `fn`, and in which each block saves `share` of its bytes.
+
+        Each call of the function replaces `found`.
 
         Args:
             fn: A function of trees with arrays and other values, such as a loss.
-            share: A share from 0 to 1. With 1, the blocks save everything.
+            share: A share from 0 to 1. With 1, the blocks save all values that their backward passes read.
         """
 
         @functools.wraps(fn)
@@ -147,7 +154,7 @@ class Blocks:
 
 
 def _scanned(loop: compat.LoopEqn, run: Callable, values: Sequence) -> list:
-    """Run a loop whose iterations are calls of `run`."""
+    """Run `loop` with `run` as its body. `values` are the operands of the loop."""
     consts, rest = values[: loop.consts], values[loop.consts :]
 
     def iteration(carry, slices):

@@ -140,9 +140,9 @@ class Remat:
 
 
 def checkpointed(run: Callable, choice: Choice, *, prevent_cse: bool) -> Callable:
-    """Return a function that saves or offloads the values of a choice. Its backward pass computes the others again.
+    """Return `run` under `jax.checkpoint`, so that it saves or offloads the values of `choice`.
 
-    `run` names its values as `graph.named` does.
+    The backward pass computes all other values again. `run` names its values as `graph.named` does.
     """
     if choice.offloaded:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(

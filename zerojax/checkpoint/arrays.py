@@ -57,7 +57,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
     """orbax's array handler, extended to write offloaded leaves.
 
     Leaves in host memory are written one at a time, because device memory may be too small for all of them. Leaves on
-    disk are copied, and no device or array takes part.
+    disk are copied from file to file, without the devices.
     """
 
     def __init__(self):
@@ -67,7 +67,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
             min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
             enable_write_sharding_file=False,
         )
-        self.copies: list[Future[None]] = []  # not among orbax's futures, whose errors orbax logs with a traceback
+        self.copies: list[Future[None]] = []  # not given to orbax, which logs errors of its futures
 
     async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copy the values to host memory and begin to write them. Return futures that end when all are on disk."""
@@ -178,9 +178,10 @@ def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]
 
 
 def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a leaf's storage into host memory. Padding is zeros, and may differ from the saved padding.
+    """Read a part of a leaf's storage into host memory. The saved leaf must not be flat.
 
-    Every slice of `box` has a start and an end. The saved leaf must not be flat.
+    Every slice of `box` has a start and an end. Elements beyond the leaf's logical shape are padding, and become zeros.
+    So the storage may have other padding than the saved storage.
     """
     part = np.zeros([one.stop - one.start for one in box], saved.storage_dtype)
     inside = [slice(one.start, min(one.stop, size)) for one, size in zip(box, saved.shape, strict=True)]

@@ -1,9 +1,9 @@
 """Copy leaves on disk into a checkpoint, chunk by chunk, without the devices.
 
 A checkpoint stores a leaf as orbax does: an uncompressed zarr array with one file per shard. So a chunk of a shard is a
-few ranges of bytes in the shard's file. Each chunk is read into one buffer, where its checksum is verified, and is then
-written to these ranges. Links to the chunks' files would be wrong, because a step overwrites the files in place. A copy
-inside the kernel would give a damaged chunk a valid digest.
+few ranges of bytes in the shard's file. Each chunk is read into one buffer, where its checksum is verified. The buffer
+is then written to these ranges. Links to the chunks' files would be wrong, because a step overwrites the files in
+place. A copy inside the kernel would not verify the checksum, so a damaged chunk would get a valid digest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerojax.offload.state_files import shards_of
 def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
     """Begin to copy a leaf on disk into a folder of a checkpoint. Return futures of this process's copies.
 
-    The folder gets the leaf as it is at this call, even if later steps change it before the futures end.
+    The folder gets the leaf as it is at this call, even if a later step begins before the copies end.
     """
     local = node.sharding.shard_shape(node.shape)
     folder.mkdir(exist_ok=True)

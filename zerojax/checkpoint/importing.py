@@ -94,7 +94,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
 
 
 def padded_form(node: Chunked) -> Padded:
-    """Return the shape of a parameter on disk, in storage form."""
+    """Return a `Padded` node with the storage shape, type and sharding of a parameter on disk."""
     assert node.leaf.dim is not None
     shape: Any = jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=node.sharding)
     return Padded(shape, node.leaf.shape, node.leaf.dim)
@@ -182,7 +182,7 @@ def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) ->
 def master_shapes(state: ZeroState) -> PyTree:
     """Return the parameters of a state as shapes with shardings, in the types of their master weights.
 
-    Parameters on disk are nodes of new files, which no state uses yet.
+    Each parameter on disk becomes a node of new files, which no state uses yet.
     """
     files, grads = files_of(state.params), state.plan.layout.grads
     on_disk = {} if files is None else files.given([leaf.dtype for leaf in grads]).nodes(is_shape=True)

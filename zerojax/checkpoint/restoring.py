@@ -98,7 +98,10 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
 
 
 def is_read_by_chunk(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether a leaf is read into files chunk by chunk. It must have the saved storage, except for padding."""
+    """Return whether a leaf is read into files chunk by chunk.
+
+    The leaf must be on disk and have the saved type. Neither the leaf nor the saved leaf can be flat.
+    """
     node = wanted.array
     is_on_disk = is_chunked(node) and node.store is not None
     return is_on_disk and "flat" not in (saved.kind, wanted.leaf.kind) and saved.dtype == wanted.dtype

@@ -134,15 +134,15 @@ class Collectives(abc.ABC):
 
         Args:
             fn: A function of the parts, which returns a list of parts. It may use collectives over `axes`.
-            values: Shards, and arrays that are alike on all devices.
-            dims: For each value, the dim that `axes` divide, or None for an array that is alike on all devices.
-            out_dims: The same for each result.
+            values: Shards, and arrays that are equal on all devices.
+            dims: For each value, the dim that `axes` divide, or None for an array that is equal on all devices.
+            out_dims: For each result, the dim that `axes` divide, or None if the result is equal on all devices.
             axes: The mesh axes that divide the dims.
         """
 
     @abc.abstractmethod
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
-        """Return the shard of an array that all devices have in full. A device gets `extent` entries along `dim`."""
+        """Divide an array that all devices have in full. Each device gets `extent` entries along `dim`."""
 
     def own_part(self, shard: Array, leaf: Leaf) -> Array:
         """Return the part of a finished gradient that `reduce_across` would return for `leaf`."""

@@ -13,8 +13,8 @@ TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf1
 # The share of memory that programs may use, as in XLA (xla_gpu_memory_limit_slop_factor). The CUDA context, NCCL and
 # fragmentation take the remaining memory.
 USABLE = 0.95
-# XLA's scheduler takes this share of a device's memory, subtracts arguments and results, and uses 95% of the remaining
-# bytes. Above that, XLA recomputes values on its own, and hides fewer collectives.
+# XLA's scheduler limits temporary memory. The limit is 95% of the bytes that remain if arguments and results are
+# subtracted from this share of the device's memory. Above it, XLA recomputes values and hides fewer collectives.
 SCHEDULED = 0.8
 
 

@@ -38,7 +38,7 @@ class Lease:
     """A chunk that was read into a lent buffer. Call `release`, or use a `with` block, to give the buffer back.
 
     Attributes:
-        arrays: The chunk's arrays, which may be changed in place. Empty after `release` and after `keep`.
+        arrays: The chunk's arrays, which may be changed in place. Empty after `release`.
     """
 
     def __init__(
@@ -48,13 +48,16 @@ class Lease:
 
         Args:
             arrays: The chunk's arrays.
-            give_back: A function that gives the buffer of the arrays back.
-            replace: A function that gives a new buffer instead. None: the arrays must stay as they are.
+            give_back: A function that returns the buffer of the arrays to the store.
+            replace: A function that gives the store a new buffer instead. None: `keep` copies the arrays.
         """
         self.arrays, self._give_back, self._replace = arrays, give_back, replace
 
     def keep(self) -> tuple[np.ndarray, ...]:
-        """Return the chunk's arrays, which then belong to the caller. Copy them only if they must stay as they are."""
+        """Return the chunk's content as arrays that belong to the caller.
+
+        If the store gets a new buffer, these are the chunk's arrays, and the lease ends. Otherwise they are copies.
+        """
         arrays, replace = self.arrays, self._replace
         if replace is None:
             return tuple(x.copy() for x in arrays)
@@ -74,7 +77,7 @@ class Lease:
 
 
 def buffer_bytes(specs: Sequence[ChunkSpec], in_flight: int) -> int:
-    """Return the size of all buffers of a store. Chunks that are read and chunks that are written have own buffers."""
+    """Return the size of all buffers of a store. Reads and writes use different buffers."""
     return 2 * in_flight * max(spec.bytes for spec in specs)
 
 
@@ -154,7 +157,7 @@ class DiskStore:
             ) from None
         self.bytes_read += self._specs[index].bytes
         reading = self._begin(self._begun[index], self._read, index, version, buffer)
-        # The store refers to the future, which must not refer to the buffer after the read; see `Lease.keep`.
+        # The store keeps the future. After the read, the future must not keep the buffer alive; see `Lease.keep`.
         lent = [buffer]
         reading.add_done_callback(lambda done: self._to_read.put(lent.pop()) if done.cancelled() else lent.clear())
         return reading
@@ -178,9 +181,10 @@ class DiskStore:
     def copy(self, index: int, put: Callable[[tuple[np.ndarray, ...]], None], *, version: int) -> Future[None]:
         """Begin to read a chunk and to pass its arrays to `put`, in a thread that makes all copies.
 
-        A write of the chunk that begins later waits for the copy, so the copy has the chunk as it is at this call.
-        Reads do not wait for copies. A copy has its own buffer, because a write that waits for it holds a buffer. The
-        future raises a `DiskStateError` if the version or the checksum is wrong, and any error of `put`.
+        A write of the chunk that begins later waits for the copy. So the copy has the chunk as it is at this call.
+        Reads do not wait for copies. A copy does not use a buffer for writes, because writes that wait for this copy
+        may hold all of these buffers. The future raises a `DiskStateError` if the version or the checksum is wrong, and
+        any error of `put`.
         """
         self._raise_failure()
         self.bytes_read += self._specs[index].bytes
@@ -232,8 +236,8 @@ class DiskStore:
     def _begin(self, before: Sequence[Future], work: Callable[..., Any], index: int, *args: Any) -> Future:
         """Let a thread run `work` after `before`, the earlier work on the chunk.
 
-        The thread waits for the earlier work. The wait ends, because other threads have already begun that work, or
-        will begin it without waiting for this thread.
+        The thread waits for the earlier work. The wait ends: earlier reads and writes have already begun, because the
+        threads take work in the order of the calls, and copies run in another thread that does not wait for this work.
         """
         before = [begun for begun in before if not begun.done()]
         future = self._threads.submit(work, before, index, *args)
@@ -246,7 +250,7 @@ class DiskStore:
         try:
             self._fill(index, version, buffer[: spec.bytes])
             give_back = functools.partial(self._to_read.put, buffer)
-            size = len(buffer)  # `replace` must not refer to the buffer, which is freed with its last array
+            size = len(buffer)  # `replace` must not keep the buffer alive, which is freed with its last array
             replace = lambda: self._to_read.put(chunks.aligned_buffer(size))
             # The arrays of a small chunk are copied, because they would keep a large buffer.
             return Lease(spec.views(buffer), give_back, replace if 2 * spec.bytes > size else None)

@@ -94,7 +94,7 @@ class StateFiles:
         return self._store.copy(self._index[k, n], put, version=self._version)
 
     def boxes(self, k: int, n: int) -> list[tuple[slice, ...]]:
-        """Return the part of the storage of leaf `k` that each shard of chunk `n` has, as indices with a step of 1."""
+        """Return, for each shard of chunk `n`, its slices of the storage of leaf `k`. Every slice has a step of 1."""
         leaf, chunking, sharding = self._leaves[k]
         start, length = chunking.chunks[n]
         indices = sharding.addressable_devices_indices_map(leaf.storage_shape)
@@ -112,7 +112,7 @@ class StateFiles:
         self.write_shards(k, n, [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)])
 
     def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
-        """Copy the shards of the next version of a chunk to a buffer, and begin to write them; see `write`."""
+        """Copy the shards of the next version of chunk `n` of leaf `k` to a buffer, and begin to write them."""
         index = self._index[k, n]
         self._store.write(index, shards, version=self._version + 1)
         self._written.add(index)
@@ -209,8 +209,8 @@ def number_of(version: Any, path: Path) -> int:
     """Return the version that a node stores as an integer.
 
     Raises:
-        ValueError: If the node is of a state of shapes.
-        TypeError: If the node is traced.
+        ValueError: If the node has no files, because its state was made of shapes.
+        TypeError: If the version is traced, because the node is an argument of `jax.jit`.
     """
     if isinstance(version, jax.ShapeDtypeStruct):
         raise ValueError(

@@ -94,7 +94,7 @@ def joined(node: Chunked) -> Shaped[Array, "*storage"]:
 def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Chunked:
     """Write a leaf on disk chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.
 
-    The arguments of `read` have a start and an end for each dim. Return the new node.
+    `box` has one slice per dim, with a start and an end. Return the new node.
     """
     return dataclasses.replace(node, chunks=(node.store.fill(read),))
 

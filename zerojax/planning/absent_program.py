@@ -39,10 +39,10 @@ class AbsentProgram(NamedTuple):
     """A program for GPUs that this machine does not have.
 
     Attributes:
-        compile: Compiles the step for a batch of shapes, whose number of rows must be a multiple of `row_multiple`.
-        row_multiple: See `compile`.
+        compile: `compile(batch)` compiles the step for a batch of shapes.
+        row_multiple: The number of rows of each batch must be a multiple of this number.
         facts: Facts that cannot be read from the compiled step.
-        row: The estimate of the step's bytes, if parameters are on disk.
+        row: The estimate of the step's bytes if parameters are on disk. Otherwise None.
     """
 
     compile: Callable[[Any], CompiledStep]
@@ -54,14 +54,14 @@ class AbsentProgram(NamedTuple):
 def compile_lowered(
     lower: Callable[[Any], Any], batch: Any, notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: ()
 ) -> CompiledStep:
-    """Compile a step that is one program. `lower` lowers the program for a batch, and `notes_of` returns its notes."""
+    """Compile a step that is one program. `lower(batch)` lowers it, and `notes_of(batch)` returns notes for a plan."""
     return CompiledStep(((lower(batch).compile(), 1),), notes=notes_of(batch))
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
     """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs.
 
-    A step with `memory="auto"` may take `usable` bytes per device.
+    If the step has `memory="auto"`, it is compiled to take at most `usable` bytes per device.
     """
     check_state(state)
     mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
@@ -135,7 +135,7 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
     """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
-    del usable  # zerojax chooses nothing in a function of the user's
+    del usable  # only for a step with memory="auto"
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."

@@ -20,7 +20,7 @@ from zerojax.units import format_bytes, format_seconds
 
 DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "disk_bandwidth")
 MOST_WAITS = 3
-# The share of the limit of XLA's scheduler from which a plan warns.
+# A plan has a note if the temporary memory exceeds this share of the limit of XLA's scheduler.
 NEAR = 0.9
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
 TIMES |= {"communication": "communication", "of which exposed": "exposed"}
@@ -58,8 +58,8 @@ class Plan:
         disk: Bytes per device on disk, as `estimate` computes them.
         read: Bytes per device that a step reads from disk, at most, as `estimate` computes them.
         written: Bytes per device that a step writes to disk, as `estimate` computes them.
-        transfers: Only with parameters on disk: the least seconds per step of the host link, and of the disk if its
-            bandwidth was given.
+        transfers: The least seconds per step of the host link, and of the disk if its bandwidth was given. Empty unless
+            parameters are on disk.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         notes: Sentences about effects that these figures leave out.
         text: The compiled program, as HLO text. Empty with parameters on disk, because the step is many programs.
@@ -226,7 +226,7 @@ class CompiledStep(NamedTuple):
     Attributes:
         programs: Each program, with the number of its executions in a step.
         memory: Bytes per device by part, at the moment when their sum is largest. None: the step is one program.
-        notes: Sentences about the choice of the programs.
+        notes: Sentences for the plan, about how `train_step(memory=)` chose the program.
     """
 
     programs: tuple[tuple[Any, int], ...]
@@ -312,7 +312,7 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
 
 
 def near_limit(analysis: Any, device: Device) -> Iterator[str]:
-    """Yield a sentence if the temporary memory is near or above the limit of XLA's scheduler."""
+    """Yield a sentence if the temporary memory is near or above the limit of XLA's scheduler; see `SCHEDULED`."""
     held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     limit, temporary = USABLE * (SCHEDULED * device.memory - held), analysis.temp_size_in_bytes
     if temporary > NEAR * limit:

@@ -172,7 +172,7 @@ class SearchSpace:
         axes = self.axes(config)
         over = lambda **chosen: {"axis": axes, "shard_axis": (), "params_axis": ()} | chosen
         found = [over()]
-        on_disk = offload is not None and offload.params == "disk"  # then shards are always over all devices
+        on_disk = offload is not None and offload.params == "disk"  # then shards are over all devices
         if 1 < self.hosts < count and stage > 0 and not on_disk:
             found.append(over(shard_axis=axes[-1:]))
             if stage == 3 and (offload is None or offload.params is None):
@@ -323,7 +323,7 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Yield candidates by cost, and those with parameters on disk last.
+    """Yield candidates by cost. Candidates with parameters on disk come last.
 
     At equal cost, prefer no offload, a low stage, all axes, the first loss, few rows.
     """

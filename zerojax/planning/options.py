@@ -31,7 +31,7 @@ class EstimateOptions(LossOptions, total=False):
 
 
 class HardwareOptions(TypedDict, total=False):
-    """The fields of `Hardware`."""
+    """Options that become the fields of `Hardware`."""
 
     memory: float | str | None
     link: float | None

@@ -61,12 +61,12 @@ class Planner:
                 `"b200:8"`.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
             **hardware: `memory`: bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its
-                memory). A step with `memory="auto"` is made to fit them, or 76% if that is less, which is the limit of
-                XLA's scheduler. All others are bytes per second. `link`: sent by a GPU within its host (default:
-                NVLink). `network`: sent by a GPU to other hosts (default: its network adapter). `host_link`: in each
-                direction between a GPU and its host (default: PCIe). `disk`: read and written by a GPU's share of the
-                disk, together. `host_link` and `disk` count only with `Offload(params="disk")`. Without `disk`, the
-                time of the disk is left out.
+                memory). A step with `memory="auto"` is fitted into these bytes, or into 76% of the memory if that is
+                less, because of the limit of XLA's scheduler. All other options are bytes per second. `link`: sent by a
+                GPU within its host (default: NVLink). `network`: sent by a GPU to other hosts (default: its network
+                adapter). `host_link`: in each direction between a GPU and its host (default: PCIe). `disk`: read and
+                written by a GPU's share of the disk, together. `host_link` and `disk` count only with
+                `Offload(params="disk")`. Without `disk`, the time of the disk is left out.
 
         Returns:
             A `Plan`, which prints as tables.
@@ -108,8 +108,8 @@ class Planner:
         """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
         Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
-        rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row,
-        and those with parameters on disk come last. Times within 2% count as equal, and are sorted by preference: no
+        rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
+        Candidates with parameters on disk come last. Times within 2% count as equal, and are sorted by preference: no
         offload, a low stage, shards over all devices, the first loss, a small batch. The steps are compiled in this
         order, and the first that fits is chosen.
 

@@ -25,7 +25,7 @@ from zerojax.placement.storage import storage_forms
 from zerojax.train.tree_api import returned_grads
 
 HOST = "host"  # the mesh axis of the hosts, if a topology has several
-LINK, DISK = "host link", "disk"  # what transfers offloaded bytes
+LINK, DISK = "host link", "disk"  # the names of the links that transfer offloaded bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,8 +97,8 @@ class StageEstimate:
     def transfer_seconds(self, *, link: float, disk: float | None = None) -> dict[str, float]:
         """Return the least seconds per step of the host link, and of the disk if its bandwidth is given.
 
-        The link copies all offloaded bytes to the device and back, both at the same time. The disk reads and writes
-        one after the other.
+        The host link copies bytes to the device and back at the same time. The disk does not read and write at the same
+        time.
 
         Args:
             link: Bytes per second in each direction between host and device, per device.

@@ -1,7 +1,7 @@
 """Compile the programs of a step with parameters on disk, and find the step's peak of device memory.
 
-XLA compiles each program for the shardings of its operands, which are the shardings of other programs' results, as when
-Python launches the programs. Equal programs are compiled once.
+XLA compiles each program for the shardings of its operands. Operands that other programs compute have the shardings of
+these programs' results, as in a step that runs. Equal programs are compiled once.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def compile_trace(trace: StepTrace, mesh: Mesh, parts: Mapping[str, str]) -> Com
 def last_uses(trace: StepTrace) -> dict[Any, int]:
     """Return, for each variable, the index of the equation after which its array is freed.
 
-    A chunk that was read is kept until the next use reads chunks, and the results of the step until its end.
+    A chunk that was read is kept until the first read after its last use. The results of the step, and the arrays that
+    the step closes over, are kept until the end of the step.
     """
     eqns, last = trace.jaxpr.eqns, {}
     for number, eqn in enumerate(eqns):
@@ -85,7 +86,7 @@ class Compiler:
     """Compiles the programs of a trace for one mesh.
 
     Attributes:
-        counts: How often each compiled program runs.
+        counts: The number of executions of each compiled program.
     """
 
     def __init__(self, mesh: Mesh):
@@ -95,7 +96,7 @@ class Compiler:
         self.counts: dict[Any, int] = {}
 
     def placed(self, aval: Any, like: Any = None) -> jax.ShapeDtypeStruct:
-        """Return a shape with the sharding of the array or shape `like`, or replicated if that is not on the mesh."""
+        """Return the shape of `aval` with the sharding of `like`, or replicated if `like` is not on the mesh."""
         sharding = getattr(like, "sharding", None)
         if not isinstance(sharding, NamedSharding) or sharding.mesh != self._everywhere.mesh:
             sharding = self._everywhere
@@ -126,12 +127,12 @@ class Compiler:
             return [x for x in compat.evaluate_one(eqn, values) if x is not None]
 
         run.__name__ = eqn.params.get("name", eqn.primitive.name)
-        # Without operands, only the result says that the program is for this mesh.
+        # Without operands, only the sharding of the results tells JAX the mesh.
         where: dict[str, Any] = {} if operands else {"out_shardings": self._everywhere}
         program = jax.jit(run, donate_argnums=donated, **where).lower(*operands).compile()
         return program, jax.tree.leaves(program.output_shardings)
 
 
 def results_of(eqn: Any) -> list[Any]:
-    """Return the variables of an equation's results. A jit function also computes results that nothing reads."""
+    """Return the variables of an equation's results. Of a jit function, these include results that nothing reads."""
     return [v for v in eqn.outvars if eqn.primitive.name == JIT or not compat.is_dropped(v)]

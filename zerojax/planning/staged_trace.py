@@ -91,10 +91,10 @@ def chunk_shapes(
 
 
 class UnskippedStep(StagedStep):
-    """A step that is traced. It is not skipped, because a skipped step does less."""
+    """A step for a trace. It is never skipped, because a skipped step runs fewer programs."""
 
     def on_files(self, state: ZeroState, batch: Any, args: tuple, files: Any, store: Any) -> tuple[ZeroState, dict]:
-        """Run the step with these objects as the files of the model and the store of the optimizer state."""
+        """Run the step. `files` replaces the `ModelFiles` of the state, and `store` replaces its `StateStore`."""
         return self._run(state, files, store, batch, args)
 
     def _is_skipped(self, done: Finished) -> bool:

@@ -13,9 +13,9 @@ from zerojax.gather.sharded_param import ShardedParam
 def gathered_before_loops(segment: Segment) -> list[ShardedParam]:
     """Return the parameters of a segment that are gathered in full before a loop which reads them.
 
-    The loop is a later segment, which cannot gather one layer per iteration, or it is inside of this segment: a `while`
-    loop, or a scan over a stack that `jax.checkpoint` contains. A segment that gathers one layer for a loop over other
-    values, such as time steps, is like any other block. So its parameters are not in the result.
+    There are two cases. The loop may be a later segment that cannot gather one layer per iteration. Or the loop is
+    inside of this segment, as a `while` loop or as a scan over a stack within a `jax.checkpoint`. If a scan over other
+    values, such as time steps, reads the same layer in each iteration, the layer is not in the result.
     """
     if not isinstance(segment, BlockSegment):
         return []
@@ -30,7 +30,7 @@ def _read_by_loops(jaxpr: Any, origins: Mapping[Any, frozenset[int]]) -> frozens
 
     Args:
         jaxpr: The equations.
-        origins: The numbers of the parameters of which a variable is computed. Other variables are missing.
+        origins: The numbers of parameters, for each variable that is computed only from parameters.
     """
     origins, found = dict(origins), frozenset()
     for eqn in jaxpr.eqns:

@@ -103,7 +103,7 @@ class Gradients:
                     self.write()
 
     def write(self) -> None:
-        """Begin to write the sums that are computed, or that the devices will compute next."""
+        """Begin to write the sums of the chunks whose last gradient was added. The devices may still compute them."""
         for index, n, grad in self._ready:
             self._files.write(index, n, grad)
         self._ready.clear()

@@ -180,8 +180,8 @@ class Microbatch:
         return self._wait([source.shard(chunks, operands) for source in sources])
 
     def _add_grads(self, sources: Sequence[Source], grads: Sequence[Array | None], operands: Mapping) -> None:
-        # Write the gradients of the stage before. To write the gradients of this stage, Python would wait for it, and
-        # the devices would be idle until the next stage's shards have arrived.
+        # Write the gradients of the previous stage. If Python wrote the gradients of this stage here, it would wait for
+        # this stage, and the devices would be idle until the next stage's shards have arrived.
         self._sink.write()
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 READ_AHEAD = 8
 # The folder, within `Offload(path=)`, of parameters that no run uses yet.
 GIVEN = "given"
-# The number of arrays whose copies from the devices to host memory run while Python goes on.
+# The largest number of arrays that are copied from the devices to host memory while Python goes on.
 COPYING = 2
 
 

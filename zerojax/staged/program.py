@@ -48,7 +48,7 @@ class StagedProgram:
     Attributes:
         program: The traced function and its segments.
         items: One stage per segment, in the order in which they run.
-        reads: The chunks of each execution of a stage that reads any, in the order of a forward and a backward pass.
+        reads: The chunks of each execution of a stage that reads chunks, in the order of a forward and a backward pass.
         expected: The number of gradients that each chunk gets in one backward pass.
         backward: The items that have a backward pass. The last item of `items` comes first.
         live: The variables whose cotangents are needed.

@@ -129,8 +129,8 @@ class StagedUpdate:
     def _received(self, files: ModelFiles, group: UpdateGroup, n: int, begun: Mapping[Any, Future]) -> dict[int, Array]:
         """Return the arrays for chunk `n` of a group: parameters by index `i`, and gradients by `~i`.
 
-        An update of master weights does not read the narrow parameters. Zeros take their place, which the program
-        replaces by new parameters.
+        An update of master weights does not read the narrow parameters. So the program gets zeros instead of them, and
+        returns the new parameters.
         """
 
         def zeros(of: OnDisk) -> Array:

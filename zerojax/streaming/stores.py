@@ -142,7 +142,7 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
 
 
 def state_buffer_bytes(config: Config, plan: ShardingPlan) -> int:
-    """Return the bytes of the buffers that read and write a state on disk. 0: no state is offloaded."""
+    """Return the bytes of the buffers that read and write a state on disk, or 0 if no state is on disk."""
     nodes = disk_nodes(config, plan) if plan.offloaded else {}
     return next((node.store.files.buffer_bytes for node in nodes.values() if node.store is not None), 0)
 

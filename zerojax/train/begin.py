@@ -78,7 +78,7 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
 
 
 def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
-    """Yield the results of programs, which return lists. Keep no reference to a result that was yielded."""
+    """Call each program, and yield the elements of the list that it returns. Keep no reference to a yielded element."""
     for program in programs:
         results = list(reversed(program(*args)))
         while results:

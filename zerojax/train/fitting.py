@@ -1,7 +1,7 @@
 """Choose the share of activations that the blocks of a loss save, so that the compiled step fits into memory.
 
-All blocks save the same share of their bytes (`zerojax.budget.blocks`). The peak of the compiled program is then
-`base + held(share)`. `held` is known before compilation, and each compiled program gives a better `base`.
+All blocks save the same share of their bytes (`zerojax.budget.blocks`). So the peak of the compiled program is
+predicted as `base + held(share)`. `held` is known before compilation, and each compiled program improves `base`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from zerojax.units import format_bytes, parse_bytes
 
 # The program is compiled again with a larger share if it takes less than this part of the memory.
 ENOUGH = 0.85
-# The parts of the memory at which the predictions aim. The first does not know the temporary memory of the program.
+# Each compilation has the largest share whose predicted peak is at most this part of the memory. The first prediction
+# does not include the temporary memory outside of blocks, which only a compiled program shows.
 _AIMS = (1.0, 0.97, 0.94)
 # Shares are multiples of 1 / `_STEPS`.
 _STEPS = 64
@@ -35,7 +36,7 @@ _STEPS = 64
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """One compilation.
+    """One compilation of the step.
 
     Attributes:
         share: The share of their bytes that the blocks save.
@@ -58,7 +59,7 @@ class MemoryFit:
         memory: The memory that the step may take, in bytes per device.
         trials: The compilations, in their order.
         chosen: The trial whose program the step runs.
-        notes: Sentences about the compilations, and about what each different block saves and repeats.
+        notes: Sentences about the compilations, the bytes that each block saves, and the FLOPs that it repeats.
     """
 
     memory: int
@@ -82,7 +83,7 @@ class StepFitting:
         self._fits: dict[Any, MemoryFit] = {}
 
     def chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        """Return the functions of the step whose blocks save as much as fits."""
+        """Return the functions of the step that has the chosen share for these arguments."""
         return self._jitted(self.fit(state, rows, args).chosen.share)
 
     def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
@@ -108,7 +109,7 @@ class StepFitting:
 
 
 def _bytes_per_device(x: Any) -> int:
-    """Return the bytes of an array's or a shape's part on one device."""
+    """Return the bytes of one device's part of `x`, an array or a shape. Return 0 for any other value."""
     shape, dtype = getattr(x, "shape", ()), getattr(x, "dtype", None)
     if dtype is None:
         return 0
@@ -138,14 +139,14 @@ def fit_memory(
     """Find the largest share whose compiled program takes at most `memory` bytes per device.
 
     Args:
-        lower: Lowers the step whose blocks save a share of their bytes. It also updates `blocks`.
+        lower: `lower(share)` lowers the step whose blocks save this share of their bytes. It also updates `blocks`.
         blocks: The blocks of the loss.
         memory: The memory that the program may take, in bytes per device.
         arguments: The bytes per device of the arguments.
-        devices: The number of devices among which the saved bytes are divided.
+        devices: The number of devices over which the blocks' bytes are divided.
 
     Returns:
-        A fit after at most three compilations. If none of the three programs fits, the least share is tried, too.
+        A fit after at most three compilations. If none of these programs fits, share 0 is compiled, too.
 
     Raises:
         ValueError: If no program fits.
@@ -193,7 +194,7 @@ def _compiled(lowered: Any, share: float, predicted: float) -> Trial:
 
 
 def _largest(base: float, held: Callable[[float], float], memory: float) -> float:
-    """Return the largest share of which `base` and the held bytes fit into memory, or 0 if none does."""
+    """Return the largest share with `base + held(share) <= memory`, or 0 if there is no such share."""
     low, high = 0, _STEPS + 1  # `low` fits or is 0, and `high` does not fit
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Compile a step program: as a whole, or without the optimizer state that is offloaded."""
+"""Compile a whole step program, or only the part that does not need offloaded optimizer state."""
 
 from __future__ import annotations
 

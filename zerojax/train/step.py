@@ -139,8 +139,8 @@ class Step:
 
         Raises:
             TypeError: If `state` is not a `ZeroState`, there is no batch, or a PRNG key is untyped.
-            ValueError: If the batch cannot be divided evenly, the state belongs to other parameters or was donated, or
-                an earlier step had weights that were negative or summed to zero.
+            ValueError: If the batch cannot be divided evenly, the state belongs to other parameters or was donated, the
+                step does not fit into `memory`, or an earlier step had weights that were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         self._check(state)
@@ -237,13 +237,16 @@ class Step:
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
 
         With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
+        With `memory=`, the first call with new shapes compiles the step to find the share that fits.
         """
         if self._fitting is not None:
             return self.memory_fit(state, batch, *args, **keywords).chosen.lowered
         return self.trace(state, batch, *args, **keywords).lower()
 
     def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
-        """Return how a step with `memory=` fits: the compilations, and what the blocks save. Arguments may be shapes.
+        """Return the compilations of a step with `memory=`, and the bytes that its blocks save.
+
+        The arguments may be shapes. The first call with new shapes compiles the step.
 
         Raises:
             ValueError: If the step has no `memory=`, or does not fit.

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 # Among the arguments after the parameters (mutable state, batch, *args), only the batch at index 1 has rows.
 _OF_ROWS = (1,)
-# In device view, mutable state may also differ between devices, until the devices average it at the end of a step.
+# In device view, the mutable state and the batch may differ between devices. The devices average the mutable state at
+# the end of a step.
 _DIFFERING = (0, 1)
 
 
