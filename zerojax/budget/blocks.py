@@ -48,7 +48,7 @@ class Blocks:
         """Begin without blocks. `is_block(eqn)` returns whether an equation calls a function that the user marked."""
         self.found: list[Block] = []
         self._is_block = is_block
-        self._graphs: dict[Any, Graph] = {}
+        self._graphs: dict[Any, tuple[Any, Graph]] = {}
         self._choices: dict[tuple[int, float], Choice] = {}
 
     def choice(self, block: Block, share: float) -> Choice:
@@ -83,7 +83,7 @@ class Blocks:
         Each call of the function replaces `found`.
 
         Args:
-            fn: A function of trees with arrays and other values, such as a loss.
+            fn: A function of trees with arrays and other values, such as a loss. The first argument is differentiated.
             share: A share from 0 to 1. With 1, the blocks save all values that their backward passes read.
         """
 
@@ -100,21 +100,39 @@ class Blocks:
             arrays = [leaves[i] for i in traced]
             closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
             jaxpr, consts = compat.opened(closed)
-            self.found = list(self._find(jaxpr, 1))
+            params = len(jax.tree.leaves(args[0]))
+            active = [var for i, var in zip(traced, jaxpr.invars, strict=True) if i < params]
+            self.found = list(self._find(jaxpr, 1, active))
             results = self._evaluate(share, jaxpr, consts, *arrays)
             return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
         return run
 
-    def _find(self, jaxpr: Any, calls: int) -> Iterator[Block]:
-        """Yield the blocks of a jaxpr that runs `calls` times."""
+    def _find(self, jaxpr: Any, calls: int, active: Sequence) -> Iterator[Block]:
+        """Yield the blocks of a jaxpr that runs `calls` times, and that have cotangents.
+
+        `active` has the arguments that are differentiated. Other blocks, such as a scan over data alone, save nothing.
+        """
+        passes_on = lambda eqn, reads: eqn.outvars if reads and eqn.primitive.name != "stop_gradient" else ()
+        moved = jaxprs.dependent_on(active, jaxpr.eqns, passes_on)
         for eqn in jaxpr.eqns:
+            is_active = [not compat.is_literal(atom) and atom in moved for atom in eqn.invars]
+            if not any(is_active):
+                continue
             body, loop = self._body(eqn), compat.loop_of(eqn)
             if body is not None:
                 times = calls if loop is None else calls * loop.length
                 yield Block(compat.line_of(eqn), times, body, self._graph(body))
-            elif (called := compat.called(eqn)) is not None:
-                yield from self._find(compat.opened(called)[0], calls)
+            elif (inner := self._inlined(eqn)) is not None:
+                yield from self._find(inner, calls, [v for v, on in zip(inner.invars, is_active, strict=True) if on])
+
+    def _inlined(self, eqn: Any) -> Any:
+        """Return the open jaxpr of a call that may be inlined: it is no marked block, and constrains no sharding."""
+        called = compat.called(eqn)
+        shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+        if called is None or self._is_block(eqn) or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
+            return None
+        return compat.opened(called)[0]
 
     def _body(self, eqn: Any) -> Any:
         """Return the open jaxpr of the block that an equation runs, or None if the equation runs no block."""
@@ -132,20 +150,27 @@ class Blocks:
         if key not in self._graphs:
             inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
             whole = compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)
-            self._graphs[key] = graph_of(whole, (), [var.aval for var in inputs])
-        return self._graphs[key]
+            # The jaxpr is kept, because its `id` may be the key.
+            self._graphs[key] = jaxpr, graph_of(whole, (), [var.aval for var in inputs])
+        return self._graphs[key][1]
 
     def _evaluate(self, share: float, jaxpr: Any, consts: Sequence, *args: Any) -> list:
         """Evaluate a jaxpr whose blocks save `share` of their bytes."""
         blocks = {id(block.jaxpr): block for block in self.found}
 
+        def holds(jaxpr: Any) -> bool:
+            return any(
+                id(self._body(e)) in blocks or ((inner := self._inlined(e)) is not None and holds(inner))
+                for e in jaxpr.eqns
+            )
+
         def rule(eqn, values):
-            body, loop, called = self._body(eqn), compat.loop_of(eqn), compat.called(eqn)
-            if share == 1 or (body is None and called is None):
+            block, inner = blocks.get(id(self._body(eqn))), self._inlined(eqn)
+            if share == 1 or (block is None and (inner is None or not holds(inner))):
                 return None
-            if body is None:
+            loop, called = compat.loop_of(eqn), compat.called(eqn)
+            if block is None:
                 return self._evaluate(share, *compat.opened(called), *values)
-            block = blocks[id(body)]
             closed, consts = compat.opened(called if loop is None else loop.body)
             run = checkpointed(functools.partial(named, closed), self.choice(block, share), prevent_cse=loop is None)
             return run(consts, *values) if loop is None else _scanned(loop, functools.partial(run, consts), values)

@@ -14,11 +14,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from zerojax import compat
 from zerojax.budget.blocks import Blocks
+from zerojax.config import Config
 from zerojax.gather.planner import BLOCK_NAME
 from zerojax.inspect.memory import peak_bytes
+from zerojax.offload.host import is_on_host
 from zerojax.train.jitted_step import JittedStep
 from zerojax.train.same_run import signature_of
 from zerojax.train.state import ZeroState
@@ -88,11 +92,11 @@ class StepFitting:
 
     def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
         """Return the fit for the shapes of these arguments. The first call with new shapes compiles."""
-        key = signature_of((state, rows, args))
+        placed = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+        key = signature_of((state, rows, args)), placed
         if key not in self._fits:
             config, given = self._program.config, self._program.options.memory
-            device = config.mesh.devices.flat[0]
-            memory = device_bytes(device) if given == "auto" else parse_bytes("train_step(memory=)", given or 0)
+            memory = device_bytes(config) if given == "auto" else parse_bytes("train_step(memory=)", given or 0)
             self._fits[key] = fit_memory(
                 lambda share: self._jitted(share).trace(state, rows, args).lower(),
                 self.blocks,
@@ -114,23 +118,28 @@ def _bytes_per_device(x: Any) -> int:
     if dtype is None:
         return 0
     sharding = getattr(x, "sharding", None)
+    if sharding is not None and is_on_host(x):
+        return 0
     local = shape if sharding is None else sharding.shard_shape(shape)
     return math.prod(local) * dtype.itemsize
 
 
-def device_bytes(device: Any) -> int:
-    """Return the bytes of memory that programs may use on a device.
+def device_bytes(config: Config) -> int:
+    """Return the bytes of memory that programs may use on each device of the mesh, the least over all processes.
 
     Raises:
-        ValueError: If the device does not tell how much memory it has.
+        ValueError: If the devices do not tell how much memory they have.
     """
+    device = config.mesh.local_devices[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(
             f'train_step(memory="auto") uses the memory of the device, and {device.device_kind} does not tell how much '
             f'it has. Give the bytes per device, such as memory="72 GB".'
         )
-    return stats["bytes_limit"]
+    limit = np.array(stats["bytes_limit"], np.int64)
+    # All processes must choose the same program.
+    return int(limit if jax.process_count() == 1 else multihost_utils.process_allgather(limit).min())
 
 
 def fit_memory(
