@@ -24,7 +24,7 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
     """Return whether the results of an equation are read only to change weights element by element.
 
     Args:
-        eqns: The equations after `eqn`, in order.
+        eqns: The equations that are not decided yet, in order.
         eqn: An equation on parameters alone.
         is_known: Whether a variable is a parameter, or is computed from parameters alone.
         final: The variables that the function returns.

@@ -149,7 +149,9 @@ def is_combined(eqn: Any, parts: Sequence[Part | None]) -> bool:
 
 @dataclasses.dataclass
 class Chain:
-    """What a segment needs to compute an equation on shards. The dicts keep the order; `reads` and `params` are sets.
+    """The inputs and equations that a segment needs to compute an equation on shards.
+
+    `reads` and `params` are dicts with the value None, because a set has no fixed order.
 
     Attributes:
         again: Equations on values that are alike on all devices, by `id`. The segment computes them again.
@@ -203,9 +205,9 @@ class Analysis:
         return list(found.values())
 
     def chain(self, eqn: Any) -> tuple[Chain, list[Part | None]] | None:
-        """Return the chain that computes the operands of `eqn`, and the part of each operand, or None if it is alike.
+        """Return the chain that computes the operands of `eqn`, and the part of each operand (None if it is alike).
 
-        Return None if an operand cannot be computed on shards.
+        Return None instead of both if an operand cannot be computed on shards.
         """
         chain, known = Chain(), {}
         small = max(atom.aval.size for atom in eqn.invars) // _SMALL

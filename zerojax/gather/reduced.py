@@ -43,7 +43,7 @@ class ReducedResiduals:
     Attributes:
         others: The segment's other inputs.
         operands: Values that the slices of the parameters read.
-        results: The results. The backward pass finds the elements that equal a maximum.
+        results: The results. The backward pass compares elements with them, to find maxima and minima.
         moving: Indices of the sources whose cotangents are wanted.
     """
 
@@ -246,8 +246,8 @@ class ReducedSegment(Segment):
 class Evaluation:
     """Evaluates a segment's equations on one device's parts.
 
-    In a backward pass, `results` are the results of the forward pass. The term of a maximum is then the sum of the
-    elements that equal the maximum, so that these elements share its cotangent, as in JAX.
+    In a backward pass, `results` are the results of the forward pass. The term of a maximum or minimum is then the sum
+    of the elements that equal it, so that these elements share its cotangent, as in JAX.
     """
 
     def __init__(self, segment: ReducedSegment, results: Sequence | None = None):

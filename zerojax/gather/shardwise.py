@@ -178,7 +178,7 @@ class Shardwise:
         return Division(self.leaf.shape[self.leaf.dim], self.leaf.local_shape[self.leaf.dim], self.leaf.axes)
 
     def compute(self, comm: Collectives, env: Mapping) -> list[jax.Array]:
-        """Return `(z, *scales)`, given the values of the program's arguments in `env`. `z` is in storage shape."""
+        """Return `(z, *scales)`, given the program's arguments in `env`. `z` is divided like a parameter."""
         dims, dim = self._out_dims, self.leaf.dim
         assert dim is not None
 
