@@ -3,10 +3,10 @@
     python examples/train_fp8.py                        all GPUs, or 8 simulated devices
     python examples/train_fp8.py --stage 1 --steps 100  another stage
 
-Flax's FP8 layers keep a scale and a history of largest magnitudes per operand, in the collection
-`_overwrite_with_gradient`. zerojax replaces them by their gradients. The example trains, evaluates
-held-out rows, writes a checkpoint, and continues from it. At the end it prints the types in which
-one step gathers parameters. GPUs gather float8; simulated devices send float8 as float16.
+Flax's FP8 layers keep a scale and a history of largest magnitudes for each operand, in the collection
+`_overwrite_with_gradient`. The gradients of these variables are their new values. The example trains,
+evaluates held-out rows, writes a checkpoint, and continues from it. At the end it prints the types in
+which one step gathers parameters. GPUs gather float8. Simulated devices send float8 as float16.
 """
 
 import argparse

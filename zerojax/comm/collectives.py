@@ -130,7 +130,7 @@ class Collectives(abc.ABC):
     def per_shard(
         self, fn: Callable, values: Sequence, dims: Sequence[int | None], out_dims: Sequence[int | None], axes: tuple
     ) -> list[Array]:
-        """Call a function once per device, on the device's part of each value.
+        """Call a function once per device, on the device's part of each value, and return the results.
 
         Args:
             fn: A function of the parts, which returns a list of parts. It may use collectives over `axes`.
@@ -145,7 +145,7 @@ class Collectives(abc.ABC):
         """Divide an array that all devices have in full. Each device gets `extent` entries along `dim`."""
 
     def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return the part of a finished gradient that `reduce_across` would return for `leaf`."""
+        """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
         return shard
 
     @abc.abstractmethod
@@ -275,7 +275,7 @@ class ManualCollectives(Collectives):
         return sums
 
     def per_shard(self, fn, values, dims, out_dims, axes) -> list[Array]:
-        """Call the function, because this code runs once per device already; see `Collectives`."""
+        """Call the function directly, because this code already runs once per device; see `Collectives`."""
         return fn(*values)
 
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
@@ -284,7 +284,7 @@ class ManualCollectives(Collectives):
         return lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * extent, extent, dim)
 
     def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return this device's part of a shard that is divided further; see `Collectives`."""
+        """Return this device's part if gradients are sharded over more axes than parameters; see `Collectives`."""
         if leaf.dim is None or leaf.further == 1 or self.defers:
             return shard
         size = shard.shape[leaf.dim] // leaf.further
@@ -363,6 +363,6 @@ class ManualCollectives(Collectives):
 def _label(leaves: Sequence[Leaf]) -> str:
     """Return a collective's name in the compiled program: the first leaf's path, and the number of other leaves.
 
-    Leaves have no path in programs that several layers share.
+    In programs that several layers share, leaves have no path.
     """
     return (leaves[0].path or "a parameter") + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")

@@ -42,7 +42,8 @@ class Encoding:
     def gather_codec(self, leaf: Leaf) -> Codec | None:
         """Return the codec that quantises a leaf's shards for a gather, or None if they are sent unquantised.
 
-        A weight that the loss itself quantises to one byte is sent as it is, because a second rounding would change it.
+        If the loss itself quantises a weight to one byte, the weight is sent unchanged: a second rounding would change
+        its values.
         """
         if getattr(leaf.dtype, "itemsize", 0) == 1:
             return None

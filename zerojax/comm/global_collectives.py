@@ -145,7 +145,7 @@ class GlobalCollectives(Collectives):
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
 
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
-        """Return the array with padding, divided; see `Collectives`."""
+        """Return the padded array, sharded in storage form; see `Collectives`."""
         padded = pad(x, dim, extent * math.prod(self.mesh.shape[axis] for axis in axes))
         spec = PartitionSpec(*[None] * dim, spec_entry(axes))
         return lax.with_sharding_constraint(padded, NamedSharding(self.mesh, spec))

@@ -37,7 +37,15 @@ Loops:
     scan_backward   runs its backward pass, a pipeline of four stages
     nested          runs a loop over microbatches, with a program in each iteration
 
+Values that are computed on shards:
+    narrow          finds quantised weights, and moves their computation to the start of the loss
+    shardwise       computes quantised weights on shards, and differentiates them
+    parts           evaluates equations on one device's parts, for `narrow` and `shardwise`
+    on_shards       finds reductions of parameters, such as penalties and norms
+    reduced         reduces parameters on shards, forward and backward
+
 Details that a first reading can skip:
+    clusters        finds the equations that share a gather with an earlier use of their parameter
     layer_stacks    turns other loops over layers into scans
     merged          merges equations that compute the same value
     held            chooses the products of parameters that are computed only once

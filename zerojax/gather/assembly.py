@@ -23,7 +23,8 @@ class Draft:
         eqns: The segment's equations.
         gathers: Variables to gather for later segments. A draft with such variables has no `eqns`.
         reads: For each variable that an earlier segment gathers, the `Gathered` value to read instead.
-        again: Equations that another segment also computes. Later segments do not read their results from this one.
+        again: Equations of another segment that this segment computes again, because their results are cheap or not
+            computed yet. They are not among this segment's results.
     """
 
     make: Callable[..., Segment]

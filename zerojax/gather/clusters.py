@@ -1,8 +1,8 @@
-"""Find equations on one parameter that need the whole parameter, so that they share a gather with its layer.
+"""Find equations that need one whole parameter and have small results, so that they share a gather of the parameter.
 
-Power iterations, an orthogonality penalty and the statistics of a weight need the whole weight, and have small results.
-If the results only scale weights, as a spectral norm does, the equations are repeated where the weight is used
-(`only_scales`). Otherwise they join a block that gathers the weight (`Clusters`).
+Power iterations and orthogonality penalties are such equations. If their results only scale weights, as a spectral norm
+does, the equations are repeated where the weight is used (`only_scales`). Otherwise they are a cluster: they join a
+block that gathers the weight already (`Clusters`).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
     """Return whether the results of an equation are read only to change weights element by element.
 
     Args:
-        eqns: The equations that are not decided yet.
+        eqns: The equations that are not decided yet, in order.
         eqn: An equation on parameters alone.
         is_known: Whether a variable is a parameter, or is computed from parameters alone.
         final: The variables that the function returns.
@@ -53,12 +53,13 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
 
 
 class Joined(NamedTuple):
-    """A block that an equation joins.
+    """A block that an equation can join.
 
     Attributes:
-        root: The variable of the one parameter from which the operands are computed.
+        root: The variable of the only parameter from which the equation's operands are computed.
         place: The index of the block's draft.
-        again: Equations on values that are alike on all devices, which the block computes again.
+        again: Equations on values that are alike on all devices. The block computes them again, because the segment
+            that computes them runs later.
     """
 
     root: Any
@@ -68,16 +69,16 @@ class Joined(NamedTuple):
 
 @dataclasses.dataclass
 class Clusters:
-    """The blocks that gather single parameters, among the decisions so far.
+    """Finds the block that an equation can join, among the decisions so far.
 
     Attributes:
         params: See `Decisions`.
         repeated: See `Decisions`.
         alike: Variables that have the same value on all devices.
         made: The equation of each variable.
-        made_in: The index of the draft that computes a variable.
-        blocks: For each parameter, by its variable, the index of the draft that gathers it.
-        roots: For each value that such a block computes from one parameter alone, the parameter.
+        made_in: For each variable, the index of the draft that computes it.
+        blocks: For each parameter, by its variable, the index of the last draft that gathers it.
+        roots: For each value that a block computes from only one parameter, the variable of this parameter.
     """
 
     params: Mapping[Any, ShardedParam]
@@ -89,7 +90,7 @@ class Clusters:
     roots: dict = dataclasses.field(default_factory=dict)
 
     def root_of(self, reads: Collection) -> Any:
-        """Return the one parameter from which `reads` are computed, or None if there is none or more than one."""
+        """Return the variable of the only parameter from which `reads` are computed, or None if not exactly one is."""
         found, pending, seen = set(), [*reads], set()
         while pending:
             var = pending.pop()
@@ -103,7 +104,7 @@ class Clusters:
         return found.pop() if len(found) == 1 else None
 
     def joined(self, eqn: Any) -> Joined | None:
-        """Return the block that an equation can join, because a block gathers its one parameter already, or None."""
+        """Return the block that gathers the only parameter of `eqn`, or None if `eqn` cannot run in that block."""
         reads = jaxprs.variables_in(eqn.invars)
         root = self.root_of(reads)
         place = self.blocks.get(root)

@@ -49,7 +49,7 @@ def gather_on_use(
         reshard_after_forward: If False, gathered parameters are kept for the backward pass. A parameter then needs two
             collectives instead of three, but all gathered parameters are in memory at once.
         of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
-        differing: The indices of the `args` that may differ between devices. If None, all of them may.
+        differing: The indices of the `args` that may differ between devices. If None, all of them may differ.
 
     Returns:
         `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
@@ -109,7 +109,7 @@ def trace_loss(
     None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
     `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
     dim, so a wrong dim costs time and not correctness. `differing` has the indices of the `args` that may differ
-    between devices. If it is None, shards neither reduce parameters nor quantise weights.
+    between devices. If it is None, parameters are neither reduced nor quantised on shards.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -187,7 +187,7 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 
 def _alike(args: Sequence, differing: Collection[int]) -> list[bool]:
-    """Return for each array in `args` whether it is equal on all devices. PRNG keys differ in device view."""
+    """Return, for each array in `args`, whether it is alike on all devices. Integers may be PRNG keys, which differ."""
     return [
         i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
         for i, arg in enumerate(args)

@@ -27,7 +27,7 @@ LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", 
 class Narrow:
     """A gathered parameter in the type to which its uses cast it, although the jaxpr expects `dtype`.
 
-    If there is a `carrier`, an array of the type `dtype`, it gets the cotangent instead of `value`.
+    If `carrier` is an array, which has the type `dtype`, it gets the cotangent instead of `value`.
     """
 
     value: jax.Array

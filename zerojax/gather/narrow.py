@@ -1,13 +1,10 @@
-"""Find quantised and straight-through weights in a loss, and let shards compute them before they are gathered.
+"""Find the quantised and straight-through weights of a loss. Each device then computes its part, before the gather.
 
-A quantised weight is computed element by element from parameters and from values that are alike on all devices: scales,
-histories of amax, a maximum of the weight. If the loss gathered the parameter first, the gather would move the wide
-parameter, often once for the scale and once for the product. `hoisted` moves such a computation out of remats, calls of
-`zerojax.block` and loops over layers to the start of the loss, as a `shardwise` equation. Where the weight is used, a
-`widen` equation computes it from the narrow value (`shardwise` explains both).
-
-The narrow value is the narrowest value from which the weight can be computed without the parameters. A straight-through
-estimate `w + stop_gradient(quantised(w) - w)` has no such value, so it is gathered itself.
+A quantised weight is computed element by element from parameters and from values that are alike on all devices, such as
+a maximum of the weight. `hoisted` moves the computation out of remats, calls of `zerojax.block` and loops to the start
+of the loss, as a `shardwise` equation. Where the weight is used, a `widen` equation computes it from the narrow value
+(see `shardwise`). This is the value of the narrowest type from which the weight can be computed without the parameters.
+A straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value, so the weight itself is gathered.
 """
 
 import dataclasses
@@ -29,10 +26,7 @@ _ROUNDS = frozenset({"round", "floor", "ceil", "sign"})
 
 
 class Request(NamedTuple):
-    """A value that a body takes as an argument instead of computing it.
-
-    `operands` has the indices of the body's arguments from which `of` computes the value.
-    """
+    """A weight that a jaxpr takes instead of computing it. `of` computes it from the jaxpr's arguments `operands`."""
 
     operands: tuple[int, ...]
     of: Computation
@@ -41,14 +35,11 @@ class Request(NamedTuple):
 def hoisted(
     jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], block: str, constants: int
 ) -> tuple[Any, Sequence]:
-    """Return `(jaxpr, consts)` in which `shardwise` equations compute quantised weights.
+    """Return `(jaxpr, consts)`, where `jaxpr` begins with `shardwise` equations that compute the quantised weights.
 
-    Args:
-        jaxpr: A jaxpr without constants.
-        leaves: For each argument, its layout if it is a sharded parameter, or None.
-        alike: For each argument, whether all devices have the same value.
-        block: The name of the calls that mark a layer.
-        constants: The number of last arguments that are constants of the loss.
+    If `Shardwise.of` rejects one of these weights, `jaxpr` is returned unchanged. For each argument, `leaves` has the
+    layout of a sharded parameter, or None, and `alike` says whether all devices have the same value. The last arguments
+    are `constants` constants of the loss. `block` is the name of the calls that mark a layer.
     """
     if not any(map(quantises, jaxprs.equations(jaxpr))):
         return jaxpr, ()
@@ -82,21 +73,21 @@ def _bind(request: Request, values: Sequence) -> list:
 
 
 def _with_constants(request: Request, first: int) -> Request:
-    """Return a request whose operands from argument `first` on are constants."""
+    """Return `request` with the operands that are argument `first` or later ones marked as constants."""
     fixed = frozenset(k for k, i in enumerate(request.operands) if i >= first)
     return request._replace(of=dataclasses.replace(request.of, fixed=fixed))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Level:
-    """The rewriting of one jaxpr, and of the jaxprs inside it. `block` is the name of calls that mark a layer."""
+    """Rewrite a jaxpr, and the jaxprs inside of it. `block` is the name of the calls that mark a layer."""
 
     block: str
 
     def rewrite(self, jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
-        """Return `(closed jaxpr, requests)`. The closed jaxpr takes the values of the requests as last arguments.
+        """Return `(closed jaxpr, requests)`. The closed jaxpr takes the requested values as its last arguments.
 
-        `given` has the divided dims of the arguments that are parameters, or None for those alike on all devices.
+        `given` has the divided dims of arguments that are parameters, and None for arguments alike on all devices.
         """
         avals = [v.aval for v in jaxpr.invars]
         places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
@@ -130,14 +121,14 @@ class _Level:
         return jax.make_jaxpr(run)(*avals, *extra), [found.request for found in made]
 
     def _inline(self, eqn: Any, values: Sequence) -> Sequence | None:
-        """Evaluate the body of a call of `jax.jit` that marks no layer; return None for another equation."""
+        """Evaluate the body of a call that does not mark a layer. Return None for any other equation."""
         body = compat.called(eqn)
         if body is None or eqn.params.get("name") == self.block:
             return None
         return jaxprs.evaluate(*compat.opened(body), values, self._inline)
 
     def _inside(self, eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
-        """Evaluate a remat, a marked layer or a loop, and compute the values that its body requests before it."""
+        """Evaluate a remat, layer or loop after the weights that its body requests. Return None if it requests none."""
         loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
         is_block = compat.called(eqn) is not None
         of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
@@ -152,7 +143,7 @@ class _Level:
         for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
             dim = None if compat.is_literal(atom) else dims.get(atom, -1)
             if dim is not None and i >= rows:
-                dim -= 1  # A stack that is divided over its layers has no row on one device.
+                dim -= 1  # A row has no dim of layers. If the stack is divided over its layers, this gives -1.
             if dim != -1 and dim != -2 and not first <= i < rows:
                 given[var] = dim
         closed, requests = self.rewrite(body, given)
@@ -178,9 +169,9 @@ class _Level:
 
 
 def _without_unread(closed: Any) -> tuple[Any, Any]:
-    """Return a closed jaxpr as a function of the arguments that it reads, and a function that selects these.
+    """Return `closed` as a function of the arguments that it reads, and a function that selects these arguments.
 
-    A body that takes a narrow weight no longer reads the parameter, which would otherwise be gathered for nothing.
+    A body that takes a narrow weight no longer reads the parameter. As an argument, it would be gathered for nothing.
     """
     jaxpr, consts = compat.opened(closed)
     eqns = jaxprs.alive(jaxpr)
@@ -192,7 +183,10 @@ def _without_unread(closed: Any) -> tuple[Any, Any]:
 
 
 def _scan(loop: Any, run: Any, read: Any, values: Sequence, extra: Sequence, stacked: Sequence[bool]) -> list:
-    """Run a loop whose body takes further operands at the end, of which some are stacks."""
+    """Run a loop whose body also takes `extra`. `run` and `read` are results of `_without_unread` for this body.
+
+    `stacked` says for each of the `extra` operands whether an iteration reads only a row of it.
+    """
     first, rows = loop.consts, loop.consts + loop.carry
     given = [*values, *extra]
     by_row = [i for i in range(rows, len(given)) if i < len(values) or stacked[i - len(values)]]
@@ -210,7 +204,7 @@ def _scan(loop: Any, run: Any, read: Any, values: Sequence, extra: Sequence, sta
 
 
 def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
-    """Return the request of a loop's body for all layers at once."""
+    """Return the request of a loop's body for all iterations at once. Iterations read rows of `batched` operands."""
     axes = [0 if on else None for on in batched]
     loop = compat.loop_of(eqn)
     assert loop is not None
@@ -224,9 +218,9 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
 
 
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
-    """Return the quantised weights of a jaxpr to compute on shards: variables, or `shardwise` equations.
+    """Return the quantised weights that shards compute: variables of `jaxpr`, and its `shardwise` equations.
 
-    A weight is the last value of a computation on shards, from which every other use of the parameter is computed.
+    A weight is the last value on shards (`dims`) from which all uses of its parameters outside of shards are computed.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -251,10 +245,7 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
 
 
 def _is_quantised(eqns: Sequence) -> bool:
-    """Return whether the equations of a weight quantise it.
-
-    Casts alone do not count. They are made on the shard anyway, and each device rounds its own cotangent.
-    """
+    """Return whether equations quantise. Casts alone do not count: the rule "on the shard" casts the shard anyway."""
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
     return any(quantises(one) for eqn in eqns for one in [eqn, *_equations_in(eqn)])
@@ -265,7 +256,7 @@ def _equations_in(eqn: Any) -> list:
 
 
 def _cone(var: Any, made: Mapping) -> dict:
-    """Return all variables that a variable is computed from, and itself."""
+    """Return `var` and all variables from which it is computed. `made` has the equation of each variable."""
     seen: dict = {}
     pending = [var]
     while pending:
@@ -277,7 +268,7 @@ def _cone(var: Any, made: Mapping) -> dict:
 
 
 def _computes(var: Any, end: Any, made: Mapping, dims: Mapping, given: set) -> bool:
-    """Return whether `end` can be computed from `var` and from values that are alike, or much smaller than `var`."""
+    """Return whether `end` can be computed from `var`, values that are alike, and values much smaller than `var`."""
     seen: set = set()
     pending = [end]
     while pending:
@@ -296,9 +287,10 @@ def _is_small(v: Any, var: Any) -> bool:
 
 
 class Found(NamedTuple):
-    """A request, the variables that it replaces, and the `widen` equation that computes them.
+    """A request, and the variables `targets`, which the jaxpr computes from the requested values.
 
-    `tail` is None if the requested values themselves replace the variables.
+    If `tail` is None, the values replace the targets. Otherwise a `widen` equation with this `tail`, which also reads
+    the operands with the indices `reads`, computes the only target. The narrow value is gathered in the type `dtype`.
     """
 
     request: Request
@@ -316,7 +308,7 @@ class Found(NamedTuple):
 
 
 def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found | None:
-    """Return the request for a variable of a level, or for the results of a `shardwise` equation in it."""
+    """Return the request for `target`, a variable or a `shardwise` equation. `given` is that of `_Level.rewrite`."""
     is_eqn = not hasattr(target, "aval")
     wanted = list(target.outvars) if is_eqn else [target]
     eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
@@ -342,7 +334,10 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found
 
 
 def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequence[int | None]) -> Found | None:
-    """Divide the computation of a weight at its narrowest value."""
+    """Divide the computation `full` of the weight `target` at its narrowest value, and return the request for it.
+
+    Return None if shards cannot compute the weight, or if a parameter is the narrowest value.
+    """
     closed = flat(full)
     jaxpr, consts = compat.opened(closed)
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
@@ -383,10 +378,7 @@ def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequenc
 
 
 def _needed_from(jaxpr: Any, narrow: Any, end: Any, dims: Mapping) -> tuple[list, set]:
-    """Return `(equations, variables that they read)` that compute `end` from `narrow`, and from alike or small values.
-
-    Alike values that depend on no parameter are computed again.
-    """
+    """Return the equations that compute `end` from `narrow` and small values, and the variables that they read."""
     depends = jaxprs.dependent_on(
         [v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ()
     )

@@ -1,11 +1,11 @@
-"""Find the reductions of parameters that can be computed on shards. The rules "on shards" and "reduced" ask here.
+"""Find the reductions of parameters that can be computed on shards. The rule "reduction" asks `chain_of`.
 
-A penalty such as `jnp.sum(w**2)` needs no gather: each device reduces its shard, and one small collective combines the
-results. The operand of such a reduction is a chain of equations, which read parameters and values that are alike on all
-devices (literals, arguments, results of earlier reductions). Each equation of the chain must work on one device's part
-of its operands. A `Part` says which part a device holds.
+A penalty such as `jnp.sum(w**2)` needs no gather. Each device reduces its shard, and one small collective combines the
+results. The equations that compute the operand of the reduction are its chain. They read parameters, and values that
+are alike on all devices: literals, arguments, results of earlier reductions. Each equation of the chain must be
+computable on one device's part of its operands. A `Part` describes the part that each device holds.
 
-`ReducedSegment`, in `reduced`, evaluates the chain, and calls the functions of this module again.
+`ReducedSegment` in `reduced` evaluates the chain and the reduction.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from zerojax.gather.sharded_param import ShardedParam
 REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
 _SMALL = 8  # A value of at most 1/8 of a parameter's elements is cheap to compute again.
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
-# Equations that work on one device's part of their operand.
+# Primitives that can be computed on one device's part of their operands.
 _BY_PART = jaxprs.ELEMENTWISE | _MOVES | REDUCTIONS
 
 
@@ -32,12 +32,11 @@ class Part:
 
     Attributes:
         shape: The logical shape of the value.
-        dim: The divided dim. None if a reshape has merged this dim with others, after which only the set of elements is
-            known.
+        dim: The divided dim. None if a reshape has merged all dims into one, which devices do not divide into ranges.
         extent: The length of the divided dim on one device, with padding.
         axes: The mesh axes that divide the dim.
         shards: The number of devices along `axes`.
-        merged: The logical shape and the divided dim before the reshape; `()` if `dim` is known.
+        merged: The logical shape and the divided dim before this reshape. `()` if `dim` is not None.
     """
 
     shape: tuple[int, ...]
@@ -49,14 +48,14 @@ class Part:
 
     @classmethod
     def of(cls, param: ShardedParam) -> "Part":
-        """Return the part of a parameter that a device stores."""
+        """Return the part of a parameter that each device stores."""
         leaf = param.leaf
         assert leaf.dim is not None
         return cls(tuple(leaf.shape), leaf.dim, leaf.local_shape[leaf.dim], leaf.axes, leaf.shards)
 
     @property
     def with_dim(self) -> "Part":
-        """Return the part before a reshape merged the divided dim with others."""
+        """Return the part before a reshape merged its dims, or the part itself if no reshape did."""
         return dataclasses.replace(self, shape=self.merged[0], dim=self.merged[1], merged=()) if self.merged else self
 
     @property
@@ -75,9 +74,10 @@ class Part:
 
 
 def part_of_result(eqn: Any, parts: Sequence[Part | None]) -> Part | None:
-    """Return the part of an equation's result that a device can compute, or None if its parts do not suffice.
+    """Return the part of the result of `eqn` that a device can compute without communication, or None.
 
-    `parts` has the part of each operand, and None for an operand that every device has in full. At least one is a part.
+    `parts` has the part of each operand, and None for an operand that every device has in full. At least one operand
+    is a part.
     """
     name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
     part = largest(parts)
@@ -106,19 +106,22 @@ def part_of_result(eqn: Any, parts: Sequence[Part | None]) -> Part | None:
 
 
 def largest(parts: Sequence[Part | None]) -> Part:
-    """Return the part with the most elements. Other operands of its equation may have dims of size 1 instead."""
+    """Return the part with the most elements. The other parts may have dims of size 1 instead of its dims."""
     return max((part for part in parts if part is not None), key=lambda part: math.prod(part.shape))
 
 
 def _merged(part: Part, shape: tuple[int, ...]) -> Part | None:
-    """Return a part whose dims are merged into one, which is the only shape that keeps the elements aligned."""
+    """Return `part` after its dims are merged into one, or None for any other `shape`.
+
+    If several parts of one equation are merged in the same way, their elements stay aligned.
+    """
     if len(shape) != 1:
         return None
     return dataclasses.replace(part, shape=shape, dim=None, merged=part.merged or (part.shape, part.dim))
 
 
 def _dim_after(before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
-    """Return where a reshape moves a dim, if it only adds and removes dims of size 1, and otherwise None."""
+    """Return the index of `dim` after a reshape that only adds or removes dims of size 1, and otherwise None."""
     old, new = ([d for d, size in enumerate(shape) if size != 1] for shape in (before, after))
     if [before[d] for d in old] != [after[d] for d in new] or dim not in old:
         return None
@@ -126,7 +129,7 @@ def _dim_after(before: Sequence[int], after: Sequence[int], dim: int) -> int | N
 
 
 def is_combined(eqn: Any, parts: Sequence[Part | None]) -> bool:
-    """Return whether devices can reduce their parts of the operands and combine the results."""
+    """Return whether `eqn` reduces the divided dim, and devices can combine the results of their parts."""
     held = {part for part in parts if part is not None}
     if len(held) != 1:
         return False
@@ -146,13 +149,15 @@ def is_combined(eqn: Any, parts: Sequence[Part | None]) -> bool:
 
 @dataclasses.dataclass
 class Chain:
-    """The equations that compute the operand of a reduction on shards.
+    """The inputs and equations that a segment needs to compute an equation on shards.
+
+    `reads` and `params` are dicts with the value None, because a set has no fixed order.
 
     Attributes:
-        again: Equations on values that are alike on all devices, which the segment computes again.
+        again: Equations on values that are alike on all devices, by `id`. The segment computes them again.
         reads: Variables that are alike on all devices, and that the segment reads.
-        params: The sharded parameters.
-        is_link: Whether only reductions read the result, so that it is computed in their segment.
+        params: The variables of the sharded parameters.
+        is_link: Whether the equation belongs to the chain of reductions, whose segments repeat it.
     """
 
     again: dict = dataclasses.field(default_factory=dict)
@@ -163,7 +168,7 @@ class Chain:
 
 @dataclasses.dataclass
 class Analysis:
-    """The variables that are alike on all devices or reduced on shards, among the decisions so far.
+    """Finds chains among the decisions so far.
 
     Attributes:
         params: See `Decisions`.
@@ -171,7 +176,7 @@ class Analysis:
         alike: Variables that have the same value on all devices.
         made: The equation of each variable.
         uses: See `jaxprs.uses_of`.
-        reduced: The variables that only reductions read, after equations that work on parts.
+        reduced: Variables that only reductions read, directly or after equations that can be computed on parts.
     """
 
     params: Mapping[Any, ShardedParam]
@@ -183,13 +188,13 @@ class Analysis:
 
     @classmethod
     def of(cls, jaxpr: Any, params: Mapping, repeated: Mapping, alike: Set) -> "Analysis":
-        """Analyse a function. The mappings and the set change while decisions are made."""
+        """Analyse a function. `Decisions` adds to `params`, `repeated` and `alike` later."""
         made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         uses, final = jaxprs.uses_of(jaxpr)
         return cls(params, repeated, alike, made, uses, _only_reduced(jaxpr, uses, final))
 
     def ends(self, eqn: Any) -> list:
-        """Return the reductions in which the result of an equation ends: the equation, or the readers of its result."""
+        """Return `[eqn]` if `eqn` is a reduction, or else the reductions to whose chains `eqn` belongs."""
         found, pending = {}, [eqn]
         while pending:
             reader = pending.pop()
@@ -200,9 +205,9 @@ class Analysis:
         return list(found.values())
 
     def chain(self, eqn: Any) -> tuple[Chain, list[Part | None]] | None:
-        """Return the chain that computes the operands of `eqn`, and a device's part of each operand.
+        """Return the chain that computes the operands of `eqn`, and the part of each operand (None if it is alike).
 
-        Return None if an operand cannot be computed on shards.
+        Return None instead of both if an operand cannot be computed on shards.
         """
         chain, known = Chain(), {}
         small = max(atom.aval.size for atom in eqn.invars) // _SMALL
@@ -241,7 +246,10 @@ class Analysis:
         return None
 
     def _is_cheap(self, eqn: Any, small: int) -> bool:
-        """Return whether an equation on values that are alike on all devices costs less than keeping its result."""
+        """Return whether computing `eqn`, which reads only alike values, again costs less than keeping its result.
+
+        A result of at most `small` elements counts as cheap.
+        """
         reads = jaxprs.variables_in(eqn.invars)
         if any(v in self.params or v in self.repeated or v not in self.alike for v in reads):
             return False
@@ -252,11 +260,11 @@ class Analysis:
 
 
 class NotOnShards:
-    """Stands for the part of a value that cannot be computed on shards."""
+    """The mark of a value that cannot be computed on shards, instead of its `Part`."""
 
 
 def _only_reduced(jaxpr: Any, uses: Mapping, final: frozenset) -> set:
-    """Return the variables that only reductions read, directly or after equations that work on parts."""
+    """Return the variables that only reductions read, directly or after equations that can be computed on parts."""
     found: set = set()
     for eqn in reversed(jaxpr.eqns):
         for var in eqn.outvars:
@@ -274,9 +282,9 @@ def _reduces(eqn: Any, found: set) -> bool:
 
 
 def chain_of(analysis: Analysis, eqn: Any) -> Chain | None:
-    """Return the chain of an equation that devices can compute on their shards, or None.
+    """Return the chain of `eqn` if devices can compute `eqn` on their shards, or None.
 
-    The equation is a reduction, or only reductions read its result (`Chain.is_link`).
+    `eqn` is a reduction, or belongs to the chain of reductions, because only they read its result (`Chain.is_link`).
     """
     name = eqn.primitive.name
     is_link = name in _BY_PART and analysis.reduced.issuperset(eqn.outvars)

@@ -1,8 +1,8 @@
-"""Evaluate a jaxpr on one device's parts of sharded arrays.
+"""Evaluate a jaxpr on one device's parts of sharded arrays. `narrow` and `shardwise` use this.
 
-Elementwise equations, broadcasts and reductions can be evaluated on the part of a parameter that one device stores.
-`dims_of` finds the values of a jaxpr that can be computed like this, and the dim in which each value is divided.
-`evaluate_parts` computes them. A reduction over the divided dim needs a small collective.
+A part is one device's range of one dim of a value. Elementwise equations, broadcasts and reductions can be evaluated on
+parts. `dims_of` finds the values of a jaxpr that can be computed on parts, and the dim in which each value is divided.
+`evaluate_parts` computes these values. A reduction over the divided dim needs a small collective.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 
+# How devices combine their results of a reduction over the divided dim.
 _COMBINE = MappingProxyType({"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin})
 _DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
 UNKNOWN = -1  # the dim of a value that cannot be computed on parts
@@ -30,11 +31,11 @@ def call(closed: Any, *args: Any) -> list:
 
 
 def flat(closed: Any) -> Any:
-    """Return a closed jaxpr with all calls inlined, also calls of functions with a custom derivative."""
+    """Return a closed jaxpr in which all calls are inlined, including calls of functions with a custom derivative."""
     jaxpr, consts = compat.opened(closed)
 
     def rule(eqn, values):
-        if eqn.primitive.name == "reshard":  # JAX adds it to a cotangent in a `shard_map`, where it changes nothing.
+        if eqn.primitive.name == "reshard":  # JAX adds `reshard` to cotangents. In a `shard_map` it changes nothing.
             return values
         body = compat.evaluated_body(eqn)
         if body is None or compat.constvars_of(body):
@@ -47,9 +48,9 @@ def flat(closed: Any) -> Any:
 
 
 def dims_of(jaxpr: Any, given: Mapping[Any, int | None]) -> dict[Any, int | None]:
-    """Return the divided dim of each value that can be computed on parts, or None for a value alike on all devices.
+    """Return, for each variable that can be computed on parts, its divided dim, or None if it is alike on all devices.
 
-    `given` has the dims of the arguments. Values that cannot be computed on parts are left out.
+    `given` has the same for the arguments. A variable that cannot be computed on parts has no entry.
     """
     dims = {**given, **dict.fromkeys(compat.constvars_of(jaxpr))}
     for eqn in jaxpr.eqns:
@@ -60,7 +61,7 @@ def dims_of(jaxpr: Any, given: Mapping[Any, int | None]) -> dict[Any, int | None
 
 
 def _dims_after(eqn: Any, dims: Mapping) -> Sequence[int | None]:
-    """Return the divided dim of each result of an equation, or None, or `UNKNOWN`."""
+    """Return, for each result of `eqn`, its divided dim, None if it is alike on all devices, or `UNKNOWN`."""
     reads = jaxprs.variables_in(eqn.invars)
     unknown = [UNKNOWN] * len(eqn.outvars)
     if eqn.effects or eqn.primitive.name in _DEVICE_DEPENDENT or any(v not in dims for v in reads):
@@ -80,7 +81,10 @@ def _dims_after(eqn: Any, dims: Mapping) -> Sequence[int | None]:
 
 
 def _dim_after(eqn: Any, operand: Any, dim: int, shapes: Sequence[tuple]) -> int | None:
-    """Return the divided dim of an equation's only result. `operand` is divided in `dim`."""
+    """Return the same as `_dims_after` for the only result of `eqn`, whose `operand` is divided in `dim`.
+
+    `shapes` has the shapes of all divided operands.
+    """
     name, before, after = eqn.primitive.name, operand.aval.shape, eqn.outvars[0].aval.shape
     if name in jaxprs.ELEMENTWISE:
         return dim if all(len(shape) == len(after) and shape[dim] == after[dim] for shape in shapes) else UNKNOWN
@@ -103,7 +107,7 @@ def _dim_after(eqn: Any, operand: Any, dim: int, shapes: Sequence[tuple]) -> int
 
 
 def _dim_kept(before: Sequence[int], after: Sequence[int], dim: int) -> int:
-    """Return the place of `dim` after a reshape that only adds or removes dims of length 1."""
+    """Return the index of `dim` after a reshape that only adds or removes dims of size 1, and otherwise `UNKNOWN`."""
     kept = [d for d, size in enumerate(before) if size != 1]
     now = [d for d, size in enumerate(after) if size != 1]
     alike = [before[d] for d in kept] == [after[d] for d in now]
@@ -112,7 +116,13 @@ def _dim_kept(before: Sequence[int], after: Sequence[int], dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How a dim is divided over devices: `length` elements over mesh axes, with `extent` elements per device."""
+    """How one dim of some values is divided over devices.
+
+    Attributes:
+        length: The logical size of the dim.
+        extent: The size of the dim on one device, with padding.
+        axes: The mesh axes that divide the dim.
+    """
 
     length: int
     extent: int
@@ -133,16 +143,16 @@ class Division:
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axes) * self.extent, self.extent, dim)
 
     def whole(self, part: jax.Array, dim: int) -> jax.Array:
-        """Gather an array from the parts of all devices."""
+        """Gather the parts of all devices into the whole array, without padding."""
         full = lax.all_gather(part, self.axes, axis=dim, tiled=True)
         return lax.slice_in_dim(full, 0, self.length, axis=dim)
 
 
 def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], division: Division) -> list:
-    """Evaluate a flat jaxpr on one device. Each result is the device's part, or is alike on all devices.
+    """Evaluate `closed`, a result of `flat`, on one device. Each result is a part, or alike on all devices.
 
-    `values` are parts, or arrays that all devices have in full. `given` has their divided dims. All equations must be
-    computable on parts (`dims_of`).
+    `values` are parts, or arrays that all devices have in full. `given` has the divided dim of each part, and None for
+    each full array. `dims_of` must have an entry for each variable. `division` describes the divided dim of all parts.
     """
     jaxpr, consts = compat.opened(closed)
     dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
@@ -153,7 +163,7 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
         env[var] = x if dim is None else division.fill(x, dim, 1)
 
     def beside(atom: Any, dim: int) -> Any:
-        """Return an operand of an elementwise equation that is divided in `dim`."""
+        """Return an operand of an elementwise equation on parts. If it is a full array, return the part along `dim`."""
         if compat.is_literal(atom):
             return atom.val
         if dims[atom] is not None or not atom.aval.shape or atom.aval.shape[dim] == 1:
@@ -161,7 +171,7 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
         eqn = made.get(atom)
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":
             return division.part(env[atom], dim)
-        # A broadcast is made in the shape of the part, because the whole broadcast is as large as the parameter.
+        # The broadcast is made again in the shape of the part. The full result would be as large as the parameter.
         (x, *_), to = (
             [a.val if compat.is_literal(a) else env[a] for a in eqn.invars],
             eqn.params["broadcast_dimensions"],
@@ -184,7 +194,10 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
 
 
 def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Division) -> jax.Array:
-    """Return the part of the result of a reduction, or of an equation that only moves elements."""
+    """Return the result of `eqn`, a reduction or an equation that only moves elements, given the part `x`.
+
+    `dim` is the divided dim of `x`, and `after` that of the result, or None if the result is alike on all devices.
+    """
     name, params = eqn.primitive.name, eqn.params
     if name in _COMBINE:
         if after is not None:
@@ -207,7 +220,7 @@ def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Divisi
 
 
 def _local(eqn: Any) -> Any:
-    """Return an equation as if it had been traced on one device, without a sharding of its result."""
+    """Return `eqn` without the sharding of its result, as if it had been traced on the current mesh."""
     params = {name: None if name in ("sharding", "out_sharding") else x for name, x in eqn.params.items()}
     return compat.in_force(eqn.replace(params=params))
 
@@ -217,7 +230,7 @@ def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
 
 
 def _identity(name: str, dtype: Any) -> Any:
-    """Return the value that does not change a reduction."""
+    """Return the identity of a reduction, for example 0 for a sum."""
     if name == "reduce_sum":
         return 0
     if jnp.issubdtype(dtype, jnp.floating):

@@ -1,7 +1,8 @@
 """The planner turns the jaxpr of a loss into a `Program`. `engine` and `_nested` call `planned`.
 
 1. Inline the calls that parameters are passed to, and turn loops over a stack of layers into scans (`layer_stacks`).
-2. Drop dead equations, and merge equations that compute the same value (`merged`).
+2. Drop dead equations, move the computation of quantised weights to the start (`narrow`), and merge equations that
+   compute the same value (`merged`).
 3. Apply to each equation the first rule that matches (`rules`). The rules draft the segments.
 4. Complete the drafts: add the equations that a segment repeats, and find its inputs and results (`assembly`).
 5. If repeated matrix products cost too much, choose products to compute once (`held`), and do steps 3 and 4 again.
@@ -45,8 +46,7 @@ def planned(
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
     dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
-    the first arguments are equal on all devices. If it is None, no parameter is reduced and no weight is quantised on
-    shards.
+    the first arguments are alike on all devices. If it is None, parameters are neither reduced nor quantised on shards.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
@@ -108,7 +108,7 @@ def plan(
 ) -> Program:
     """Divide an inlined jaxpr without constants into segments. `leaves` has a layout or None for each argument.
 
-    `alike` has the arguments that are equal on all devices. If it is None, parameters are not reduced on their shards.
+    `alike` has the arguments that are alike on all devices. If it is None, parameters are not reduced on their shards.
     """
     nest = functools.partial(_nested, rows=rows, follower=follower)
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}

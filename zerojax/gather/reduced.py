@@ -1,14 +1,14 @@
-"""Reduce parameters on their shards: penalties, norms and statistics, without a gather.
+"""Compute penalties, norms and statistics of parameters on shards. The rule "reduction" makes these segments.
 
-Each device evaluates the equations of the segment on its parts (`on_shards.Part`), and one small collective combines
-the results. The cotangents of the results are equally small, and the gradients of the shards follow from them element
-by element. So the backward pass needs no gather and no reduce-scatter either.
+Each device evaluates the equations of the segment on its parts (`on_shards.Part`). This gives one term per result, and
+one small collective combines the terms of all devices. The cotangents of the results are as small as the results, and
+each device computes its shard of the gradient from them. So the backward pass needs no gather and no reduce-scatter.
 
-A cotangent counts once. In global view, it belongs to the one loss of all devices. In device view, every device has a
-loss and a cotangent, and the sum over the devices is the cotangent of the result.
+In global view, there is one loss, and the cotangent of a result is complete. In device view, each device has a loss and
+a cotangent, so the backward pass first sums the cotangents over the devices.
 
-Padding must not count. It is replaced by ones where values enter the segment, so that the cotangents of the padding are
-zeros, and by the identity of the reduction where values are reduced.
+Padding must not change a result. Where values enter the segment, their padding is replaced by ones, so that a quotient
+or a logarithm of it is finite. Where values are reduced, the padding is replaced by the identity of the reduction.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from zerojax.gather.vjp import differentiable
 from zerojax.layout.padded import pad
 from zerojax.offload.host import to_device
 
-# How devices combine their results of reductions that are no sums.
+# How devices combine their terms of maxima and minima. The terms of all other reductions are summed.
 _COMBINE: Mapping[str | None, Callable] = MappingProxyType({"reduce_max": lax.pmax, "reduce_min": lax.pmin})
 
 
@@ -43,7 +43,7 @@ class ReducedResiduals:
     Attributes:
         others: The segment's other inputs.
         operands: Values that the slices of the parameters read.
-        results: The results, which say where the maxima are.
+        results: The results. The backward pass compares elements with them, to find maxima and minima.
         moving: Indices of the sources whose cotangents are wanted.
     """
 
@@ -65,7 +65,7 @@ class ReducedSegment(Segment):
 
     @classmethod
     def of(cls, jaxpr: Any, params: tuple, others: tuple, results: tuple) -> "ReducedSegment":
-        """Make a segment from the arguments of the other segments."""
+        """Make a segment from the arguments that `Draft.make` takes."""
         return cls(jaxpr, (), others, results, params)
 
     @property
@@ -75,7 +75,7 @@ class ReducedSegment(Segment):
 
     @functools.cached_property
     def parts(self) -> dict:
-        """Return the part that each device holds of a variable. Other variables are alike on all devices."""
+        """Return, for each variable that is not alike on all devices, the part that each device holds."""
         parts = dict(zip(self.jaxpr.invars, map(Part.of, self.shards), strict=False))
         for eqn in self.jaxpr.eqns:
             of = [None if compat.is_literal(a) else parts.get(a) for a in eqn.invars]
@@ -85,7 +85,7 @@ class ReducedSegment(Segment):
 
     @functools.cached_property
     def divided(self) -> dict:
-        """Return, for each other input that is as large as a parameter, the part of it that a device needs."""
+        """Return, for each of the other inputs that is as large as a parameter, the part that each device needs."""
         uses, _ = jaxprs.uses_of(self.jaxpr)
         found = {}
         for var in self.jaxpr.invars[len(self.shards) :]:
@@ -95,7 +95,7 @@ class ReducedSegment(Segment):
         return found
 
     def _part_beside(self, eqn: Any) -> Part | None:
-        """Return the largest part of an equation's operands, or None if none of them is a part."""
+        """Return the largest part among an equation's operands, or None if no operand is a part."""
         parts = [self.parts[a] for a in jaxprs.variables_in(eqn.invars) if a in self.parts]
         return largest(parts) if parts else None
 
@@ -166,12 +166,12 @@ class ReducedSegment(Segment):
         return [to_device(param.sliced(env)).astype(param.wide) for param in self.shards]
 
     def _entered(self, comm: Collectives, others: Sequence) -> list[jax.Array]:
-        """Return the other inputs. Of an input as large as a parameter, each device takes its part."""
+        """Return the other inputs. Each input in `divided` is replaced by the device's part."""
         pairs = zip(self.jaxpr.invars[len(self.shards) :], others, strict=True)
         return [comm.divided(x, of.dim, of.extent, of.axes) if (of := self.divided.get(v)) else x for v, x in pairs]
 
     def _reduce(self, *values: jax.Array) -> list[jax.Array]:
-        """Return the results, on one device."""
+        """Return the results, given the device's `values` of the jaxpr's arguments."""
         terms, _ = Evaluation(self).run(values)
         results: dict[int, jax.Array] = {}
         with jax.named_scope(self._label):
@@ -187,22 +187,22 @@ class ReducedSegment(Segment):
 
     @functools.cached_property
     def _reductions(self) -> list:
-        """Return the equation of each result."""
+        """Return the reduction that computes each result."""
         made = {var: eqn for eqn in self.jaxpr.eqns for var in eqn.outvars}
         return [made[var] for var in self.jaxpr.outvars]
 
     def _combined_by(self, eqn: Any) -> str | None:
-        """Return the reduction by which devices combine their results if it is no sum, and otherwise None."""
+        """Return the key in `_COMBINE` of the collective for the terms of `eqn`, or None if the terms are summed."""
         name = eqn.primitive.name
         return name if name in _COMBINE and eqn.outvars[0] not in self.parts else None
 
     def _delivered(self, var: Any, total: jax.Array) -> jax.Array:
-        """Return a result in its logical shape, without the padding of a divided dim."""
+        """Return the result `var`, given the sum or extremum `total` of its terms, without padding."""
         part = self.parts.get(var)
         return total if part is None else lax.slice(total, [0] * total.ndim, part.shape)
 
     def _undelivered(self, var: Any, cotangent: jax.Array) -> jax.Array:
-        """Return the cotangent of a term, given that of the result. Of a divided result, the term has padding."""
+        """Return the cotangent of a term of the result `var`. If the result is divided, its terms have padding."""
         part = self.parts.get(var)
         if part is None:
             return cotangent
@@ -244,10 +244,10 @@ class ReducedSegment(Segment):
 
 
 class Evaluation:
-    """The evaluation of a segment's equations on one device's parts.
+    """Evaluates a segment's equations on one device's parts.
 
-    `results` are the results of the forward pass, in a backward pass. The terms are then linear where JAX's derivative
-    of a maximum is: the elements that equal the maximum share its cotangent.
+    In a backward pass, `results` are the results of the forward pass. The term of a maximum or minimum is then the sum
+    of the elements that equal it, so that these elements share its cotangent, as in JAX.
     """
 
     def __init__(self, segment: ReducedSegment, results: Sequence | None = None):
@@ -260,7 +260,7 @@ class Evaluation:
         self.counts: dict = {}
 
     def run(self, values: Sequence) -> tuple[list, dict[int, jax.Array]]:
-        """Return one term for each result, which devices combine, and the number of elements that equal a maximum."""
+        """Return this device's term of each result and, by the index of a maximum, how many elements equal it."""
         parts = {**self.parts, **self.segment.divided}
         for var, x in zip(self.segment.jaxpr.invars, values, strict=True):
             self.env[var] = _where_inside(x, parts[var], 1) if var in parts else x
@@ -275,7 +275,7 @@ class Evaluation:
         params = {name: None if name in ("out_sharding", "sharding") else x for name, x in eqn.params.items()}
         part = self.segment._part_beside(eqn)
         if part is None and eqn.primitive.name == "broadcast_in_dim":
-            self.broadcasts[out] = eqn  # It is made in the shape that its reader needs.
+            self.broadcasts[out] = eqn  # Its readers make the broadcast in the shape that they need.
         elif part is None:
             self.env[out] = eqn.primitive.bind(*map(self._full, eqn.invars), **params)
         else:
@@ -286,7 +286,7 @@ class Evaluation:
                 self.terms[out] = self._reduced(eqn, values, part, params)
 
     def _full(self, atom: Any) -> jax.Array:
-        """Return a value that is alike on all devices."""
+        """Return the value of `atom`, which is alike on all devices."""
         if compat.is_literal(atom):
             return jnp.asarray(atom.val, atom.aval.dtype)
         if atom in self.broadcasts:
@@ -296,7 +296,7 @@ class Evaluation:
         return self.env[atom]
 
     def _beside(self, atom: Any, part: Part) -> jax.Array:
-        """Return an operand as an array that fits the local arrays of `part`."""
+        """Return an operand of an equation whose largest operand is `part`, in a shape that fits the local arrays."""
         if not compat.is_literal(atom) and (atom in self.parts or atom in self.segment.divided):
             return self.env[atom]
         if compat.is_literal(atom) or atom not in self.broadcasts:
@@ -331,7 +331,7 @@ class Evaluation:
 
 
 def _by_part(eqn: Any, values: Sequence, part: Part, params: Mapping) -> jax.Array:
-    """Evaluate an equation whose result is divided, too."""
+    """Evaluate an equation on parts whose result has the part `part`."""
     name = eqn.primitive.name
     if name == "broadcast_in_dim":
         return lax.broadcast_in_dim(values[0], part.local_shape, eqn.params["broadcast_dimensions"])
@@ -352,7 +352,7 @@ def _where_inside(x: jax.Array, part: Part, fill: Any) -> jax.Array:
 
 
 def _placed(x: jax.Array, part: Part) -> jax.Array:
-    """Return zeros of the whole value, with padding, in which only this device's part is filled."""
+    """Return an array of the whole value with padding. It has this device's part `x`, and zeros everywhere else."""
     assert part.dim is not None
     shape = (*part.shape[: part.dim], part.extent * part.shards, *part.shape[part.dim + 1 :])
     start = lax.axis_index(part.axes) * part.extent
@@ -367,14 +367,14 @@ def _equal(x: jax.Array, extremum: jax.Array, dims: Sequence[int]) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
 def _extrema(arrays: Sequence[jax.Array], name: str, dims: tuple, axes: tuple[str, ...]) -> list[jax.Array]:
-    """Return the maxima or minima over `dims` and all devices. `lax.pmax` has no derivative of its own."""
+    """Return the maximum or minimum of each array over its `dims` and all devices. `lax.pmax` has no derivative."""
     reduce = jnp.max if name == "reduce_max" else jnp.min
     return _together(_COMBINE[name], [reduce(x, d) for x, d in zip(arrays, dims, strict=True)], axes)
 
 
 @_extrema.defjvp
 def _tangents_of_extrema(name: str, dims: tuple, axes: tuple, primals: tuple, tangents: tuple) -> tuple[list, list]:
-    """Return the extrema and their tangents. Equal elements share a tangent, as in JAX."""
+    """Return the extrema and their tangents. Elements that equal an extremum share its tangent equally, as in JAX."""
     (arrays,), (moving,) = primals, tangents
     found = _extrema(arrays, name, dims, axes)
     is_equal = [_equal(*triple) for triple in zip(arrays, found, dims, strict=True)]

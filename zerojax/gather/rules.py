@@ -54,11 +54,13 @@ class Decisions:
         held: Variables of values to compute once and keep, although they are computed from parameters alone.
         params: Sharded parameters and slices of their shards, by variable.
         joined: The parameters of which the loss makes a stack, by the variable of the stack.
-        shardwise: The computations that shards make when a pass starts.
+        shardwise: The computations of quantised weights, which run on shards at the start of each pass.
         repeated: The equations that segments repeat, by their result variables.
         drafts: The segments so far.
         rules: The equations so far, each with the name of its rule.
         between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
+        analysis: Finds the equations before a reduction on shards.
+        clusters: Finds the blocks that gather a parameter already.
     """
 
     def __init__(
@@ -66,8 +68,8 @@ class Decisions:
     ):
         """Analyse an inlined function once, before any decision.
 
-        `nest` is a function that plans a loop's body. `alike` has the arguments that are equal on all
-        devices. If it is None, parameters are not reduced on their shards.
+        `nest` is a function that plans a loop's body. `alike` has the arguments that are alike on all devices. If it is
+        None, parameters are not reduced on their shards.
         """
         self.params = dict(params)
         self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
@@ -79,7 +81,7 @@ class Decisions:
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
-        # Variables that have the same value on all devices. The first are arguments, or have no operands (iota).
+        # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
         self._uniform: set = set(alike or ())
         self._reduces = alike is not None
         self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
@@ -134,7 +136,7 @@ class Decisions:
         return Shardwise.of(site.eqn, layouts) if site.eqn.primitive is shardwise_p else None
 
     def compute_first(self, site: Site, computation: Shardwise) -> None:
-        """Let shards compute the value when the pass starts, and later segments gather it."""
+        """Let shards compute the value at the start of each pass, and let later segments gather it."""
         self.shardwise.append(computation)
         self.params[site.eqn.outvars[0]] = computation.param
 
@@ -153,15 +155,15 @@ class Decisions:
         self.drafts.append(Draft(HeldSegment, [site.eqn]))
 
     def reducible(self, site: Site) -> Chain | None:
-        """Return the chain of an equation that devices can compute on their shards, for a reduction."""
+        """Return what a segment needs to compute an equation on shards, if the equation is part of a reduction."""
         chain = chain_of(self.analysis, site.eqn) if self._reduces else None
-        # The statistics of a weight that only change this weight are computed where the weight is gathered anyway.
+        # Statistics that only change a weight (a norm) are computed where the weight is gathered anyway.
         if chain is None or all(self._only_scales(end, site) for end in self.analysis.ends(site.eqn)):
             return None
         return chain
 
     def reduce_on_shards(self, site: Site, chain: Chain) -> None:
-        """Reduce the shards, together with other reductions that do not wait for later segments."""
+        """Add a reduction to the first segment of reductions that runs after all values that the reduction reads."""
         if chain.is_link:
             self.repeat(site, None)
             return
@@ -194,7 +196,7 @@ class Decisions:
         return is_plain(site.eqn) and all(self._is_of_params(var, size) for var in site.reads)
 
     def _only_scales(self, eqn: Any, site: Site) -> bool:
-        """Return whether the result of `eqn`, which is at `site` or later, only scales weights, as a norm does."""
+        """Return whether the result of `eqn`, which is at `site` or later, only scales weights; see `only_scales`."""
         size = max((var.aval.size for var in site.touched), default=0)
         following = self._jaxpr.eqns[site.index + 1 :]
         return only_scales(following, eqn, lambda var: self._is_of_params(var, size), self._final)
@@ -246,19 +248,19 @@ class Decisions:
         self.drafts.append(Draft(ScanSegment, [eqn], reads={v: Gathered(v, len(self.drafts) - 1) for v in early}))
 
     def of_cluster(self, site: Site) -> Joined | None:
-        """Return the block that computed the operands of an equation from one parameter alone."""
+        """Return the block of the cluster that an equation continues. The equation may also read alike values."""
         if site.touched or self.clusters.roots.keys().isdisjoint(site.reads):
             return None
         return self.clusters.joined(site.eqn)
 
     def of_one_param(self, site: Site) -> Joined | None:
-        """Return the block that gathers the parameter of which an equation computes a small value."""
+        """Return the block that gathers the only parameter of an equation, if the result is at most half as large."""
         size = 2 * sum(var.aval.size for var in site.eqn.outvars)
         found = self.clusters.joined(site.eqn)
         return found if found and size <= found.root.aval.size else None
 
     def join_block(self, site: Site, block: Joined) -> None:
-        """Compute the equation in the block that gathers its parameter."""
+        """Add the equation to the block that gathers its parameter."""
         draft = self.drafts[block.place]
         draft.eqns.append(site.eqn)
         draft.again += [eqn for eqn in block.again if id(eqn) not in map(id, draft.again)]

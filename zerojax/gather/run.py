@@ -89,7 +89,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
 
 
 def _env(program: Program, args: Sequence, options: Options) -> dict:
-    """Return the values with which a pass begins: the arguments, and arrays that are computed from shards."""
+    """Return the values with which a pass begins: the arguments, quantised weights, and stacks of shards."""
     env = dict(zip(program.invars, args, strict=True))
     for computation in program.shardwise:
         env.update(zip(computation.eqn.outvars, computation.compute(options.comm, env), strict=True))

@@ -90,7 +90,7 @@ class Uses:
     Attributes:
         params: For each use, in the order of the pass, the parameters that must be gathered when the use starts.
         computes: For each use, whether it has work that hides communication (`Segment.computes`).
-        arguments: The program's arguments.
+        arguments: The program's arguments, and the scales of quantised weights (`Program.given`).
         rows: For each variable of the program, which dims hold the rows of the batch.
     """
 

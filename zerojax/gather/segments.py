@@ -6,6 +6,7 @@ plain    `PlainSegment`: consecutive equations that use no sharded parameter
 block    `BlockSegment`: one use of parameters (an equation, a user's remat, or a call of `zerojax.block`)
 held     `HeldSegment`: a block that computes a value from parameters alone, which later segments read
 scan     `ScanSegment` (`scan`): a loop over stacked layers; each iteration works like a block
+reduced  `ReducedSegment` (`reduced`): reductions of parameters, which are computed on shards and gather nothing
 nested   `NestedSegment` (`nested`): a loop that runs another program in each iteration
 
 Each segment is differentiated by itself (`vjp`). If JAX differentiated the loss as a whole, gathered parameters would
@@ -50,9 +51,8 @@ class Gathered:
     """The key of a value that one segment gathers for later segments.
 
     A variable of a sharded parameter names the shard, so the gathered value needs another name. `var` is the variable
-    of the parameter, or of a value that is computed from parameters alone. `segment` is the number of the `Draft` that
-    gathers it, and only tells several gathers of one variable apart. It is not an index of `Program.segments`, because
-    drafts without equations are dropped.
+    of a parameter or of a value computed from parameters alone. `segment` is the number of the `Draft` that gathers it,
+    and tells several gathers of one variable apart. (Some drafts are dropped, so it is no index of `Program.segments`.)
     """
 
     var: Any
@@ -150,7 +150,7 @@ class Segment(abc.ABC):
         return self._dependent(moving, live)
 
     def live_sources(self, results: Collection) -> list:
-        """Return the sources to which cotangents of these results may flow."""
+        """Return the sources to which cotangents may flow from any of these results."""
         wanted = {v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results}
         for eqn in reversed(self.jaxpr.eqns):
             # The equation may write to any ref among its operands.
@@ -196,10 +196,10 @@ class Segment(abc.ABC):
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
 
     def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
-        """Return the indices of the others whose cotangents may be partial sums.
+        """Return the indices of the others whose cotangents stay partial sums: arguments, and values that hold no rows.
 
-        They are arguments, and values that hold no rows, such as the norm of a weight. If the compiler summed such a
-        cotangent, it would also sum the gradient of the weight, and then divide the arithmetic on that gradient.
+        A value without rows may be the norm of a weight. If the compiler summed its cotangent, it would also all-reduce
+        the gradient of the weight, and then divide the arithmetic on this gradient over the devices.
         """
         states = zip(self.others, gathers.rows_of(self.others), strict=True)
         return [
@@ -335,7 +335,7 @@ class Program:
         segments: The segments, in the order in which they run.
         outs: The results: variables, `Gathered` values, or literals.
         joined: The parameters of which the loss makes a stack (`jnp.stack`), by the variable of the stack.
-        shardwise: The computations of narrow or straight-through weights, which shards make when a pass starts.
+        shardwise: The computations of quantised weights, which run on shards at the start of each pass.
         held: Variables of the values that `HeldSegment`s compute.
         rows: For each variable, which dims hold the rows of the batch. Empty in device view, which needs no rows.
         decisions: Each equation, with the name of the rule that took it (`rules.RULES`).
@@ -367,12 +367,12 @@ class Program:
 
     @property
     def given(self) -> list:
-        """Return the variables of the arguments, and of the scales that shards compute when a pass starts."""
+        """Return the variables of the arguments, and of the scales that are computed at the start of each pass."""
         return [*self.invars, *(v for computation in self.shardwise for v in computation.scales)]
 
 
 def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
-    """Return the types of the cotangents that differ from the gathered types, by the index of the parameter."""
+    """Return the type of a parameter's cotangent, by its index in `params`, where it is not the gathered type."""
     dtypes = (param.cotangent_dtype for param in params)
     return {i: dtype for i, dtype in enumerate(dtypes) if dtype is not None}
 

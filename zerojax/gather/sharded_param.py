@@ -35,8 +35,8 @@ class ShardedParam:
         wide: The type that the jaxpr expects of the gathered value.
         slices: Equations to apply to the shard, in order.
         layer: The index of the layer, if this is a layer of a scan's stack.
-        computed: Whether shards compute this value from other parameters (`shardwise`). If it is gathered in a narrower
-            type, no precision is lost, and its cotangent keeps the wide type.
+        computed: Whether this is a result of a `shardwise` equation instead of a parameter. If it is gathered in a
+            narrower type, it loses no precision, and its cotangent keeps the wide type.
         order: The order of dims in which the use computes the gradient (`grad_dims`). `()` is the parameter's order.
     """
 
@@ -51,7 +51,7 @@ class ShardedParam:
 
     @property
     def cotangent_dtype(self) -> np.dtype | None:
-        """Return the type of the cotangent if it is not the type in which the parameter is gathered, or None."""
+        """Return the type of the cotangent if it differs from the type in which the value is gathered, or None."""
         return self.wide if self.computed and self.is_cast else None
 
     @property

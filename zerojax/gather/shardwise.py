@@ -1,15 +1,17 @@
-"""Compute values of parameters on shards at the start of a pass, and gather them instead of the parameters.
+"""Compute quantised weights on shards at the start of each pass, and gather them instead of the parameters.
 
-`narrow` finds the values (an int8 or float8 copy of a weight, a straight-through estimate), and writes two primitives:
+`narrow` finds the quantised weights of a loss, and adds equations of two primitives:
 
-shardwise   computes the value from parameters and from values that are alike on all devices. Each device computes its
-            part. The result counts as a sharded parameter (`Shardwise`), so each use gathers it.
+shardwise   computes a narrow value (such as an int8 copy of a weight) or a straight-through weight from parameters and
+            from values that are alike on all devices. Each device computes its part. The first result counts as a
+            sharded parameter (`Shardwise`), which each use gathers.
 widen       computes the wide weight from the gathered narrow value, where the weight is used.
 
 A narrow value `q` has no useful cotangent: integers have none, and JAX rounds the cotangent of a float8 to float8. So a
-`shardwise` equation returns `z`, which equals `q` in the type of the wide weight `y`. The use casts `z` to the type of
-`q` first, so `q` travels. In the backward pass `widen` passes the cotangent of `y` on to `z` unchanged. At the end of
-the pass, the derivative of the whole computation of `y` is evaluated on the shard of this cotangent (`Shardwise.pull`).
+`shardwise` equation returns `z`, which equals `q`, but has the type of the wide weight `y`. The shard of `z` is cast to
+the type of `q` before each gather, so the gather moves `q`. In the backward pass, `widen` gives the cotangent of `y` to
+`z` unchanged, and this cotangent is reduced like a gradient. At the end of the pass, the derivative of the whole
+computation of `y` is evaluated on the shards of the reduced cotangent (`Shardwise.pull`).
 """
 
 import dataclasses
@@ -39,11 +41,11 @@ class Computation:
     """The two functions of a `shardwise` equation, as closed jaxprs of the same arguments.
 
     Attributes:
-        head: Returns `(z, *scales)`. The scales are the other values that `widen` reads: they depend on parameters, but
-            all devices have them in full.
-        full: Returns the wide value `y`.
-        fixed: The indices of the arguments that are constants. A function with a custom derivative may close over a
-            constant, and then JAX refuses to differentiate for it.
+        head: Returns `(z, *scales)`. The scales are the small values of parameters that `widen` also reads. All devices
+            have them in full.
+        full: Returns the wide weight `y`.
+        fixed: The indices of the arguments that are constants, which get no cotangent. If a function with a custom
+            derivative closes over a constant, JAX cannot differentiate with respect to the constant.
     """
 
     head: Any
@@ -66,13 +68,13 @@ def _bare(aval: Any) -> Any:
 
 
 def widened(eqn: Any, narrow: jax.Array, others: Sequence) -> jax.Array:
-    """Evaluate a `widen` equation on the gathered narrow value."""
+    """Evaluate a `widen` equation on the gathered narrow value and on its `others`: scales and alike operands."""
     return call(eqn.params["tail"], narrow, *others)[0]
 
 
 @jax.custom_vjp
 def with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
-    """Return `value`. In the backward pass, the cotangent goes to `carrier`, and `value` gets none."""
+    """Return `value`. In the backward pass, `carrier` gets the cotangent, and `value` gets none."""
     return value
 
 
@@ -81,12 +83,12 @@ with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotange
 
 @dataclasses.dataclass(frozen=True)
 class Shardwise:
-    """A `shardwise` equation whose operands are arguments of a program.
+    """A `shardwise` equation, whose operands are arguments of a program.
 
     Attributes:
         eqn: The equation.
         leaves: For each operand, its layout if it is a sharded parameter, or None.
-        leaf: The layout of the first result.
+        leaf: The layout of the first result, `z`.
     """
 
     eqn: Any
@@ -95,9 +97,11 @@ class Shardwise:
 
     @classmethod
     def of(cls, eqn: Any, layouts: Mapping[Any, Leaf]) -> "Shardwise | None":
-        """Return the equation with the layout of its result, or None if devices cannot compute it on their shards.
+        """Return `eqn` with the layout of its first result, or None if devices cannot compute it on their shards.
 
-        `layouts` has the layouts of the program's sharded parameters.
+        Devices can do so if all parameters are on the device, divide dims of the same size over the same axes, and
+        have gradients that are not sharded further, and if the derivative can be computed on parts, too. `layouts` has
+        the layouts of the program's sharded parameters.
         """
         leaves = tuple(layouts.get(v) for v in eqn.invars)
         first = next(leaf for leaf in leaves if leaf is not None)
@@ -116,12 +120,12 @@ class Shardwise:
 
     @property
     def param(self) -> ShardedParam:
-        """Return the first result as a sharded parameter."""
+        """Return the first result, `z`, as a sharded parameter."""
         return ShardedParam(self.eqn.outvars[0], self.leaf, self.leaf, self.leaf.dtype, computed=True)
 
     @property
     def scales(self) -> Sequence:
-        """Return the variables of the other results."""
+        """Return the variables of the other results; see `Computation`."""
         return self.eqn.outvars[1:]
 
     @functools.cached_property
@@ -138,13 +142,16 @@ class Shardwise:
 
     @functools.cached_property
     def _moving(self) -> list[int]:
-        """Return the indices of the operands that have cotangents."""
+        """Return the indices of the operands that get cotangents."""
         fixed = self.eqn.params["of"].fixed
         return [i for i, v in enumerate(self.eqn.invars) if i not in fixed and jaxprs.differentiable(v.aval.dtype)]
 
     @functools.cached_property
     def _derivative(self) -> Any:
-        """Return the flat jaxpr `(*operands, cotangent) -> cotangents of the moving operands`."""
+        """Return the derivative of `full`, as the flat jaxpr of a function of `(*operands, cotangent)`.
+
+        The cotangent is that of the weight. The results are the cotangents of the operands `_moving`.
+        """
         full, moving = self.eqn.params["of"].full, self._moving
 
         def pull(*args):
@@ -171,7 +178,7 @@ class Shardwise:
         return Division(self.leaf.shape[self.leaf.dim], self.leaf.local_shape[self.leaf.dim], self.leaf.axes)
 
     def compute(self, comm: Collectives, env: Mapping) -> list[jax.Array]:
-        """Return the results, given the values of the program's arguments. The first is divided like a parameter."""
+        """Return `(z, *scales)`, given the program's arguments in `env`. `z` is divided like a parameter."""
         dims, dim = self._out_dims, self.leaf.dim
         assert dim is not None
 
@@ -185,10 +192,11 @@ class Shardwise:
         return comm.per_shard(local, values, self._dims, [dim, *[None] * len(self.scales)], self.leaf.axes)
 
     def pull(self, comm: Collectives, env: Mapping, cotangent: jax.Array) -> dict[Any, jax.Array]:
-        """Return the cotangents of the operands, given the reduced cotangent of the first result.
+        """Return the cotangent of each operand, given the reduced cotangent of `z`.
 
-        In device view, the sum of an operand's cotangents over all devices is its derivative. If the cotangent has one
-        partial sum per group of devices, on one more dim in front, the results have this dim, too.
+        A parameter's cotangent is divided like the parameter. In device view, any other operand's cotangents are
+        partial sums, whose sum over all devices is the derivative. If `cotangent` has one more dim in front, with one
+        partial sum per group of devices, the cotangents of parameters have this dim, too.
         """
         if cotangent.ndim > len(self.leaf.shape):
             pulled = jax.vmap(lambda part: self._pulled(comm, env, part), spmd_axis_name=comm.across(self.leaf))
@@ -200,7 +208,11 @@ class Shardwise:
         return dict(zip((v for v, _, _ in self._results()), self._pulled(comm, env, cotangent), strict=True))
 
     def _results(self) -> list[tuple[Any, Leaf | None, bool]]:
-        """Return, for each result of the derivative, `(operand, its layout, whether it depends on the cotangent)`."""
+        """Return, for each result of `_derivative`, `(operand, layout of the operand, whether the result is linear)`.
+
+        A linear result depends on the cotangent. The other results are new values of overwritten parameters (the scales
+        of Flax's FP8 layers), or zeros.
+        """
         jaxpr, _ = compat.opened(self._derivative)
         moved = jaxprs.dependent_on([jaxpr.invars[-1]], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ())
         pairs = zip(self._moving, jaxpr.outvars, strict=True)
@@ -214,7 +226,7 @@ class Shardwise:
                 if leaf is not None and leaf.dim is not None:
                     x = self._division.fill(x, leaf.dim, 0)
                 elif linear and comm.follower is None:
-                    # All devices have the whole sum, and their sum is taken later.
+                    # Each device computes the whole derivative, and the devices' results are summed later.
                     x = x / (self.leaf.shards * (1 if comm.defers else comm.losses // self.leaf.shards))
                 found[k] = x
             return found
@@ -225,7 +237,10 @@ class Shardwise:
 
 
 def _result_dims(closed: Any, given: Sequence[int | None]) -> list[int | None]:
-    """Return the divided dim of each result of a flat jaxpr, or None, or -1 if it cannot be computed on parts."""
+    """Return, for each result of a flat jaxpr, its divided dim, None if it is alike, or -1 (`parts.UNKNOWN`).
+
+    `given` has the divided dim of each argument, or None.
+    """
     jaxpr, _ = compat.opened(closed)
     dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
     return [None if compat.is_literal(a) else dims.get(a, -1) for a in jaxpr.outvars]

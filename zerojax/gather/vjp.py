@@ -214,7 +214,8 @@ def traced_passes(
         active: For each other argument, whether its cotangent is wanted.
         wanted: Indices of the results to differentiate. If None, all results that have cotangents.
         rows: Which dims hold the rows of the batch.
-        carried: The types of the cotangents of parameters that are gathered in a type that has no useful cotangents.
+        carried: For a parameter whose gathered type has no useful cotangents (int8, float8), by its index, the type of
+            its cotangent. Zeros of this type are differentiated instead (`Narrow.carrier`).
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
