@@ -121,6 +121,18 @@ def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Seq
     return jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*values)
 
 
+def identity_of(name: str, dtype: Any) -> Any:
+    """Return the identity of the reduction `reduce_sum`, `reduce_max` or `reduce_min`, in the elements' type."""
+    if name == "reduce_sum":
+        return 0
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        limits = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    else:  # some types of 8 bits have no infinity
+        is_finite = not np.isinf(np.array(np.inf).astype(dtype).astype(np.float32))
+        limits = (jnp.finfo(dtype).min, jnp.finfo(dtype).max) if is_finite else (-np.inf, np.inf)
+    return limits[0] if name == "reduce_max" else limits[1]
+
+
 def variables_in(atoms: Iterable) -> list:
     """Return the elements of `atoms` that are variables and not literals."""
     return [atom for atom in atoms if not compat.is_literal(atom)]
@@ -153,6 +165,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in compat.inner_jaxprs(eqn):
             yield from equations(inner)
+
+
+def has_effects(jaxpr: Any) -> bool:
+    """Return whether an equation in a jaxpr, or in a jaxpr inside it, has an effect or uses a ref."""
+    uses_ref = lambda eqn: any(map(compat.is_ref, [*eqn.invars, *eqn.outvars]))
+    return any(eqn.effects or uses_ref(eqn) for eqn in equations(jaxpr))
 
 
 def signature(jaxpr: Any, *, functions: bool = True) -> Any:

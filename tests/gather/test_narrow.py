@@ -135,6 +135,60 @@ def test_gradients_equal_one_devices(name, style, view, where):
     assert_same_gradient(loss_of(QUANTISERS[name], style, where), parameters(style, PADDED), view)
 
 
+def in_a_loop_of_microbatches(w, x):
+    rows = x.reshape(8, -1, WIDTH)
+    return lax.scan(lambda s, x: (s + jnp.mean((x @ QUANTISERS["scale"](w["up"])) ** 2), None), 0.0, rows)[0]
+
+
+def shared_by_all_iterations(w, x):
+    square = QUANTISERS["scale"](w["up"])[:, :WIDTH]
+    return jnp.mean(lax.scan(lambda h, _: (jnp.tanh(h @ square), None), x, None, length=4)[0] ** 2)
+
+
+def quantised_in_all_iterations(w, x):
+    step = lambda h, _: (jnp.tanh(h @ QUANTISERS["scale"](w["up"])[:, :WIDTH]), None)
+    return jnp.mean(lax.scan(step, x, None, length=4)[0] ** 2)
+
+
+def written_to_a_ref(w, x):
+    ref = jax.new_ref(jnp.zeros(()))
+    ref[...] = jnp.mean((x @ QUANTISERS["scale"](w["up"])) ** 2)
+    return ref[...]
+
+
+def penalised(w, x):
+    quantised = QUANTISERS["scale per column"](w["up"])
+    penalty = jnp.sum(w["up"] ** 2) + jnp.max(jnp.abs(w["down"])) + jnp.sum(quantised**2)
+    return jnp.mean(jnp.tanh(x @ quantised) ** 2) + 1e-2 * penalty
+
+
+@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "loss",
+    [in_a_loop_of_microbatches, shared_by_all_iterations, quantised_in_all_iterations, written_to_a_ref, penalised],
+    ids=lambda loss: loss.__name__,
+)
+def test_unusual_uses_of_a_quantised_weight(loss, view):
+    assert_same_gradient(loss, parameters("unrolled", PADDED)[0], view)
+
+
+def test_a_scale_of_a_small_divided_dim():
+    """The scale is alike on all devices, but as large as a shard."""
+    w, x = parameters("unrolled")[0]["up"][:2], X[:, :2]
+    loss = lambda w, x: jnp.mean((x @ QUANTISERS["scale per column"](w)) ** 2)
+    tx = transformation(mesh=mesh_of(2), persist_below=0)
+    grads = tx.unshard(jax.jit(tx.value_and_grad(loss))(tx.shard(w), x)[1])
+    np.testing.assert_allclose(grads, jax.grad(loss)(w, x), rtol=1e-5)
+
+
+def test_a_second_derivative_is_refused():
+    tx, w = transformation(), parameters("unrolled")[0]["up"]
+    loss = lambda w, x: jnp.mean((x @ QUANTISERS["scale"](w)) ** 2)
+    along = lambda w: jnp.vdot(tx.value_and_grad(loss)(w, X)[1], w)
+    with pytest.raises(TypeError, match="second derivative of a loss with a quantised weight"):
+        jax.grad(along)(tx.shard(w))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "style", "view", "where"), GRID)
 def test_a_quantised_weight_is_gathered_as_often_as_a_plain_one(name, style, view, where):

@@ -249,3 +249,19 @@ def test_a_second_derivative_is_that_of_one_device(view, order):
     found = jax.jit(on_shards)(stored(w, setup), stored(tangent, setup), x)
     expected = jax.jit(functools.partial(along, second_order))(w, tangent, x)
     np.testing.assert_allclose(found[:HIDDEN], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_value_of_a_parameter_and_of_a_constant_is_read_before_its_block():
+    """An equation that a block computes again must not read a result of the block itself."""
+    constant, w = (
+        jax.random.normal(jax.random.key(2), (16, WIDTH)),
+        jax.random.normal(jax.random.key(3), (WIDTH, WIDTH)),
+    )
+
+    def loss(w, x):
+        hidden = jnp.tanh(constant @ w)
+        return jnp.sum((x @ hidden.T) ** 2) + jnp.sum(jnp.tanh(hidden @ w))
+
+    tx = sharded("global")
+    grads = jax.jit(tx.value_and_grad(loss))(tx.shard(w), X)[1]
+    assert_gradient(tx.unshard(grads), jax.jit(jax.grad(loss))(w, X))

@@ -3,8 +3,8 @@
 A quantised weight is computed element by element from parameters and from values that are alike on all devices, such as
 a maximum of the weight. `hoisted` moves the computation out of remats, calls of `zerojax.block` and loops to the start
 of the loss, as a `shardwise` equation. Where the weight is used, a `widen` equation computes it from the narrow value
-(see `shardwise`). This is the value of the narrowest type from which the weight can be computed without the parameters.
-A straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value, so the weight itself is gathered.
+(see `shardwise`): the value of the narrowest type from which the weight can be computed without the parameters. A
+straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value, so the weight itself is gathered.
 """
 
 import dataclasses
@@ -31,6 +31,14 @@ class Request(NamedTuple):
     operands: tuple[int, ...]
     of: Computation
 
+    def bind(self, values: Sequence) -> list:
+        """Bind the `shardwise` primitive."""
+        return shardwise_p.bind(*(values[i] for i in self.operands), of=self.of)
+
+    def with_constants(self, first: int) -> "Request":
+        """Return a request whose operands from argument `first` on are constants."""
+        return self._replace(of=self.of.with_fixed(k for k, i in enumerate(self.operands) if i >= first))
+
 
 def hoisted(
     jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], block: str, constants: int
@@ -41,7 +49,8 @@ def hoisted(
     layout of a sharded parameter, or None, and `alike` says whether all devices have the same value. The last arguments
     are `constants` constants of the loss. `block` is the name of the calls that mark a layer.
     """
-    if not any(map(quantises, jaxprs.equations(jaxpr))):
+    # An effect, or a write to a ref, has no result that shows which equations need it.
+    if jaxprs.has_effects(jaxpr) or not any(map(quantises, jaxprs.equations(jaxpr))):
         return jaxpr, ()
     triples = zip(jaxpr.invars, leaves, alike, strict=True)
     given = {v: leaf and leaf.dim for v, leaf, on in triples if on or leaf is not None}
@@ -50,7 +59,7 @@ def hoisted(
         return jaxpr, ()
 
     def run(*args):
-        values = [x for r in requests for x in _bind(_with_constants(r, len(args) - constants), args)]
+        values = [x for r in requests for x in r.with_constants(len(args) - constants).bind(args)]
         return call(closed, *args, *values)
 
     new, consts = compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
@@ -66,16 +75,6 @@ def quantises(eqn: Any) -> bool:
     dtypes = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
     is_number = [jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes]
     return all(is_number) and dtypes[0].itemsize == 1 < dtypes[1].itemsize
-
-
-def _bind(request: Request, values: Sequence) -> list:
-    return shardwise_p.bind(*(values[i] for i in request.operands), of=request.of)
-
-
-def _with_constants(request: Request, first: int) -> Request:
-    """Return `request` with the operands that are argument `first` or later ones marked as constants."""
-    fixed = frozenset(k for k, i in enumerate(request.operands) if i >= first)
-    return request._replace(of=dataclasses.replace(request.of, fixed=fixed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +153,7 @@ class _Level:
         for request in requests:
             batched = [i >= rows for i in request.operands]
             request = _batched(request, batched, eqn) if any(batched) else request
-            found = _bind(request, values)
+            found = request.bind(values)
             extra += found
             stacked += [any(batched)] * len(found)
         run, read = _without_unread(closed)
@@ -359,6 +358,9 @@ def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequenc
     scales = [v for v in made if v in reads and v is not narrow and not any(v in e.outvars for e in eqns)]
     alike = [i for i, v in enumerate(jaxpr.invars) if v in reads and dims[v] is None]
     constvars = compat.constvars_of(jaxpr)
+    known = {narrow, *scales, *constvars, *(jaxpr.invars[i] for i in alike), *(v for eqn in eqns for v in eqn.outvars)}
+    if not reads <= known:
+        return None
     tail_part = compat.part_of(jaxpr, eqns, [*constvars, narrow, *scales, *(jaxpr.invars[i] for i in alike)], [end])
     dtype = narrow.aval.dtype
     travels = jnp.dtype(jnp.int8) if str(dtype) in ("int4", "int2") else dtype

@@ -20,7 +20,9 @@ from zerojax import compat, jaxprs
 
 # How devices combine their results of a reduction over the divided dim.
 _COMBINE = MappingProxyType({"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin})
-_DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
+_DEVICE_DEPENDENT = frozenset(
+    "all_to_all axis_index pallas_call ppermute psum_scatter reduce_scatter rng_uniform shard_map".split()
+)
 UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 
 
@@ -202,7 +204,7 @@ def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Divisi
     if name in _COMBINE:
         if after is not None:
             return compat.evaluate_one(_local(eqn), [x])[0]
-        x = division.fill(x, dim, _identity(name, x.dtype))
+        x = division.fill(x, dim, jaxprs.identity_of(name, x.dtype))
         return _COMBINE[name](compat.evaluate_one(_local(eqn), [x])[0], division.axes)
     if name == "pad":
         padding = (
@@ -227,13 +229,3 @@ def _local(eqn: Any) -> Any:
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _identity(name: str, dtype: Any) -> Any:
-    """Return the identity of a reduction, for example 0 for a sum."""
-    if name == "reduce_sum":
-        return 0
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf if name == "reduce_max" else jnp.inf
-    limits = jnp.iinfo(dtype)
-    return limits.min if name == "reduce_max" else limits.max

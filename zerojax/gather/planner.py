@@ -149,7 +149,8 @@ def _nested(
         return None
     operands = [None if compat.is_literal(a) else params.get(a) for a in eqn.invars]
     # A gradient that is sharded over more axes than its parameter would not have the shape of the body's argument.
-    if any(param and param.leaf.further > 1 for param in operands):
+    # The cotangent of a quantised weight has another type than the weight, which a nested program does not know.
+    if any(param and (param.leaf.further > 1 or param.computed) for param in operands):
         return None
     leaves = [param and dataclasses.replace(param.leaf, dtype=param.wide) for param in operands]
     states = [NOWHERE if compat.is_literal(a) else rows.get(a, NOWHERE) for a in eqn.invars]

@@ -319,11 +319,7 @@ class Evaluation:
             return eqn.primitive.bind(*(_where_inside(x, part, 0) for x in values), **params)
         (x,) = values
         if out not in self.maxima:
-            limits = jnp.iinfo(x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else None
-            worst = -jnp.inf if limits is None else limits.min
-            if name == "reduce_min":
-                worst = jnp.inf if limits is None else limits.max
-            return _where_inside(x, part, worst)  # `_extrema` reduces it.
+            return _where_inside(x, part, jaxprs.identity_of(name, x.dtype))  # `_extrema` reduces it.
         axes = eqn.params["axes"]
         equal = lax.stop_gradient(_where_inside(_equal(x, self.maxima[out], axes), part, 0))
         self.counts[out] = equal.sum(axes)

@@ -32,7 +32,9 @@ from zerojax.gather.sharded_param import (
 )
 from zerojax.gather.shardwise import Shardwise, shardwise_p, widen_p
 
-_DEVICE_DEPENDENT = frozenset({"axis_index", "rng_uniform", "shard_map", "pallas_call"})
+_DEVICE_DEPENDENT = frozenset(
+    "all_to_all axis_index pallas_call ppermute psum_scatter reduce_scatter rng_uniform shard_map".split()
+)
 
 
 class Site(NamedTuple):

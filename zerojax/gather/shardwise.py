@@ -16,7 +16,7 @@ computation of `y` is evaluated on the shards of the reduced cotangent (`Shardwi
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,6 +52,10 @@ class Computation:
     full: Any
     fixed: frozenset[int] = frozenset()
 
+    def with_fixed(self, indices: Iterable[int]) -> "Computation":
+        """Return the computation with other `fixed` arguments."""
+        return dataclasses.replace(self, fixed=frozenset(indices))
+
 
 @shardwise_p.def_abstract_eval
 def _of_shardwise(*_: Any, of: Computation, **__: Any) -> list:
@@ -79,6 +83,20 @@ def with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
 
 
 with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
+
+
+@jax.custom_jvp
+def _differentiated_once(x: Any) -> Any:
+    """Return `x`, and raise an error if a derivative of a backward pass, a second derivative, comes here."""
+    return x
+
+
+@_differentiated_once.defjvp
+def _refuse(*_: Any) -> Any:
+    raise TypeError(
+        "A second derivative of a loss with a quantised weight was asked for. Stage 3 quantises the shards of weights, "
+        "and this computation has no second derivative. Use stage 2, or leave the quantisation out of this derivative."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +206,7 @@ class Shardwise:
             scales = [x if d is None else self._division.whole(x, d) for x, d in zip(scales, dims[1:], strict=True)]
             return [self._division.fill(z, dim, 0), *scales]
 
-        values = [env[v] for v in self.eqn.invars]
+        values = [_differentiated_once(env[v]) for v in self.eqn.invars]
         return comm.per_shard(local, values, self._dims, [dim, *[None] * len(self.scales)], self.leaf.axes)
 
     def pull(self, comm: Collectives, env: Mapping, cotangent: jax.Array) -> dict[Any, jax.Array]:
