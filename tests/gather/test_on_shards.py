@@ -179,7 +179,9 @@ FREE = [pytest.param(*case, marks=() if case == FREE[0] else pytest.mark.slow) f
 def test_parameters_are_gathered_as_often_as_without_the_term(name, style, view):
     (passes, reduced, _), without = gathered(LOSSES[name], style, view), gathered_without(style, view)
     assert passes <= 1.02 * without[0]
-    assert reduced <= 1.02 * without[1]
+    # The mean and the variance of each column, and their cotangents. They are 16% of a matrix with only 25 rows.
+    columns = sum(x.size // x.shape[-2] for x in LEAVES(parameters("scanned")["layers"]))
+    assert reduced <= 1.02 * without[1] + 4 * 4 * columns * (name == "standardised")
 
 
 @pytest.mark.slow

@@ -358,12 +358,11 @@ def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequenc
     scales = [v for v in made if v in reads and v is not narrow and not any(v in e.outvars for e in eqns)]
     alike = [i for i, v in enumerate(jaxpr.invars) if v in reads and dims[v] is None]
     constvars = compat.constvars_of(jaxpr)
-    known = {narrow, *scales, *constvars, *(jaxpr.invars[i] for i in alike), *(v for eqn in eqns for v in eqn.outvars)}
-    if not reads <= known:
+    inputs_of_tail = [*constvars, narrow, *scales, *(jaxpr.invars[i] for i in alike)]
+    if not reads <= {*inputs_of_tail, *(v for eqn in eqns for v in eqn.outvars)}:
         return None
-    tail_part = compat.part_of(jaxpr, eqns, [*constvars, narrow, *scales, *(jaxpr.invars[i] for i in alike)], [end])
-    dtype = narrow.aval.dtype
-    travels = jnp.dtype(jnp.int8) if str(dtype) in ("int4", "int2") else dtype
+    tail_part, dtype = compat.part_of(jaxpr, eqns, inputs_of_tail, [end]), narrow.aval.dtype
+    travels = jnp.dtype({"int4": "int8", "int2": "int8", "uint4": "uint8", "uint2": "uint8"}.get(str(dtype), dtype))
 
     def tail(q, *args):
         return jax.core.eval_jaxpr(tail_part, (), *jaxprs.as_jax_values(consts), q.astype(dtype), *args)
@@ -397,6 +396,4 @@ def _is_exact_in(narrow: Any, wide: Any) -> bool:
     """Return whether every number of the type `narrow` is a number of the wider floating type `wide`."""
     if not jnp.issubdtype(wide, jnp.floating) or narrow.itemsize >= wide.itemsize or narrow.kind == "b":
         return False
-    if jnp.issubdtype(narrow, jnp.integer):
-        return narrow.itemsize == 1
-    return jnp.issubdtype(narrow, jnp.floating)
+    return narrow.itemsize == 1 if jnp.issubdtype(narrow, jnp.integer) else jnp.issubdtype(narrow, jnp.floating)
