@@ -32,7 +32,7 @@ class Request(NamedTuple):
     of: Computation
 
     def bind(self, values: Sequence) -> list:
-        """Bind the `shardwise` primitive."""
+        """Add the `shardwise` equation, and return its results."""
         return shardwise_p.bind(*(values[i] for i in self.operands), of=self.of)
 
     def with_constants(self, first: int) -> "Request":
