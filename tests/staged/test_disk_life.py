@@ -18,6 +18,7 @@ from zerojax import Precision, zero_shard
 from zerojax.checkpoint import (
     Checkpointer,
     CheckpointError,
+    arrays,
     directory,
     disk_leaves,
     export,
@@ -313,3 +314,27 @@ def test_an_awkward_tree_lives_on_disk(tmp_path, unpacked):
     params = import_params(tmp_path / "exported", again.create(shapes))
     assert_same(jax.device_get(again.unshard(params)), trained)
     again.train_step(awkward_loss)(again.create(params), batch_of(1))
+
+
+@pytest.mark.slow
+def test_a_restore_that_fails_leaves_no_mixed_state(tmp_path, unpacked, monkeypatch):
+    _, step, state = begun(tmp_path / "run")
+    read, calls = arrays.read_box, []
+
+    def failing(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError("the disk is gone")
+        return read(*args)
+
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=1)
+        saved.wait()
+        state, _ = step(state, batch_of(1))
+        with monkeypatch.context() as patched:
+            patched.setattr(arrays, "read_box", failing)
+            with pytest.raises(OSError, match="the disk is gone"):
+                saved.restore(state)
+        with pytest.raises(ValueError, match="half written, because a step, a restore or an import"):
+            step(state, batch_of(1))
+        step(saved.restore(state).state, batch_of(1))

@@ -167,12 +167,13 @@ class DiskStore:
         self._raise_failure()
         spec = self._specs[index]
         spec.require(arrays)
+        # Wait here and not in a thread. Otherwise a few such writes would keep all threads from reading.
+        wait(self._copies.pop(index, []))
         buffer = self._to_write.get()
         try:
             for array, view in zip(arrays, spec.views(buffer), strict=True):
                 np.copyto(view, array)
-            before = [*self._begun[index], *self._copies.pop(index, [])]
-            self._writes.append(self._begin(before, self._write, index, version, buffer))
+            self._writes.append(self._begin(self._begun[index], self._write, index, version, buffer))
             self.bytes_written += spec.bytes
         except BaseException:
             self._to_write.put(buffer)
@@ -182,8 +183,8 @@ class DiskStore:
         """Begin to read a chunk and to pass its arrays to `put`, in a thread that makes all copies.
 
         A write of the chunk that begins later waits for the copy. So the copy has the chunk as it is at this call.
-        Reads do not wait for copies. A copy does not use a buffer for writes, because writes that wait for this copy
-        may hold all of these buffers. The future raises a `DiskStateError` if the version or the checksum is wrong, and
+        Reads do not wait for copies. A copy has a buffer of its own, so that writes of other chunks do not wait for it.
+        The future raises a `DiskStateError` if the version or the checksum is wrong, and
         any error of `put`.
         """
         self._raise_failure()

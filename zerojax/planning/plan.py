@@ -82,6 +82,12 @@ class Planner:
         device, rows = given.device(topology), rows_of(batch)
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
+        if largest_batch and isinstance(step, Step) and step.options.memory is not None:
+            raise ValueError(
+                f"The step has memory={step.options.memory!r}, with which fewer activations are saved for larger "
+                "batches, and largest_batch=True compares batches at equal activations. Plan the step without one of "
+                "them."
+            )
         program_of = program_of_step if isinstance(step, Step) else program_of_function
         usable = given.usable(device)
         program = program_of(step, state, batch, args, topology, int(min(usable, USABLE * SCHEDULED * device.memory)))

@@ -72,6 +72,7 @@ class ModelFiles(StateFiles):
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
         self._params, self._saved = frozenset(params), set[int]()
+        self._next: int | None = None  # the version while parameters are written outside of a step
         self._buffers = self.buffer_bytes + state_buffers
         if host_bytes is not None and host_bytes < self._buffers:
             raise ValueError(
@@ -184,6 +185,18 @@ class ModelFiles(StateFiles):
         self._versions[index] += 1
         self._store.write(index, shards, version=self._versions[index])
 
+    @property
+    def next_version(self) -> Int[np.ndarray, ""]:
+        """Return the version that parameters which are written outside of a step will have; see `StateFiles`."""
+        return np.array(self._version + 1 if self._next is None else self._next, np.int32)
+
+    def begin_saving(self, k: int) -> None:
+        """Mark the parameters as half written until `saved` was called for each of them. `k` is written next."""
+        if k in self._saved:  # an earlier restore failed
+            self._saved.clear()
+        if self._next is None:
+            self._next, self._version = self._version + 1, -1
+
     def advance(self) -> None:
         """Add one to the version of the parameters. States of earlier versions can then no longer be read."""
         self._version += 1
@@ -192,8 +205,8 @@ class ModelFiles(StateFiles):
         """Raise a `ValueError` if a state's version is not the version of the files; see `StateFiles.require`."""
         if self._version < 0:
             raise ValueError(
-                f"The parameters on disk in {self.path} are half written, because a step on them was interrupted or "
-                f"failed. Make a state with tx.create, or restore the last checkpoint into one."
+                f"The parameters on disk in {self.path} are half written, because a step, a restore or an import "
+                f"was interrupted or failed. Make a state with tx.create, or restore the last checkpoint into one."
             )
         if (given := number_of(version, self.path)) != self._version:
             raise ValueError(
@@ -203,11 +216,12 @@ class ModelFiles(StateFiles):
             )
 
     def saved(self, k: int) -> None:
-        """Record that parameter `k` was written outside of a step. Add one to the version when all are."""
+        """Record that parameter `k` was written outside of a step. Give the files their new version when all are."""
         self._saved.add(k)
         if self._saved == self._params:
+            assert self._next is not None
             self._saved.clear()
-            self.advance()
+            self._version, self._next = self._next, None
 
     def abandon(self) -> None:
         """Give up the files after an interrupted step, which wrote only some chunks; see `StateFiles.abandon`."""
@@ -232,6 +246,7 @@ class ModelLeaf(LeafFiles):
         """Write the parameter, wait until it is in the files, and return the new version; see `LeafFiles.save`."""
         files = self.files
         assert isinstance(files, ModelFiles)
+        files.begin_saving(self.k)
         version = super().save(jax.block_until_ready(list(chunks)))
         files.flush()
         files.saved(self.k)
@@ -241,6 +256,7 @@ class ModelLeaf(LeafFiles):
         """Write the parameter, wait until it is in the files, and return the new version; see `LeafFiles.fill`."""
         files = self.files
         assert isinstance(files, ModelFiles)
+        files.begin_saving(self.k)
         version = super().fill(read)
         files.flush()
         files.saved(self.k)

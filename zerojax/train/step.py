@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -102,8 +103,11 @@ class Step:
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
     def under(self, config: Config) -> Step:
-        """Return a step with the same loss and options for `config`, which may have another mesh or stage."""
-        return Step(config, self.program.loss, self.options)
+        """Return a step with the same loss for `config`, which may have another mesh or stage.
+
+        The options are the same but for `memory=`, which belongs to the mesh and the stage of this step.
+        """
+        return Step(config, self.program.loss, dataclasses.replace(self.options, memory=None))
 
     def __repr__(self) -> str:
         """Return a description with the loss, the stage and the mesh."""
