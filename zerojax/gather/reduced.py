@@ -376,8 +376,9 @@ def _tangents_of_extrema(name: str, dims: tuple, axes: tuple, primals: tuple, ta
     is_equal = [_equal(*triple) for triple in zip(arrays, found, dims, strict=True)]
     sums = [(t * on).sum(d) for t, on, d in zip(moving, is_equal, dims, strict=True)]
     counts = [on.sum(d) for on, d in zip(is_equal, dims, strict=True)]
-    totals = _together(lax.psum, [*sums, *counts], axes)
-    return found, [a / b for a, b in zip(totals[: len(sums)], totals[len(sums) :], strict=True)]
+    # Not in one collective: JAX transposes the sums, and would take the counts for linear, too.
+    totals, counts = _together(lax.psum, sums, axes), _together(lax.psum, counts, axes)
+    return found, [a / b for a, b in zip(totals, counts, strict=True)]
 
 
 def _together(reduce: Callable, arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
