@@ -64,7 +64,10 @@ def assembled(
 
 
 def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
-    """Return a draft's `(equations, parameters, other inputs)`. Repeated equations come first."""
+    """Return a draft's `(equations, parameters, other inputs)`.
+
+    Repeated equations come first, unless one of them reads a result of the draft's own equations.
+    """
     needed = {id(eqn): eqn for eqn in draft.again}
     pending = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
     pending = [v for v in pending if v not in draft.reads]
@@ -73,7 +76,11 @@ def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapp
         if var in repeated and id(repeated[var]) not in needed:
             needed[id(repeated[var])] = repeated[var]
             pending.extend(jaxprs.variables_in(repeated[var].invars))
-    eqns = sorted(needed.values(), key=lambda eqn: order[id(eqn)]) + draft.eqns
+    own = {v for eqn in draft.eqns for v in eqn.outvars}
+    in_order = lambda eqns: sorted(eqns, key=lambda eqn: order[id(eqn)])
+    eqns = in_order(needed.values()) + draft.eqns
+    if not own.isdisjoint(v for eqn in needed.values() for v in jaxprs.variables_in(eqn.invars)):
+        eqns = in_order(eqns)
     computed = {var for eqn in eqns for var in eqn.outvars}
     reads = dict.fromkeys([*(v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)), *draft.gathers])
     used = [var for var in reads if var in params and var not in draft.reads]

@@ -111,18 +111,18 @@ class Clusters:
         if place is None or not is_plain(eqn):
             return None
         again: dict = {}
-        pending, seen = [(var, False) for var in reads], set()
+        pending, seen = reads, set()
         while pending:
-            var, is_before = pending.pop()  # `is_before`: an equation that is computed again before the block reads it
-            if (var, is_before) in seen:
+            var = pending.pop()
+            if var in seen:
                 continue
-            seen.add((var, is_before))
+            seen.add(var)
             if var in self.params:
                 if any(self.made_in.get(v, -1) >= place for v in self.params[var].operands):
                     return None
             elif var in self.repeated:
-                pending += [(v, is_before) for v in jaxprs.variables_in(self.repeated[var].invars)]
-            elif (var not in self.roots and var not in self.alike) or (is_before and self.made_in.get(var) == place):
+                pending += jaxprs.variables_in(self.repeated[var].invars)
+            elif var not in self.roots and var not in self.alike:
                 return None
             elif self.made_in.get(var, -1) > place:
                 made = self.made[var]
@@ -130,5 +130,5 @@ class Clusters:
                 if of_params or var in self.roots or not is_plain(made):
                     return None
                 again[id(made)] = made
-                pending += [(v, True) for v in jaxprs.variables_in(made.invars)]
+                pending += jaxprs.variables_in(made.invars)
         return Joined(root, place, list(again.values()))
