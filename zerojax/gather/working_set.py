@@ -72,11 +72,12 @@ class WorkingSet(NamedTuple):
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
     """Find which parameters of `fn` the engine would gather at once, and how many bytes they have.
 
-    The parameters have the types of the leaves of `layout`. `args` may be arrays or shapes.
+    The parameters have the types of the leaves of `layout`. `args` may be arrays or shapes. The first of them is the
+    batch, and devices have the others in full.
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program, *_ = trace_loss(fn, tree, leaves, full, args, differing=range(len(args)))
+    program, *_ = trace_loss(fn, tree, leaves, full, args, differing=[0])
     lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
     passing = [s for s in program.segments if s.params and s not in lasting]
     uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
