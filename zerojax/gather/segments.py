@@ -201,10 +201,9 @@ class Segment(abc.ABC):
         A value without rows may be the norm of a weight. If the compiler summed its cotangent, it would also all-reduce
         the gradient of the weight, and then divide the arithmetic on this gradient over the devices.
         """
-        states = zip(self.others, gathers.rows_of(self.others), strict=True)
-        return [
-            i for i, (v, rows) in enumerate(states) if v in grads.arguments or (rows is not None and not rows.places)
-        ]
+        known = gathers.uses.rows  # A parameter that was gathered for a loop is not among them.
+        has_none = lambda v: (rows := known.get(v)) is not None and not rows.places
+        return [i for i, v in enumerate(self.others) if v in grads.arguments or has_none(v)]
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
