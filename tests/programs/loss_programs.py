@@ -280,7 +280,6 @@ def wgan_gp(p, batch):
     ROW_ENCODER,
     {"x": (MANY, WIDTH), "y": ids(MANY)},
     shared="the inner gradient is of the whole batch",
-    exceptions={"FLOPs": Allowed(1.46, REPEATED, (3,))},
 )
 def sam(p, batch):
     """Weighted SAM: the loss at the parameters, and at those moved along its own gradient"""

@@ -40,9 +40,7 @@ def test_a_torn_file_is_named_and_the_checkpoint_mends_it(tmp_path):
         chunks[2].write_bytes(chunks[2].read_bytes()[:-512])
         with pytest.raises(DiskStateError, match=chunks[2].name):
             step(state, batch_of(1))
-        with pytest.raises(
-            ValueError, match="half written, because a step, a restore or an import"
-        ):
+        with pytest.raises(ValueError, match="half written, because a step, a restore or an import"):
             step(state, batch_of(1))
         del state
         restored = saved.restore(tx.create(jax.eval_shape(model_params))).state
