@@ -198,11 +198,12 @@ class Segment(abc.ABC):
     def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
         """Return the indices of the others whose cotangents stay partial sums: arguments, and values that hold no rows.
 
-        A value without rows may be the norm of a weight. If the compiler summed its cotangent, it would also all-reduce
-        the gradient of the weight, and then divide the arithmetic on this gradient over the devices.
+        A value without rows may be a norm of a weight. If the compiler summed its cotangent, it would also all-reduce the
+        gradient of the weight, and then divide the arithmetic on this gradient over the devices.
         """
-        known = gathers.uses.rows  # A parameter that was gathered for a loop is not among them.
-        has_none = lambda v: (rows := known.get(v)) is not None and not rows.places
+        # A parameter that was gathered for a loop is not among `rows`. Values of an extended type have no sums.
+        is_number = lambda v: not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
+        has_none = lambda v: (rows := gathers.uses.rows.get(v)) is not None and not rows.places and is_number(v)
         return [i for i, v in enumerate(self.others) if v in grads.arguments or has_none(v)]
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
