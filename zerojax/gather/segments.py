@@ -198,8 +198,8 @@ class Segment(abc.ABC):
     def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
         """Return the indices of the others whose cotangents stay partial sums: arguments, and values that hold no rows.
 
-        A value without rows may be a norm of a weight. If the compiler summed its cotangent, it would also all-reduce the
-        gradient of the weight, and then divide the arithmetic on this gradient over the devices.
+        A value without rows may be a norm of a weight. If the compiler summed its cotangent, it would also all-reduce
+        the gradient of the weight, and then divide the arithmetic on this gradient over the devices.
         """
         # A parameter that was gathered for a loop is not among `rows`. Values of an extended type have no sums.
         is_number = lambda v: not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
