@@ -219,7 +219,7 @@ def update_seconds(taken, tx, state, batch, steps):
     plan, seconds = state.plan, []
     for _ in range(steps + 1):
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        new, _, begun = taken._resident(state.replace(opt_state=resident_state(state)), batch)
+        new, _, begun = taken._jitted.resident(state.replace(opt_state=resident_state(state)), batch)
         jax.block_until_ready((jax.tree.leaves(new), begun))
         begin = time.perf_counter()
         params, leaves = taken._streamed(plan).run(begun, store_for(tx.config, plan, leaves))
