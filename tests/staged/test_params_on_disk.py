@@ -454,3 +454,12 @@ def test_the_report_says_what_is_on_disk(tmp_path):
     report = zerojax.report(tx.create(model_params()))
     assert report.disk["params"] > 0
     assert "in files" in str(report)
+    assert 'update on the device: with Offload(params="disk")' in report.title
+
+
+def test_check_names_what_to_use_for_many_programs(tmp_path):
+    tx = on_disk(tmp_path, devices=2)
+    step, state = tx.train_step(LOSSES["loop"]), tx.create(jax.eval_shape(model_params))
+    for checked in ((tx, LOSSES["loop"], state.params), (step, state)):
+        with pytest.raises(TypeError, match=r"a step is many programs\. zerojax\.plan compiles each"):
+            zerojax.check(*checked, batch_of(0))

@@ -9,7 +9,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -185,7 +185,14 @@ class LeafFiles:
         Later writes wait for these copies, so `put` gets the leaf as it is at this call.
         """
         self.files.require(version)
-        return [self.files.copy(self.k, n, functools.partial(put, n)) for n in range(self.chunks)]
+        copies: list[Future[None]] = []
+        try:
+            for n in range(self.chunks):
+                copies.append(self.files.copy(self.k, n, functools.partial(put, n)))
+        except BaseException:
+            wait(copies)
+            raise
+        return copies
 
     def fill(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Int[np.ndarray, ""]:
         """Write the leaf, chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.

@@ -161,6 +161,8 @@ def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
     """Decide where offloaded state is updated; None if nothing is offloaded. `update="auto"` measures the machine."""
     if config.offload is None or not plan.offloaded:
         return None
+    if config.params_on_disk:
+        return Choice("device", 'with Offload(params="disk"), devices update each chunk while they have its parameters')
     if config.offload.update != "auto":
         return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
     state_bytes = sum(plan.state[k].bytes for k in plan.offloaded)

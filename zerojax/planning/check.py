@@ -177,11 +177,17 @@ def check(
         A `Check`. Its `ok` says whether the program keeps the contract.
 
     Raises:
-        TypeError: If a step is not given a `ZeroState`, or `tx` is neither a transformation of `zero_shard` nor a step.
+        TypeError: If a step is not given a `ZeroState`, `tx` is neither a transformation of `zero_shard` nor a step, or
+            the parameters are on disk.
         ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names mesh axes. Plain
             jit, with which the loss is compared, has no axes.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
+    if getattr(getattr(tx, "config", None), "params_on_disk", False):
+        raise TypeError(
+            'check compiles one program, and with Offload(params="disk") a step is many programs. zerojax.plan '
+            "compiles each of them and adds up their figures. Or check the same loss with parameters in memory."
+        )
     if isinstance(tx, Step):
         rest = args if batch is ABSENT else (batch, *args)
         return check_step(tx, loss_fn, params, rest, topology)
