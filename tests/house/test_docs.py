@@ -17,7 +17,6 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from conftest import quick_or_slow
 from docs_given import AFTERWARDS, GIVEN
 
 import zerojax
@@ -93,7 +92,9 @@ def run_side(way, block, name, scope):
     return scope["losses"]
 
 
-@pytest.mark.parametrize("name", quick_or_slow([(name,) for name in WITH_PROGRAMS], [(name,) for name in QUICK]))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in WITH_PROGRAMS]
+)
 def test_the_programs_of_a_page_run(name, tmp_path, monkeypatch):
     if name in COMPILED_FOR_GPUS and (not installed() or jax.__version_info__ < (0, 11)):
         pytest.skip("needs the extra aot, of the newest jax")
