@@ -63,13 +63,13 @@ def optimized():
 
 
 def quick_or_slow(cases, quick):
-    """The cases in `quick` and half of the others of a grid, marked slow; with `ZEROJAX_GRIDS=all`, all of them.
+    """The cases in `quick`, and the others, marked slow. Of a grid of two dims or more, half of the others.
 
     Of two neighbours one is taken, the first and the second in the order of Thue and Morse: so no value of a product
-    is left out.
+    is left out. With `ZEROJAX_GRIDS=all`, all are taken.
     """
     others = [case for case in dict.fromkeys(cases) if case not in quick]
-    if os.environ.get("ZEROJAX_GRIDS") != "all":
+    if os.environ.get("ZEROJAX_GRIDS") != "all" and any(len(case) > 1 for case in others):
         others = [case for i, case in enumerate(others) if i.bit_count() % 2 == 0]
     return [*(pytest.param(*case) for case in quick), *(pytest.param(*case, marks=pytest.mark.slow) for case in others)]
 
