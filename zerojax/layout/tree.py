@@ -12,7 +12,13 @@ import numpy as np
 import optax
 
 from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, Wire, path_of
-from zerojax.layout.annotations import REASON, other_axes, overwritten_leaves, partition_metadata
+from zerojax.layout.annotations import (
+    REASON,
+    check_optimizer_sharding,
+    other_axes,
+    overwritten_leaves,
+    partition_metadata,
+)
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.leaf import Leaf, shard_extent
 from zerojax.layout.padded import is_padded
@@ -109,6 +115,7 @@ def lay_out(
 
     Raises:
         TypeError: If a leaf is neither an array nor a shape, or JAX does not handle its type safely.
+        ValueError: If NNX's `optimizer_sharding` contradicts the stage or the axes.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:
@@ -124,6 +131,7 @@ def lay_out(
                 f"params{jax.tree_util.keystr(path)} is {x.dtype}. JAX's operations on arrays of this type corrupt the "
                 f"memory of the process. Keep it as int4, uint4 or wider."
             )
+    check_optimizer_sharding(params, policy)
     paths = [path_of(path) for path, _ in found]
     if isinstance(trainable, LeafMask):
         trainable.check(paths)
