@@ -41,8 +41,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
     def __repr__(self) -> str:
         """Return a text with the stage, mesh and axis, because the functions in the tuple have no useful repr."""
-        c = self.config
-        mesh = dict(c.mesh.shape)
+        c, mesh = self.config, dict(self.config.mesh.shape)
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
@@ -58,9 +57,6 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             The tree `init_fn(*args)` in storage. At stage 3, its leaves are sharded over the axis, and a leaf that
             needs padding is a `Padded`. Each leaf has the type of its master weight. Pass the tree to `create` or
             `init`. `shard` returns a copy in the compute type.
-
-        Examples:
-            >>> params = tx.init_params(model.init, jax.random.key(0), inputs)
         """
         return init_params(self.config, init_fn, args)
 
@@ -143,10 +139,6 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             the rows evenly, as in the last batch of an epoch, every device computes all rows. A loop over tokens, or a
             loss that needs a teacher model, may call `step`. If `fn` contains a scan, parameters that all iterations
             use are gathered before the first iteration and freed after the last.
-
-        Examples:
-            >>> accuracy = tx.eval_step(lambda params, batch: jnp.mean(predict(params, batch["x"]) == batch["y"]))
-            >>> accuracy(state.params, batch)
         """
         return eval_step(self.config, fn)
 
@@ -204,6 +196,29 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             The state to pass to the step that `train_step` returns.
         """
         return create(self.config, params, mutable, opt_state)
+
+    def reshard(self, state: ZeroState, *, to: "ZeroTransformation", donate: bool = True) -> ZeroState:
+        """Move a live state into the layout of another transformation, without files, bit for bit.
+
+        Stage, mesh, number of devices, hybrid sharding, precision and offload may differ. The result is what a
+        checkpoint of `state` would restore into `to.create(shapes)`. Leaves are moved one after the other, in buckets
+        of `bucket_bytes` of `to`. So a device holds at most the larger of the two states, the shards of one leaf in
+        both layouts, and three buckets. A host holds what the two states keep there, and one chunk.
+
+        Args:
+            state: The state of a run. All processes of both meshes must call this method.
+            to: The transformation for which the state is wanted: `zero_shard` of the same optax transformation.
+            donate: Whether `state` is used up, as by a step. If False, memory must have room for both states.
+
+        Returns:
+            The state for `to`. Rounding errors of quantised gradients that do not fit are lost, with a warning.
+
+        Raises:
+            ValueError: If the optimizers differ, `state` was donated, or a process has only devices of the new mesh.
+        """
+        from zerojax.checkpoint.live import reshard  # only here, because orbax takes long to import
+
+        return reshard(self.config, state, to, donate=donate)
 
     def train_step(
         self,
@@ -362,11 +377,10 @@ def zero_shard(
     if isinstance(tx, optax.MultiSteps):
         tx = tx.gradient_transformation()
     axes = resolve_axes(axis)
-    mesh = resolve_mesh(mesh, axes)
     config = Config(
         tx,
         stage,
-        mesh,
+        resolve_mesh(mesh, axes),
         axes,
         resolve_axes(shard_axis, "shard_axis"),
         resolve_axes(params_axis, "params_axis"),

@@ -85,7 +85,7 @@ def test_it_is_restored_where_the_caller_says_so(saved):
 )
 def test_another_program_is_named(before, after, named, saved):
     folder = saved(before, {"adam": optax.adam(1e-2), "decayed": chained(DECAY, RATE)}[before])
-    with pytest.warns(UserWarning, match=rf"computes something else than that of like=: .*{named}") as found:
+    with pytest.warns(UserWarning, match=rf"something else than that of the state given as like=: .*{named}") as found:
         assert restored(folder, state_of(after)).step == 0
     assert found[0].filename == __file__
 

@@ -419,13 +419,15 @@ def test_a_skipped_step_leaves_errors_as_they_are():
     jax.tree.map(np.testing.assert_array_equal, after.rounding_errors, before)
 
 
-def test_a_checkpoint_has_the_errors(tmp_path):
+def test_checkpoints_and_reshard_keep_the_errors(tmp_path):
     (tx, _, state), (plain, _, _) = fed_back_run()
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state, step=8)
         restored = checkpoints.restore(tx.create(jax.eval_shape(params))).state
         jax.tree.map(np.testing.assert_array_equal, restored, state)
-        with pytest.warns(UserWarning, match="has the rounding errors of 2 quantised gradients, and like= has none"):
+        with pytest.warns(
+            UserWarning, match="has the rounding errors of 2 quantised gradients, and the state given as like= has"
+        ):
             other = checkpoints.restore(plain.create(params())).state
         assert other.rounding_errors == {}
         turned = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
@@ -433,6 +435,10 @@ def test_a_checkpoint_has_the_errors(tmp_path):
         with pytest.warns(UserWarning, match="cannot correct the rounding of the last one"):
             other = checkpoints.restore(groups.create(params())).state
         assert not any(np.any(x) for x in jax.tree.leaves(other.rounding_errors))
+    jax.tree.map(np.testing.assert_array_equal, tx.reshard(state, to=tx, donate=False), state)
+    with pytest.warns(UserWarning, match="The state has the rounding errors of 2 .* They are lost") as found:
+        assert tx.reshard(state, to=plain, donate=False).rounding_errors == {}
+    assert found[0].filename == __file__
     with Checkpointer(tmp_path / "exact") as checkpoints:
         checkpoints.save(plain.create(params()), step=1)
         fresh = checkpoints.restore(state).state

@@ -5,20 +5,38 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.manifest import made_by
 from zerojax.checkpoint.records import Manifest, SavedLeaf
-from zerojax.checkpoint.state_leaves import ERRORS, StateLeaf
+from zerojax.checkpoint.state_leaves import ERRORS, StateLeaf, state_leaves
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.description import Describe, Description
+from zerojax.train.state import ZeroState
 
 NAMED = 5
 NAMED_OPERATIONS = 6
+
+
+class Words(NamedTuple):
+    """Parts of the errors about two states that differ."""
+
+    wanted: str  # the state whose layout is wanted
+    was: str  # what happened to a leaf that the other state has
+    remedy: str
+    depth: int  # number of calls between the user's call and the warnings of `matched_leaves`
+
+
+OF_CHECKPOINT = Words(
+    "the state given as like=",
+    "was saved",
+    "Make that state as the saved one was made, or pass partial=True to restore what matches.",
+    depth=9,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,11 +49,20 @@ class Match:
     cast: tuple[str, ...]
 
 
-def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: bool, where: str) -> Match:
+def match(
+    saved: Sequence[SavedLeaf],
+    wanted: dict[str, StateLeaf],
+    *,
+    partial: bool,
+    where: str,
+    words: Words = OF_CHECKPOINT,
+) -> Match:
     """Match the leaves `saved` and `wanted` by name. Raise a `ValueError` if they differ, unless `partial` is true."""
     by_name = {leaf.name: leaf for leaf in saved}
-    differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
-    surplus = {name: f"{leaf.described} was saved, nothing is wanted" for name, leaf in by_name.items()}
+    differences = {
+        name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf, words.was))
+    }
+    surplus = {name: f"{leaf.described} {words.was}, nothing is wanted" for name, leaf in by_name.items()}
     differences |= {name: why for name, why in surplus.items() if name not in wanted}
     # List parameters first, because differences in other fields mostly follow from differences in the parameters.
     differences = dict(sorted(differences.items(), key=lambda one: not one[0].startswith("params")))
@@ -43,8 +70,7 @@ def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: 
         first = "\n".join(f"  {name}: {why}" for name, why in list(differences.items())[:NAMED])
         more = f"\n  and {len(differences) - NAMED} more" if len(differences) > NAMED else ""
         raise ValueError(
-            f"{where} is of another model, optimizer or precision than the state given as like=:\n{first}{more}\n"
-            f"Make that state as the saved one was made, or pass partial=True to restore what matches."
+            f"{where} is of another model, optimizer or precision than {words.wanted}:\n{first}{more}\n{words.remedy}"
         )
     pairs = tuple((by_name[name], leaf) for name, leaf in wanted.items() if name not in differences)
     return Match(
@@ -55,6 +81,30 @@ def match(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf], *, partial: 
     )
 
 
+def matched_leaves(
+    manifest: Manifest, like: ZeroState, *, partial: bool = False, where: str, words: Words = OF_CHECKPOINT
+) -> tuple[Match, list[str]]:
+    """Match a described state with `like`, and compare their transformations.
+
+    Return the match, and the names of the rounding errors of `like` that begin as zeros. Warn about rounding errors
+    that are lost.
+    """
+    wanted = state_leaves(like)
+    unfit = unfit_errors(manifest.leaves, wanted)
+    if lost := sum(leaf.name in unfit for leaf in manifest.leaves):
+        warnings.warn(
+            f"{where} has the rounding errors of {lost} quantised gradients, and {words.wanted} has none for them, or "
+            f"has them in another shape. They are lost, so the next step cannot correct the rounding of the last one.",
+            stacklevel=words.depth,
+        )
+    fresh = [name for name in wanted if name in unfit]
+    leaves = tuple(x for x in manifest.leaves if x.name not in unfit)
+    kept = {name: leaf for name, leaf in wanted.items() if name not in unfit}
+    matched = match(leaves, kept, partial=partial, where=where, words=words)
+    check_transformation(manifest, like.plan.describe, partial=partial, where=where, words=words)
+    return matched, fresh
+
+
 def unfit_errors(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf]) -> set[str]:
     """Return the names of rounding-error leaves that `saved` and `wanted` do not both have, or that differ."""
     by_name = {leaf.name: leaf for leaf in saved}
@@ -62,20 +112,20 @@ def unfit_errors(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf]) -> se
     return {name for name in names if name not in wanted or difference(by_name.get(name), wanted[name])}
 
 
-def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
+def difference(saved: SavedLeaf | None, wanted: StateLeaf, was: str = OF_CHECKPOINT.was) -> str:
     """Explain why `saved` cannot be restored into `wanted`, or return an empty string if it can."""
     needed = f"{wanted.dtype}{list(wanted.leaf.shape)}"
     if saved is None:
-        return f"nothing was saved, {needed} is wanted"
+        return f"nothing {was}, {needed} is wanted"
     if saved.shape != tuple(wanted.leaf.shape):
-        return f"{saved.described} was saved, {needed} is wanted"
+        return f"{saved.described} {was}, {needed} is wanted"
     if (saved.key is None) == is_key(wanted.array):
-        return f"{'PRNG keys were' if saved.key else 'no PRNG keys were'} saved, {needed} is wanted"
+        return f"an array {'of' if saved.key else 'without'} PRNG keys {was}, {needed} is wanted"
     if saved.dtype == wanted.dtype or takes_any_dtype(wanted) or is_rounded(saved, wanted):
         return ""
     if saved.key is None and widens_exactly(saved.dtype, wanted.array.dtype):
         return ""
-    return f"{saved.described} was saved, {needed} is wanted, which cannot represent every saved value"
+    return f"{saved.described} {was}, {needed} is wanted, which cannot represent every value"
 
 
 def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
@@ -101,7 +151,9 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
     return both and narrow != wide and common_dtype(narrow, wide) == wide
 
 
-def check_transformation(manifest: Manifest, describe: Describe | None, *, partial: bool, where: str) -> None:
+def check_transformation(
+    manifest: Manifest, describe: Describe | None, *, partial: bool, where: str, words: Words = OF_CHECKPOINT
+) -> None:
     """Raise an error if the saved transformation has another structure, and warn if it computes another update.
 
     `match` does not notice this, because different transformations may have the same leaves. If another version of
@@ -115,30 +167,30 @@ def check_transformation(manifest: Manifest, describe: Describe | None, *, parti
     others = ((name, manifest.made_by.get(name)) for name in ("jax", "optax"))
     old = ", ".join(f"{name} {made}" for name, made in others if made != now[name])
     if saved.structure != wanted.structure:
-        message = f"{where} is of another transformation than the state given as like=: {structures(saved, wanted)}"
+        message = f"{where} is of another transformation than {words.wanted}: {structures(saved, wanted, words.was)}"
         if not old:
-            raise ValueError(f"{message} Give the same one, or pass partial=True to restore what matches.")
-        warnings.warn(f"{message} They may be the same: it was saved with {old}.", stacklevel=9)
+            raise ValueError(f"{message} {words.remedy}")
+        warnings.warn(f"{message} They may be the same: it was saved with {old}.", stacklevel=words.depth + 1)
     elif saved.program != wanted.program and not old:
         warnings.warn(
-            f"{where} was saved by an optimizer that computes something else than that of like=: "
-            f"{changes(saved, wanted)}. Its state is restored as it was. If you changed the optimizer on purpose, such "
-            f"as its learning rate, nothing needs to be done; partial=True says so.",
-            stacklevel=9,
+            f"{where} is of an optimizer that computes something else than that of {words.wanted}: "
+            f"{changes(saved, wanted, words.was)}. The optimizer state keeps its values. If you changed the optimizer "
+            f"on purpose, such as its learning rate, nothing needs to be done.",
+            stacklevel=words.depth + 1,
         )
 
 
-def structures(saved: Description, wanted: Description) -> str:
+def structures(saved: Description, wanted: Description, was: str) -> str:
     """Describe the structures of `saved` and `wanted`, starting shortly before their first difference."""
     a, b = saved.structure, wanted.structure
     differs = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     begin = max(0, next(differs, min(len(a), len(b))) - 60)
     end = begin + 200
     shown = lambda text: f"{'...' if begin else ''}{text[begin:end]}{'...' if len(text) > end else ''}"
-    return f"{shown(a)} was saved, {shown(b)} is wanted."
+    return f"{shown(a)} {was}, {shown(b)} is wanted."
 
 
-def changes(saved: Description, wanted: Description) -> str:
+def changes(saved: Description, wanted: Description, was: str) -> str:
     """Describe the operations that only `saved` or only `wanted` has."""
     before = [one for one in saved.operations if one not in wanted.operations]
     after = [one for one in wanted.operations if one not in saved.operations]
@@ -146,4 +198,4 @@ def changes(saved: Description, wanted: Description) -> str:
         return "the same operations, in another arrangement"
     more = lambda names: f" and {len(names) - NAMED_OPERATIONS} more" if len(names) > NAMED_OPERATIONS else ""
     listed = lambda names: (", ".join(names[:NAMED_OPERATIONS]) + more(names)) or "nothing else"
-    return f"saved with {listed(before)}; now {listed(after)}"
+    return f"{was.split()[-1]} with {listed(before)}; now {listed(after)}"

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import DamagedError, no_zero_state
-from zerojax.checkpoint.matching import Match, check_transformation, match, target_layout, unfit_errors
+from zerojax.checkpoint.matching import Match, matched_leaves, target_layout
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.records import Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.resharding import convert, read_plan
@@ -65,19 +65,10 @@ def restore(
 
 def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
+    matched, fresh = matched_leaves(manifest, like, partial=partial, where=where)
     wanted = state_leaves(like)
-    unfit = unfit_errors(manifest.leaves, wanted)
-    if lost := sum(leaf.name in unfit for leaf in manifest.leaves):
-        warnings.warn(
-            f"{where} has the rounding errors of {lost} quantised gradients, and like= has none for them, or has them "
-            f"in another shape. They are not restored, so the next step cannot correct the rounding of the last one.",
-            stacklevel=8,
-        )
-    fresh = {name: wanted.pop(name) for name in unfit & set(wanted)}
-    matched = match(tuple(x for x in manifest.leaves if x.name not in unfit), wanted, partial=partial, where=where)
-    check_transformation(manifest, like.plan.describe, partial=partial, where=where)
     restored = read_leaves(folder, matched.pairs)
-    restored |= {name: zeros_of(leaf.array) for name, leaf in fresh.items()}
+    restored |= {name: zeros_of(wanted[name].array) for name in fresh}
     for name in matched.missing:
         array = wanted[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):

@@ -223,9 +223,14 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
             while folder.lower() in taken:
                 folder = f"{plain}~{len(taken)}"
             taken.add(folder.lower())
-        key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
-        saved.append(SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key))
+        saved.append(record_of(one, folder))
     return tuple(saved)
+
+
+def record_of(one: StateLeaf, folder: str = "") -> SavedLeaf:
+    """Return the record of a live leaf, whose values are in `folder`."""
+    key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
+    return SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key)
 
 
 def folder_name(path: tuple[str, ...]) -> str:

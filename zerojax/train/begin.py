@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout, layout_of
@@ -48,12 +48,25 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
     if is_live:
         plan = live_plan(config, plan)
         require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
-    begin = functools.partial(begin_on_disk if config.params_on_disk else begin_run, config, plan)
     shardings = lambda _: ZeroState.shardings(config, plan)
+    begin = functools.partial(begin_any, config, plan)
     state = on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
     if is_live:
         require_same_values(config, "create a state", params=state.params, opt_state=state.opt_state)
     return state
+
+
+def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
+    """Return the shapes, on the Auto mesh, of a state of a live run. `params` are shapes, and `mutable` has arrays."""
+    plan = live_plan(config, make_plan(config, params))
+    with auto_context(config.user_mesh):
+        return begin_any(config, plan, params, mutable)
+
+
+def begin_any(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
+    """Return the state at step 0, with parameters on the devices, in host memory or on disk."""
+    begin = begin_on_disk if config.params_on_disk else begin_run
+    return begin(config, plan, params, mutable, plain)
 
 
 def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:

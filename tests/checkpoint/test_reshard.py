@@ -1,0 +1,310 @@
+"""A live state moves into any other layout bit for bit, and no device holds more than a few boxes beyond its shards."""
+
+import collections
+import itertools
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import HELPERS, mesh_of
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from models import awkward_batches, awkward_loss, awkward_params
+from test_round_trips import assert_padding_is_zero, assert_same, logical_leaves, trained, transformation
+
+from zerojax import Offload, Precision, zero_shard
+from zerojax.checkpoint import live
+from zerojax.layout.chunked import is_chunked
+from zerojax.offload.host import KINDS
+from zerojax.placement import pieces
+
+BUCKET = 1000  # bytes, so that the two largest weights and their moments move in boxes
+
+
+def of_two_hosts(axis_types=AxisType.Auto):
+    return jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(axis_types,) * 2)
+
+
+def hybrid(**options):
+    return {"stage": 3, "mesh": of_two_hosts(), "axis": ("host", "gpu"), **options}
+
+
+WAYS = {
+    "stage 1": {"stage": 1},
+    "stage 3": {"stage": 3},
+    "hsdp": hybrid(shard_axis="gpu"),
+    "params_axis": hybrid(params_axis="gpu"),
+    "host": {"stage": 3, "offload": Offload(optimizer="host", chunk_bytes=200)},
+    "4 devices": {"stage": 3, "count": 4},
+}
+PAIRS = list(itertools.permutations(WAYS, 2))
+CYCLE = [*WAYS, next(iter(WAYS))]
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """By name of a layout: its transformation and step, and a state after two steps, which is kept on the host."""
+    made = {}
+
+    def run(name):
+        if name not in made:
+            tx = transformation(bucket_bytes=BUCKET, **WAYS[name])
+            state, step = trained(tx)
+            made[name] = tx, step, state
+        return made[name]
+
+    return run
+
+
+def test_a_state_goes_around_all_layouts_bit_for_bit(runs):
+    _, _, state = runs("stage 1")
+    expected = logical_leaves(state)
+    for before, after in itertools.pairwise(CYCLE):
+        old, new = (transformation(bucket_bytes=BUCKET, **WAYS[name]) for name in (before, after))
+        state = old.reshard(state, to=new, donate=before != "stage 1")
+        assert_same(state, expected)
+        assert_padding_is_zero(state)
+    assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, runs("stage 1")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_every_layout_moves_into_every_other_and_the_run_goes_on(runs, before, after):
+    tx, _, state = runs(before)
+    expected = logical_leaves(state)
+    other, step, like = runs(after)
+    moved = tx.reshard(state, to=other, donate=False)
+    assert_same(moved, expected)
+    assert_same(state, expected)
+    assert_padding_is_zero(moved)
+    assert jax.tree.map(lambda x: x.sharding, moved) == jax.tree.map(lambda x: x.sharding, like)
+    # A plain run goes on from the same values.
+    again = plain_step(tx, state)
+    moved, metrics = step(moved, awkward_batches(3)[2])
+    assert float(metrics["loss"]) == pytest.approx(again["loss"], rel=1e-5)
+    for name, x in logical_leaves(moved).items():
+        assert np.allclose(x, again[name], rtol=1e-5, atol=1e-6), name
+
+
+def plain_step(tx, state):
+    """The logical leaves after a step of plain optax on one device, and the loss."""
+    batch, inner = awkward_batches(3)[2], optax.adamw(1e-2)
+    params = jax.device_get(tx.unshard(state.params))
+    trained_ones = {k: v for k, v in params.items() if k != "count"}
+    whole = lambda some: {**some, "count": params["count"]}
+    loss, grads = jax.value_and_grad(lambda some: awkward_loss(whole(some), batch))(trained_ones)
+    plain = jax.device_get(tx.unshard(state.opt_state, state.params))
+    drop = lambda tree: {k: v for k, v in tree.items() if k != "count"}
+    adam = plain[0]._replace(mu=drop(plain[0].mu), nu=drop(plain[0].nu))
+    updates, (adam, *_) = inner.update(grads, (adam, *plain[1:]), trained_ones)
+    found = {"loss": float(loss)}
+    trees = {"params": optax.apply_updates(trained_ones, updates)}
+    trees |= {"opt_state[0].mu": adam.mu, "opt_state[0].nu": adam.nu}
+    for name, tree in trees.items():
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            found[name + jax.tree_util.keystr(path)] = x
+    before = logical_leaves(state)
+    found = {**before, **found}
+    return found | {name: before[name] + 1 for name in before if name in ("step", "opt_state[0].count")}
+
+
+class Held:
+    """The most bytes that each device, and each device's host memory, holds at the points of a move."""
+
+    def __init__(self, monkeypatch):
+        self.most = collections.Counter()
+        for name in ("take", "carried", "put"):
+            monkeypatch.setattr(pieces, name, self.watched(getattr(pieces, name)))
+        for name in ("convert", "replaced", "joined"):
+            monkeypatch.setattr(live, name, self.watched(getattr(live, name)))
+
+    def watched(self, fn):
+        def call(*args):
+            result = jax.block_until_ready(fn(*args))
+            self.most |= self.now()  # with the arguments, which the caller may drop
+            return result
+
+        return call
+
+    def now(self):
+        """Bytes by device and kind of memory. Arrays that share a buffer count once."""
+        buffers = {}
+        for x in jax.live_arrays():
+            kind = "host" if x.sharding.memory_kind in KINDS else "device"
+            for shard in x.addressable_shards if not x.is_deleted() else ():
+                buffers[shard.device, kind, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+        held = collections.Counter()
+        for (device, kind, _), size in buffers.items():
+            held[device, kind] += size
+        return held
+
+
+def bytes_of(state):
+    """The bytes of each leaf's shards, by device and kind of memory, in the order in which they move."""
+    held = collections.Counter()
+    for x in jax.tree.leaves(state):
+        kind = "host" if x.sharding.memory_kind in KINDS else "device"
+        for device in x.sharding.device_set:
+            held[device, kind] += x.dtype.itemsize * int(np.prod(x.sharding.shard_shape(x.shape)))
+    return held
+
+
+LARGE = dict.fromkeys("abcdefgh", (128, 64)) | {"bias": (64,)}
+LIMIT = 4096  # bytes: a leaf of 32 kB moves in 8 boxes
+MEMORY = [
+    ("stage 3", "4 devices"),
+    ("stage 1", "stage 3"),
+    ("stage 3", "host"),
+    ("host", "hsdp"),
+    ("4 devices", "hsdp"),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), MEMORY)
+def test_devices_and_hosts_hold_the_larger_state_one_leaf_and_a_few_boxes(before, after, monkeypatch):
+    old, new = (zero_shard(optax.adam(1e-2), bucket_bytes=LIMIT, **made(WAYS[name])) for name in (before, after))
+    params = {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(LARGE.items())}
+    state = old.create(params)
+    expected = logical_leaves(state)
+    del params
+    start, held = bytes_of(state), Held(monkeypatch)
+    others = held.now() - start
+    state = old.reshard(state, to=new)
+    monkeypatch.undo()
+    assert_same(state, expected)
+    end = bytes_of(state)
+    leaf = 128 * 64 * 4
+    for where, most in held.most.items():
+        _, kind = where
+        shards = leaf if before == "stage 1" else leaf // 4  # of one leaf, in the larger of the layouts
+        room = 2 * LIMIT + 2 * shards if kind == "device" else 0
+        assert most - others[where] <= max(start[where], end[where]) + room, where
+    assert sum(held.most.values()) > sum(end.values())  # something was measured
+
+
+def made(options):
+    count = options.get("count", 8)
+    offload = Offload(optimizer="host", chunk_bytes=LIMIT, update="device") if "offload" in options else None
+    rest = {name: value for name, value in options.items() if name != "count"}
+    return {"mesh": mesh_of(count), "persist_below": 65, **rest, "offload": offload}
+
+
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "float4_e2m1fn", "int4", "uint16", "bool", "complex64")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_box_across_shards_has_every_bit(dtype, mesh):
+    """Zeros keep their sign, and a NaN its bits: numbers are not added."""
+    bits = np.random.default_rng(0).integers(0, 256, size=48 * jnp.dtype(dtype).itemsize, dtype=np.uint8)
+    host = (bits[:48] % 2).view(np.bool_) if dtype == "bool" else bits.view(jnp.dtype(dtype))
+    host = (bits[:48] % 16).astype(dtype) if "4_" in dtype or dtype == "int4" else host
+    x = jax.device_put(host, NamedSharding(mesh, PartitionSpec("data")))
+    target = jnp.zeros(56, dtype, device=NamedSharding(mesh_of(4), PartitionSpec("data")))  # padded for 14 each
+    for start in pieces.starts_of(48, 11):
+        box = pieces.take(x, (48,), [start], (11,))
+        assert np.asarray(box).tobytes() == host[start : start + 11].tobytes()
+        target = pieces.put(target, pieces.carried(box, mesh_of(4)), 0, start)
+    assert np.asarray(target)[:48].tobytes() == host.tobytes()
+    assert not np.asarray(target)[48:].astype(bool).any()
+
+
+@pytest.mark.usefixtures("optimized")
+def test_the_programs_need_one_more_box_and_write_in_place(mesh):
+    shape, box, size = (512, 256), (64, 256), 64 * 256 * 4
+    spec = PartitionSpec("data")
+    at = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    stored, whole = at(shape, jnp.float32, spec), PartitionSpec()
+    take = pieces.taking(mesh, spec, shape, box).lower(stored, at((2,), jnp.int32, whole))
+    assert take.compile().memory_analysis().temp_size_in_bytes <= size
+    arguments = stored, at(box, jnp.float32, whole), at((), jnp.int32, whole)
+    put = pieces.putting(mesh, spec, shape, 0).lower(*arguments).compile().memory_analysis()
+    assert put.alias_size_in_bytes == 512 * 256 * 4 // 8
+    assert put.temp_size_in_bytes < size // 8
+
+
+def test_precision_changes_as_a_checkpoint_changes_it():
+    wide, narrow = transformation(3), transformation(2, 4, Precision.bf16(), bucket_bytes=BUCKET)
+    state, _ = trained(wide)
+    expected = logical_leaves(state)
+    other = wide.reshard(state, to=narrow)
+    assert_same(other, expected)  # of the master weights
+    assert other.params["tied"].dtype == jnp.bfloat16
+    assert np.array_equal(narrow.unshard(other.params)["tied"], expected["params['tied']"].astype(jnp.bfloat16))
+    assert_same(narrow.reshard(other, to=wide), expected)
+    assert all(x.is_deleted() for x in jax.tree.leaves(other.params))
+
+
+def test_keys_mutable_state_and_explicit_axes():
+    tx = transformation(3, mesh=of_two_hosts(AxisType.Explicit), axis=("host", "gpu"))
+    mutable = {"key": jax.random.key(3), "mean": jnp.arange(4.0), "none": jnp.zeros((0, 2))}
+    state = tx.create(awkward_params(), mutable=mutable)
+    expected = logical_leaves(state)
+    there = tx.reshard(state, to=transformation(1, 3))
+    back = transformation(1, 3).reshard(there, to=tx)
+    assert_same(back, expected)
+    assert back.step.sharding.mesh == tx.config.user_mesh
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [None, "disk"])
+def test_a_state_moves_to_disk_and_back(params, tmp_path):
+    tx = transformation(3, precision=Precision.bf16(), bucket_bytes=BUCKET)
+    state, _ = trained(tx)
+    expected = logical_leaves(state)
+    offload = Offload(optimizer="disk", params=params, path=tmp_path, chunk_bytes=200)
+    disk = transformation(3, 4, Precision.bf16(), offload=offload, bucket_bytes=BUCKET)
+    there = tx.reshard(state, to=disk)
+    assert any(is_chunked(x) for x in jax.tree.leaves(there.opt_state, is_leaf=is_chunked))
+    assert_same(disk.reshard(there, to=tx), expected)
+
+
+def test_another_optimizer_is_named_and_the_state_stays():
+    tx = transformation(3)
+    state = tx.create(awkward_params())
+    for other, error in (
+        (optax.sgd(1e-2, momentum=0.9), r"^The state is of another model.* than the state that to= creates:\n  opt_st"),
+        (optax.lamb(1e-2), r"The state is of another transformation than .* is given, .* is wanted. Give as to="),
+    ):
+        with pytest.raises(ValueError, match=error):
+            tx.reshard(state, to=transformation(3, tx=other))
+    with pytest.warns(UserWarning, match=r"computes something else .*: given with mul -0.01; now mul -0.003") as found:
+        moved = tx.reshard(state, to=transformation(1, tx=optax.adamw(3e-3)))
+    assert found[0].filename == __file__
+    assert int(moved.step) == 0
+
+
+def test_what_cannot_be_moved_is_named():
+    tx, four = transformation(3), transformation(3, 4)
+    state = tx.create(awkward_params())
+    with pytest.raises(ValueError, match=r"state.step is on a mesh of 8 devices"):
+        four.reshard(state, to=tx)
+    with pytest.raises(TypeError, match="to= takes the transformation that zero_shard returned, not Mesh"):
+        tx.reshard(state, to=mesh_of(4))
+    with pytest.raises(TypeError, match="reshard takes a ZeroState"):
+        tx.reshard(state.params, to=four)
+    tx.reshard(state, to=four)
+    with pytest.raises(ValueError, match="was used up"):
+        tx.reshard(state, to=four)
+    with pytest.raises(ValueError, match="The state was used up"):
+        tx.train_step(awkward_loss)(state, awkward_batches(1)[0])
+
+
+@pytest.mark.slow
+def test_two_processes_move_a_state_together():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    flags = "--xla_force_host_platform_device_count=4"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, HELPERS / "reshard_child.py"]
+    for one in [subprocess.Popen([*command, str(i), port], **options) for i in range(2)]:
+        out, errors = one.communicate(timeout=600)
+        assert one.returncode == 0, errors
+        assert "of the processes [0, 1], and the new mesh has devices of the processes [0]" in out
+        assert out.endswith("done\n")
