@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,22 +20,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore
 from etils import epath
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint import packing
 from zerojax.checkpoint.disk_leaves import begin_copy
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.records import ARRAYS, SavedLeaf
+from zerojax.checkpoint.zarr_files import ZarrFiles
 from zerojax.layout.chunked import Chunked
+from zerojax.offload.read_ahead import read_ahead
 from zerojax.placement.chunking import joined
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
-# Arrays are read in groups of about this size, to limit the host memory in use.
-GROUP_BYTES = 2 << 30
+# Parts of arrays are read ahead: a share of all bytes that a process reads, between two bounds.
+SHARES_AHEAD, LEAST_AHEAD, MOST_AHEAD = 32, 16 << 20, 2 << 30
 
 
 class ReadRequest(NamedTuple):
@@ -122,7 +123,7 @@ def wait_for(futures: Sequence[Any]) -> None:
 
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
-    large = iter(read_folders(directory / ARRAYS, [one for one in requests if not one.saved.pieces]))
+    large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
     with packing.Files(directory) as files:
         arrays = [read_packed(files, one) if one.saved.pieces else next(large) for one in requests]
     return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
@@ -138,18 +139,42 @@ def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
 
 
 def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.Array]:
-    """Read leaves that have a folder each. Raise a `CheckpointError` for any error of orbax or TensorStore."""
-    handler, arrays = ArrayHandler(), []
-    for group in groups(requests):
-        infos = [files_of(directory, one.saved.folder) for one in group]
-        args = [ocp.ArrayRestoreArgs(sharding=one.sharding, global_shape=one.shape, strict=False) for one in group]
-        try:
-            arrays += run(handler.deserialize(infos, args))
-        except (jax.errors.JaxRuntimeError, MemoryError):
-            raise
-        except Exception as error:
-            raise CheckpointError(f"An array in {directory} cannot be read: {in_one_line(error)}") from error
+    """Read leaves that have a folder each, shard by shard. Raise a `CheckpointError` if a leaf cannot be read.
+
+    orbax would read all shards of many leaves before it copies the first one to a device. So host memory would hold
+    them twice if the devices are in host memory, too.
+    """
+    pairs = [(one, opened(directory, one.saved)) for one in requests]
+    every = [(directory, one.saved, box, files) for one, files in pairs for box in places_of(one)]
+    sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for _, saved, box, _ in every]
+    values, arrays = read_ahead(read_spans, every, sizes, bytes_ahead(sum(sizes))), []
+    for one in requests:
+        shards = []
+        for places in places_of(one).values():
+            value = next(values)
+            shards += jax.block_until_ready([jax.device_put(value, place) for place in places])
+            del value
+        dtype = one.saved.storage_dtype
+        arrays.append(jax.make_array_from_single_device_arrays(one.shape, one.sharding, shards, dtype=dtype))
     return arrays
+
+
+def bytes_ahead(size: int) -> int:
+    """Return how many bytes may be in host memory before they are on the devices, if a process reads `size` bytes."""
+    return min(MOST_AHEAD, max(LEAST_AHEAD, size // SHARES_AHEAD))
+
+
+def places_of(one: ReadRequest) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
+    """Return the places of each part of a leaf's storage that this process needs. The part has a start and end per dim.
+
+    The places are in the order of the devices, as JAX needs them.
+    """
+    places: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
+    for device, index in one.sharding.addressable_devices_indices_map(one.shape).items():
+        box = tuple(part.indices(size)[:2] for part, size in zip(index or (), one.shape, strict=True))
+        place = SingleDeviceSharding(device, memory_kind=one.sharding.memory_kind)
+        places.setdefault(box, []).append(place)
+    return places
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
@@ -163,62 +188,66 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
         ) from error
 
 
-def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
-    """Read a slice of one leaf's storage into host memory. A packed leaf is first read and verified as a whole."""
+def opened(directory: Path, saved: SavedLeaf) -> ZarrFiles | None:
+    """Return the files of a leaf that has a folder. Return None for a packed leaf."""
     if saved.pieces:
-        with packing.Files(directory) as files:
-            return files.read(saved.name, saved.pieces, saved.storage_dtype)[index]
-    store = {"driver": "file", "path": f"{directory / ARRAYS / saved.folder}/"}
+        return None
+    with unreadable_named(directory, saved):
+        return ZarrFiles.of(directory / ARRAYS / saved.folder, saved.storage_dtype)
+
+
+def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
+    """Read a slice of one leaf's storage into host memory. A packed leaf is first read and verified as a whole.
+
+    `index` has an integer, or a slice with a start and an end, for each dim.
+    """
+    box = tuple(one if isinstance(one, slice) else slice(one, one + 1) for one in index)
+    whole = (slice(None) if isinstance(one, slice) else 0 for one in index)
+    return read_box(directory, saved, box)[(*whole, ...)]
+
+
+@contextlib.contextmanager
+def unreadable_named(directory: Path, saved: SavedLeaf) -> Iterator[None]:
+    """Replace an error of reading by a `CheckpointError` that names the leaf."""
     try:
-        return tensorstore.open({"driver": "zarr", "kvstore": store}).result()[index].read().result()
+        yield
     except MemoryError:
         raise
     except Exception as error:
         raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
 
 
-def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a leaf's storage into host memory. The saved leaf must not be flat.
+def read_spans(
+    directory: Path, saved: SavedLeaf, spans: tuple[tuple[int, int], ...], files: ZarrFiles | None
+) -> np.ndarray:
+    """Read a part of a leaf's storage, given by its start and end along each dim. See `read_box`."""
+    return read_box(directory, saved, tuple(slice(*span) for span in spans), files)
+
+
+def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...], files: ZarrFiles | None = None) -> np.ndarray:
+    """Read a part of a leaf's storage into host memory. If the leaf is flat, `box` has one slice.
 
     Every slice of `box` has a start and an end. Elements beyond the leaf's logical shape are padding, and become zeros.
-    So the storage may have other padding than the saved storage.
+    So the storage may have other padding than the saved storage. `files` are the leaf's files, or None to open them.
     """
-    part = np.zeros([one.stop - one.start for one in box], saved.storage_dtype)
-    inside = [slice(one.start, min(one.stop, size)) for one, size in zip(box, saved.shape, strict=True)]
-    sizes = [one.stop - one.start for one in inside]
-    if min(sizes) > 0:
-        part[tuple(map(slice, sizes))] = read_slice(directory, saved, tuple(inside))
+    rank = len(saved.data_shape)  # the data of PRNG keys has further dims, which are never padded
+    edges = zip(box[:rank], saved.data_shape, strict=True)
+    inside = (*(slice(one.start, min(one.stop, size)) for one, size in edges), *box[rank:])
+    shape, sizes = ([one.stop - one.start for one in spans] for spans in (box, inside))
+    part = np.empty(shape, saved.storage_dtype) if shape == sizes else np.zeros(shape, saved.storage_dtype)
+    if sizes and min(sizes) <= 0:
+        return part
+    target = part[(*map(slice, sizes), ...)]
+    if saved.pieces:
+        with packing.Files(directory) as packed:
+            target[...] = packed.read(saved.name, saved.pieces, saved.storage_dtype)[inside]
+        return part
+    with unreadable_named(directory, saved):
+        (files or ZarrFiles.of(directory / ARRAYS / saved.folder, saved.storage_dtype)).read(inside, target)
+    if part.dtype.kind == "b" and part.view(np.uint8).max() > 1:
+        where = f"{saved.name} in {directory / ARRAYS / saved.folder}"
+        raise CheckpointError(f"{where} has the bool {part.view(np.uint8).max()}, which is neither 0 nor 1.")
     return part
-
-
-def files_of(directory: Path, folder: str) -> type_handlers.ParamInfo:
-    """Return orbax's description of the files of an array."""
-    return type_handlers.ParamInfo(
-        name=folder,
-        parent_dir=epath.Path(directory),
-        is_ocdbt_checkpoint=False,
-        use_zarr3=False,
-        use_compression=False,
-        ts_context=type_handlers.get_ts_context(use_ocdbt=False),
-    )
-
-
-def groups(requests: Sequence[ReadRequest]) -> list[list[ReadRequest]]:
-    """Group consecutive requests, so that each group needs at most about `GROUP_BYTES` of this host's memory.
-
-    orbax's own limit, `restore_concurrent_gb`, was rejected because it refuses an array that is larger than the limit.
-    """
-    groups: list[list[ReadRequest]] = []
-    size = 0
-    for one in requests:
-        local = one.sharding.shard_shape(one.shape) if isinstance(one.sharding, NamedSharding) else one.shape
-        bound = math.prod(local) * 8 * len(one.sharding.addressable_devices)  # with at most 8 bytes per element
-        if not groups or size + bound > GROUP_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(one)
-        size += bound
-    return groups
 
 
 def is_key(x: Any) -> bool:

@@ -43,6 +43,11 @@ class SavedLeaf:
         return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
 
     @property
+    def data_shape(self) -> tuple[int, ...]:
+        """Return the shape of the stored values without padding, in which a flat leaf has one dim."""
+        return (math.prod(self.shape),) if self.kind == "flat" else self.shape
+
+    @property
     def described(self) -> str:
         """Return the type and the logical shape as text, such as `float32[16, 24]`."""
         return f"{self.dtype}{list(self.shape)}"

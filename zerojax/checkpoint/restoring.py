@@ -82,34 +82,53 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
     restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
         if is_read_by_chunk(saved, wanted):
-            restored[wanted.name] = filled(wanted.array, functools.partial(arrays.read_box, folder, saved))
+            files = arrays.opened(folder, saved)
+            read = lambda box, saved=saved, files=files: arrays.read_box(folder, saved, box, files)
+            restored[wanted.name] = filled(wanted.array, read)
         elif is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
             restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
     return restored
 
 
 def is_read_by_chunk(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether a leaf is read into files chunk by chunk.
+    """Return whether a leaf is read into host memory, or into files, chunk by chunk.
 
-    The leaf must be on disk and have the saved type. Neither the leaf nor the saved leaf can be flat.
+    The leaf must be offloaded and have the saved type. Neither the leaf nor the saved leaf can be flat.
     """
-    node = wanted.array
-    is_on_disk = is_chunked(node) and node.store is not None
-    return is_on_disk and "flat" not in (saved.kind, wanted.leaf.kind) and saved.dtype == wanted.dtype
+    has_same_form = "flat" not in (saved.kind, wanted.leaf.kind) and saved.dtype == wanted.dtype
+    return is_chunked(wanted.array) and has_same_form and not saved.is_empty
 
 
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read leaves into device memory in storage shape. Return them by name."""
+    """Read leaves into device memory in storage shape. Return them by name.
+
+    Leaves that must be converted are read in groups, so that few of them are in memory in both forms.
+    """
     plans = {
         wanted.name: read_plan(saved, target_layout(saved, wanted), wanted.array)
         for saved, wanted in pairs
         if not saved.is_empty
     }
-    loaded = dict(zip(plans, arrays.read(folder, [request for request, _ in plans.values()]), strict=True))
-    conversions = {name: one for name, (_, one) in plans.items() if one is not None}
-    converted = convert([loaded[name] for name in conversions], list(conversions.values()))
-    empty = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
-    return loaded | dict(zip(conversions, converted, strict=True)) | empty
+    plain = {name: request for name, (request, one) in plans.items() if one is None}
+    loaded = dict(zip(plain, arrays.read(folder, list(plain.values())), strict=True))
+    for names in groups_of({name: one.source.bytes for name, (_, one) in plans.items() if one is not None}):
+        requests, conversions = zip(*(plans[name] for name in names), strict=True)
+        loaded |= zip(names, convert(arrays.read(folder, requests), conversions), strict=True)
+    return loaded | {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
+
+
+def groups_of(sizes: dict[str, int]) -> list[list[str]]:
+    """Group names in order. The sizes of a group add up to at most a 32nd of all sizes, or the group is one name."""
+    limit = arrays.bytes_ahead(sum(sizes.values()))
+    groups: list[list[str]] = []
+    held = 0
+    for name, size in sizes.items():
+        if not groups or held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
 
 
 def zeros_of(array: Any) -> jax.Array:

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -204,7 +204,7 @@ class LeafFiles:
             self.files.write_shards(self.k, n, [read(box) for box in self.files.boxes(self.k, n)])
         return version
 
-    def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
+    def save(self, chunks: Iterable[Array]) -> Int[np.ndarray, ""]:
         """Write the leaf and return the new version. The version is complete when every leaf is written."""
         version = self.files.next_version
         for n, chunk in enumerate(chunks):

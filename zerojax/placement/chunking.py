@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, Chunking
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.offload.host import host_sharding, to_memory
+from zerojax.offload.read_ahead import read_ahead
 from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
@@ -92,20 +94,56 @@ def joined(node: Chunked) -> Shaped[Array, "*storage"]:
 
 
 def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Chunked:
-    """Write a leaf on disk chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.
+    """Write an offloaded leaf chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.
 
     `box` has one slice per dim, with a start and an end. Return the new node.
     """
-    return dataclasses.replace(node, chunks=(node.store.fill(read),))
+    if node.store is not None:
+        return dataclasses.replace(node, chunks=(node.store.fill(read),))
+    where = host_sharding(node.mesh, node.sharding.spec)
+    shapes = node.chunking.chunk_shapes(node.leaf)
+    places = [places_of_chunk(node, where, n) for n in range(len(shapes))]
+    boxes = [(tuple(slice(*span) for span in spans),) for found in places for spans in found]
+    sizes = [math.prod(one.stop - one.start for one in box) * node.dtype.itemsize for (box,) in boxes]
+    values, chunks = read_ahead(read, boxes, sizes, 2 * max(sizes)), []
+    for shape, found in zip(shapes, places, strict=True):
+        shards = []
+        for devices in found.values():
+            value = next(values)
+            shards += jax.block_until_ready([jax.device_put(value, device) for device in devices])
+            del value
+        chunks.append(jax.make_array_from_single_device_arrays(shape, where, shards, dtype=node.dtype))
+    return dataclasses.replace(node, chunks=tuple(chunks))
+
+
+def places_of_chunk(
+    node: Chunked, where: NamedSharding, n: int
+) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
+    """Return the places in host memory of each part of the leaf's storage that chunk `n` has on this process.
+
+    A part has a start and an end per dim.
+    """
+    start, length = node.chunking.chunks[n]
+    places: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
+    for device, index in node.sharding.addressable_devices_indices_map(node.shape).items():
+        spans = [one.indices(size)[:2] for one, size in zip(index or (), node.shape, strict=True)]
+        first = spans[node.chunking.dim][0] + start
+        box = tuple(replace_at(tuple(spans), node.chunking.dim, (first, first + length)))
+        places.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=where.memory_kind))
+    return places
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
-    """Store `x`, an array on the devices, as the offloaded leaf `node` is stored. Return the new node."""
-    chunks = splitting(node.mesh, node.sharding, node.leaf, node.chunking)(x)
+    """Store `x`, an array on the devices, as the offloaded leaf `node` is stored. Return the new node.
+
+    Only one chunk at a time is in device memory besides `x`.
+    """
+    chunks = chunks_of(x, node.leaf, node.chunking)
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.save(chunks),))
     where = host_sharding(node.mesh, node.sharding.spec)
-    return dataclasses.replace(node, chunks=tuple(jax.device_put(chunk, where) for chunk in chunks))
+    moved = tuple(jax.block_until_ready(jax.device_put(chunk, where)) for chunk in chunks)
+    return dataclasses.replace(node, chunks=moved)
 
 
 @functools.lru_cache(maxsize=32)
@@ -132,5 +170,5 @@ def slicing(sharding: NamedSharding, leaf: Leaf, dim: int, length: int) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def splitting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """Return the jitted function that `replaced` calls."""
+    """Return a jitted function that splits an array into all of its chunks at once."""
     return jax.jit(lambda x: split_chunks(mesh, x, leaf, chunking), out_shardings=sharding)
