@@ -7,6 +7,7 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from zerojax import checkpoint, data, deepspeed, offload, plot
     from zerojax.budget.remat import Remat, remat
+    from zerojax.checkpoint.publishing import publish
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.deepspeed import from_deepspeed
     from zerojax.gather import block, tiled
@@ -32,6 +33,7 @@ if _TYPE_CHECKING:
 # code for checkpoints or for the inspection of compiled programs.
 _MODULES = {
     "budget.remat": "Remat remat",
+    "checkpoint.publishing": "publish",
     "config": "DynamicScale Offload Precision Wire",
     "deepspeed": "from_deepspeed",
     "gather": "block tiled",
@@ -91,6 +93,7 @@ __all__ = [
     "offload",
     "plan",
     "plot",
+    "publish",
     "remat",
     "report",
     "tiled",

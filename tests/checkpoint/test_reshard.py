@@ -61,6 +61,7 @@ def runs():
     return run
 
 
+@pytest.mark.slow
 def test_a_state_goes_around_all_layouts_bit_for_bit(runs):
     _, _, state = runs("stage 1")
     expected = logical_leaves(state)
@@ -165,7 +166,9 @@ MEMORY = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after"), MEMORY)
+@pytest.mark.parametrize(
+    ("before", "after"), [MEMORY[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in MEMORY[1:])]
+)
 def test_devices_and_hosts_hold_the_larger_state_one_leaf_and_a_few_boxes(before, after, monkeypatch):
     old, new = (zero_shard(optax.adam(1e-2), bucket_bytes=LIMIT, **made(WAYS[name])) for name in (before, after))
     params = {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(LARGE.items())}
@@ -227,6 +230,7 @@ def test_the_programs_need_one_more_box_and_write_in_place(mesh):
     assert put.temp_size_in_bytes < size // 8
 
 
+@pytest.mark.slow
 def test_precision_changes_as_a_checkpoint_changes_it():
     wide, narrow = transformation(3), transformation(2, 4, Precision.bf16(), bucket_bytes=BUCKET)
     state, _ = trained(wide)

@@ -145,7 +145,7 @@ def moved_group(group: list[tuple[str, jax.Array, Conversion]]) -> dict[str, jax
     if not same:
         whole = [dataclasses.replace(one.source, kind="replicated", dim=None) for one in conversions]
         pairs = zip(arrays, conversions, whole, strict=True)
-        gathers = [Conversion(one.source, leaf, replicated(x.sharding.mesh)) for x, one, leaf in pairs]
+        gathers = [Conversion(one.source, leaf, replicated(pieces.mesh_of(x))) for x, one, leaf in pairs]
         pairs = zip(convert(arrays, gathers), conversions, strict=True)
         arrays = [pieces.carried(x, one.sharding.mesh) for x, one in pairs]
         conversions = [one._replace(source=leaf) for one, leaf in zip(conversions, whole, strict=True)]

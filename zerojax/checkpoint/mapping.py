@@ -29,6 +29,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -204,13 +205,17 @@ def together(name: str, sections: list[Section], count: int) -> list[Section]:
     return [dataclasses.replace(one, start=start) for one, start in zip(sections, starts, strict=False)]
 
 
-def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return a list with the tensor that the leaves form. For tied leaves, the list has one tensor per leaf."""
+def tensors_from(sections: Sequence[Section], leaves: Sequence[Any]) -> list[Any]:
+    """Return a list with the tensor that the leaves form. For tied leaves, the list has one tensor per leaf.
+
+    The leaves are arrays of NumPy, or traced arrays of JAX.
+    """
     dims = [[one.pattern.right.index(name) for name in one.pattern.names] for one in sections]
     arrays = [x.transpose(order) for x, order in zip(leaves, dims, strict=True)]
     pattern = sections[0].pattern
     if pattern.divided is not None:
-        arrays = [np.concatenate(arrays, pattern.names.index(pattern.divided))]
+        concatenate = np.concatenate if isinstance(arrays[0], np.ndarray) else jnp.concatenate
+        arrays = [concatenate(arrays, pattern.names.index(pattern.divided))]
     sizes = (dict(zip(one.pattern.names, x.shape, strict=True)) for one, x in zip(sections, arrays, strict=False))
     return [x.reshape(one.pattern.tensor_shape(size)) for one, x, size in zip(sections, arrays, sizes, strict=False)]
 

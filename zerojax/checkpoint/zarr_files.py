@@ -69,7 +69,7 @@ def copy_rows(
         part = out[i - start : i - start + count]
         block = part if whole else np.empty((count, *shape[1:]), out.dtype)
         file.seek(offset + i * row_bytes)
-        read_all(file, memoryview(block.reshape(-1).view(np.uint8)))
+        read_all(file, block.reshape(-1).view(np.uint8).data)
         if not whole:
             part[...] = block[(slice(None), *(slice(*span) for span in box[1:]))]
 

@@ -74,8 +74,21 @@ def on_mesh(x: Any) -> jax.Array:
     if not x.sharding.is_fully_replicated:
         raise TypeError(f"An array of the shape {list(x.shape)} is on {x.sharding}. Give it a NamedSharding.")
     [shard, *_] = x.addressable_shards
-    mesh = Mesh(np.asarray([shard.device]), ("device",))
-    return jax.make_array_from_single_device_arrays(x.shape, replicated(mesh), [shard.data], dtype=x.dtype)
+    whole = replicated(mesh_of_one(shard.device))
+    return jax.make_array_from_single_device_arrays(x.shape, whole, [shard.data], dtype=x.dtype)
+
+
+def mesh_of(x: jax.Array) -> Mesh:
+    """Return the mesh of an array with a `NamedSharding`."""
+    sharding = x.sharding
+    assert isinstance(sharding, NamedSharding)
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
+
+
+def mesh_of_one(device: jax.Device) -> Mesh:
+    """Return a mesh of one device."""
+    return Mesh(np.asarray([device]), ("device",))
 
 
 def take(
