@@ -110,7 +110,8 @@ def test_shardings_are_a_tree_a_dict_or_one():
     found = dict(zerojax.publish(params, dict.fromkeys(expected, one)))
     assert_equal(found, expected)
     assert {x.device for x in found.values()} == {jax.devices()[3]}
-    assert_equal(dict(zerojax.publish(awkward_params(), one)), expected)
+    for logical in (awkward_params(), jax.device_get(awkward_params())):
+        assert_equal(dict(zerojax.publish(logical, one)), expected)
 
 
 def test_a_step_runs_between_tensors_if_they_are_held():
@@ -213,6 +214,8 @@ def test_another_program_reads_the_newest_version(tmp_path):
     assert published_files.versions_in(tmp_path) == [4, 7]
     with pytest.raises(CheckpointError, match="has version 7 already"):
         publish_files(state, tmp_path, version=7)
+    with pytest.raises(ValueError, match="keep"):
+        publish_files(state, tmp_path, version=8, keep=0)
     version, params = read_published(tmp_path, like, after=4)
     assert version == 7
     assert_equal(flat(other.unshard(params)), expected)

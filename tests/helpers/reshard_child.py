@@ -9,13 +9,14 @@ import sys
 import jax
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
 process = int(sys.argv[1])
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
 
 from models import awkward_batches, awkward_loss, awkward_params, floats_only  # noqa: E402
 
-from zerojax import zero_shard  # noqa: E402
+from zerojax import publish, zero_shard  # noqa: E402
 
 
 def tx_of(devices=None, **options):
@@ -37,6 +38,11 @@ expected = on_host(ways[0], state)
 for old, new in itertools.pairwise(ways):
     state = old.reshard(state, to=new)
     assert all(a.tobytes() == b.tobytes() for a, b in zip(on_host(new, state), expected, strict=True))
+engine = NamedSharding(jax.make_mesh((4,), ("x",), devices=half), PartitionSpec())
+weights = list(publish(state.params, engine, bucket_bytes=500))
+for (_, x), wanted in zip(weights, expected, strict=False):
+    assert np.asarray(x.addressable_data(0)).tobytes() == wanted.tobytes()
+assert len(weights) == len(jax.tree.leaves(awkward_params()))
 one = zero_shard(optax.adam(1e-2), stage=3, mesh=jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
 try:
     ways[-1].reshard(state, to=one)

@@ -15,6 +15,7 @@ from zerojax.checkpoint.importing import import_params
 from zerojax.checkpoint.manifest import digest, digests
 from zerojax.checkpoint.mapping import Names
 from zerojax.checkpoint.processes import Processes
+from zerojax.config import check_count
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -52,8 +53,11 @@ def publish_files(
 
     Raises:
         CheckpointError: If a version with this number or a larger one exists, or files cannot be written.
-        ValueError: As for `export`.
+        TypeError: If `version` or `keep` is not an integer.
+        ValueError: If `version` is negative or `keep` is below 1. Also as for `export`.
     """
+    check_count("version", version, "steps", least=0)
+    check_count("keep", keep, "versions", least=1)
     folder = Path(folder).expanduser()
     path, temporary = folder / version_name(version), folder / f".{version_name(version)}"
     processes = Processes(TIMEOUT)

@@ -65,7 +65,8 @@ def publish(
             the name of its keys joined by dots.
         dtype: The floating type to which floating tensors are cast. None keeps their types.
         hold: Whether each device keeps a copy of its part of the parameters, in `dtype`, until it is published. Arrays
-            that every device has in full are divided for this. Not for parameters that are offloaded.
+            that every device has in full are divided for this, if a dim can be divided evenly. Not for parameters that
+            are offloaded.
         bucket_bytes: The bytes that a device may use for copies.
 
     Returns:
@@ -204,7 +205,7 @@ def published(sources: list[Source], tensors: list[Tensor], bucket_bytes: int) -
 
 def load(one: Source) -> tuple[jax.Array, Leaf]:
     """Return a parameter on the devices, not flat. Of an offloaded parameter, each device gets its shard."""
-    if any(x.is_deleted() for x in jax.tree.leaves(one.array)):
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(one.array)):
         raise ValueError(
             f"{one.name} was used up before it was published: a step took the memory of the parameters. Take all "
             f"tensors of publish before the step, or pass hold=True."
