@@ -120,7 +120,7 @@ def trace_loss(
     on_leaves = lambda full, arrays: fn(tree.unflatten(full), *put_back(arrays))
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
-    alike = None if differing is None else [True] * len(full) + _alike(args, differing)
+    alike = None if differing is None else [True] * len(full) + alike_args(args, differing)
     sharded = [leaf if leaf.kind == "sharded" else None for leaf in leaves]
     program, consts = planned(closed, sharded, given, follower, alike)
     return program, arrays, consts, jax.tree.structure(shape)
@@ -186,7 +186,7 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
     return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
 
 
-def _alike(args: Sequence, differing: Collection[int]) -> list[bool]:
+def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
     """Return, for each array in `args`, whether it is alike on all devices. Integers may be PRNG keys, which differ."""
     return [
         i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
