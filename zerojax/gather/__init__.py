@@ -50,11 +50,13 @@ Details that a first reading can skip:
     layer_stacks    turns other loops over layers into scans
     merged          merges equations that compute the same value
     held            chooses the products of parameters that are computed only once
+    decided         says which rule took each equation, for `check`, `plan` and `report`
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           runs a loop over tiles of a sequence as one block
 """
 
 from zerojax.gather.apart import taken_apart
+from zerojax.gather.decided import Decided, decided_of
 from zerojax.gather.engine import alike_args, block, gather_on_use, row_states, split_arrays
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.run import as_function
@@ -63,12 +65,14 @@ from zerojax.gather.vjp import RowStates, traced_passes
 from zerojax.gather.working_set import WorkingSet, working_set
 
 __all__ = [
+    "Decided",
     "RowStates",
     "StandIn",
     "WorkingSet",
     "alike_args",
     "as_function",
     "block",
+    "decided_of",
     "gather_on_use",
     "row_states",
     "split_arrays",

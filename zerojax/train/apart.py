@@ -17,7 +17,7 @@ import jax.core
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather import as_function, taken_apart
+from zerojax.gather import Decided, as_function, decided_of, taken_apart
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 
@@ -33,6 +33,7 @@ class TracedLoss:
         run: `run(args, results)` returns the loss's results.
         structure: The tree that the loss's results form, without the total, which is the first result.
         results: The results of the reductions that are computed on shards; often none.
+        decided: The decisions of the planner about the reductions.
         pull: `pull(cotangents of results)` returns the gradients' shards by the index of the parameter. In device view,
             each device gives the cotangent of its own loss.
     """
@@ -40,6 +41,7 @@ class TracedLoss:
     run: Callable[[Sequence, Sequence], list]
     structure: Any
     results: Sequence[Array] = ()
+    decided: Decided = dataclasses.field(default_factory=Decided)
     pull: Callable[[Sequence[Array]], Mapping[int, Shaped[Array, "*local"]]] = lambda cotangents: {}
 
 
@@ -56,7 +58,7 @@ def traced_apart(
         alike: For each argument, whether it is alike on all devices.
         comm: The collectives of the view.
     """
-    stored = [leaves[i] if i in leaves else None for i in range(len(args))]
+    stored = [leaves.get(i) for i in range(len(args))]
     apart = taken_apart(closed, stored, alike)
     if apart is None:
         jaxpr, consts = compat.opened(closed)
@@ -85,4 +87,5 @@ def traced_apart(
         (shards,) = pull([(c.sum(0) if c.ndim > x.ndim else c).astype(x.dtype) for c, x in pairs])
         return dict(zip(used, shards, strict=True))
 
-    return TracedLoss(apart.run_rest, structure, results, pull_shards)
+    decided = decided_of(apart.program, [True] * len(apart.reads))
+    return TracedLoss(apart.run_rest, structure, results, decided, pull_shards)

@@ -24,7 +24,17 @@ from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
-from zerojax.gather import RowStates, StandIn, alike_args, gather_on_use, row_states, split_arrays, traced_passes
+from zerojax.gather import (
+    Decided,
+    RowStates,
+    StandIn,
+    alike_args,
+    decided_of,
+    gather_on_use,
+    row_states,
+    split_arrays,
+    traced_passes,
+)
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
@@ -172,6 +182,7 @@ class View:
             reshard_after_forward=config.reshard_after_forward,
             of_rows=_OF_ROWS,
             differing=_DIFFERING,
+            record=lambda program, alike: self._record(decided_of(program, alike)),
         )
 
     def traced_loss(self, given: LossInputs) -> TracedLoss | None:
@@ -190,7 +201,9 @@ class View:
         # A small trained parameter is no shard, and its gradient would be the sum of two that are reduced differently.
         alike = [i in leaves or i not in (*trained, *overwritten) for i in range(len(given.stored))]
         alike += alike_args((given.mutable, given.batch, *given.args), _DIFFERING)
-        return traced_apart(closed, structures[0], args, leaves, alike, self.comm)
+        traced = traced_apart(closed, structures[0], args, leaves, alike, self.comm)
+        self._record(traced.decided)
+        return traced
 
     def _flat_loss(self, given: LossInputs) -> tuple[Callable, list, list]:
         """Return the loss as a function of a list of arrays, and this list.
@@ -210,6 +223,11 @@ class View:
             return [returned.total, *rest]
 
         return function, [*stored, *arrays], structures
+
+    def _record(self, decided: Decided) -> None:
+        """Store what the planner decided, for `check`, `plan` and `report`."""
+        if isinstance(self.loss, Loss) and decided.rules:
+            self.loss.decided[:] = [decided]
 
     def value_and_grad(self, given: LossInputs, scale: Array, traced: TracedLoss | None = None):
         """Return the loss and gradient of one microbatch. `traced` is the result of `traced_loss`.
