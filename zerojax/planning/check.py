@@ -76,7 +76,7 @@ class Check:
         hidden: Share of the collectives' bytes that overlap with matrix products. None on CPU, where nothing overlaps.
         findings: One sentence per excess, with leaves and lines of the model.
         decided: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
-            parameters are gathered once more for them. At stages 1 and 2, only the equations that are computed on shards.
+            parameters are gathered once more for them. At stages 1 and 2, only those that are computed on shards.
     """
 
     stage: int
