@@ -23,7 +23,7 @@ def parameters(width=WIDTH, hidden=HIDDEN):
     matrix = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape) * 0.1
     layer = lambda seed: {"up": matrix(seed, width, hidden), "down": matrix(seed + 1, hidden, width)}
     # Equal maxima share their cotangent. The small leaf is no shard.
-    head = jnp.ones((width, 64)).at[3, 4].set(5.0).at[20, 60].set(5.0)
+    head = jnp.full((width, 64), 0.1).at[3, 4].set(0.5).at[20, 60].set(0.5)
     return {"layers": [layer(0), layer(2)], "frozen": matrix(5, width, 64), "head": head, "small": jnp.ones(3)}
 
 

@@ -76,9 +76,9 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
 
 
 def _inlined(closed: Any, known: Sequence[bool]) -> tuple[Any, list]:
-    """Inline the calls that read values computed from `known` arguments, and drop dead equations.
+    """Return a traced function without dead equations and without calls that read values of `known` arguments.
 
-    Return a jaxpr without constants, whose last arguments are the constants, and the values of the constants.
+    Its last arguments are its constants, whose values are also returned.
     """
     jaxpr, consts = compat.opened(closed)
     of_known: dict[int, Any] = {}  # values by `id`, which stays theirs as long as this dict holds them

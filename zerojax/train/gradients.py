@@ -149,7 +149,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
     grads, cotangents = grads[: len(view.differentiable)], grads[len(view.differentiable) :]
     if view.reduces_across_once:
         grads, errors = view.reduce_across(grads, errors, factor)
-    if cotangents:
+    if traced is not None and cotangents:
         grads = view.with_shards(grads, traced.pull(cotangents))
     grads = unscale(grads, factor)
     of = dict(zip(view.differentiable, grads, strict=True))
