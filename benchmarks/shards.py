@@ -3,6 +3,7 @@
     python benchmarks/shards.py                                  every term, unrolled and scanned, global view
     python benchmarks/shards.py --view device --terms L2 norm    some terms, in device view
     python benchmarks/shards.py --more                           fifteen further programs
+    python benchmarks/shards.py --stage 2 --step                 a whole step of stage 2
 
 The model has four blocks, each under `jax.checkpoint`, and is compiled for eight simulated CPU devices.
 
@@ -12,6 +13,8 @@ The model has four blocks, each under `jax.checkpoint`, and is compiled for eigh
 - `reduced` is the same for reductions of arrays as large as a layer: 1.00 without a term.
 - `calls` counts the executions of all collectives.
 - `flops` are a device's FLOPs in matrix products, relative to the program without the term.
+- `extra` are all FLOPs of a device beyond those of the program without the term, per element of the parameters. XLA
+  counts the body of a loop once.
 """
 
 import argparse
@@ -187,16 +190,18 @@ MORE = {
 }
 
 
-def compiled(loss, params, *, view="global", stage=3, mesh=None, **options):
-    """Compile the gradient of a loss, or a step if it accumulates."""
+def compiled(loss, params, *, view="global", stage=3, mesh=None, step=False, **options):
+    """Compile the gradient of a loss, or a step."""
     mesh = mesh or jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=1000, **options)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    if step:
+        return tx.train_step(loss).lower(tx.create(params), x).compile()
     return jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), x).compile()
 
 
 def cost(program, params):
-    """Return `(bytes gathered, bytes reduced, calls of collectives, FLOPs)` of a program."""
+    """Return `(bytes gathered, bytes reduced, calls of collectives, FLOPs in products, all FLOPs)` of a program."""
     sizes = [x.size * x.dtype.itemsize for x in jax.tree.leaves(params)]
     large = min(s for s in sizes if s > 4 * 1000) // (DEPTH if isinstance(params, dict) else 1)
     gathered = reduced = calls = 0
@@ -205,7 +210,9 @@ def cost(program, params):
         calls += c.times_if_once
         gathered += moved if c.kind == "all-gather" else 0
         reduced += moved if c.kind in ("reduce-scatter", "all-reduce") and c.bytes >= large else 0
-    return gathered, reduced, calls, sum(product_flops(kernels(read(program))).values())
+    analysis = program.cost_analysis()
+    every = (analysis[0] if isinstance(analysis, list) else analysis)["flops"]
+    return gathered, reduced, calls, sum(product_flops(kernels(read(program))).values()), every
 
 
 def row(name, loss, style, **options):
@@ -214,8 +221,8 @@ def row(name, loss, style, **options):
     if name == "weight norm":
         params = params, jax.tree.map(lambda w: jnp.ones((*w.shape[:-2], 1, w.shape[-1])), params)
     total = sum(x.size * 4 for x in jax.tree.leaves(parameters(style)))
-    gathered, reduced, calls, flops = cost(compiled(loss, params, **options), parameters(style))
-    return gathered / total, reduced / total, calls, flops
+    gathered, reduced, calls, *flops = cost(compiled(loss, params, **options), parameters(style))
+    return gathered / total, reduced / total, calls, *flops
 
 
 def main():
@@ -226,15 +233,19 @@ def main():
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--styles", nargs="+", default=["unrolled", "scanned"])
     parser.add_argument("--more", action="store_true")
+    parser.add_argument("--step", action="store_true")
     args = parser.parse_args()
     programs = {**TERMS, **MORE}
-    terms = list(MORE) if args.more else args.terms
-    print(f"{'term':16s} {'style':9s} {'gathered':>8s} {'reduced':>8s} {'calls':>6s} {'flops':>6s}", flush=True)
+    options = {"view": args.view, "stage": args.stage, "step": args.step}
+    head = ("term", "style", "gathered", "reduced", "calls", "flops", "extra")
+    print("{:16s} {:9s} {:>8s} {:>8s} {:>6s} {:>6s} {:>6s}".format(*head), flush=True)
+    elements = sum(x.size for x in jax.tree.leaves(parameters("scanned")))
     for style in args.styles:
-        base = functools.cache(lambda style=style: row("none", PLAIN, style, view=args.view, stage=args.stage)[3])
-        for name in terms:
-            gathered, reduced, calls, flops = row(name, programs[name], style, view=args.view, stage=args.stage)
-            line = f"{name:16s} {style:9s} {gathered:8.2f} {reduced:8.2f} {calls:6d} {flops / base():6.2f}"
+        base = functools.cache(lambda style=style: row("none", PLAIN, style, **options)[3:])
+        for name in MORE if args.more else args.terms:
+            gathered, reduced, calls, flops, every = row(name, programs[name], style, **options)
+            relative, extra = flops / base()[0], (every - base()[1]) / elements
+            line = f"{name:16s} {style:9s} {gathered:8.2f} {reduced:8.2f} {calls:6d} {relative:6.2f} {extra:6.1f}"
             print(line, flush=True)
 
 

@@ -43,30 +43,40 @@ Values that are computed on shards:
     parts           evaluates equations on one device's parts, for `narrow` and `shardwise`
     on_shards       finds reductions of parameters, such as penalties and norms
     reduced         reduces parameters on shards, forward and backward
+    apart           takes reductions out of a loss on full parameters, for stages 1 and 2
 
 Details that a first reading can skip:
     clusters        finds the equations that share a gather with an earlier use of their parameter
     layer_stacks    turns other loops over layers into scans
     merged          merges equations that compute the same value
     held            chooses the products of parameters that are computed only once
+    decided         says which rule took each equation, for `check`, `plan` and `report`
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           runs a loop over tiles of a sequence as one block
 """
 
-from zerojax.gather.engine import block, gather_on_use, row_states, split_arrays
+from zerojax.gather.apart import taken_apart
+from zerojax.gather.decided import Decided, decided_of
+from zerojax.gather.engine import alike_args, block, gather_on_use, row_states, split_arrays
 from zerojax.gather.residuals import StandIn
+from zerojax.gather.run import as_function
 from zerojax.gather.tiled import tiled
 from zerojax.gather.vjp import RowStates, traced_passes
 from zerojax.gather.working_set import WorkingSet, working_set
 
 __all__ = [
+    "Decided",
     "RowStates",
     "StandIn",
     "WorkingSet",
+    "alike_args",
+    "as_function",
     "block",
+    "decided_of",
     "gather_on_use",
     "row_states",
     "split_arrays",
+    "taken_apart",
     "tiled",
     "traced_passes",
     "working_set",

@@ -33,6 +33,7 @@ def gather_on_use(
     reshard_after_forward: bool = True,
     of_rows: Collection[int] = (),
     differing: Collection[int] | None = None,
+    record: Callable[[Program, Sequence[bool]], None] = lambda program, alike: None,
 ) -> Callable:
     """Rewrite `fn(params, *args)` to take shards of `params`.
 
@@ -50,6 +51,7 @@ def gather_on_use(
             collectives instead of three, but all gathered parameters are in memory at once.
         of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
         differing: The indices of the `args` that may differ between devices. If None, all of them may differ.
+        record: Called with the program, and whether each of its first arguments is alike on all devices.
 
     Returns:
         `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
@@ -80,9 +82,9 @@ def gather_on_use(
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
-        program, arrays, consts, structure = trace_loss(
-            fn, tree, leaves, full, args, of_rows, comm.follower, range(len(args)) if differing is None else differing
-        )
+        unlike = range(len(args)) if differing is None else differing
+        program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm.follower, unlike)
+        record(program, [*[True] * len(full), *alike_args(args, unlike)])
         # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
         # the derivative alive.
         run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
@@ -120,7 +122,7 @@ def trace_loss(
     on_leaves = lambda full, arrays: fn(tree.unflatten(full), *put_back(arrays))
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
-    alike = None if differing is None else [True] * len(full) + _alike(args, differing)
+    alike = None if differing is None else [True] * len(full) + alike_args(args, differing)
     sharded = [leaf if leaf.kind == "sharded" else None for leaf in leaves]
     program, consts = planned(closed, sharded, given, follower, alike)
     return program, arrays, consts, jax.tree.structure(shape)
@@ -186,7 +188,7 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
     return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
 
 
-def _alike(args: Sequence, differing: Collection[int]) -> list[bool]:
+def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
     """Return, for each array in `args`, whether it is alike on all devices. Integers may be PRNG keys, which differ."""
     return [
         i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)

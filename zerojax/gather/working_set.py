@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax import compat, jaxprs
+from zerojax.gather.decided import named
 from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
-from zerojax.gather.rules import RULES, RUN_IN_PLACE
 from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment, bytes_of
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam
 from zerojax.layout.leaf import Leaf
@@ -57,7 +57,6 @@ class WorkingSet(NamedTuple):
         repeats: For each parameter that a loop over microbatches gathers, by index, the number of iterations.
         whole: The parameters that are gathered whole, and why.
         recomputed: Products of parameters alone that are computed in several places, each with its line.
-        rules: For each rule of the planner, by name, the equations on parameters that it took, with their lines.
     """
 
     bytes: int = 0
@@ -66,7 +65,6 @@ class WorkingSet(NamedTuple):
     repeats: Mapping[int, int] = MappingProxyType({})
     whole: tuple[Whole, ...] = ()
     recomputed: tuple[str, ...] = ()
-    rules: Mapping[str, tuple[str, ...]] = MappingProxyType({})
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
@@ -93,16 +91,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
         {i: repeats[var] for i, var in enumerate(program.invars) if var in repeats},
         tuple(itertools.chain.from_iterable(whole)),
         tuple(recomputed(program)),
-        rules_of(program),
     )
-
-
-def rules_of(program: Program) -> dict[str, tuple[str, ...]]:
-    """Return, for each rule, the equations on parameters that the rule took, in nested programs too."""
-    inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
-    decisions = [decision for each in (program, *inner) for decision in each.decisions]
-    by_rule = {rule.name: tuple(named(eqn) for eqn, name in decisions if name == rule.name) for rule in RULES}
-    return {name: places for name, places in by_rule.items() if places and name != RUN_IN_PLACE}
 
 
 def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
@@ -198,11 +187,6 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
         elif var in reads and eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0] in segment.results:
             return eqn
     return None
-
-
-def named(eqn: Any) -> str:
-    """Return the name of an equation's primitive, and the line of the loss from which the equation comes."""
-    return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))
 
 
 def recomputed(program: Program) -> list[str]:

@@ -35,6 +35,8 @@ class Report:
         update: Where the offloaded part of the update runs, and why. Empty if nothing is offloaded.
         matrices: Which matrices owners update, what this saves, and why owners do not update the other matrices.
         groups: The groups of the update, and where each group's state is kept, one per line. Empty without offload.
+        engine: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
+            parameters are gathered once more for them. Empty unless the step is given, after its first call.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
     """
 
@@ -46,6 +48,7 @@ class Report:
     update: str = ""
     matrices: str = ""
     groups: str = ""
+    engine: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
 
     @property
@@ -83,7 +86,9 @@ class Report:
 
     @property
     def _head(self) -> str:
-        return "\n".join(filter(None, [self.title, self.padding, self.warning, self.groups, self.matrices]))
+        return "\n".join(
+            filter(None, [self.title, self.padding, self.warning, self.groups, self.matrices, self.engine])
+        )
 
     @property
     def padding(self) -> str:
@@ -113,7 +118,8 @@ def report(state: Any, tx: Any = None) -> Report:
     Args:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are its fields, or the keys of its
             topmost node.
-        tx: The transformation that made `state`, if `state` is parameters or an optimizer state.
+        tx: The transformation that made `state`, if `state` is parameters or an optimizer state. Or the step that
+            trains `state`. Then the report also says which rules took the loss's equations on parameters.
 
     Returns:
         The bytes per device of each part, and a row for each leaf. A row has the leaf's sharding, the reason if it is
@@ -168,7 +174,8 @@ def measured(state: Any, tx: Any) -> Report:
     of_state = getattr(state, "plan", None)
     choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
     update, groups = f"{choice.update}: {choice.why}" if choice else "", str(getattr(of_state, "groups", ""))
-    return Report(device, per_device, tuple(rows), host, disk, update, str(matrices or ""), groups, elsewhere)
+    engine = "\n".join(tx.decided.in_words()) if hasattr(tx, "decided") else ""
+    return Report(device, per_device, tuple(rows), host, disk, update, str(matrices or ""), groups, engine, elsewhere)
 
 
 def place_of(array: jax.Array | Chunked) -> str:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config.data_mesh import axes_of
+from zerojax.gather import Decided
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.measure import Choice
@@ -52,10 +53,18 @@ class AbsentProgram(NamedTuple):
 
 
 def compile_lowered(
-    lower: Callable[[Any], Any], batch: Any, notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: ()
+    lower: Callable[[Any], Any],
+    batch: Any,
+    notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: (),
+    decided: Callable[[], Decided] = Decided,
 ) -> CompiledStep:
-    """Compile a step that is one program. `lower(batch)` lowers it, and `notes_of(batch)` returns notes for a plan."""
-    return CompiledStep(((lower(batch).compile(), 1),), notes=notes_of(batch))
+    """Compile a step that is one program.
+
+    `lower(batch)` lowers it, `notes_of(batch)` returns notes for a plan, and `decided()` what the planner of the engine
+    decided about the loss.
+    """
+    program = lower(batch).compile()
+    return CompiledStep(((program, 1),), notes=notes_of(batch), decided=decided())
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
@@ -69,7 +78,8 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     options = step.options
     if options.memory == "auto":
         options = dataclasses.replace(options, memory=usable)
-    moved, shapes = Step(config, step.program.loss, options), state_shapes(ZeroTransformation.of(config), state)
+    loss = dataclasses.replace(step.program.loss)  # a copy, with the decisions for these GPUs
+    moved, shapes = Step(config, loss, options), state_shapes(ZeroTransformation.of(config), state)
     accumulate = options.accumulate
     row = estimate_stage(config, shapes.plan, accumulate)
     facts = StepFacts(
@@ -91,8 +101,8 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         return AbsentProgram(compile_stages, multiple, facts, row)
     lower = auto_context()(lambda batch: moved.lower(shapes, abstract(batch), *abstract(args)))
     notes = auto_context()(lambda batch: moved.memory_fit(shapes, abstract(batch), *abstract(args)).notes)
-    notes_of = {} if options.memory is None else {"notes_of": notes}
-    return AbsentProgram(functools.partial(compile_lowered, lower, **notes_of), multiple, facts)
+    given = {"decided": lambda: moved.decided} | ({} if options.memory is None else {"notes_of": notes})
+    return AbsentProgram(functools.partial(compile_lowered, lower, **given), multiple, facts)
 
 
 def check_state(state: Any) -> None:

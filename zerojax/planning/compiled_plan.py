@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from zerojax.gather import Decided
 from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
@@ -62,6 +63,8 @@ class Plan:
             parameters are on disk.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         notes: Sentences about effects that these figures leave out.
+        decided: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
+            parameters are gathered once more for them. Empty if the program is not a step, or with parameters on disk.
         text: The compiled program, as HLO text. Empty with parameters on disk, because the step is many programs.
     """
 
@@ -82,6 +85,7 @@ class Plan:
     transfers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     largest_batch: int | None = None
     notes: tuple[str, ...] = ()
+    decided: Decided = dataclasses.field(default_factory=Decided)
     text: str = dataclasses.field(default="", repr=False)
 
     @property
@@ -182,6 +186,7 @@ class Plan:
             most = ", ".join(f"{cause} {format_seconds(time)}" for cause, time in list(self.waits.items())[:MOST_WAITS])
             waits = line("kernels wait", format_seconds(sum(self.waits.values())))
             lines.append(f"{waits}  {self.waiting:.1%}: {most}")
+        lines += self.decided.in_words()
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _kinds(self) -> list[tuple[str, ...]]:
@@ -227,11 +232,13 @@ class CompiledStep(NamedTuple):
         programs: Each program, with the number of its executions in a step.
         memory: Bytes per device by part, at the moment when their sum is largest. None: the step is one program.
         notes: Sentences for the plan, about how `train_step(memory=)` chose the program.
+        decided: See `Plan`.
     """
 
     programs: tuple[tuple[Any, int], ...]
     memory: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
+    decided: Decided = Decided()
 
     @property
     def peak(self) -> int:
@@ -284,6 +291,7 @@ def read_plan(
         transfers=dict(transfers),
         largest_batch=largest_batch,
         notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
+        decided=step.decided,
         text="" if others else first[0].text,
     )
 

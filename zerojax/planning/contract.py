@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
-from zerojax.gather import WorkingSet
+from zerojax.gather import Decided, WorkingSet
 from zerojax.inspect.hlo import Module, read
 from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.roofline import kernels, product_flops
@@ -197,6 +197,11 @@ class WithMutable:
     """A loss whose first further argument is its mutable state."""
 
     loss: Loss
+
+    @property
+    def decided(self) -> list[Decided]:
+        """Return what the planner of the engine decided about the loss; see `Loss`."""
+        return self.loss.decided
 
     def call(self, params: Any, mutable: Any, batch: Any, args: tuple) -> Returned:
         """Call the loss; see `Loss.call`."""

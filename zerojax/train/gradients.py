@@ -23,6 +23,7 @@ from zerojax.config.precision import common_dtype
 from zerojax.layout.error_feedback import error_leaves, summand_spec
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
+from zerojax.train.apart import TracedLoss
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.batch import batch_shardings, check_args, check_batch, fold_keys
 from zerojax.train.loss import at_least_float32, mean_mutable
@@ -125,14 +126,14 @@ def check_trained(layout: Layout) -> None:
 
 def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
     """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
-    comm, weighted = view.comm, view.loss.weighted
+    comm, weighted, traced = view.comm, view.loss.weighted, view.traced_loss(given)
     factor = None
     if view.accumulate == 1:
-        returned, grads, factor, values = view.value_and_grad(given, scale)
+        returned, grads, factor, values = view.value_and_grad(given, scale, traced)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
-        returned, grads, mutable, values = accumulate_microbatches(view, given, scale)
+        returned, grads, mutable, values = accumulate_microbatches(view, given, scale, traced)
     total, weights, aux, _ = returned
     if weighted:
         sums = total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
@@ -145,8 +146,11 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
         total = comm.over_workers(lax.psum, total.sum())
         weight, weights_valid = view.microbatches, jnp.array(True)
         factor = 1 / (scale * view.microbatches) if view.accumulate == 1 else 1 / scale
+    grads, cotangents = grads[: len(view.differentiable)], grads[len(view.differentiable) :]
     if view.reduces_across_once:
         grads, errors = view.reduce_across(grads, errors, factor)
+    if traced is not None and cotangents:
+        grads = view.with_shards(grads, traced.pull(cotangents))
     grads = unscale(grads, factor)
     of = dict(zip(view.differentiable, grads, strict=True))
     grads = [of[k] if k in of else jnp.zeros(comm.shape(leaf), leaf.dtype) for k, leaf in enumerate(view.grads)]
@@ -160,7 +164,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
     return Gradients(total / weight, grads, aux, rows, mutable, weights_valid, squares, errors, values)
 
 
-def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
+def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced: TracedLoss | None):
     """Differentiate the microbatches in a loop. Arrays have the shapes of the view, as for `view_gradients`.
 
     Stages 0 and 1 add up full gradients, and reduce them once. Stages 2 and 3 reduce-scatter the gradients of each
@@ -172,6 +176,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
 
         - `returned`: the values that the loss function returned, with the microbatches stacked along dim 0.
         - `grads`: `scale` times the gradient of the mean loss, or of the sum of the totals if the loss is weighted.
+          They are followed by the cotangents of `traced.results`.
         - `mutable`: the mutable state after the last microbatch.
         - `values`: for each overwritten parameter, the maximum of its new values.
     """
@@ -189,7 +194,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
         sums, mutable, maxima = carry
         number, rows = microbatch
         one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
-        returned, grads, factor, values = view.value_and_grad(one, scale)
+        returned, grads, factor, values = view.value_and_grad(one, scale, traced)
         if view.reduces_each:
             grads = view.reduce(grads)
         # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.
@@ -201,7 +206,9 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
 
     microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
     lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
-    carry = [zeros(k) for k in view.differentiable], given.mutable, lowest
+    results = [] if traced is None else traced.results
+    of_results = [comm.zeros(x.shape, common_dtype(x.dtype, jnp.float32)) for x in results]
+    carry = [*(zeros(k) for k in view.differentiable), *of_results], given.mutable, lowest
     (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
     if not view.reduces_each:
         sums = view.reduce(sums)

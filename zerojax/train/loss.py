@@ -12,6 +12,7 @@ from jax import lax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.config.precision import common_dtype
+from zerojax.gather import Decided
 from zerojax.train.arguments import call
 
 if TYPE_CHECKING:
@@ -44,12 +45,14 @@ class Loss:
         weighted: Whether the loss is `(total, weight)`. The mean loss is the sum of totals over the sum of weights.
         mutable: Whether `fn` is `fn(params, mutable, batch, *args)` and returns `(loss, mutable)`, or
             `(loss, mutable, aux)` with `has_aux`.
+        decided: What the planner of the engine decided when the loss was last traced. Empty if it decided nothing.
     """
 
     fn: Callable
     has_aux: bool = False
     weighted: bool = False
     mutable: bool = False
+    decided: list[Decided] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
         """Return a loss, a mutable state and aux in the form that `fn` returns, as one value or as a tuple."""

@@ -17,6 +17,7 @@ from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
+from zerojax.gather import Decided
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.placement.misplaced import PlacementCheck
@@ -102,12 +103,17 @@ class Step:
         timeout = limit_of(self.options.timeout, self.config.mesh)
         return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
 
+    @property
+    def decided(self) -> Decided:
+        """Return what the planner of the engine decided about the loss; empty before the loss is traced."""
+        return next(iter(self.program.loss.decided), Decided())
+
     def under(self, config: Config) -> Step:
         """Return a step with the same loss for `config`, which may have another mesh or stage.
 
         The options are the same but for `memory=`, which belongs to the mesh and the stage of this step.
         """
-        return Step(config, self.program.loss, dataclasses.replace(self.options, memory=None))
+        return Step(config, dataclasses.replace(self.program.loss), dataclasses.replace(self.options, memory=None))
 
     def __repr__(self) -> str:
         """Return a description with the loss, the stage and the mesh."""

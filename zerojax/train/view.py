@@ -11,27 +11,39 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import compat
 from zerojax.comm.collectives import Collectives, ManualCollectives
 from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
-from zerojax.gather import RowStates, StandIn, gather_on_use, row_states, split_arrays, traced_passes
+from zerojax.gather import (
+    Decided,
+    RowStates,
+    StandIn,
+    alike_args,
+    decided_of,
+    gather_on_use,
+    row_states,
+    split_arrays,
+    traced_passes,
+)
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast
+from zerojax.train.apart import TracedLoss, traced_apart
 from zerojax.train.batch import cast_inputs
 from zerojax.train.checked import checked
-from zerojax.train.loss import Loss
+from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.overwriting import unscaled
 from zerojax.train.remedies import remedies
 from zerojax.train.typed_loss import TypedLoss
@@ -170,10 +182,55 @@ class View:
             reshard_after_forward=config.reshard_after_forward,
             of_rows=_OF_ROWS,
             differing=_DIFFERING,
+            record=lambda program, alike: self._record(decided_of(program, alike)),
         )
 
-    def value_and_grad(self, given: LossInputs, scale: Array):
-        """Return the loss and gradient of one microbatch.
+    def traced_loss(self, given: LossInputs) -> TracedLoss | None:
+        """Trace the loss of one microbatch, and compute its reductions of parameters on shards (stages 1 and 2).
+
+        Return None if no gradient is sharded, or if parameters are sharded: then the loss is traced elsewhere.
+        """
+        trained, overwritten = self.layout.trained, self.layout.overwritten
+        leaves = {trained[k]: self.grads[k] for k in self.differentiable if self.grads[k].kind == "sharded"}
+        if self.gathers_on_use or not leaves:
+            return None
+        function, args, structures = self._flat_loss(given)
+        first = lambda batch: jax.tree.map(lambda x: self.microbatches_of(x)[0], batch)
+        each = given if self.accumulate == 1 else given._replace(batch=compat.eval_shape(first, given.batch))
+        closed = jax.make_jaxpr(function)(self._flat_loss(each)[1])
+        # A small trained parameter is no shard, and its gradient would be the sum of two that are reduced differently.
+        alike = [i in leaves or i not in (*trained, *overwritten) for i in range(len(given.stored))]
+        alike += alike_args((given.mutable, given.batch, *given.args), _DIFFERING)
+        traced = traced_apart(closed, structures[0], args, leaves, alike, self.comm)
+        self._record(traced.decided)
+        return traced
+
+    def _flat_loss(self, given: LossInputs) -> tuple[Callable, list, list]:
+        """Return the loss as a function of a list of arrays, and this list.
+
+        The function returns a list, whose first entry is the total. When it is traced, it adds the structure of the
+        other entries to the last returned list.
+        """
+        stored, mutable, batch, args = given
+        fn, structures = self.loss_of_storage(), []
+        arrays, put_back = split_arrays((mutable, batch, *args))
+
+        def function(values):
+            params = jax.tree.unflatten(self.layout.treedef, values[: len(stored)])
+            returned = fn(params, *put_back(values[len(stored) :]))
+            rest, structure = jax.tree.flatten(returned._replace(total=None))
+            structures.append(structure)
+            return [returned.total, *rest]
+
+        return function, [*stored, *arrays], structures
+
+    def _record(self, decided: Decided) -> None:
+        """Store what the planner decided, for `check`, `plan` and `report`."""
+        if isinstance(self.loss, Loss) and decided.rules:
+            self.loss.decided[:] = [decided]
+
+    def value_and_grad(self, given: LossInputs, scale: Array, traced: TracedLoss | None = None):
+        """Return the loss and gradient of one microbatch. `traced` is the result of `traced_loss`.
 
         The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
         one that clips its cotangent. The gradients are divided later, with the loss scale or in the microbatch loop.
@@ -183,13 +240,13 @@ class View:
 
             - `returned`: the values that the loss returned.
             - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
-              For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals.
+              For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals. They are
+              followed by the cotangents of `traced.results`.
             - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
               after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
             - `values`: the new value of each overwritten parameter.
         """
-        of_storage = self._pulled_to_shards if self.gathers_on_use else self._pulled_to_full
-        returned, pull = of_storage(given)
+        returned, pull = self._pulled_to_shards(given) if self.gathers_on_use else self._pulled_to_full(given, traced)
         cotangent = scale.astype(returned.total.dtype)
         factor = None
         if self.loss.weighted:
@@ -232,33 +289,26 @@ class View:
         _, pull, returned = jax.vjp(objective, *primals, has_aux=True)
         return returned, pull
 
-    def _pulled_to_full(self, given: LossInputs):
+    def _pulled_to_full(self, given: LossInputs, traced: TracedLoss | None):
         """Do the same as `_pulled_to_shards`, but on full parameters. Gradients are partial sums, one per worker."""
-        fn, trained, overwritten = self.loss_of_storage(), self._trained, self.layout.overwritten
-        stored, mutable, batch, args = given
-        arrays, put_back = split_arrays((mutable, batch, *args))
-        structure = None
-
-        def function(_, values):
-            nonlocal structure
-            params = jax.tree.unflatten(self.layout.treedef, values[: len(stored)])
-            returned = fn(params, *put_back(values[len(stored) :]))
-            rest, structure = jax.tree.flatten(returned._replace(total=None))
-            return [returned.total, *rest]
-
-        values, follower = [*stored, *arrays], self.comm.follower
-        rows = RowStates(
-            [NOWHERE] * len(stored) + row_states((mutable, batch, *args), _OF_ROWS, follower), (), follower
-        )
-        active = [i in trained or i in overwritten for i in range(len(values))]
-        passes = traced_passes(function, (), values, trained=(), active=active, wanted=(0,), rows=rows)
+        trained, overwritten = self._trained, self.layout.overwritten
+        function, args, structures = self._flat_loss(given)
+        results = [] if traced is None else traced.results
+        values, follower, count = [*args, *results], self.comm.follower, len(args)
+        further = (given.mutable, given.batch, *given.args)
+        states = [NOWHERE] * len(given.stored) + row_states(further, _OF_ROWS, follower) + [NOWHERE] * len(results)
+        wanted = [*trained, *range(count, len(values))]
+        active = [i in wanted or i in overwritten for i in range(len(values))]
+        run = lambda _, xs: function(xs) if traced is None else traced.run(xs[:count], xs[count:])
+        rows = RowStates(states, (), follower)
+        passes = traced_passes(run, (), values, trained=(), active=active, wanted=(0,), rows=rows)
         (total, *rest), saved = passes.run((), values)
-        assert structure is not None
+        structure = structures[0] if traced is None else traced.structure
 
         def pull(cotangent):
-            _, found = passes.pull(self.comm, (), values, saved, [cotangent], reduced_later=trained)
+            _, found = passes.pull(self.comm, (), values, saved, [cotangent], reduced_later=wanted)
             of = dict(zip(passes.active_others, found, strict=True))
-            return [of[i] for i in trained], [of[i] for i in overwritten]
+            return [of[i] for i in wanted], [of[i] for i in overwritten]
 
         return jax.tree.unflatten(structure, rest)._replace(total=total), pull
 
@@ -307,6 +357,11 @@ class View:
             sums = only_flat_buckets.reduce_across(sums, parts)
         reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
         return [reduced[j] for j in range(len(grads))]
+
+    def with_shards(self, grads: Sequence[Array], shards: Mapping[int, Array]) -> list[Shaped[Array, "*local"]]:
+        """Add the results of `TracedLoss.pull` to gradients that are reduced."""
+        wide = lambda grad, i: at_least_float32(grad) + at_least_float32(shards[i]) if i in shards else grad
+        return [wide(grad, i) for grad, i in zip(grads, self._trained, strict=True)]
 
     def reduce_across(
         self, grads: Sequence[Array], errors: dict[str, Array], factor: Array

@@ -1,0 +1,185 @@
+"""At stages 1 and 2, reductions of parameters are computed once per shard, exactly, and move no more bytes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import fraction
+from jax import lax
+from jax.sharding import AxisType
+
+from zerojax import Precision, collectives, zero_shard
+
+WIDTH, HIDDEN, DEVICES = 25, 257, 8  # 8 devices divide neither, so every matrix has padding
+LEAVES = jax.tree.leaves
+X = jax.random.normal(jax.random.key(1), (64, WIDTH))
+STRENGTH = jnp.float32(0.1)
+
+
+def parameters(width=WIDTH, hidden=HIDDEN):
+    matrix = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape) * 0.1
+    layer = lambda seed: {"up": matrix(seed, width, hidden), "down": matrix(seed + 1, hidden, width)}
+    # Equal maxima share their cotangent. The small leaf is no shard.
+    head = jnp.full((width, 64), 0.1).at[3, 4].set(0.5).at[20, 60].set(0.5)
+    return {"layers": [layer(0), layer(2)], "frozen": matrix(5, width, 64), "head": head, "small": jnp.ones(3)}
+
+
+def base(params, x):
+    for w in params["layers"]:
+        x = x + jax.checkpoint(lambda x, w: jnp.tanh(x @ w["up"]) @ w["down"])(x, w)
+    return jnp.mean((x @ params["head"]) ** 2) * params["small"][0] * 1e-2
+
+
+def each(penalty):
+    """A loss with a penalty on each leaf."""
+    return lambda params, x, strength: base(params, x) + strength * sum(penalty(w) for w in LEAVES(params))
+
+
+def orthogonality(w):
+    return jnp.sum((w.T @ w - jnp.eye(w.shape[-1])) ** 2)
+
+
+def scanned(params, x, strength):
+    """A penalty on a stack of layers."""
+    stack = jax.tree.map(lambda *w: jnp.stack(w), *params["layers"])
+    x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w["up"]) @ w["down"], None), x, stack)
+    return jnp.mean(x**2) + strength * optax.tree.norm(params)
+
+
+def everything(params, x, strength):
+    """Reductions that read each other, a frozen leaf, changed weights, and values of whole parameters."""
+    norm = optax.tree.norm(params)
+    penalty = sum(jnp.max(w) + jnp.var(w) + jax.nn.logsumexp(w) / norm for w in LEAVES(params))
+    weights = jax.tree.map(lambda w: w * (1 + jnp.mean(w)) if w.ndim == 2 else w, params)
+    distance = jnp.sum((params["head"] - params["frozen"]) ** 2)
+    return base(weights, x) + strength * (penalty + norm + distance + orthogonality(params["head"]))
+
+
+REDUCED = {
+    "L2": each(lambda w: jnp.sum(w**2)),
+    "L1": each(lambda w: jnp.sum(jnp.abs(w))),
+    "norm": each(jnp.linalg.norm),
+    "reference": each(lambda w: jnp.sum((w - jnp.full(w.shape, 0.1)) ** 2)),
+}
+LOSSES = {
+    **REDUCED,
+    "norms of columns": each(lambda w: jnp.sum(jnp.sqrt(jnp.sum(w**2, axis=0)))),
+    "jitted": jax.jit(each(jax.jit(lambda w: jnp.max(jnp.abs(w)) * jnp.sum(w**2)))),
+    "scanned": scanned,
+    "everything": everything,
+}
+OPTIONS = {"plain": {}, "hybrid": {"axis": ("host", "gpu"), "shard_axis": "gpu"}}
+
+
+@functools.cache
+def mesh(*sizes):
+    names = ("data",) if len(sizes) == 1 else ("host", "gpu")
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def transformed(stage, view, options="plain", **more):
+    sizes = (8,) if options == "plain" else (2, 4)
+    more = {"persist_below": 100, "trainable": lambda path, _: path != "frozen", **OPTIONS[options], **more}
+    return zero_shard(optax.sgd(1.0), stage=stage, view=view, mesh=mesh(*sizes), **more)
+
+
+def stepped(tx, loss, accumulate=1):
+    """The gradient by which a step changes the parameters."""
+    params = parameters()
+    state, _ = tx.train_step(loss, accumulate=accumulate)(tx.create(jax.tree.map(jnp.copy, params)), X, STRENGTH)
+    return jax.tree.map(jnp.subtract, params, tx.unshard(state.params))
+
+
+@functools.cache
+def expected(name):
+    found = jax.jit(jax.grad(LOSSES[name]))(parameters(), X, STRENGTH)
+    return found | {"frozen": jnp.zeros_like(found["frozen"])}
+
+
+def assert_gradient(found, wanted, rounding=1e-5):
+    for a, b in zip(LEAVES(found), LEAVES(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rounding * max(1, np.abs(b).max()))
+
+
+QUICK = [
+    (1, "global", "plain", 4, "everything"),
+    (2, "device", "hybrid", 4, "everything"),
+    (2, "device", "plain", 1, "L1"),
+]
+GRID = fraction(8, (1, 2), ("global", "device"), OPTIONS, (1, 4), LOSSES)
+CASES = [
+    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in dict.fromkeys([*QUICK, *GRID])
+]
+
+
+@pytest.mark.parametrize(("stage", "view", "options", "accumulate", "name"), CASES)
+def test_a_step_is_that_of_one_device(stage, view, options, accumulate, name):
+    tx = transformed(stage, view, options)
+    assert_gradient(stepped(tx, LOSSES[name], accumulate), expected(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "view", "name"), fraction(4, (1, 2), ("global", "device"), LOSSES))
+def test_a_step_in_bfloat16_rounds_as_it_does_without_shards(stage, view, name):
+    """Stage 0 takes no reductions apart."""
+    steps = [stepped(transformed(n, view, precision=Precision()), LOSSES[name]) for n in (stage, 0)]
+    assert_gradient(*steps, rounding=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_weighted_and_scaled_step_is_that_of_one_device(view):
+    def weighted(params, x, strength):
+        return x.shape[0] * everything(params, x, strength), 1.0 * x.shape[0]
+
+    scale = Precision(compute=jnp.float32, loss_scale=2.0**8)
+    tx = transformed(2, view, precision=scale)
+    state, _ = tx.train_step(weighted, weighted=True, accumulate=4)(tx.create(parameters()), X, STRENGTH)
+    found = jax.tree.map(jnp.subtract, parameters(), tx.unshard(state.params))
+    assert_gradient(found, expected("everything"), 1e-4)
+
+
+EVEN = (32, 256)  # without padding, whose replacement costs FLOPs, too
+
+
+@functools.cache
+def cost(name, stage, view, options, accumulate):
+    """FLOPs of a device, and the bytes that collectives of at least a shard move, in a compiled step."""
+    tx, rows = transformed(stage, view, options), jnp.ones((64, EVEN[0]))
+    step = tx.train_step(REDUCED[name] if name else lambda params, x, _: base(params, x), accumulate=accumulate)
+    program = step.lower(tx.create(parameters(*EVEN)), rows, STRENGTH).compile()
+    analysis = program.cost_analysis()
+    flops = (analysis[0] if isinstance(analysis, list) else analysis)["flops"]
+    return flops, sum(c.bytes * c.times_if_once for c in collectives(program) if c.bytes >= 4 * EVEN[0] * 8)
+
+
+COSTS = fraction(4, (1, 2), ("global", "device"), OPTIONS, (1, 4), REDUCED)
+
+
+@pytest.mark.parametrize(
+    ("stage", "view", "options", "accumulate", "name"),
+    [pytest.param(*case, marks=() if case == COSTS[0] else pytest.mark.slow) for case in COSTS],
+)
+@pytest.mark.usefixtures("optimized")
+def test_a_device_computes_its_shard_and_moves_nothing_for_it(stage, view, options, accumulate, name):
+    case = stage, view, options, accumulate
+    (flops, moved), (flops_without, moved_without) = cost(name, *case), cost("", *case)
+    # At stage 0 every device computes it for all elements. Adding it to the other gradients may cost as much again.
+    whole = cost(name, 0, view, "plain", 1)[0] - cost("", 0, view, "plain", 1)[0]
+    assert flops - flops_without <= 2 * whole / (4 if options == "hybrid" else 8)
+    assert moved <= 1.02 * moved_without
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_second_derivative_is_that_of_one_device(view):
+    tx = transformed(2, view)
+    stored, tangent = tx.shard(parameters()), tx.shard(jax.tree.map(jnp.ones_like, parameters()))
+    gradient = lambda params: tx.value_and_grad(LOSSES["everything"])(params, X, STRENGTH)[1]["layers"]
+    found = jax.jit(lambda p, t: jax.jvp(gradient, (p,), (t,))[1])(stored, tangent)
+    plain = lambda params: jax.grad(LOSSES["everything"])(params, X, STRENGTH)["layers"]
+    wanted = jax.jvp(plain, (parameters(),), (jax.tree.map(jnp.ones_like, parameters()),))[1]
+    assert_gradient(found, wanted, 1e-4)

@@ -1,0 +1,104 @@
+"""Take the reductions of parameters out of a loss on full parameters. `train.apart` uses this at stages 1 and 2.
+
+At these stages every device has all parameters, so every device would compute a penalty such as `jnp.sum(w**2)`, and
+its gradient, in full. The rule "reduction" finds such reductions. They become a program of their own, which each device
+runs on its shards, as at stage 3. The rest of the loss takes the results of the reductions as further arguments.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.core
+
+from zerojax import compat, jaxprs
+from zerojax.gather.planner import BLOCK_NAME, plan
+from zerojax.gather.reduced import ReducedSegment
+from zerojax.gather.rules import Decisions
+from zerojax.gather.segments import Program
+from zerojax.gather.sharded_param import root_param
+from zerojax.layout.leaf import Leaf
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """A traced loss, divided into its reductions of parameters and the rest.
+
+    Attributes:
+        program: Computes the reductions. Its arguments are those with the indices `reads`.
+        reads: Indices into the loss's arguments, followed by its constants.
+        constants: The values of the loss's constants.
+        rest: The jaxpr of the rest. Its arguments are the loss's arguments, the constants, and the reductions' results.
+    """
+
+    program: Program
+    reads: tuple[int, ...]
+    constants: Sequence
+    rest: Any
+
+    def run_rest(self, args: Sequence, results: Sequence) -> list:
+        """Compute the loss from the results of its reductions."""
+        return jax.core.eval_jaxpr(self.rest, (), *args, *self.constants, *results)
+
+
+def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool]) -> Apart | None:
+    """Divide a traced loss. Return None if it has no reductions that can be computed on shards.
+
+    `leaves` has, for each argument, the layout of the shards that devices take of it, or None. `alike` says which
+    arguments are alike on all devices.
+    """
+    jaxpr, constants = _inlined(closed, [leaf is not None or on for leaf, on in zip(leaves, alike, strict=True)])
+    if any(map(compat.is_ref, (v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)))):
+        return None
+    layouts = [*leaves, *[None] * len(constants)]
+    params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, layouts, strict=True) if leaf is not None}
+    same = {
+        var for var, on in zip(jaxpr.invars, [*alike, *[True] * len(constants)], strict=True) if on or var in params
+    }
+    decisions = Decisions(jaxpr, params, frozenset(), lambda *_: None, same)
+    decisions.decide()
+    ends = [eqn for draft in decisions.drafts if draft.make == ReducedSegment.of for eqn in draft.eqns]
+    found = dict.fromkeys(var for eqn in ends for var in eqn.outvars)
+    others = [eqn for eqn in jaxpr.eqns if found.keys().isdisjoint(eqn.outvars)]
+    rest = compat.part_of(jaxpr, others, [*jaxpr.invars, *found], jaxpr.outvars)
+    others = jaxprs.alive(rest)
+    read = {*jaxprs.variables_in(jaxpr.outvars), *(v for eqn in others for v in jaxprs.variables_in(eqn.invars))}
+    results = [var for var in found if var in read]
+    if not results:
+        return None
+    needed, of = jaxprs.needed_for(jaxpr.eqns, results)
+    reads = tuple(i for i, var in enumerate(jaxpr.invars) if var in of)
+    part = compat.part_of(jaxpr, needed, [jaxpr.invars[i] for i in reads], results)
+    program = plan(part, [layouts[i] for i in reads], alike=same)
+    assert not any(segment.params for segment in program.segments), "a reduction on shards gathers nothing"
+    return Apart(program, reads, constants, compat.part_of(jaxpr, others, [*jaxpr.invars, *results], jaxpr.outvars))
+
+
+def _inlined(closed: Any, known: Sequence[bool]) -> tuple[Any, list]:
+    """Return a traced function without dead equations and without calls that read values of `known` arguments.
+
+    Its last arguments are its constants, whose values are also returned.
+    """
+    jaxpr, consts = compat.opened(closed)
+    of_known: dict[int, Any] = {}  # values by `id`, which stays theirs as long as this dict holds them
+    is_known = lambda value: not isinstance(value, jax.core.Tracer) or id(value) in of_known
+
+    def rule(eqn, values):
+        tracers = [x for x in values if isinstance(x, jax.core.Tracer)]
+        body = compat.called(eqn)
+        if body is not None and eqn.params.get("name") != BLOCK_NAME and any(map(is_known, tracers)):
+            return jaxprs.evaluate(*compat.opened(body), values, rule)
+        results = compat.evaluate_one(eqn, values)
+        if all(map(is_known, tracers)):
+            of_known.update((id(x), x) for x in results)
+        return results
+
+    def call(args, consts):
+        of_known.update((id(x), x) for x, on in zip(args, known, strict=True) if on)
+        of_known.update((id(x), x) for x in consts)
+        return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+    flat, more = compat.opened(jax.make_jaxpr(call)([var.aval for var in jaxpr.invars], list(consts)))
+    bare = compat.part_of(flat, jaxprs.alive(flat), [*flat.invars, *compat.constvars_of(flat)], flat.outvars)
+    return bare, jaxprs.as_jax_values([*consts, *more])

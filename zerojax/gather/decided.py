@@ -1,0 +1,76 @@
+"""Describe what the planner decided about the equations on parameters. `check`, `plan` and `report` print it."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from zerojax import compat
+from zerojax.gather.nested import NestedSegment
+from zerojax.gather.rules import RULES, RUN_IN_PLACE
+from zerojax.gather.scan import ScanSegment
+from zerojax.gather.segments import BlockSegment, HeldSegment, Program
+
+_MOST = 3  # gathers that a line names
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """What the planner decided about the equations on parameters.
+
+    Attributes:
+        rules: For each rule of the planner, by name, the equations on parameters that it took, with their lines.
+        separate: The parameters that are gathered once more for equations on parameters alone, with the equations'
+            lines, by the reason why they do not share the gather of another block.
+    """
+
+    rules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    separate: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+
+    def in_words(self) -> list[str]:
+        """Return a line with the number of equations per rule, and a line with the separate gathers, if any."""
+        counts = ", ".join(f"{name} {len(places)}" for name, places in self.rules.items())
+        named = lambda leaves: ", ".join([*leaves[:_MOST], *["..."] * (len(leaves) > _MOST)])
+        separate = "; ".join(f"{len(x)}, as {why}: {named(x)}" for why, x in self.separate.items())
+        return [f"{name:18} {text}" for name, text in {"rules": counts, "separate gathers": separate}.items() if text]
+
+
+def decided_of(program: Program, alike: Sequence[bool]) -> Decided:
+    """Return the decisions of a program. `alike` says which of its first arguments are alike on all devices."""
+    inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
+    decisions = [decision for each in (program, *inner) for decision in each.decisions]
+    by_rule = {rule.name: tuple(named(eqn) for eqn, name in decisions if name == rule.name) for rule in RULES}
+    rules = {name: places for name, places in by_rule.items() if places and name != RUN_IN_PLACE}
+    separate: dict[str, tuple[str, ...]] = {}
+    for why, leaf in dict.fromkeys(_separate(program, alike)):
+        separate[why] = (*separate.get(why, ()), leaf)
+    return Decided(rules, separate)
+
+
+def _separate(program: Program, alike: Sequence[bool]) -> Iterator[tuple[str, str]]:
+    """Yield each block of equations on parameters alone whose parameters other segments gather, too: why, and which."""
+    differing = {var for var, on in zip(program.invars, alike, strict=False) if not on}
+    for segment in program.segments:
+        differing.update(segment.after(differing))
+    for place, segment in enumerate(program.segments):
+        if not isinstance(segment, BlockSegment) or not segment.jaxpr.eqns or not differing.isdisjoint(segment.others):
+            continue
+        roots = {param.root for param in segment.params}
+        users = [i for i, s in enumerate(program.segments) if i != place and roots & {param.root for param in s.params}]
+        if not users:
+            continue
+        if isinstance(segment, HeldSegment):
+            why = "several blocks read a value of it, which is computed once"
+        elif len(roots) > 1:
+            why = "an equation reads several parameters whole"
+        elif all(isinstance(program.segments[i], ScanSegment) for i in users):
+            why = "a loop gathers one layer at a time"
+        elif place < min(users):
+            why = "a value of it is needed before its other uses"
+        else:
+            why = "a value of it is larger than half of it, or is read between its uses"
+        yield why, segment.params[0].leaf.path + f" and {len(roots) - 1} more" * (len(roots) > 1)
+
+
+def named(eqn: Any) -> str:
+    """Return the name of an equation's primitive, and the line of the loss from which the equation comes."""
+    return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))

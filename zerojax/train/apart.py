@@ -1,0 +1,91 @@
+"""At stages 1 and 2, compute reductions of parameters, such as penalties, on shards.
+
+`traced_apart` takes the reductions out of a traced loss. Each device computes its part of them from its shards, once
+per step. The rest of the loss is differentiated with respect to their results, which are small. From these cotangents,
+each device computes its shard of the parameters' gradients (`TracedLoss.pull`), which is added to the gradients after
+these are reduced. So no collective moves more bytes than without the penalty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+
+from zerojax import compat, jaxprs
+from zerojax.comm.collectives import Collectives
+from zerojax.gather import Decided, as_function, decided_of, taken_apart
+from zerojax.gather.schedule import Options
+from zerojax.layout.leaf import Leaf
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedLoss:
+    """A loss on full parameters that was traced once.
+
+    Attributes:
+        run: `run(args, results)` returns the loss's results.
+        structure: The tree that the loss's results form, without the total, which is the first result.
+        results: The results of the reductions that are computed on shards; often none.
+        decided: The decisions of the planner about the reductions.
+        pull: `pull(cotangents of results)` returns the gradients' shards by the index of the parameter. In device view,
+            each device gives the cotangent of its own loss.
+    """
+
+    run: Callable[[Sequence, Sequence], list]
+    structure: Any
+    results: Sequence[Array] = ()
+    decided: Decided = dataclasses.field(default_factory=Decided)
+    pull: Callable[[Sequence[Array]], Mapping[int, Shaped[Array, "*local"]]] = lambda cotangents: {}
+
+
+def traced_apart(
+    closed: Any, structure: Any, args: Sequence, leaves: Mapping[int, Leaf], alike: Sequence[bool], comm: Collectives
+) -> TracedLoss:
+    """Return a traced loss, after its reductions of parameters are computed on shards.
+
+    Args:
+        closed: The traced loss.
+        structure: See `TracedLoss`.
+        args: The values of the loss's arguments. The batch may have all microbatches, because no reduction reads it.
+        leaves: How the gradients of parameters are sharded, by the index of the argument.
+        alike: For each argument, whether it is alike on all devices.
+        comm: The collectives of the view.
+    """
+    stored = [leaves.get(i) for i in range(len(args))]
+    apart = taken_apart(closed, stored, alike)
+    if apart is None:
+        jaxpr, consts = compat.opened(closed)
+        consts = jaxprs.as_jax_values(consts)
+        return TracedLoss(lambda args, _: jax.core.eval_jaxpr(jaxpr, consts, *args), structure)
+    # The reduction is complete, also if `comm` leaves the sums of other gradients to the end of the step.
+    run = as_function(apart.program, Options(dataclasses.replace(comm, defers=False), 0, True), {})
+    values = dict(enumerate([*args, *apart.constants]))
+    used = [i for i in apart.reads if i in leaves]
+
+    def own(i: int) -> Array:
+        """Return the device's shard of a parameter that all devices have in full."""
+        leaf = leaves[i]
+        assert leaf.dim is not None
+        return comm.divided(values[i], leaf.dim, leaf.local_shape[leaf.dim], leaf.axes)
+
+    def reductions(shards: Sequence[Array]) -> list[Array]:
+        of = values | dict(zip(used, shards, strict=True))
+        return run(*[of[i] for i in apart.reads])
+
+    results, pull = jax.vjp(reductions, [own(i) for i in used])
+
+    def pull_shards(cotangents: Sequence[Array]) -> dict[int, Array]:
+        # A cotangent may have one more dim in front, with one partial sum per worker.
+        pairs = zip(cotangents, results, strict=True)
+        (shards,) = pull([(c.sum(0) if c.ndim > x.ndim else c).astype(x.dtype) for c, x in pairs])
+        return dict(zip(used, shards, strict=True))
+
+    decided = decided_of(apart.program, [True] * len(apart.reads))
+    return TracedLoss(apart.run_rest, structure, results, decided, pull_shards)
