@@ -16,8 +16,12 @@ CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "c
 
 
 def is_plain(eqn: Any) -> bool:
-    """Return whether an equation has no effects and contains no loop, branch, remat or custom rule."""
-    return not eqn.effects and eqn.primitive.name not in CONTROL and not compat.is_remat(eqn)
+    """Return whether an equation can run in any block: it has no effects, and is no remat and no loop over layers."""
+    if eqn.effects or eqn.primitive.name in ("shard_map", "pallas_call") or compat.is_remat(eqn):
+        return False
+    # The arrays of which iterations read rows may be stacks of layers. Power iterations read none.
+    loop = compat.loop_of(eqn)
+    return loop is None or len(eqn.invars) == loop.consts + loop.carry
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:

@@ -186,13 +186,13 @@ class Decisions:
         eqn = site.eqn
         size = max((atom.aval.size for atom in eqn.invars), default=0)
         of_params = [not compat.is_literal(a) and self._is_of_params(a, size) for a in eqn.invars]
-        return is_repeatable(eqn, of_params) or (self._is_of_params_alone(site) and self._only_scales(eqn, site))
+        return is_repeatable(eqn, of_params) or (self.is_of_params_alone(site) and self._only_scales(eqn, site))
 
     def _is_of_params(self, var: Any, size: int) -> bool:
         """Return whether a variable is computed from parameters alone, or is a small value that all devices have."""
         return var in self.params or var in self.repeated or (var in self._uniform and 8 * var.aval.size <= size)
 
-    def _is_of_params_alone(self, site: Site) -> bool:
+    def is_of_params_alone(self, site: Site) -> bool:
         """Return whether an equation without effects reads parameters, and small values that all devices have."""
         size = max((var.aval.size for var in site.touched), default=0)
         return is_plain(site.eqn) and all(self._is_of_params(var, size) for var in site.reads)
@@ -273,7 +273,7 @@ class Decisions:
         """Make a segment that gathers the parameters, computes, and drops them."""
         roots = {self.clusters.root_of([var]) for var in site.touched} - {None}
         self.clusters.blocks |= dict.fromkeys(roots, len(self.drafts))
-        if len(roots) == 1 and self._is_of_params_alone(site):
+        if len(roots) == 1 and self.is_of_params_alone(site):
             self.clusters.roots |= dict.fromkeys(site.eqn.outvars, *roots)
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 
@@ -331,6 +331,7 @@ RULES = (
     Rule("reduction", "jnp.sum(w**2)", Decisions.reducible, Decisions.reduce_on_shards),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
+    Rule("shared gather", "x @ w; u @ w @ v", Decisions.of_one_param, Decisions.join_block),
     Rule(
         "loop of its own",
         "lax.scan(lambda s, x: (s + f(w, x), None), 0, xs)",
@@ -340,10 +341,9 @@ RULES = (
     Rule(
         "loop over layers",
         "lax.scan(lambda x, w: (x @ w, None), x, w)",
-        lambda so_far, site: compat.loop_of(site.eqn),
+        lambda so_far, site: compat.loop_of(site.eqn) if not so_far.is_of_params_alone(site) else None,
         Decisions.gather_per_iteration,
     ),
-    Rule("shared gather", "x @ w; u @ w @ v", Decisions.of_one_param, Decisions.join_block),
     Rule("use", "x @ w", lambda so_far, site: True, Decisions.gather_for_use),
 )
 
