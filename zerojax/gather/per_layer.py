@@ -123,7 +123,7 @@ class Layers:
         _, reads = jaxprs.needed_for(jaxpr.eqns, list(self.scanned))
         has_dim = lambda v: v in reads and v.aval.shape[:1] == (length,)
         self.params = {v: leaf for v, leaf in layouts.items() if has_dim(v) and leaf.dim != 0}
-        others = [v for v in given if v in self.scanned and v not in layouts and has_dim(v)]
+        others = [v for v in given if v not in layouts and has_dim(v)]
         self.stacks = dict.fromkeys([*self.params, *others], 0)
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class Layers:
     @property
     def has_candidates(self) -> bool:
         """Return whether an equation reads a stack and is not a loop over it, or is a loop of parameters alone."""
-        derived = set(self.params)
+        derived = set(self.stacks)
         for eqn in self.jaxpr.eqns if derived and self.length > 1 else ():
             reads = jaxprs.variables_in(eqn.invars)
             if derived.isdisjoint(reads):
@@ -221,12 +221,17 @@ class Layers:
         return self.weights.issuperset(jaxprs.variables_in(eqn.invars))
 
     def _is_computed(self, var: Any) -> bool:
-        """Return whether an iteration should compute its row of `var`, because `var` changes a stack."""
+        """Return whether an iteration should compute its row of `var`.
+
+        It should if `var` changes a sharded stack, or is much larger than the stacks from which it is computed, such as
+        a product of low-rank factors.
+        """
         if self.dims.get(var) != 0 or var in self.stacks:
             return False
         eqns, stacks, _ = self.cone([var], ())
-        is_of_shard = all(eqn.primitive.name in OF_SHARDS for eqn in eqns)
-        return not is_of_shard and not self.params.keys().isdisjoint(stacks)
+        if self.params.keys().isdisjoint(stacks):
+            return 2 * sum(v.aval.size for v in stacks) <= var.aval.size
+        return any(eqn.primitive.name not in OF_SHARDS for eqn in eqns)
 
     def _without_second_gathers(self, host: Host) -> None:
         """Let an iteration compute casts and transposes of its layers, if it needs these layers anyway."""

@@ -85,6 +85,7 @@ class Decisions:
         self.between_refs = _between_refs(jaxpr)
         # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
         self._uniform: set = set(alike or ())
+        self._given = frozenset(self._uniform)
         self._reduces = alike is not None
         self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
         self._made_in: dict = {}  # the index of the draft that computes a variable
@@ -189,8 +190,9 @@ class Decisions:
         return is_repeatable(eqn, of_params) or (self.is_of_params_alone(site) and self._only_scales(eqn, site))
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable is computed from parameters alone, or is a small value that all devices have."""
-        return var in self.params or var in self.repeated or (var in self._uniform and 8 * var.aval.size <= size)
+        """Return whether a variable is computed from parameters alone, or is alike on all devices, and small or given."""
+        is_free = var in self._given or 8 * var.aval.size <= size
+        return var in self.params or var in self.repeated or (is_free and var in self._uniform)
 
     def is_of_params_alone(self, site: Site) -> bool:
         """Return whether an equation without effects reads parameters, and small values that all devices have."""
@@ -202,6 +204,22 @@ class Decisions:
         size = max((var.aval.size for var in site.touched), default=0)
         following = self._jaxpr.eqns[site.index + 1 :]
         return only_scales(following, eqn, lambda var: self._is_of_params(var, size), self._final)
+
+    def is_expanded(self, site: Site) -> bool:
+        """Return whether an equation multiplies small factors, and the result, a large matrix, only changes weights."""
+        if site.touched or not jaxprs.expands(site.eqn) or not self._given.issuperset(site.reads):
+            return False
+        (first,), seen = site.eqn.outvars, set()
+        pending = [first]
+        while pending:
+            var = pending.pop()
+            seen.add(var)
+            for eqn, _ in self._uses.get(var, ()):
+                if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.shape != first.aval.shape:
+                    return False
+                if all(v not in self.params and v not in self.repeated for v in jaxprs.variables_in(eqn.invars)):
+                    pending += [v for v in eqn.outvars if v not in seen]
+        return seen.isdisjoint(self._final)
 
     def is_masked(self, site: Site) -> bool:
         """Return whether an equation applies a mask or another value to a weight, and one equation reads the result."""
@@ -317,6 +335,7 @@ RULES = (
     # A jaxpr cannot return a ref, so all equations between the first and the last use of refs must share a segment.
     Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
     Rule("cluster", "jnp.tanh(u @ w @ v)", Decisions.of_cluster, Decisions.join_block),
+    Rule("expanded", "x @ (w + a @ b)", Decisions.is_expanded, Decisions.repeat),
     Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
@@ -356,7 +375,8 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):
             return False
-    if eqn.effects or eqn.primitive.name in CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
+    is_control = eqn.primitive.name in CONTROL - {"custom_jvp_call"}
+    if eqn.effects or is_control or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
     # A result of at most half the parameter's size (a norm, a row) is cheap to store. If it were repeated, a penalty on
     # all parameters would be one segment that gathers all of them at once.

@@ -33,6 +33,7 @@ from zerojax.gather.evaluate import Narrow
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 from zerojax.jaxprs import differentiable
 
+_CHEAP = frozenset({"broadcast_in_dim", "convert_element_type"})
 # Equations that compute each element of a parameter from that element.
 _BY_ELEMENT = WEIGHT_ARITHMETIC | {"transpose", "reshape", "squeeze"}
 
@@ -154,7 +155,11 @@ class Passes:
     def _pull(self, comm, reduced_later, params, others, saved, cotangents, zero) -> tuple[list, list]:
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
-        pools["derived"] = self.derive(*[pools[pool][i] for pool, i in self.derive_reads])
+        reads = [pools[pool][i] for pool, i in self.derive_reads]
+        if any(map(jaxprs.expands, self.derive.jaxpr.eqns)):
+            # Without the barrier, XLA would keep the product from the forward pass.
+            reads, _ = jax.lax.optimization_barrier((reads, comm.zero_after(cotangents, self.result_rows)))
+        pools["derived"] = self.derive(*reads)
         residuals = [pools[pool][index] for pool, index in self.sources]
 
         def backward(values):
@@ -363,8 +368,8 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
             if var in seen:
                 continue
             seen.add(var)
-            # A broadcast or a cast is cheap to compute again, and its operand may be smaller.
-            grown = var in made and made[var].primitive.name in ("broadcast_in_dim", "convert_element_type")
+            # A broadcast, a cast or a product of low-rank factors is cheap to compute again from smaller operands.
+            grown = var in made and (made[var].primitive.name in _CHEAP or jaxprs.expands(made[var]))
             if var in mixed and var in made and (var is atom or var not in kept) and (var in of_params or grown):
                 pending += jaxprs.variables_in(made[var].invars)
             elif var in mixed or var not in made:
