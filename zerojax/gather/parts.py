@@ -56,6 +56,7 @@ def flat(closed: Any) -> Any:
         consts = next((compat.opened(p)[1] for p in eqn.params.values() if compat.is_jaxpr(p)), ())
         return jaxprs.evaluate(body, consts, values, rule)
 
+    jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     avals = [var.aval for var in jaxpr.invars]
     return jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, rule))(*avals)
 
@@ -86,7 +87,9 @@ def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
     if (results := eqn.params.get("out_dims")) is not None and name == "zerojax_shardwise":
         return results
     given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
-    # The function with a custom derivative would be differentiated by JAX if its body were evaluated on a layer.
+    if layers and name == "custom_jvp_call":
+        found, derivative = _of_results(_body(eqn), given, layers), compat.opened(_derivative(eqn))[0]
+        return found if _of_results(derivative, [*given, *(given[i] for i in _moving(eqn))], layers) == found else unknown
     if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
         return _of_results(compat.opened(body)[0], given, layers)
     if (loop := compat.loop_of(eqn)) is not None and layers:
@@ -97,6 +100,33 @@ def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
     states = [NOWHERE if dim is None else at(dim) for dim in given]
     found = Follower(count).through(eqn, states, Context(count, {}))
     return [_dim_in(var, state, count, name in _COMBINE and not layers) for var, state in zip(eqn.outvars, found)]
+
+
+def _body(eqn: Any) -> Any:
+    """Return the jaxpr of a function with a custom derivative."""
+    return compat.opened(eqn.params["call_jaxpr"])[0]
+
+
+def _moving(eqn: Any) -> list[int]:
+    """Return the indices of the operands that have tangents."""
+    return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
+
+
+def _derivative(eqn: Any) -> Any:
+    """Return the custom derivative of a function as a closed jaxpr of its operands and the tangents of `_moving`."""
+    moving = _moving(eqn)
+
+    def run(values, tangents):
+        def of_moving(*some):
+            given = {**dict(enumerate(values)), **dict(zip(moving, some, strict=True))}
+            return compat.evaluate_one(eqn, list(given.values()))
+
+        return jax.jvp(of_moving, [values[i] for i in moving], tangents)[1]
+
+    avals = [a.aval for a in eqn.invars]
+    closed = jax.make_jaxpr(run)(avals, [avals[i] for i in moving])
+    # The derivative may call the function again, whose derivative would be needed only for a second derivative.
+    return flat(closed)
 
 
 def _dim_in(var: Any, state: Any, count: int, may_combine: bool) -> int | None:
@@ -259,6 +289,8 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
     name, params = eqn.primitive.name, eqn.params
     if (body := compat.called(eqn)) is not None:
         return evaluate_parts(body, values, own, division)
+    if name == "custom_jvp_call":
+        return _custom_on_parts(eqn, values, own, division)
     if (loop := compat.loop_of(eqn)) is not None:
         return _loop_on_parts(loop, values, own, division)
     if name in _COMBINE and after[0] is None:
@@ -273,6 +305,23 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
         limits = _with(params["limit_indices"], own[0], division.extent)
         return [lax.slice(values[0], params["start_indices"], limits, params["strides"])]
     return [values[0].reshape(shape)]
+
+
+def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) -> Sequence:
+    """Call a function with a custom derivative on a layer. `own` has the divided dims of its operands."""
+    moving, derivative = _moving(eqn), _derivative(eqn)
+    filled = lambda some: list({**dict(enumerate(values)), **dict(zip(moving, some, strict=True))}.values())
+
+    @jax.custom_jvp
+    def on_layer(*some):
+        return evaluate_parts(eqn.params["call_jaxpr"], filled(some), own, division)
+
+    @on_layer.defjvp
+    def _(some, tangents):
+        dims = [*own, *(own[i] for i in moving)]
+        return on_layer(*some), evaluate_parts(derivative, [*filled(some), *tangents], dims, division)
+
+    return on_layer(*(values[i] for i in moving))
 
 
 def _loop_on_parts(loop: compat.LoopEqn, values: list, own: Sequence, division: Division) -> list:

@@ -30,7 +30,7 @@ from zerojax.gather.sharded_param import (
     scanned_over,
     stack_of,
 )
-from zerojax.gather.shardwise import Shardwise, shardwise_p, widen_p
+from zerojax.gather.shardwise import Shardwise, shardwise_p
 
 _DEVICE_DEPENDENT = frozenset(
     "all_to_all axis_index pallas_call ppermute psum_scatter reduce_scatter rng_uniform shard_map".split()
@@ -339,7 +339,6 @@ RULES = (
     Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
-    Rule("widened", "q.astype(x.dtype) * scale", lambda so_far, site: site.eqn.primitive is widen_p, Decisions.repeat),
     Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
     Rule(
         "held",

@@ -132,7 +132,7 @@ class ShardedParam:
         if grad.ndim > len(self.leaf.shape):
             return jax.vmap(lambda grad: self.root_grad(grad, env, shape[1:]))(grad)
         operands = {v: env[v] for v in self.operands}
-        like = jax.ShapeDtypeStruct(shape, env[self.root].dtype)
+        like = jax.ShapeDtypeStruct(shape, self.root.aval.dtype)
         return jax.linear_transpose(lambda root: self._slice(root, operands), like)(grad)[0]
 
 
