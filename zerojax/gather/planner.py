@@ -21,6 +21,7 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather.assembly import Draft, assembled
+from zerojax.gather.clusters import weights_late
 from zerojax.gather.held import worth_holding
 from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
 from zerojax.gather.merged import merged
@@ -60,7 +61,8 @@ def planned(
         layouts, constant = [*layouts, *[None] * len(new)], [*constant, *[True] * len(new)]
         bare, newer = _closed_over(*moved_into_loops(bare, layouts, [*alike, *constant]))
         more = [*more, *new, *newer]
-    bare = merged(bare, [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None])
+    params = [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None]
+    bare = weights_late(merged(bare, params), params)
     missing = [None] * (len(bare.invars) - len(leaves))
     states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
     rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, states))
