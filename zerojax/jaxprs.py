@@ -149,6 +149,12 @@ def nbytes(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
 
 
+def expands(eqn: Any) -> bool:
+    """Return whether an equation is a product of factors that together are at most half as large as the result."""
+    sizes = [var.aval.size for var in variables_in(eqn.invars)]
+    return eqn.primitive.name == "dot_general" and 2 * sum(sizes) <= eqn.outvars[0].aval.size
+
+
 def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
     """Return the uses of each variable as pairs `(equation, operand index)`, and the set of the result variables."""
     uses: dict = {}

@@ -170,8 +170,7 @@ def gathered_without(style, view):
     return gathered(base, style, view)
 
 
-ONE_GATHER_MORE = [("orthogonality", "scanned"), ("spectral", "scanned")]
-FREE = [case for case in fraction(2, LOSSES, STYLES, VIEWS) if case[:2] not in ONE_GATHER_MORE]
+FREE = fraction(2, LOSSES, STYLES, VIEWS)
 FREE = [pytest.param(*case, marks=() if case == FREE[0] else pytest.mark.slow) for case in FREE]
 
 
@@ -184,12 +183,100 @@ def test_parameters_are_gathered_as_often_as_without_the_term(name, style, view)
     assert reduced <= 1.02 * without[1] + 4 * 4 * columns * (name == "standardised")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["orthogonality", "spectral"])
-def test_a_stack_that_is_needed_whole_is_gathered_once_more_in_each_pass(name):
-    passes, without = gathered(LOSSES[name], "scanned", "global"), gathered_without("scanned", "global")
-    stacks = sum(4 * DEPTH * x.size // DEPTH for x in LEAVES(parameters("scanned")["layers"]))
-    assert passes[0] <= without[0] + 2 * 1.05 * stacks  # 264 of 257 columns are gathered
+def loops(penalty):
+    """A loss with a penalty on each layer in a loop of its own, which comes before or after the model's loop."""
+
+    def loss(params, x):
+        layers = params["layers"]
+        if isinstance(layers, list):
+            return base(params, x) + sum(penalty(w) for layer in layers for w in LEAVES(layer))
+        before = lax.map(lambda layer: penalty(layer["up"]), layers)
+        model = base(params, x)
+        after, _ = lax.scan(lambda s, layer: (s + penalty(layer["down"]), None), 0.0, layers)
+        return jnp.sum(before) + model + after
+
+    return loss
+
+
+def iterated(w):
+    """The spectral norm by a loop of power iterations."""
+    normed = lambda v: v / jnp.linalg.norm(v)
+    v = lax.fori_loop(0, 3, lambda _, v: normed(w.T @ normed(w @ v)), jnp.ones(w.shape[1]))
+    return jnp.linalg.norm(w @ v)
+
+
+def transposed(params, x):
+    """The stack is transposed and cast before its loop, and the penalty reads it as it is."""
+    layers = params["layers"]
+    if isinstance(layers, list):
+        return each(per_layer(orthogonality))(params, x)
+    turned = jax.tree.map(lambda w: jnp.swapaxes(w, 1, 2), layers)
+    block = lambda x, w: (x + jnp.tanh(x @ w["up"].T) @ w["down"].T, None)
+    x, _ = lax.scan(jax.checkpoint(block), x, turned)
+    penalty = sum(jnp.sum((w @ jnp.swapaxes(w, -1, -2)) ** 2) for w in LEAVES(layers))
+    return jnp.mean((x @ params["head"]) ** 2) + penalty
+
+
+def first(params, x):
+    """The penalty comes before the model."""
+    penalty = sum(per_layer(orthogonality)(w) for w in LEAVES(params["layers"]))
+    return 0.1 * penalty + base(params, x)
+
+
+# Further terms that need whole layers. The first one is computed where the layers are gathered, and not on the shards.
+MORE = {
+    "loops": loops(orthogonality),
+    "iterated": each(per_layer(iterated)),
+    "custom derivative": each(lambda w: jnp.sum(jax.nn.relu(w - 0.1))),
+    "softplus": each(per_layer(lambda w: jnp.sum(jax.nn.softplus(w.T @ w)))),
+    "batched": each(lambda w: jnp.sum((jnp.swapaxes(w, -1, -2) @ w - jnp.eye(w.shape[-1])) ** 2)),
+    "transposed": transposed,
+    "first": first,
+}
+HARD = [("loops", "scanned", "global"), ("iterated", "scanned", "device")]
+HARD = [
+    pytest.param(*case, marks=() if case in HARD else pytest.mark.slow)
+    for case in dict.fromkeys([*HARD, *fraction(2, MORE, STYLES, VIEWS)])
+]
+
+
+@pytest.mark.parametrize(("name", "style", "view"), HARD)
+def test_terms_of_whole_layers_share_the_gathers_of_the_model(name, style, view):
+    params, tx, loss = parameters(style), sharded(view), MORE[name]
+    compiled = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), X).compile()
+    grads = compiled(tx.shard(params), X)[1]
+    assert_gradient(tx.unshard(grads), jax.jit(jax.grad(loss))(params, X))
+    passes = sum(c.bytes * c.times_if_once for c in collectives(compiled) if c.kind == "all-gather")
+    assert passes <= 1.02 * gathered_without(style, view)[0]
+
+
+ADAPTERS = [pytest.param(*case, marks=() if case == (2, "unrolled") else pytest.mark.slow) for case in
+            ((rank, style) for rank in (2, 8) for style in STYLES)]
+
+
+@pytest.mark.parametrize(("rank", "style"), ADAPTERS)
+def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
+    """At rank 2, the adapters are replicated. Frozen weights are gathered, and no gradient of their size is summed."""
+    params = parameters(style)
+    factor = lambda w, *shape: 0.1 * jax.random.normal(jax.random.key(5), (*w.shape[:-2], *shape))
+    adapters = jax.tree.map(
+        lambda w: (factor(w, w.shape[-2], rank), factor(w, rank, w.shape[-1])), params["layers"]
+    )
+    is_pair = lambda x: isinstance(x, tuple)
+
+    def loss(params, x):
+        frozen, adapters = params
+        merge = lambda pair, w: w + 0.5 * (pair[0] @ pair[1])
+        layers = jax.tree.map(merge, adapters, frozen["layers"], is_leaf=is_pair)
+        return base({**frozen, "layers": layers}, x)
+
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), persist_below=1000, trainable=lambda path, _: path.startswith("1/"))
+    stored = tx.shard((params, adapters))
+    compiled = jax.jit(tx.value_and_grad(loss)).lower(stored, X).compile()
+    grads = tx.unshard(compiled(stored, X)[1])
+    assert_gradient(grads[1], jax.jit(jax.grad(loss))((params, adapters), X)[1])
+    reduced = sum(c.bytes * c.times_if_once for c in collectives(compiled) if "reduce" in c.kind)
+    assert reduced <= 1.1 * sum(x.nbytes for x in LEAVES(adapters))
 
 
 @pytest.mark.parametrize("view", VIEWS)

@@ -73,6 +73,15 @@ def cluster():
     return program
 
 
+def expanded():
+    """The product of two small factors, which are alike, is computed in the block of the weight."""
+    factors = jnp.ones((SIZE, 2)), jnp.ones((2, SIZE))
+    program = program_of(lambda w, x: jnp.sum(x @ (w + factors[0] @ factors[1])), W)
+    (block,) = [segment for segment in program.segments if segment.params]
+    assert primitives(block) == ["dot_general", "add", "dot_general"]
+    return program
+
+
 def activations():
     """Consecutive equations without parameters share one plain segment."""
     program = program_of(lambda w, x: jnp.sum(jnp.sin(jnp.tanh(x @ w))), W)
@@ -172,27 +181,6 @@ def quantised():
     return program
 
 
-def widened():
-    """The block of each product multiplies the gathered integers by the scale and by the mask."""
-    mask = jnp.tril(jnp.ones((SIZE, SIZE)))
-
-    @jax.custom_vjp
-    def scaled(w):
-        scale = jnp.max(jnp.abs(w)) / 127
-        return jnp.round(w / scale).astype(jnp.int8).astype(w.dtype) * scale * mask
-
-    scaled.defvjp(lambda w: (scaled(w), None), lambda _, g: (g,))
-
-    def loss(w, x):
-        wide = scaled(w)
-        return jnp.sum(jnp.tanh(x @ wide) @ wide)
-
-    program = program_of(loss, W)
-    blocks = [primitives(segment) for segment in program.segments if segment.params]
-    assert blocks == [["zerojax_widen", "dot_general"]] * 2
-    return program
-
-
 def loop_over_layers():
     """Each iteration gathers its layer of the stack."""
     program = program_of(lambda w, x: jnp.sum(lax.scan(lambda x, w: (x @ w, None), x, w)[0]), STACK)
@@ -219,18 +207,18 @@ def use():
 CASES = {
     "state": (state, "dot_general"),
     "cluster": (cluster, "tanh"),
+    "expanded": (expanded, "dot_general"),
     "activations": (activations, "tanh"),
     "on the shard": (on_the_shard, "convert_element_type"),
     "quantised": (quantised, "zerojax_shardwise"),
-    "widened": (widened, "zerojax_widen"),
     "stack of layers": (stack_of_layers, None),
     "held": (held, "dot_general"),
     "reduction": (reduction, "reduce_sum"),
     "repeated": (repeated, "transpose"),
     "masked": (masked, "mul"),
+    "shared gather": (shared_gather, "dot_general"),
     "loop of its own": (loop_of_its_own, "scan"),
     "loop over layers": (loop_over_layers, "scan"),
-    "shared gather": (shared_gather, "dot_general"),
     "use": (use, "dot_general"),
 }
 

@@ -16,8 +16,12 @@ CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "c
 
 
 def is_plain(eqn: Any) -> bool:
-    """Return whether an equation has no effects and contains no loop, branch, remat or custom rule."""
-    return not eqn.effects and eqn.primitive.name not in CONTROL and not compat.is_remat(eqn)
+    """Return whether an equation can run in any block: it has no effects, and is no remat and no loop over layers."""
+    if eqn.effects or eqn.primitive.name in ("shard_map", "pallas_call") or compat.is_remat(eqn):
+        return False
+    # The arrays of which iterations read rows may be stacks of layers. Power iterations read none.
+    loop = compat.loop_of(eqn)
+    return loop is None or len(eqn.invars) == loop.consts + loop.carry
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
@@ -50,6 +54,28 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
         else:
             derived.update(reader.outvars)
     return scales and derived.isdisjoint(final)
+
+
+def weights_late(jaxpr: Any, params: Collection) -> Any:
+    """Move each equation on parameters alone to the first equation that reads its result and reads activations, too.
+
+    A penalty that the loss computes before its model can then join the blocks of the model. `params` are the sharded
+    parameters.
+    """
+    weights, free, late, eqns = set(params), set(), {}, []
+    for eqn in jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        if free.issuperset(reads):
+            free.update(eqn.outvars)
+        elif is_plain(eqn) and all(v in weights or v in free for v in reads):
+            weights.update(eqn.outvars)
+            late[id(eqn)] = eqn
+            continue
+        if late and not weights.isdisjoint(reads):
+            needed, _ = jaxprs.needed_for(list(late.values()), reads)
+            eqns += [late.pop(id(one)) for one in needed]
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=[*eqns, *late.values()])
 
 
 class Joined(NamedTuple):

@@ -146,7 +146,9 @@ class _Level:
             if dim != -1 and dim != -2 and not first <= i < rows:
                 given[var] = dim
         closed, requests = self.rewrite(body, given)
-        if not requests:
+        # If iterations quantise one parameter with different scales, each would need another copy of the parameter.
+        is_copied = lambda of: any(i >= rows for i in of) and any(given[body.invars[i]] is not None for i in of if i < rows)
+        if not requests or any(is_copied(request.operands) for request in requests):
             return None
         stacked: list[bool] = []
         extra: list = []
@@ -213,7 +215,8 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
         fn = jax.vmap(functools.partial(call, closed), in_axes=axes, axis_size=loop.length)
         return jax.make_jaxpr(fn)(*avals)
 
-    return Request(request.operands, Computation(over_layers(request.of.head), over_layers(request.of.full)))
+    of = dataclasses.replace(request.of, head=over_layers(request.of.head), full=over_layers(request.of.full))
+    return Request(request.operands, of)
 
 
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
@@ -328,7 +331,8 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found
         return jax.make_jaxpr(run)(*avals)
 
     if is_eqn:
-        return Found(Request(operands, Computation(traced("head"), traced("full"))), wanted)
+        of = dataclasses.replace(target.params["of"], head=traced("head"), full=traced("full"), fixed=frozenset())
+        return Found(Request(operands, of), wanted)
     return _with_tail(traced("full"), operands, target, [given[jaxpr.invars[i]] for i in operands])
 
 
@@ -374,7 +378,7 @@ def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequenc
         q, *others = jax.core.eval_jaxpr(head_part, (), *jaxprs.as_jax_values(consts), *args)
         return [q.astype(end.aval.dtype), *others]
 
-    computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full)
+    computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=travels)
     return Found(Request(operands, computation), [target], jax.make_jaxpr(tail)(*shapes), alike, travels)
 
 

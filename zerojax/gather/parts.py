@@ -1,8 +1,10 @@
-"""Evaluate a jaxpr on one device's parts of sharded arrays. `narrow` and `shardwise` use this.
+"""Evaluate a jaxpr on parts of arrays. A part is a range of one dim of a value: a device's shard, or a stack's layer.
 
-A part is one device's range of one dim of a value. Elementwise equations, broadcasts and reductions can be evaluated on
-parts. `dims_of` finds the values of a jaxpr that can be computed on parts, and the dim in which each value is divided.
-`evaluate_parts` computes these values. A reduction over the divided dim needs a small collective.
+Elementwise equations, broadcasts and reductions can be evaluated on the parts of devices. A reduction over the divided
+dim then needs a small collective. Equations on a layer may also multiply or decompose the matrices of this layer.
+
+`dims_of` finds the values of a jaxpr that can be computed on parts, and the dim in which each value is divided.
+`evaluate_parts` computes these values. `narrow` and `shardwise` use them for shards, and `per_layer` for layers.
 """
 
 import dataclasses
@@ -17,12 +19,21 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
+from zerojax.dims import NOWHERE, Context, Follower, at
 
 # How devices combine their results of a reduction over the divided dim.
 _COMBINE = MappingProxyType({"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin})
 _DEVICE_DEPENDENT = frozenset(
     "all_to_all axis_index pallas_call ppermute psum_scatter reduce_scatter rng_uniform shard_map".split()
 )
+# Primitives that can be computed on the shards of devices, and further ones that can be computed on layers.
+_OF_SHARDS = jaxprs.ELEMENTWISE | _COMBINE.keys() | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
+_OF_LAYERS = _OF_SHARDS | frozenset(
+    "argmax argmin cholesky concatenate cumlogsumexp cummax cummin cumprod cumsum dot_general eigh householder_product "
+    "geqrf lu qr reduce_and reduce_or reduce_prod rev sort svd transpose triangular_solve".split()
+)
+# Primitives of which each operand is divided in the same dim as the result.
+_ALIGNED = jaxprs.ELEMENTWISE | {"concatenate", "sort"}
 UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 
 
@@ -45,75 +56,106 @@ def flat(closed: Any) -> Any:
         consts = next((compat.opened(p)[1] for p in eqn.params.values() if compat.is_jaxpr(p)), ())
         return jaxprs.evaluate(body, consts, values, rule)
 
+    jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     avals = [var.aval for var in jaxpr.invars]
     return jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, rule))(*avals)
 
 
-def dims_of(jaxpr: Any, given: Mapping[Any, int | None]) -> dict[Any, int | None]:
-    """Return, for each variable that can be computed on parts, its divided dim, or None if it is alike on all devices.
+def dims_of(jaxpr: Any, given: Mapping[Any, int | None], *, layers: bool = False) -> dict[Any, int | None]:
+    """Return, for each variable that can be computed on parts, its divided dim, or None if it has no divided dim.
 
-    `given` has the same for the arguments. A variable that cannot be computed on parts has no entry.
+    A value without a divided dim is alike on all devices, or for all layers. `given` has the same for the arguments. A
+    variable that cannot be computed on parts has no entry. If `layers` is true, the parts are layers.
     """
     dims = {**given, **dict.fromkeys(compat.constvars_of(jaxpr))}
     for eqn in jaxpr.eqns:
-        for var, dim in zip(eqn.outvars, _dims_after(eqn, dims), strict=True):
+        for var, dim in zip(eqn.outvars, _dims_after(eqn, dims, layers), strict=True):
             if dim != UNKNOWN:
                 dims[var] = dim
     return dims
 
 
-def _dims_after(eqn: Any, dims: Mapping) -> Sequence[int | None]:
-    """Return, for each result of `eqn`, its divided dim, None if it is alike on all devices, or `UNKNOWN`."""
-    reads = jaxprs.variables_in(eqn.invars)
+def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
+    """Return, for each result of `eqn`, its divided dim, None if it has none, or `UNKNOWN`."""
+    name, reads = eqn.primitive.name, jaxprs.variables_in(eqn.invars)
     unknown = [UNKNOWN] * len(eqn.outvars)
-    if eqn.effects or eqn.primitive.name in _DEVICE_DEPENDENT or any(v not in dims for v in reads):
+    if eqn.effects or name in _DEVICE_DEPENDENT or any(v not in dims for v in reads):
         return unknown
     divided = [v for v in reads if dims[v] is not None]
     if not divided:
         return [None] * len(eqn.outvars)
-    if (results := eqn.params.get("out_dims")) is not None and eqn.primitive.name == "zerojax_shardwise":
+    if (results := eqn.params.get("out_dims")) is not None and name == "zerojax_shardwise":
         return results
-    if (body := compat.evaluated_body(eqn)) is not None:
-        given = {v: None if compat.is_literal(a) else dims[a] for v, a in zip(body.invars, eqn.invars, strict=True)}
-        inside = dims_of(body, given)
-        return [None if compat.is_literal(a) else inside.get(a, UNKNOWN) for a in body.outvars]
-    if len({dims[v] for v in divided}) > 1 or len(eqn.outvars) != 1:
+    given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
+    if layers and name == "custom_jvp_call":
+        found, derivative = _of_results(_body(eqn), given, layers), compat.opened(_derivative(eqn))[0]
+        return found if _of_results(derivative, [*given, *(given[i] for i in _moving(eqn))], layers) == found else unknown
+    if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
+        return _of_results(compat.opened(body)[0], given, layers)
+    if (loop := compat.loop_of(eqn)) is not None and layers:
+        return _through_loop(loop, given)[1] or unknown
+    count = divided[0].aval.shape[dims[divided[0]]]
+    if name not in (_OF_LAYERS if layers else _OF_SHARDS) or count == 1:
         return unknown
-    return [_dim_after(eqn, divided[0], dims[divided[0]], [v.aval.shape for v in divided])]
+    states = [NOWHERE if dim is None else at(dim) for dim in given]
+    found = Follower(count).through(eqn, states, Context(count, {}))
+    return [_dim_in(var, state, count, name in _COMBINE and not layers) for var, state in zip(eqn.outvars, found)]
 
 
-def _dim_after(eqn: Any, operand: Any, dim: int, shapes: Sequence[tuple]) -> int | None:
-    """Return the same as `_dims_after` for the only result of `eqn`, whose `operand` is divided in `dim`.
+def _body(eqn: Any) -> Any:
+    """Return the jaxpr of a function with a custom derivative."""
+    return compat.opened(eqn.params["call_jaxpr"])[0]
 
-    `shapes` has the shapes of all divided operands.
-    """
-    name, before, after = eqn.primitive.name, operand.aval.shape, eqn.outvars[0].aval.shape
-    if name in jaxprs.ELEMENTWISE:
-        return dim if all(len(shape) == len(after) and shape[dim] == after[dim] for shape in shapes) else UNKNOWN
-    if eqn.invars[0] is not operand:
+
+def _moving(eqn: Any) -> list[int]:
+    """Return the indices of the operands that have tangents."""
+    return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
+
+
+def _derivative(eqn: Any) -> Any:
+    """Return the custom derivative of a function as a closed jaxpr of its operands and the tangents of `_moving`."""
+    moving = _moving(eqn)
+
+    def run(values, tangents):
+        def of_moving(*some):
+            given = {**dict(enumerate(values)), **dict(zip(moving, some, strict=True))}
+            return compat.evaluate_one(eqn, list(given.values()))
+
+        return jax.jvp(of_moving, [values[i] for i in moving], tangents)[1]
+
+    avals = [a.aval for a in eqn.invars]
+    closed = jax.make_jaxpr(run)(avals, [avals[i] for i in moving])
+    # The derivative may call the function again, whose derivative would be needed only for a second derivative.
+    return flat(closed)
+
+
+def _dim_in(var: Any, state: Any, count: int, may_combine: bool) -> int | None:
+    """Return the divided dim of a result. If `may_combine` is true, it may have none."""
+    if state is None or len(state.places) > 1 or not (state.places or may_combine):
         return UNKNOWN
-    if name in _COMBINE:
-        axes = eqn.params["axes"]
-        return None if dim in axes else dim - sum(axis < dim for axis in axes)
-    if name == "broadcast_in_dim":
-        to = eqn.params["broadcast_dimensions"][dim]
-        return to if after[to] == before[dim] != 1 else UNKNOWN
-    if name in ("reshape", "squeeze", "expand_dims"):
-        return _dim_kept(before, after, dim)
-    if name == "slice":
-        strides = eqn.params["strides"] or [1] * len(before)
-        return dim if after[dim] == before[dim] and strides[dim] == 1 else UNKNOWN
-    if name == "pad":
-        return dim if eqn.params["padding_config"][dim] == (0, 0, 0) else UNKNOWN
-    return UNKNOWN
+    place = state.only
+    return place and (place.dim if place.outer == 1 and var.aval.shape[place.dim] == count else UNKNOWN)
 
 
-def _dim_kept(before: Sequence[int], after: Sequence[int], dim: int) -> int:
-    """Return the index of `dim` after a reshape that only adds or removes dims of size 1, and otherwise `UNKNOWN`."""
-    kept = [d for d, size in enumerate(before) if size != 1]
-    now = [d for d, size in enumerate(after) if size != 1]
-    alike = [before[d] for d in kept] == [after[d] for d in now]
-    return now[kept.index(dim)] if alike and dim in kept else UNKNOWN
+def _of_results(jaxpr: Any, given: Sequence[int | None], layers: bool) -> list[int | None]:
+    """Return the same as `_dims_after` for the results of a jaxpr, given the divided dims of its arguments."""
+    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=layers)
+    return [None if compat.is_literal(a) else dims.get(a, UNKNOWN) for a in jaxpr.outvars]
+
+
+def _through_loop(loop: compat.LoopEqn, given: Sequence[int | None]) -> tuple[list, list]:
+    """Return the divided dims of a body's arguments and of the loop's results. Both are empty if one is unknown."""
+    body, first = compat.opened(loop.body)[0], loop.consts + loop.carry
+    inside = [*given[:first], *(dim and dim - 1 if dim != 0 else UNKNOWN for dim in given[first:])]
+    while UNKNOWN not in inside:
+        outs = _of_results(body, inside, True)
+        carry = [a if b is None else b for a, b in zip(inside[loop.consts : first], outs, strict=False)]
+        if UNKNOWN in outs or any(a not in (None, b) for a, b in zip(inside[loop.consts : first], carry, strict=True)):
+            break
+        if carry == inside[loop.consts : first]:
+            return inside, [*carry, *(None if dim is None else dim + 1 for dim in outs[loop.carry :])]
+        inside[loop.consts : first] = carry
+    return [], []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,20 +171,30 @@ class Division:
     length: int
     extent: int
     axes: tuple[str, ...]
+    layers = False
+
+    @property
+    def start(self) -> Any:
+        """Return the index of the first element of this part."""
+        return lax.axis_index(self.axes) * self.extent
+
+    @property
+    def total(self) -> int:
+        """Return the size of the dim with padding."""
+        return lax.axis_size(self.axes) * self.extent
 
     def fill(self, x: jax.Array, dim: int, value: Any) -> jax.Array:
         """Replace the padding of a part by `value`."""
-        if self.extent * lax.axis_size(self.axes) == self.length:
+        if self.total == self.length:
             return x
-        place = lax.axis_index(self.axes) * self.extent + lax.broadcasted_iota(jnp.int32, x.shape, dim)
+        place = self.start + lax.broadcasted_iota(jnp.int32, x.shape, dim)
         return jnp.where(place < self.length, x, jnp.asarray(value, x.dtype))
 
     def part(self, x: jax.Array, dim: int) -> jax.Array:
-        """Return this device's part of an array that all devices have in full. The padding is 1."""
-        total = self.extent * lax.axis_size(self.axes)
-        widths = [(0, total - self.length if d == dim else 0) for d in range(x.ndim)]
-        x = jnp.pad(x, widths, constant_values=1) if total > self.length else x
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axes) * self.extent, self.extent, dim)
+        """Return this part of an array that is given in full. The padding is 1."""
+        widths = [(0, self.total - self.length if d == dim else 0) for d in range(x.ndim)]
+        x = jnp.pad(x, widths, constant_values=1) if self.total > self.length else x
+        return lax.dynamic_slice_in_dim(x, self.start, self.extent, dim)
 
     def whole(self, part: jax.Array, dim: int) -> jax.Array:
         """Gather the parts of all devices into the whole array, without padding."""
@@ -150,25 +202,50 @@ class Division:
         return lax.slice_in_dim(full, 0, self.length, axis=dim)
 
 
-def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], division: Division) -> list:
-    """Evaluate `closed`, a result of `flat`, on one device. Each result is a part, or alike on all devices.
+@dataclasses.dataclass(frozen=True)
+class Layer(Division):
+    """One layer of `length` layers. The divided dim keeps the size 1.
 
-    `values` are parts, or arrays that all devices have in full. `given` has the divided dim of each part, and None for
-    each full array. `dims_of` must have an entry for each variable. `division` describes the divided dim of all parts.
+    Attributes:
+        index: The index of the layer.
+    """
+
+    extent: int = 1
+    axes: tuple[str, ...] = ()
+    index: Any = 0
+    layers = True
+
+    @property
+    def start(self) -> Any:
+        """Return the index of this layer."""
+        return self.index
+
+    @property
+    def total(self) -> int:
+        """Return the number of layers, which have no padding."""
+        return self.length
+
+
+def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], division: Division) -> list:
+    """Evaluate a closed jaxpr on one part of its arguments. Each result is a part, or has no divided dim.
+
+    `values` are parts, or arrays in full. `given` has the divided dim of each part, and None for each full array.
+    `dims_of` must have an entry for each variable. `division` describes the divided dim of all parts. If the parts are
+    shards, `closed` must be a result of `flat`.
     """
     jaxpr, consts = compat.opened(closed)
-    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
+    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=division.layers)
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     env = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(consts), strict=True))
     for var, x, dim in zip(jaxpr.invars, values, given, strict=True):
         # The padding is 1 in every operand, so that a quotient or a logarithm there is finite.
         env[var] = x if dim is None else division.fill(x, dim, 1)
 
-    def beside(atom: Any, dim: int) -> Any:
-        """Return an operand of an elementwise equation on parts. If it is a full array, return the part along `dim`."""
+    def beside(atom: Any, dim: int | None) -> Any:
+        """Return an operand of an equation on parts. If it is a full array, return the part along `dim`."""
         if compat.is_literal(atom):
             return atom.val
-        if dims[atom] is not None or not atom.aval.shape or atom.aval.shape[dim] == 1:
+        if dim is None or dims[atom] is not None or not atom.aval.shape or atom.aval.shape[dim] == 1:
             return env[atom]
         eqn = made.get(atom)
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":
@@ -183,42 +260,86 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
         return lax.broadcast_in_dim(x, _with(atom.aval.shape, dim, division.extent), to)
 
     for eqn in jaxprs.alive(jaxpr):
-        outs = [v for v in eqn.outvars if not compat.is_dropped(v)]
-        divided = [dim for v in jaxprs.variables_in(eqn.invars) if (dim := dims[v]) is not None]
-        if not divided:
+        own = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
+        if not any(dim is not None for dim in own):
             full = [a.val if compat.is_literal(a) else env[a] for a in eqn.invars]
             env.update(zip(eqn.outvars, compat.evaluate_one(_local(eqn), full), strict=True))
-        elif eqn.primitive.name in jaxprs.ELEMENTWISE:
-            env[outs[0]] = compat.evaluate_one(_local(eqn), [beside(atom, divided[0]) for atom in eqn.invars])[0]
-        else:
-            env[outs[0]] = _moved(eqn, env[eqn.invars[0]], divided[0], dims[outs[0]], division)
+            continue
+        after = [dims[v] for v in eqn.outvars]
+        operands = [beside(*pair) for pair in zip(eqn.invars, _dims_beside(eqn, own, after[0]), strict=True)]
+        env.update(zip(eqn.outvars, _on_parts(eqn, operands, own, after, division), strict=True))
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
 
-def _moved(eqn: Any, x: jax.Array, dim: int, after: int | None, division: Division) -> jax.Array:
-    """Return the result of `eqn`, a reduction or an equation that only moves elements, given the part `x`.
+def _dims_beside(eqn: Any, own: Sequence[int | None], after: int | None) -> list[int | None]:
+    """Return the dim in which each operand of an equation on parts has to be divided, or None.
 
-    `dim` is the divided dim of `x`, and `after` that of the result, or None if the result is alike on all devices.
+    `own` has the dims in which the operands are divided, and `after` is the divided dim of the first result.
     """
+    if eqn.primitive.name in _ALIGNED:
+        return [after if dim is None else dim for dim in own]
+    if eqn.primitive.name == "dot_general":
+        _, batch = eqn.params["dimension_numbers"]
+        return [own[k] if after is None or after >= len(batch[k]) else int(batch[k][after]) for k in range(2)]
+    return list(own)
+
+
+def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: Division) -> Sequence:
+    """Return the results of `eqn` on parts. `own` and `after` have the divided dims of its operands and results."""
     name, params = eqn.primitive.name, eqn.params
-    if name in _COMBINE:
-        if after is not None:
-            return compat.evaluate_one(_local(eqn), [x])[0]
-        x = division.fill(x, dim, jaxprs.identity_of(name, x.dtype))
-        return _COMBINE[name](compat.evaluate_one(_local(eqn), [x])[0], division.axes)
-    if name == "pad":
-        padding = (
-            jnp.asarray(eqn.invars[1].val, x.dtype) if compat.is_literal(eqn.invars[1]) else jnp.zeros((), x.dtype)
-        )
-        return lax.pad(x, padding, params["padding_config"])
-    assert after is not None
-    shape = _with(eqn.outvars[0].aval.shape, after, division.extent)
+    if (body := compat.called(eqn)) is not None:
+        return evaluate_parts(body, values, own, division)
+    if name == "custom_jvp_call":
+        return _custom_on_parts(eqn, values, own, division)
+    if (loop := compat.loop_of(eqn)) is not None:
+        return _loop_on_parts(loop, values, own, division)
+    if name in _COMBINE and after[0] is None:
+        x = division.fill(values[0], own[0], jaxprs.identity_of(name, values[0].dtype))
+        return [_COMBINE[name](compat.evaluate_one(_local(eqn), [x])[0], division.axes)]
+    if name not in ("broadcast_in_dim", "reshape", "slice", "squeeze"):
+        return compat.evaluate_one(_local(eqn), values)
+    shape = _with(eqn.outvars[0].aval.shape, after[0], division.extent)
     if name == "broadcast_in_dim":
-        return lax.broadcast_in_dim(x, shape, params["broadcast_dimensions"])
+        return [lax.broadcast_in_dim(values[0], shape, params["broadcast_dimensions"])]
     if name == "slice":
-        limits = _with(params["limit_indices"], dim, division.extent)
-        return lax.slice(x, params["start_indices"], limits, params["strides"])
-    return x.reshape(shape)
+        limits = _with(params["limit_indices"], own[0], division.extent)
+        return [lax.slice(values[0], params["start_indices"], limits, params["strides"])]
+    return [values[0].reshape(shape)]
+
+
+def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) -> Sequence:
+    """Call a function with a custom derivative on a layer. `own` has the divided dims of its operands."""
+    moving, derivative = _moving(eqn), _derivative(eqn)
+    filled = lambda some: list({**dict(enumerate(values)), **dict(zip(moving, some, strict=True))}.values())
+
+    @jax.custom_jvp
+    def on_layer(*some):
+        return evaluate_parts(eqn.params["call_jaxpr"], filled(some), own, division)
+
+    @on_layer.defjvp
+    def _(some, tangents):
+        dims = [*own, *(own[i] for i in moving)]
+        return on_layer(*some), evaluate_parts(derivative, [*filled(some), *tangents], dims, division)
+
+    return on_layer(*(values[i] for i in moving))
+
+
+def _loop_on_parts(loop: compat.LoopEqn, values: list, own: Sequence, division: Division) -> list:
+    """Run a loop on parts. `own` has the divided dims of its operands."""
+    inside, after = _through_loop(loop, own)
+    first = loop.consts + loop.carry
+    as_part = lambda x, have, want: x if want is None or have is not None else division.part(jnp.asarray(x), want)
+    carry = [as_part(*triple) for triple in zip(values, own, inside, strict=True)][loop.consts : first]
+    outs = _of_results(compat.opened(loop.body)[0], inside, True)
+
+    def iteration(carry, slices):
+        results = evaluate_parts(loop.body, [*values[: loop.consts], *carry, *slices], inside, division)
+        carry = [as_part(*triple) for triple in zip(results[: loop.carry], outs, after, strict=False)]
+        return carry, results[loop.carry :]
+
+    options = {"length": loop.length, "reverse": loop.reverse, "unroll": loop.unroll}
+    carry, stacks = lax.scan(iteration, carry, values[first:], **options)
+    return [*carry, *stacks]
 
 
 def _local(eqn: Any) -> Any:

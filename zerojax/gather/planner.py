@@ -21,10 +21,12 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather.assembly import Draft, assembled
+from zerojax.gather.clusters import weights_late
 from zerojax.gather.held import worth_holding
 from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
 from zerojax.gather.merged import merged
 from zerojax.gather.narrow import hoisted
+from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.nested import MOST_ITERATIONS, iterations_are_independent
 from zerojax.gather.rules import Decisions, is_repeatable
 from zerojax.gather.segments import BlockSegment, Gathered, Program
@@ -55,10 +57,12 @@ def planned(
     if alike is not None:
         constant = [not isinstance(x, jax.core.Tracer) for x in [*consts, *more]]
         layouts = [*leaves, *[None] * (len(bare.invars) - len(leaves))]
-        bare, new = hoisted(bare, layouts, [*alike, *constant], BLOCK_NAME, len(constant))
-        bare = compat.part_of(bare, jaxprs.alive(bare), [*bare.invars, *compat.constvars_of(bare)], bare.outvars)
-        more = [*more, *new]
-    bare = merged(bare, [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None])
+        bare, new = _closed_over(*hoisted(bare, layouts, [*alike, *constant], BLOCK_NAME, len(constant)))
+        layouts, constant = [*layouts, *[None] * len(new)], [*constant, *[True] * len(new)]
+        bare, newer = _closed_over(*moved_into_loops(bare, layouts, [*alike, *constant]))
+        more = [*more, *new, *newer]
+    params = [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None]
+    bare = weights_late(merged(bare, params), params)
     missing = [None] * (len(bare.invars) - len(leaves))
     states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
     rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, states))
@@ -66,6 +70,12 @@ def planned(
     if alike is not None:
         same = {var for var, on in zip(bare.invars, alike, strict=False) if on} | {*bare.invars[len(closed.in_avals) :]}
     return plan(bare, [*leaves, *missing], rows, follower, same), jaxprs.as_jax_values([*consts, *more])
+
+
+def _closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
+    """Return a jaxpr without dead equations, which takes its constants as its last arguments, and these constants."""
+    invars = [*jaxpr.invars, *compat.constvars_of(jaxpr)]
+    return compat.part_of(jaxpr, jaxprs.alive(jaxpr), invars, jaxpr.outvars), consts
 
 
 def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | None]) -> list:

@@ -30,7 +30,7 @@ from zerojax.gather.sharded_param import (
     scanned_over,
     stack_of,
 )
-from zerojax.gather.shardwise import Shardwise, shardwise_p, widen_p
+from zerojax.gather.shardwise import Shardwise, shardwise_p
 
 _DEVICE_DEPENDENT = frozenset(
     "all_to_all axis_index pallas_call ppermute psum_scatter reduce_scatter rng_uniform shard_map".split()
@@ -85,6 +85,7 @@ class Decisions:
         self.between_refs = _between_refs(jaxpr)
         # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
         self._uniform: set = set(alike or ())
+        self._given = frozenset(self._uniform)
         self._reduces = alike is not None
         self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
         self._made_in: dict = {}  # the index of the draft that computes a variable
@@ -186,13 +187,14 @@ class Decisions:
         eqn = site.eqn
         size = max((atom.aval.size for atom in eqn.invars), default=0)
         of_params = [not compat.is_literal(a) and self._is_of_params(a, size) for a in eqn.invars]
-        return is_repeatable(eqn, of_params) or (self._is_of_params_alone(site) and self._only_scales(eqn, site))
+        return is_repeatable(eqn, of_params) or (self.is_of_params_alone(site) and self._only_scales(eqn, site))
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable is computed from parameters alone, or is a small value that all devices have."""
-        return var in self.params or var in self.repeated or (var in self._uniform and 8 * var.aval.size <= size)
+        """Return whether a variable is computed from parameters alone, or is alike on all devices, and small or given."""
+        is_free = var in self._given or 8 * var.aval.size <= size
+        return var in self.params or var in self.repeated or (is_free and var in self._uniform)
 
-    def _is_of_params_alone(self, site: Site) -> bool:
+    def is_of_params_alone(self, site: Site) -> bool:
         """Return whether an equation without effects reads parameters, and small values that all devices have."""
         size = max((var.aval.size for var in site.touched), default=0)
         return is_plain(site.eqn) and all(self._is_of_params(var, size) for var in site.reads)
@@ -202,6 +204,22 @@ class Decisions:
         size = max((var.aval.size for var in site.touched), default=0)
         following = self._jaxpr.eqns[site.index + 1 :]
         return only_scales(following, eqn, lambda var: self._is_of_params(var, size), self._final)
+
+    def is_expanded(self, site: Site) -> bool:
+        """Return whether an equation multiplies small factors, and the result, a large matrix, only changes weights."""
+        if site.touched or not jaxprs.expands(site.eqn) or not self._given.issuperset(site.reads):
+            return False
+        (first,), seen = site.eqn.outvars, set()
+        pending = [first]
+        while pending:
+            var = pending.pop()
+            seen.add(var)
+            for eqn, _ in self._uses.get(var, ()):
+                if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.shape != first.aval.shape:
+                    return False
+                if all(v not in self.params and v not in self.repeated for v in jaxprs.variables_in(eqn.invars)):
+                    pending += [v for v in eqn.outvars if v not in seen]
+        return seen.isdisjoint(self._final)
 
     def is_masked(self, site: Site) -> bool:
         """Return whether an equation applies a mask or another value to a weight, and one equation reads the result."""
@@ -273,7 +291,7 @@ class Decisions:
         """Make a segment that gathers the parameters, computes, and drops them."""
         roots = {self.clusters.root_of([var]) for var in site.touched} - {None}
         self.clusters.blocks |= dict.fromkeys(roots, len(self.drafts))
-        if len(roots) == 1 and self._is_of_params_alone(site):
+        if len(roots) == 1 and self.is_of_params_alone(site):
             self.clusters.roots |= dict.fromkeys(site.eqn.outvars, *roots)
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 
@@ -317,10 +335,10 @@ RULES = (
     # A jaxpr cannot return a ref, so all equations between the first and the last use of refs must share a segment.
     Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
     Rule("cluster", "jnp.tanh(u @ w @ v)", Decisions.of_cluster, Decisions.join_block),
+    Rule("expanded", "x @ (w + a @ b)", Decisions.is_expanded, Decisions.repeat),
     Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
-    Rule("widened", "q.astype(x.dtype) * scale", lambda so_far, site: site.eqn.primitive is widen_p, Decisions.repeat),
     Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
     Rule(
         "held",
@@ -331,6 +349,7 @@ RULES = (
     Rule("reduction", "jnp.sum(w**2)", Decisions.reducible, Decisions.reduce_on_shards),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
+    Rule("shared gather", "x @ w; u @ w @ v", Decisions.of_one_param, Decisions.join_block),
     Rule(
         "loop of its own",
         "lax.scan(lambda s, x: (s + f(w, x), None), 0, xs)",
@@ -340,10 +359,9 @@ RULES = (
     Rule(
         "loop over layers",
         "lax.scan(lambda x, w: (x @ w, None), x, w)",
-        lambda so_far, site: compat.loop_of(site.eqn),
+        lambda so_far, site: compat.loop_of(site.eqn) if not so_far.is_of_params_alone(site) else None,
         Decisions.gather_per_iteration,
     ),
-    Rule("shared gather", "x @ w; u @ w @ v", Decisions.of_one_param, Decisions.join_block),
     Rule("use", "x @ w", lambda so_far, site: True, Decisions.gather_for_use),
 )
 
@@ -356,7 +374,8 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):
             return False
-    if eqn.effects or eqn.primitive.name in CONTROL or compat.is_remat(eqn) or compat.called(eqn) is not None:
+    is_control = eqn.primitive.name in CONTROL - {"custom_jvp_call"}
+    if eqn.effects or is_control or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
     # A result of at most half the parameter's size (a norm, a row) is cheap to store. If it were repeated, a penalty on
     # all parameters would be one segment that gathers all of them at once.

@@ -149,7 +149,7 @@ class Backward:
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = [loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)]
         shared = [comm.zeros(param.leaf.shape, comm.encoding.sum_dtype(param.wide)) for param in used]
-        dtypes = [self.layers.shards[i].dtype for i in self.trained.values()]
+        dtypes = [loop.stacked[i].root.aval.dtype for i in self.trained.values()]
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
         carry = [c for i, c in zip(self.passes.active_results, cotangents, strict=True) if i < loop.carry]

@@ -369,7 +369,7 @@ class GradScheduler:
         if not isinstance(param, ShardedParam):
             self.add(param, pending.value)
         elif pending.stack is None:
-            grad = decode(pending.value, self.env[param.root].dtype)
+            grad = decode(pending.value, param.root.aval.dtype)
             self.add(param.root, self.root_grad(param, grad))
         else:
             stacked, stack = self._stacks[pending.stack]

@@ -132,7 +132,7 @@ class ShardedParam:
         if grad.ndim > len(self.leaf.shape):
             return jax.vmap(lambda grad: self.root_grad(grad, env, shape[1:]))(grad)
         operands = {v: env[v] for v in self.operands}
-        like = jax.ShapeDtypeStruct(shape, env[self.root].dtype)
+        like = jax.ShapeDtypeStruct(shape, self.root.aval.dtype)
         return jax.linear_transpose(lambda root: self._slice(root, operands), like)(grad)[0]
 
 
@@ -269,6 +269,9 @@ _SHARDWISE: Mapping[str, Callable] = MappingProxyType(
 )
 
 
+# All primitives that may be applied to the shard. Of casts, only those to a narrower type are applied.
+OF_SHARDS = frozenset(_SHARDWISE) | {"convert_element_type"}
+
 # Elementwise primitives that models apply to a weight (to scale, mask or normalise it). Computing them again wherever
 # the weight is read costs less than keeping their result. The set is smaller than `jaxprs.ELEMENTWISE`, because the
 # planner moves these equations, and a rare primitive is better left where it is.
@@ -287,6 +290,6 @@ def scanned_over(jaxpr: Any) -> set:
     for eqn in reversed(jaxpr.eqns):
         if (loop := compat.loop_of(eqn)) is not None:
             scanned.update(v for v in eqn.invars[loop.consts + loop.carry :] if not compat.is_literal(v))
-        elif eqn.primitive.name in {*_SHARDWISE, "convert_element_type"} and not scanned.isdisjoint(eqn.outvars):
+        elif eqn.primitive.name in OF_SHARDS and not scanned.isdisjoint(eqn.outvars):
             scanned.update(v for v in eqn.invars[:1] if not compat.is_literal(v))
     return scanned

@@ -8,8 +8,8 @@ shardwise   computes a narrow value (such as an int8 copy of a weight) or a stra
 widen       computes the wide weight from the gathered narrow value, where the weight is used.
 
 A narrow value `q` has no useful cotangent: integers have none, and JAX rounds the cotangent of a float8 to float8. So a
-`shardwise` equation returns `z`, which equals `q`, but has the type of the wide weight `y`. The shard of `z` is cast to
-the type of `q` before each gather, so the gather moves `q`. In the backward pass, `widen` gives the cotangent of `y` to
+`shardwise` equation returns `z`, which equals `q`, but has the type of the wide weight `y`. The shard of `z` is stored
+in the type of `q`, so the gather moves `q`. In the backward pass, `widen` gives the cotangent of `y` to
 `z` unchanged, and this cotangent is reduced like a gradient. At the end of the pass, the derivative of the whole
 computation of `y` is evaluated on the shards of the reduced cotangent (`Shardwise.pull`).
 """
@@ -46,11 +46,13 @@ class Computation:
         full: Returns the wide weight `y`.
         fixed: The indices of the arguments that are constants, which get no cotangent. If a function with a custom
             derivative closes over a constant, JAX cannot differentiate with respect to the constant.
+        narrow: The type in which `z` is stored and gathered. None for the type of `z`.
     """
 
     head: Any
     full: Any
     fixed: frozenset[int] = frozenset()
+    narrow: Any = None
 
     def with_fixed(self, indices: Iterable[int]) -> "Computation":
         """Return the computation with other `fixed` arguments."""
@@ -204,7 +206,8 @@ class Shardwise:
             z, *scales = evaluate_parts(self._head, values, self._dims, self._division)
             # The padding is 0, as in storage, because a quantised gather computes a scale from it.
             scales = [x if d is None else self._division.whole(x, d) for x, d in zip(scales, dims[1:], strict=True)]
-            return [self._division.fill(z, dim, 0), *scales]
+            z = self._division.fill(z, dim, 0)
+            return [z if (narrow := self.eqn.params["of"].narrow) is None else z.astype(narrow), *scales]
 
         values = [_differentiated_once(env[v]) for v in self.eqn.invars]
         return comm.per_shard(local, values, self._dims, [dim, *[None] * len(self.scales)], self.leaf.axes)

@@ -30,11 +30,11 @@ from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import Narrow
-from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 from zerojax.jaxprs import differentiable
 
+_CHEAP = frozenset({"broadcast_in_dim", "convert_element_type"})
 # Equations that compute each element of a parameter from that element.
-_BY_ELEMENT = WEIGHT_ARITHMETIC | {"transpose", "reshape", "squeeze"}
+_BY_ELEMENT = jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"}
 
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
@@ -154,7 +154,11 @@ class Passes:
     def _pull(self, comm, reduced_later, params, others, saved, cotangents, zero) -> tuple[list, list]:
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
-        pools["derived"] = self.derive(*[pools[pool][i] for pool, i in self.derive_reads])
+        reads = [pools[pool][i] for pool, i in self.derive_reads]
+        if any(map(jaxprs.expands, self.derive.jaxpr.eqns)):
+            # Without the barrier, XLA would keep the product from the forward pass.
+            reads, _ = jax.lax.optimization_barrier((reads, comm.zero_after(cotangents, self.result_rows)))
+        pools["derived"] = self.derive(*reads)
         residuals = [pools[pool][index] for pool, index in self.sources]
 
         def backward(values):
@@ -335,6 +339,17 @@ def _classified(jaxpr, consts, params: int, results: int):
     return forward, tuple(sources), BoundJaxpr(derive, consts), tuple(known[var] for var in read)
 
 
+def _is_by_element(eqn: Any) -> bool:
+    """Return whether an equation with one result, or a function with a custom derivative, computes element by element.
+
+    The function may also broadcast small values.
+    """
+    if (body := compat.evaluated_body(eqn)) is not None:
+        cheap = (inner.primitive.name in _CHEAP or _is_by_element(inner) for inner in body.eqns)
+        return len(eqn.outvars) == 1 and all(cheap)
+    return eqn.primitive.name in _BY_ELEMENT
+
+
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
     """Return the residuals to compute again although they depend on more than parameters.
 
@@ -345,7 +360,7 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
     # The parameters, and values that are computed element by element from a parameter of their size.
     of_params = set(jaxpr.invars[:params])
     for eqn in jaxpr.eqns:
-        if eqn.effects or eqn.primitive.name not in _BY_ELEMENT:
+        if eqn.effects or not _is_by_element(eqn):
             continue
         (out,) = eqn.outvars
         if any(v in of_params and v.aval.size == out.aval.size for v in jaxprs.variables_in(eqn.invars)):
@@ -363,8 +378,8 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
             if var in seen:
                 continue
             seen.add(var)
-            # A broadcast or a cast is cheap to compute again, and its operand may be smaller.
-            grown = var in made and made[var].primitive.name in ("broadcast_in_dim", "convert_element_type")
+            # A broadcast, a cast or a product of low-rank factors is cheap to compute again from smaller operands.
+            grown = var in made and (made[var].primitive.name in _CHEAP or jaxprs.expands(made[var]))
             if var in mixed and var in made and (var is atom or var not in kept) and (var in of_params or grown):
                 pending += jaxprs.variables_in(made[var].invars)
             elif var in mixed or var not in made:
