@@ -60,7 +60,7 @@ def blocks_of(page):
 WITH_PROGRAMS = [
     name for name, page in PAGES.items() if any(block.kind in ("python", "diff") for block in blocks_of(page))
 ]
-QUICK = ["api/commands.md", "concepts.md", "deepspeed.md", "index.md", "move.md", "offload.md", "wire.md"]
+QUICK = ["api/commands.md", "concepts.md", "deepspeed.md", "index.md", "offload.md", "wire.md"]
 
 
 def run_page(name, scope):

@@ -114,6 +114,7 @@ def taking(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], sizes: tuple
 
     def local(x, starts):
         summed: list[str] = []
+        dtype, x = x.dtype, as_bits(x)
         for dim, size in enumerate(sizes):
             if size < shape[dim] and dim in divided:
                 x = window(x, dim, starts[dim] - lax.axis_index(divided[dim]) * x.shape[dim], size)
@@ -125,7 +126,7 @@ def taking(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...], sizes: tuple
         for dim, axes in divided.items():
             if sizes[dim] == shape[dim]:
                 x = trim(lax.all_gather(x, axes, axis=dim, tiled=True), dim, sizes[dim])
-        return x
+        return from_bits(x, dtype)
 
     def program(x, starts):
         over = mapped(
@@ -144,7 +145,7 @@ def window(x: Shaped[Array, "*local"], dim: int, start: Int[Array, ""], size: in
     """Return `size` entries of a dim, from `start` on, with zeros where `x` has no entries."""
     at = start + jnp.arange(size)
     inside = (at >= 0) & (at < x.shape[dim])
-    found = jnp.take(x, jnp.clip(at, 0, x.shape[dim] - 1), axis=dim)
+    found = jnp.take(x, at, axis=dim, mode="clip")
     return jnp.where(along(inside, dim, x.ndim), found, jnp.zeros((), x.dtype))
 
 
@@ -153,21 +154,31 @@ def along(values: Shaped[Array, " size"], dim: int, rank: int) -> Shaped[Array, 
     return values.reshape(*[1] * dim, -1, *[1] * (rank - dim - 1))
 
 
-def sum_of_one(x: Array, axes: tuple[str, ...]) -> Array:
-    """Sum values over mesh axes. Of each element, at most one device has a value, and the others have zero bits.
+def as_bits(x: Array) -> Array:
+    """Return floats of 8 bits or more as unsigned integers, because a select or a sum may change the bits of a NaN."""
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits >= 8:
+        return lax.bitcast_convert_type(x, jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}"))
+    return x
 
-    Bits are summed, because the sum of 0.0 and -0.0 is 0.0, and because a sum may change the bits of a NaN.
+
+def from_bits(bits: Array, dtype: Any) -> Array:
+    """Undo `as_bits`."""
+    return bits if bits.dtype == dtype else lax.bitcast_convert_type(bits, dtype)
+
+
+def sum_of_one(x: Array, axes: tuple[str, ...]) -> Array:
+    """Sum the results of `as_bits` over mesh axes. Of each element, all devices but one have zero bits.
+
+    Floats are summed as bits, because the sum of 0.0 and -0.0 is 0.0.
     """
-    dtype = x.dtype
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return lax.complex(sum_of_one(x.real, axes), sum_of_one(x.imag, axes))
-    if jnp.issubdtype(dtype, jnp.floating):
-        bits = jnp.dtype(f"uint{jnp.finfo(dtype).bits}") if jnp.finfo(dtype).bits >= 8 else None
-        if bits is None:  # of 4 bits; float32 has every value
-            return sum_of_one(x.astype(jnp.float32), axes).astype(dtype)
-        return lax.bitcast_convert_type(lax.psum(lax.bitcast_convert_type(x, bits), axes), dtype)
-    narrow = dtype == jnp.bool_ or jnp.iinfo(dtype).bits < 8
-    return lax.psum(x.astype(jnp.int8), axes).astype(dtype) if narrow else lax.psum(x, axes)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        parts = (from_bits(lax.psum(as_bits(part), axes), part.dtype) for part in (x.real, x.imag))
+        return lax.complex(*parts)
+    if jnp.issubdtype(x.dtype, jnp.floating):  # of less than 8 bits: float32 has every value
+        whole = lax.psum(as_bits(x.astype(jnp.float32)), axes)
+        return from_bits(whole, jnp.float32).astype(x.dtype)
+    narrow = x.dtype == jnp.bool_ or jnp.iinfo(x.dtype).bits < 8
+    return lax.psum(x.astype(jnp.int8), axes).astype(x.dtype) if narrow else lax.psum(x, axes)
 
 
 def check_processes(old: Mesh, new: Mesh) -> None:
@@ -208,6 +219,8 @@ def putting(mesh: Mesh, spec: PartitionSpec, storage: tuple[int, ...], dim: int)
     """Return the jitted function that `put` calls."""
 
     def local(target, box, start):
+        dtype, is_cast = target.dtype, box.dtype != target.dtype
+        target, box = as_bits(target), box if is_cast else as_bits(box)
         for d, extent in enumerate(target.shape):
             if d != dim:
                 box = pad(box, d, storage[d])
@@ -218,10 +231,11 @@ def putting(mesh: Mesh, spec: PartitionSpec, storage: tuple[int, ...], dim: int)
         start = start - lax.axis_index(axes) * extent if axes else start  # relative to this shard
         first = jnp.clip(start, 0, extent - some)
         at = first - start + jnp.arange(some)
-        new = jnp.take(box, jnp.clip(at, 0, length - 1), axis=dim).astype(target.dtype)
+        new = jnp.take(box, at, axis=dim, mode="clip")
+        new = as_bits(new.astype(dtype)) if is_cast else new
         old = lax.dynamic_slice_in_dim(target, first, some, dim)
         new = jnp.where(along((at >= 0) & (at < length), dim, target.ndim), new, old)
-        return lax.dynamic_update_slice_in_dim(target, new, first, dim)
+        return from_bits(lax.dynamic_update_slice_in_dim(target, new, first, dim), dtype)
 
     every, whole = set(mesh.axis_names), replicated(mesh).spec
     over = mapped(local, mesh=mesh, in_specs=(spec, whole, whole), out_specs=spec, axis_names=every)
