@@ -36,7 +36,9 @@ def together(params, x):
 
 
 def looped(params, x):
-    return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]) + orthogonality(params["w"])
+    """The products of every layer with every other need the whole stack."""
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+    return jnp.sum(x) + jnp.sum(jnp.einsum("lij,mkj->lmik", params["w"], params["w"]) ** 2)
 
 
 def traced(loss, params, stage=3, **options):
