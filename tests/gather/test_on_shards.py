@@ -250,8 +250,10 @@ def test_terms_of_whole_layers_share_the_gathers_of_the_model(name, style, view)
     assert passes <= 1.02 * gathered_without(style, view)[0]
 
 
-ADAPTERS = [pytest.param(*case, marks=() if case == (2, "unrolled") else pytest.mark.slow) for case in
-            ((rank, style) for rank in (2, 8) for style in STYLES)]
+ADAPTERS = [
+    pytest.param(*case, marks=() if case == (2, "unrolled") else pytest.mark.slow)
+    for case in ((rank, style) for rank in (2, 8) for style in STYLES)
+]
 
 
 @pytest.mark.parametrize(("rank", "style"), ADAPTERS)
@@ -259,9 +261,7 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
     """At rank 2, the adapters are replicated. Frozen weights are gathered, and no gradient of their size is summed."""
     params = parameters(style)
     factor = lambda w, *shape: 0.1 * jax.random.normal(jax.random.key(5), (*w.shape[:-2], *shape))
-    adapters = jax.tree.map(
-        lambda w: (factor(w, w.shape[-2], rank), factor(w, rank, w.shape[-1])), params["layers"]
-    )
+    adapters = jax.tree.map(lambda w: (factor(w, w.shape[-2], rank), factor(w, rank, w.shape[-1])), params["layers"])
     is_pair = lambda x: isinstance(x, tuple)
 
     def loss(params, x):
@@ -270,7 +270,9 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
         layers = jax.tree.map(merge, adapters, frozen["layers"], is_leaf=is_pair)
         return base({**frozen, "layers": layers}, x)
 
-    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), persist_below=1000, trainable=lambda path, _: path.startswith("1/"))
+    tx = zero_shard(
+        optax.sgd(1.0), stage=3, mesh=mesh(8), persist_below=1000, trainable=lambda path, _: path.startswith("1/")
+    )
     stored = tx.shard((params, adapters))
     compiled = jax.jit(tx.value_and_grad(loss)).lower(stored, X).compile()
     grads = tx.unshard(compiled(stored, X)[1])

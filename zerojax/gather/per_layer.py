@@ -369,9 +369,10 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
 
 def _end_of_layer(end: End, x: jax.Array, dim: int) -> jax.Array:
     """Return the value of `end` in one layer, without the dim of layers. `x` is the layer of its variable."""
+    row = lax.squeeze(x, [dim])
     if end.reduction is None:
-        return lax.squeeze(x, [dim])
-    return _reduced(end.reduction, lax.squeeze(x, [dim]), [d - (d > dim) for d in end.reduction.params["axes"] if d != dim])
+        return row
+    return _reduced(end.reduction, row, [d - (d > dim) for d in end.reduction.params["axes"] if d != dim])
 
 
 def _end(end: End, x: jax.Array, dim: int) -> jax.Array:

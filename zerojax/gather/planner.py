@@ -26,8 +26,8 @@ from zerojax.gather.held import worth_holding
 from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
 from zerojax.gather.merged import merged
 from zerojax.gather.narrow import hoisted
-from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.nested import MOST_ITERATIONS, iterations_are_independent
+from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.rules import Decisions, is_repeatable
 from zerojax.gather.segments import BlockSegment, Gathered, Program
 from zerojax.gather.sharded_param import ShardedParam, root_param
