@@ -40,13 +40,14 @@ Loops:
 Values that are computed on shards:
     narrow          finds quantised weights, and moves their computation to the start of the loss
     shardwise       computes quantised weights on shards, and differentiates them
-    parts           evaluates equations on one device's parts, for `narrow` and `shardwise`
+    parts           evaluates equations on one device's parts, for `narrow` and `shardwise`, or on a layer
     on_shards       finds reductions of parameters, such as penalties and norms
     reduced         reduces parameters on shards, forward and backward
 
 Details that a first reading can skip:
     clusters        finds the equations that share a gather with an earlier use of their parameter
     layer_stacks    turns other loops over layers into scans
+    per_layer       moves computations on whole layers into the loop that gathers these layers
     merged          merges equations that compute the same value
     held            chooses the products of parameters that are computed only once
     working_set     counts how much is gathered at a time, for `check` and `estimate`

@@ -1,8 +1,8 @@
 """The planner turns the jaxpr of a loss into a `Program`. `engine` and `_nested` call `planned`.
 
 1. Inline the calls that parameters are passed to, and turn loops over a stack of layers into scans (`layer_stacks`).
-2. Drop dead equations, move the computation of quantised weights to the start (`narrow`), and merge equations that
-   compute the same value (`merged`).
+2. Drop dead equations, move the computation of quantised weights to the start (`narrow`) and values of whole layers
+   into the loops over these layers (`per_layer`), and merge equations that compute the same value (`merged`).
 3. Apply to each equation the first rule that matches (`rules`). The rules draft the segments.
 4. Complete the drafts: add the equations that a segment repeats, and find its inputs and results (`assembly`).
 5. If repeated matrix products cost too much, choose products to compute once (`held`), and do steps 3 and 4 again.
