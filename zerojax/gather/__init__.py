@@ -40,7 +40,7 @@ Loops:
 Values that are computed on shards:
     narrow          finds quantised weights, and moves their computation to the start of the loss
     shardwise       computes quantised weights on shards, and differentiates them
-    parts           evaluates equations on one device's parts, for `narrow` and `shardwise`
+    parts           evaluates equations on one device's parts, for `narrow` and `shardwise`, or on a layer
     on_shards       finds reductions of parameters, such as penalties and norms
     reduced         reduces parameters on shards, forward and backward
     apart           takes reductions out of a loss on full parameters, for stages 1 and 2
@@ -48,6 +48,7 @@ Values that are computed on shards:
 Details that a first reading can skip:
     clusters        finds the equations that share a gather with an earlier use of their parameter
     layer_stacks    turns other loops over layers into scans
+    per_layer       moves computations on whole layers into the loop that gathers these layers
     merged          merges equations that compute the same value
     held            chooses the products of parameters that are computed only once
     decided         says which rule took each equation, for `check`, `plan` and `report`

@@ -147,8 +147,8 @@ class _Level:
                 given[var] = dim
         closed, requests = self.rewrite(body, given)
         # If iterations quantise one parameter with different scales, each would need another copy of the parameter.
-        is_copied = lambda of: any(i >= rows for i in of) and any(given[body.invars[i]] is not None for i in of if i < rows)
-        if not requests or any(is_copied(request.operands) for request in requests):
+        is_shared = lambda i: i < rows and given[body.invars[i]] is not None
+        if not requests or any(max(r.operands) >= rows and any(map(is_shared, r.operands)) for r in requests):
             return None
         stacked: list[bool] = []
         extra: list = []
@@ -250,11 +250,8 @@ def _is_quantised(eqns: Sequence) -> bool:
     """Return whether equations quantise. Casts alone do not count: the rule "on the shard" casts the shard anyway."""
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
-    return any(quantises(one) for eqn in eqns for one in [eqn, *_equations_in(eqn)])
-
-
-def _equations_in(eqn: Any) -> list:
-    return [inner for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxprs.equations(jaxpr)]
+    inner = [one for eqn in eqns for jaxpr in compat.inner_jaxprs(eqn) for one in jaxprs.equations(jaxpr)]
+    return any(map(quantises, [*eqns, *inner]))
 
 
 def _cone(var: Any, made: Mapping) -> dict:

@@ -88,8 +88,9 @@ def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
         return results
     given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
     if layers and name == "custom_jvp_call":
-        found, derivative = _of_results(_body(eqn), given, layers), compat.opened(_derivative(eqn))[0]
-        return found if _of_results(derivative, [*given, *(given[i] for i in _moving(eqn))], layers) == found else unknown
+        found, moving = _of_results(_body(eqn), given, layers), [given[i] for i in _moving(eqn)]
+        tangents = _of_results(compat.opened(_derivative(eqn))[0], [*given, *moving], layers)
+        return found if tangents == found else unknown
     if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
         return _of_results(compat.opened(body)[0], given, layers)
     if (loop := compat.loop_of(eqn)) is not None and layers:
@@ -98,8 +99,8 @@ def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
     if name not in (_OF_LAYERS if layers else _OF_SHARDS) or count == 1:
         return unknown
     states = [NOWHERE if dim is None else at(dim) for dim in given]
-    found = Follower(count).through(eqn, states, Context(count, {}))
-    return [_dim_in(var, state, count, name in _COMBINE and not layers) for var, state in zip(eqn.outvars, found)]
+    pairs = zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, {})), strict=True)
+    return [_dim_in(var, state, count, name in _COMBINE and not layers) for var, state in pairs]
 
 
 def _body(eqn: Any) -> Any:

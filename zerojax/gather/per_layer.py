@@ -77,13 +77,19 @@ class Host:
     @property
     def reads(self) -> list:
         """Return the other variables that the loops read."""
-        loops = [(eqn, compat.loop_of(eqn)) for eqn in self.loops]
+        loops = [(eqn, _loop(eqn)) for eqn in self.loops]
         return jaxprs.variables_in(a for eqn, loop in loops for a in eqn.invars[: loop.consts + loop.carry])
+
+
+def _loop(eqn: Any) -> compat.LoopEqn:
+    loop = compat.loop_of(eqn)
+    assert loop is not None
+    return loop
 
 
 def stacks_of(eqn: Any) -> list:
     """Return the variables of which an iteration of a loop reads a row."""
-    loop = compat.loop_of(eqn)
+    loop = _loop(eqn)
     return jaxprs.variables_in(eqn.invars[loop.consts + loop.carry :])
 
 
@@ -251,7 +257,7 @@ class Layers:
 
     def _can_join(self, eqn: Any, host: Host) -> bool:
         """Return whether a loop of parameters alone can run in another loop over the same stack."""
-        loop, other = compat.loop_of(eqn), compat.loop_of(host.loops[0])
+        loop, other = _loop(eqn), _loop(host.loops[0])
         same_order = loop.reverse == other.reverse or not loop.carry
         shared = {root for v in stacks_of(eqn) if self.dims.get(v) == 0 for root in self.roots(v)}
         shared &= {root for v in stacks_of(host.loops[0]) if self.dims.get(v) == 0 for root in self.roots(v)}
@@ -279,7 +285,7 @@ class Layers:
             if not reads or any(self.dims.get(v) is not None for v in eqn.outvars):
                 continue
             if eqn in self.loops:
-                loop = compat.loop_of(eqn)
+                loop = _loop(eqn)
                 consts = jaxprs.variables_in(eqn.invars[: loop.consts + loop.carry])
                 reads = [v for v in reads if v in consts]
             reduces = eqn.primitive.name in _REDUCTIONS and len(eqn.params["axes"]) > 1
@@ -340,7 +346,7 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
     eqns, stacks, others = analysis.cone(host.targets, host.stacks)
     jaxpr = compat.part_of(analysis.jaxpr, eqns, [*stacks, *others], host.targets)
     dims = [*[0] * len(stacks), *[None] * len(others)]
-    loops = [(eqn, compat.loop_of(eqn)) for eqn in host.loops]
+    loops = [(eqn, _loop(eqn)) for eqn in host.loops]
     scanned = list(dict.fromkeys([*host.stacks, *stacks]))
 
     def iteration(carries, slices):
@@ -369,9 +375,10 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
 
 def _end_of_layer(end: End, x: jax.Array, dim: int) -> jax.Array:
     """Return the value of `end` in one layer, without the dim of layers. `x` is the layer of its variable."""
+    row = lax.squeeze(x, [dim])
     if end.reduction is None:
-        return lax.squeeze(x, [dim])
-    return _reduced(end.reduction, lax.squeeze(x, [dim]), [d - (d > dim) for d in end.reduction.params["axes"] if d != dim])
+        return row
+    return _reduced(end.reduction, row, [d - (d > dim) for d in end.reduction.params["axes"] if d != dim])
 
 
 def _end(end: End, x: jax.Array, dim: int) -> jax.Array:

@@ -1,8 +1,8 @@
 """The planner turns the jaxpr of a loss into a `Program`. `engine` and `_nested` call `planned`.
 
 1. Inline the calls that parameters are passed to, and turn loops over a stack of layers into scans (`layer_stacks`).
-2. Drop dead equations, move the computation of quantised weights to the start (`narrow`), and merge equations that
-   compute the same value (`merged`).
+2. Drop dead equations, move the computation of quantised weights to the start (`narrow`) and values of whole layers
+   into the loops over these layers (`per_layer`), and merge equations that compute the same value (`merged`).
 3. Apply to each equation the first rule that matches (`rules`). The rules draft the segments.
 4. Complete the drafts: add the equations that a segment repeats, and find its inputs and results (`assembly`).
 5. If repeated matrix products cost too much, choose products to compute once (`held`), and do steps 3 and 4 again.
@@ -26,8 +26,8 @@ from zerojax.gather.held import worth_holding
 from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
 from zerojax.gather.merged import merged
 from zerojax.gather.narrow import hoisted
-from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.nested import MOST_ITERATIONS, iterations_are_independent
+from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.rules import Decisions, is_repeatable
 from zerojax.gather.segments import BlockSegment, Gathered, Program
 from zerojax.gather.sharded_param import ShardedParam, root_param

@@ -190,7 +190,7 @@ class Decisions:
         return is_repeatable(eqn, of_params) or (self.is_of_params_alone(site) and self._only_scales(eqn, site))
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable is computed from parameters alone, or is alike on all devices, and small or given."""
+        """Return whether a variable depends on parameters alone, or is alike on all devices, and small or given."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self._uniform)
 
