@@ -27,6 +27,7 @@ if _TYPE_CHECKING:
     from zerojax.train.logical import logical
     from zerojax.train.optax_pair import Shardings
     from zerojax.train.state import ZeroState
+    from zerojax.train.statistics import statistics
     from zerojax.zero import ZeroTransformation, zero_shard
 
 # Each name is imported at its first use. So `zerojax --help` does not import JAX, and training does not import the
@@ -53,6 +54,7 @@ _MODULES = {
     "train.logical": "logical",
     "train.optax_pair": "Shardings",
     "train.state": "ZeroState",
+    "train.statistics": "statistics",
     "zero": "ZeroTransformation zero_shard",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -96,6 +98,7 @@ __all__ = [
     "publish",
     "remat",
     "report",
+    "statistics",
     "tiled",
     "value_and_grad_from_state",
     "weight_ema",
