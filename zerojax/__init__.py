@@ -11,6 +11,7 @@ if _TYPE_CHECKING:
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.deepspeed import from_deepspeed
     from zerojax.gather import block, tiled
+    from zerojax.display import progress
     from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
@@ -37,6 +38,7 @@ _MODULES = {
     "checkpoint.publishing": "publish",
     "config": "DynamicScale Offload Precision Wire",
     "deepspeed": "from_deepspeed",
+    "display": "progress",
     "gather": "block tiled",
     "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
@@ -95,6 +97,7 @@ __all__ = [
     "offload",
     "plan",
     "plot",
+    "progress",
     "publish",
     "remat",
     "report",

@@ -15,6 +15,9 @@ from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
+from zerojax.layout.chunked import is_chunked
+from zerojax.placement.storage import is_stored_node
+from zerojax.train.statistics import statistics
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -105,13 +108,20 @@ class Log:
     Only at these steps does the loop wait for the metrics. With several processes, only process 0 writes.
 
     Examples:
-        >>> log = Log(wandb.log, every=10, throughput=Throughput(step.lower(state, batch).compile()))
+        >>> log = Log(wandb.log, every=10, throughput=Throughput(step.lower(state, batch).compile()), stats=True)
         >>> for i, batch in enumerate(batches, start=1):
         ...     state, metrics = step(state, batch)
-        ...     log(i, metrics, tokens=batch.size)
+        ...     log(i, metrics, tokens=batch.size, params=state.params)
     """
 
-    def __init__(self, write: Callable[..., Any], *, every: int = 1, throughput: Throughput | None = None):
+    def __init__(
+        self,
+        write: Callable[..., Any],
+        *,
+        every: int = 1,
+        throughput: Throughput | None = None,
+        stats: bool = False,
+    ):
         """Choose the writer.
 
         Args:
@@ -119,16 +129,19 @@ class Log:
                 Wrap a writer with other arguments, such as `clu`'s `write_scalars(step, values)`, in a lambda.
             every: Write at each step whose number is a multiple of `every`.
             throughput: Measures the rates to write. Do not call this object elsewhere.
+            stats: Also write the statistics of each parameter, as `zerojax.statistics` computes them; `parameters`,
+                their number; `memory/in_use` and `memory/peak`, the bytes of the device of this process that uses the
+                most, if the backend counts them; and `update_ratios`, for a step with `leaf_norms=True`.
 
         Raises:
             TypeError: If `every` is not an integer.
             ValueError: If `every` is below 1.
         """
         check_count("every", every, "steps", least=1)
-        self.write, self.every, self.throughput = write, every, throughput
+        self.write, self.every, self.throughput, self.stats = write, every, throughput, stats
         self._steps = self._tokens = 0
 
-    def __call__(self, step: int, metrics: Mapping[str, Any], *, tokens: int = 0) -> None:
+    def __call__(self, step: int, metrics: Mapping[str, Any], *, tokens: int = 0, params: PyTree = None) -> None:
         """Record a step, and write its metrics if its number is a multiple of `every`.
 
         Args:
@@ -136,19 +149,51 @@ class Log:
             metrics: The metrics that the step returned. A nested metric is named `"grad_norms/layer/kernel"`. Arrays
                 that are no scalars, such as logits, are left out.
             tokens: Tokens in the step's batch, over all devices.
+            params: With `stats`, the parameters after the step, or an NNX module. All processes must make this call.
 
         Raises:
-            TypeError: If a metric is not a number, such as a string. The error names the metric.
+            TypeError: If a metric is not a number, such as a string. The error names the metric. Also if `stats` is set
+                and `params` is missing.
         """
+        if self.stats and params is None:
+            raise TypeError("Log(stats=True) describes the parameters: call log(step, metrics, params=state.params).")
         self._steps, self._tokens = self._steps + 1, self._tokens + tokens
         if step % self.every:
             return
         values = scalars(metrics)
         if self.throughput is not None:
             values |= self.throughput(steps=self._steps, tokens=self._tokens)
+        if self.stats:
+            values |= update_ratios(values) | memory_in_use()
+            values["parameters"] = float(sum(map(size_of, jax.tree.leaves(params, is_leaf=is_stored_node))))
+            values |= scalars({"params": statistics(params)})
         self._steps = self._tokens = 0
         if jax.process_index() == 0:
             self.write(values, step=step)
+
+
+def update_ratios(values: Mapping[str, float]) -> dict[str, float]:
+    """Return the norm of each update, divided by the norm of the parameter, if the step has measured both."""
+    of = {name.removeprefix("update_norms"): x for name, x in values.items() if name.startswith("update_norms")}
+    pairs = {name: (x, values[f"param_norms{name}"]) for name, x in of.items() if f"param_norms{name}" in values}
+    with np.errstate(divide="ignore", invalid="ignore"):  # a parameter may be zero: the ratio is then infinite
+        return {f"update_ratios{name}": float(np.divide(*pair)) for name, pair in pairs.items()}
+
+
+def size_of(x: Any) -> int:
+    """Return the number of elements of a parameter, without padding."""
+    return x.leaf.size if is_chunked(x) else int(np.prod(np.shape(x), dtype=np.int64))
+
+
+def memory_in_use() -> dict[str, float]:
+    """Return the bytes in use, and their peak, of the device of this process that uses the most. CPUs count none."""
+    found = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    names = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use"}
+    return {
+        f"memory/{name}": float(max(stats[key] for stats in found))
+        for name, key in names.items()
+        if found and all(key in stats for stats in found)
+    }
 
 
 def scalars(metrics: PyTree) -> dict[str, float]:

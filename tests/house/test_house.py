@@ -15,7 +15,7 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "compat", "gpus", "units"},
+    {"version", "compat", "display", "gpus", "units"},
     {"config", "jaxprs"},
     {"layout"},
     {"dims"},

@@ -54,7 +54,8 @@ def assert_trains_the_same(path, loss, tx=None, devices=8, beside=None, atol=ATO
     memory = sharded(tx and tx(), devices, offload=beside, **config)
     have, found = trained(disk, loss, **options)
     want, wanted = trained(memory, loss, **options)
-    assert_close(found, wanted, atol)
+    unknown = {"param_norms", "update_norms"}  # files are updated chunk by chunk
+    assert_close(found, [{name: x for name, x in one.items() if name not in unknown} for one in wanted], atol)
     assert_close(have, want, atol)
 
 

@@ -24,6 +24,7 @@ PARAMS = {
 FLOATS = {"layer/w": PARAMS["layer"]["w"], "layer/b": PARAMS["layer"]["b"]}
 FLOATS |= {"small": PARAMS["small"], "odd": PARAMS["odd"]}
 BINS = 7
+MASK = {"w": False, "small": False}
 
 
 def expected(*arrays):
@@ -39,6 +40,10 @@ def assert_describes(found, arrays, names=()):
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
 
+def norms_loss(params, batch):
+    return batch.mean() * sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(params))
+
+
 def transformation(**options):
     return zero_shard(optax.adam(1e-2), **{"stage": 3, "mesh": mesh_of(7), "persist_below": 10, **options})
 
@@ -47,7 +52,7 @@ def transformation(**options):
 def state():
     """After one step, so that the moments are no zeros."""
     tx = transformation()
-    loss = lambda params, batch: batch.mean() * sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(params)[1:])
+    loss = lambda params, batch: norms_loss(jax.tree.leaves(params)[1:], batch)
     return tx.train_step(loss)(tx.create(PARAMS), jnp.ones((7, 1)))[0]
 
 
@@ -144,3 +149,26 @@ def test_what_has_no_values_is_refused_by_name():
         zerojax.statistics(jax.eval_shape(lambda: {"layer": {"b": jnp.ones(3)}}))
     with pytest.raises(ValueError, match="bins"):
         zerojax.statistics(PARAMS, bins=-1)
+
+
+def test_a_step_tells_how_far_each_parameter_moved():
+    """A step that is skipped moves none. Neither norm counts padding, which noise fills here."""
+    tx = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.5, 3), optax.masked(optax.set_to_zero(), {**MASK, "b": True}))
+    tx = zero_shard(tx, stage=3, mesh=mesh_of(7), persist_below=10)
+    start = {"w": PARAMS["odd"], "b": PARAMS["layer"]["b"], "small": PARAMS["small"]}
+    step, state = tx.train_step(norms_loss, leaf_norms=True, skip_nonfinite=True), tx.create(start)
+    for batch, is_skipped in ((jnp.ones((7, 1)), False), (jnp.full((7, 1), jnp.inf), True)):
+        before = tx.unshard(state.params)
+        state, metrics = step(state, batch)
+        after = tx.unshard(state.params)
+        assert metrics["skipped"] == is_skipped
+        for name, old in before.items():
+            np.testing.assert_allclose(metrics["param_norms"][name], np.linalg.norm(old), rtol=1e-5)
+            moved = np.linalg.norm(np.asarray(after[name]) - old)
+            np.testing.assert_allclose(metrics["update_norms"][name], moved, rtol=1e-4)
+            assert (moved > 0) == (name != "b" and not is_skipped)
+    compiled = step.lower(state, batch).compile()
+    more = {"all-reduce"}
+    assert {one.kind for one in collectives(compiled)} - more == {
+        one.kind for one in collectives(tx.train_step(norms_loss).lower(state, batch).compile())
+    } - more

@@ -29,6 +29,7 @@ from zerojax.checkpoint.disk_leaves import begin_copy
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.checkpoint.zarr_files import ZarrFiles
+from zerojax.display import advance
 from zerojax.layout.chunked import Chunked
 from zerojax.offload.read_ahead import read_ahead
 from zerojax.placement.chunking import joined
@@ -156,6 +157,7 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
             del value
         dtype = one.saved.storage_dtype
         arrays.append(jax.make_array_from_single_device_arrays(one.shape, one.sharding, shards, dtype=dtype))
+        advance(one.saved.bytes)
     return arrays
 
 

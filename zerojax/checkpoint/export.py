@@ -28,6 +28,7 @@ from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
+from zerojax.display import tracking
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -267,7 +268,8 @@ def write_sources(
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     temporary.mkdir()
     try:
-        written = write(temporary, kept, metadata, file_bytes)
+        with tracking(f"Exporting to {path}", sum(tensor.bytes for tensor in kept)):
+            written = write(temporary, kept, metadata, file_bytes)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -43,6 +43,11 @@ class SavedLeaf:
         return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
 
     @property
+    def bytes(self) -> int:
+        """Return the bytes of the elements, without padding."""
+        return math.prod(self.shape) * self.storage_dtype.itemsize
+
+    @property
     def data_shape(self) -> tuple[int, ...]:
         """Return the shape of the stored values without padding, in which a flat leaf has one dim."""
         return (math.prod(self.shape),) if self.kind == "flat" else self.shape

@@ -60,7 +60,8 @@ def statistics(
 
     Raises:
         TypeError: If a leaf is a shape, or if it is offloaded and the function is called under `jax.jit`.
-        ValueError: If `of` lacks a leaf of `tree`, or has it in another shape. If a leaf has too many elements for the counts of a histogram.
+        ValueError: If `of` lacks a leaf of `tree`, or has it in another shape. Also if a leaf has too many elements for
+            the counts of a histogram.
 
     Examples:
         >>> found = zerojax.statistics(state.params)
@@ -245,6 +246,12 @@ def combined(groups: tuple, sizes: tuple[int, ...], found: Sequence[Moments]) ->
         }
         results.append(values)
     return results
+
+
+def norm(x: Shaped[Array, "*storage"], shape: tuple[int, ...]) -> Array:
+    """Return the norm of a stored array without its padding. Call this under `jax.jit`."""
+    squares = jnp.square(at_least_float32(jnp.abs(x)))
+    return jnp.sqrt(jnp.sum(jnp.where(is_element(x, shape), squares, jnp.zeros((), squares.dtype))))
 
 
 def finite_range(x: Array, shape: tuple[int, ...], _: Any = ()) -> tuple[Array, Array]:

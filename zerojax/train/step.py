@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -17,6 +18,7 @@ from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
+from zerojax.display import tracking
 from zerojax.gather import Decided
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
@@ -145,6 +147,8 @@ class Step:
             - `aux`: only with `has_aux`; the combined auxiliary results of the loss.
             - `loss_scale`: only with a loss scale; the loss scale that the step used.
             - `grad_norms`: only with `leaf_norms`; the norm of each parameter's gradient.
+            - `param_norms`, `update_norms`: only with `leaf_norms`, and without offloaded parameters or optimizer
+              state; the norm of each trained parameter before the update, and of its change.
             - `learning_rate`: only with `optax.inject_hyperparams`; the learning rate that it stores in its state.
 
         Raises:
@@ -175,7 +179,8 @@ class Step:
         number = next(self._calls)  # counted here, because reading `state.step` would wait for the device
         if is_new and self._watchdog is not None:
             self._shapes = jax.tree.map(shape_of, (state, batch, args))
-        with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
+        shown = tracking(f"Compiling the step with {self._name}") if is_new else contextlib.nullcontext()
+        with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call, shown:
             if self._watchdog is None:
                 state, metrics = self._run(number, state, batch, args, is_new=is_new)
             else:

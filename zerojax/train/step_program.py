@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from zerojax.comm.collectives import UPDATE
 from zerojax.config import Config, check_count
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
+from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import state_to_device, state_to_host
 from zerojax.optim.update import resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
-from zerojax.train.loss import Loss
+from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.loss_scaling import ScalingState, update_scaling
 from zerojax.train.state import ZeroState
+from zerojax.train.statistics import norm
 from zerojax.train.view import LossInputs, View
 from zerojax.units import parse_bytes
 
@@ -33,6 +37,8 @@ class Metrics(TypedDict):
     aux: Any
     loss_scale: jax.Array  # shape=(), dtype=jnp.float32
     grad_norms: Any
+    param_norms: Any
+    update_norms: Any
     learning_rate: jax.Array  # shape=(), dtype=float
 
 
@@ -109,6 +115,8 @@ class StepProgram:
         if self.may_skip:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
             updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
+        if self.options.leaf_norms and len(updated) == len(plan.grads):
+            metrics |= norms_of_update(plan, done.old, updated)
         on_host = return_to_host(config, updated, plan.trained.params)
         params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
         pending = {i: x for i, x in enumerate(done.old) if i not in updated}
@@ -161,6 +169,15 @@ def _learning_rate(opt_state: Any) -> dict:
     rates = [x for name, x in names if f".{name}".endswith(".hyperparams.learning_rate")]
     # The rate is stored flat if a parameter is called `learning_rate`.
     return {"learning_rate": rates[0].ravel()[0]} if len(rates) == 1 else {}
+
+
+def norms_of_update(plan: ShardingPlan, old: Sequence[Array], updated: Mapping[int, Array]) -> dict[str, Any]:
+    """Return the norms of the trained parameters before their update, and of the change of each."""
+    before = [at_least_float32(to_device(x)) for x in old]
+    changes = [at_least_float32(updated[i]) - x for i, x in enumerate(before)]
+    tree = lambda arrays: [norm(x, leaf.shape) for x, leaf in zip(arrays, plan.grads, strict=True)]
+    unflatten = plan.trained.treedef.unflatten
+    return {"param_norms": unflatten(tree(before)), "update_norms": unflatten(tree(changes))}
 
 
 class Differentiated(NamedTuple):
