@@ -10,8 +10,8 @@ if _TYPE_CHECKING:
     from zerojax.checkpoint.publishing import publish
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.deepspeed import from_deepspeed
-    from zerojax.gather import block, tiled
     from zerojax.display import progress
+    from zerojax.gather import block, tiled
     from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded

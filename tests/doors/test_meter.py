@@ -9,6 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
+import zerojax
 from zerojax import Log, Offload, Throughput, zero_shard
 
 PARAMS = {"w": jnp.ones((16, 64)), "v": jnp.ones((64, 3)), "learning_rate": jnp.ones(())}
@@ -105,6 +106,43 @@ def test_a_log_hands_scalars_to_its_writer_every_so_many_steps():
     assert second == (6, {"loss": 6.0, "skipped": 0.0, "aux/a": 3.0, "step_seconds": 1.0, "tokens_per_second": 10.0})
     with pytest.raises(ValueError, match="every"):
         Log(print, every=0)
+
+
+def test_a_log_describes_the_parameters_of_a_step():
+    """At the steps that it writes, with padded leaves counted without their padding."""
+    step, state = begun(optax.sgd(1e-3), leaf_norms=True)
+    written = []
+    log = Log(lambda values, step: written.append(values), every=2, stats=True)
+    for i in (1, 2):
+        before = jax.device_get(zerojax.logical(state.params))
+        state, metrics = step(state, BATCH)
+        log(i, metrics, params=state.params)
+    [values] = written
+    assert values["parameters"] == 16 * 64 + 64 * 3 + 1
+    after = jax.device_get(zerojax.logical(state.params))
+    for name, old in before.items():
+        moved = np.linalg.norm(after[name] - old) / np.linalg.norm(old)
+        assert values[f"update_ratios/{name}"] == pytest.approx(moved, rel=1e-3)
+        assert values[f"params/{name}/mean"] == pytest.approx(after[name].mean(), rel=1e-6)
+    assert not [name for name in values if name.startswith("memory/")], "a CPU counts none"
+    with pytest.raises(TypeError, match=r"params=state\.params"):
+        log(3, metrics)
+
+
+def test_a_log_writes_the_memory_of_the_fullest_device(monkeypatch):
+    class Device:
+        def __init__(self, used):
+            self.memory_stats = lambda: {"bytes_in_use": used, "peak_bytes_in_use": 3 * used}
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(10), Device(20)])
+    written = []
+    zeros = {"update_norms": {"a": 1.0}, "param_norms": {"a": 0.0}}
+    Log(lambda values, step: written.append(values), stats=True)(1, zeros, params=jnp.ones((2, 3)))
+    [values] = written
+    assert values["memory/in_use"] == 20
+    assert values["memory/peak"] == 60
+    assert values["update_ratios/a"] == np.inf
+    assert values["parameters"] == 6
 
 
 def test_a_profile_has_the_number_of_each_step(tmp_path):

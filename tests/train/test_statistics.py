@@ -24,7 +24,6 @@ PARAMS = {
 FLOATS = {"layer/w": PARAMS["layer"]["w"], "layer/b": PARAMS["layer"]["b"]}
 FLOATS |= {"small": PARAMS["small"], "odd": PARAMS["odd"]}
 BINS = 7
-MASK = {"w": False, "small": False}
 
 
 def expected(*arrays):
@@ -152,8 +151,9 @@ def test_what_has_no_values_is_refused_by_name():
 
 
 def test_a_step_tells_how_far_each_parameter_moved():
-    """A step that is skipped moves none. Neither norm counts padding, which noise fills here."""
-    tx = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.5, 3), optax.masked(optax.set_to_zero(), {**MASK, "b": True}))
+    """A step that is skipped moves none."""
+    kept = optax.masked(optax.set_to_zero(), {"w": False, "b": True, "small": False})
+    tx = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.5, 3), kept)
     tx = zero_shard(tx, stage=3, mesh=mesh_of(7), persist_below=10)
     start = {"w": PARAMS["odd"], "b": PARAMS["layer"]["b"], "small": PARAMS["small"]}
     step, state = tx.train_step(norms_loss, leaf_norms=True, skip_nonfinite=True), tx.create(start)
@@ -167,8 +167,6 @@ def test_a_step_tells_how_far_each_parameter_moved():
             moved = np.linalg.norm(np.asarray(after[name]) - old)
             np.testing.assert_allclose(metrics["update_norms"][name], moved, rtol=1e-4)
             assert (moved > 0) == (name != "b" and not is_skipped)
-    compiled = step.lower(state, batch).compile()
-    more = {"all-reduce"}
-    assert {one.kind for one in collectives(compiled)} - more == {
-        one.kind for one in collectives(tx.train_step(norms_loss).lower(state, batch).compile())
-    } - more
+    found = collectives(step.lower(state, batch).compile())
+    assert found
+    assert max(array.elements for one in found for array in one.arrays) <= 16  # of this loss, a step sends only sums

@@ -1,4 +1,4 @@
-"""`zerojax.statistics`: describe the values of sharded trees. Each device reads its own shards, and nothing is gathered.
+"""`zerojax.statistics`: describe the values of sharded trees. Each device reads its own shards, without a gather.
 
 A stored array is never sliced or reshaped here, because both may move elements between devices. A mask hides the
 padding instead. Only sums, minima and maxima of shards are combined over the devices.
