@@ -253,10 +253,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 Always on with a loss scale.
             max_skips: If more than this number of steps in a row were skipped, the next call raises an error. Implies
                 `skip_nonfinite`, and makes each call wait for the previous step. None: no limit.
-            leaf_norms: Whether the metrics include `grad_norms`: the norm of each parameter's gradient, or
-                `optax.MaskedNode()` for a parameter that is not trained. Without offload also `param_norms` and
-                `update_norms`: the norm of each parameter, and of its change. If parameters are narrower than their
-                master weights, they are those of the narrow parameters.
+            leaf_norms: Whether the metrics include the norms of each parameter's gradient and, without offload, of the
+                stored parameter and its change; `optax.MaskedNode()` for a parameter that is not trained.
             timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
                 process it waits for, and exits with status 75. None: 1800 s with several processes, otherwise no limit.
                 `float("inf")`: no limit.

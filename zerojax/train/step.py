@@ -148,7 +148,8 @@ class Step:
             - `loss_scale`: only with a loss scale; the loss scale that the step used.
             - `grad_norms`: only with `leaf_norms`; the norm of each parameter's gradient.
             - `param_norms`, `update_norms`: only with `leaf_norms`, and without offloaded parameters or optimizer
-              state; the norm of each trained parameter before the update, and of its change.
+              state; the norm of each trained parameter before the update, and of its change, as they are stored: if
+              they are narrower than their master weights, a small change is rounded away.
             - `learning_rate`: only with `optax.inject_hyperparams`; the learning rate that it stores in its state.
 
         Raises:
