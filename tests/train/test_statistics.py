@@ -8,6 +8,7 @@ import pytest
 from conftest import mesh_of
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType
 
 import zerojax
 import zerojax.flax
@@ -123,6 +124,17 @@ def test_states_of_flax():
     # Every element is 1 and so is the padding, which no norm counts.
     assert float(found["opt_state/0/mu/w"]["norm"]) == pytest.approx(np.sqrt(20 * 257))
     assert float(found["opt_state/0/nu/b"]["norm"]) == pytest.approx(np.sqrt(23))
+
+
+def test_arrays_on_explicit_axes():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    state = transformation(mesh=mesh).create({"odd": PARAMS["odd"]})
+    for describe in (zerojax.statistics, jax.jit(zerojax.statistics, static_argnames="bins")):
+        assert_describes(describe(state)["params/odd"], [PARAMS["odd"]])
+        with jax.set_mesh(mesh):
+            found = describe(state.params, bins=BINS)["odd"]
+        assert_describes(found, [PARAMS["odd"]], ["counts", "edges"])
+        assert int(found["counts"].sum()) == PARAMS["odd"].size
 
 
 def test_what_is_not_finite_shows_and_has_no_bin():

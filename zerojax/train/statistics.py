@@ -6,6 +6,7 @@ padding instead. Only sums, minima and maxima of shards are combined over the de
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.explicit import mesh_of, on_auto_mesh
 from zerojax.config import check_count
 from zerojax.inspect.planned import planned
 from zerojax.layout.chunked import is_chunked
@@ -137,7 +138,10 @@ def parts_of(tree: PyTree) -> list[Part]:
         keys = keys_of(path)
         check_leaf("/".join(keys) or WHOLE, x)
         if is_padded(x):
-            part = Part(keys, x.storage, tuple(jax.eval_shape(Padded.logical, x).shape))
+            # Without the sharding: on Explicit axes, JAX does not slice a dim to a length that they do not divide.
+            storage: Any = jax.ShapeDtypeStruct(x.storage.shape, x.dtype)
+            logical = jax.eval_shape(Padded.logical, dataclasses.replace(x, storage=storage))
+            part = Part(keys, x.storage, tuple(logical.shape))
         else:
             leaf = x.leaf if is_chunked(x) else leaf
             part = Part(keys, x, tuple(x.shape if leaf is None else leaf.shape))
@@ -184,7 +188,8 @@ def each(fn: Callable, parts: Sequence[Part], args: Sequence = ()) -> list[Any]:
     for chosen in ([resident] if resident else []) + [[i] for i, part in enumerate(parts) if part.is_offloaded]:
         arrays = [parts[i].loaded() for i in chosen]
         program = functools.partial(run, fn, tuple(parts[i].shape for i in chosen))
-        values = on_auto_mesh(None, program, arrays, [args[i] for i in chosen] if args else [()] * len(chosen))
+        mesh = next((of for x in arrays if (of := mesh_of(x)) is not None), None)  # abstract if traced
+        values = on_auto_mesh(mesh, program, arrays, [args[i] for i in chosen] if args else [()] * len(chosen))
         found |= dict(zip(chosen, values, strict=True))
     return [found[i] for i in range(len(parts))]
 
