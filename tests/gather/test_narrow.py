@@ -233,44 +233,83 @@ def test_in_bfloat16_the_cotangent_has_the_type_of_the_wide_weight(view):
     assert found["int8"] == pytest.approx(usual["bfloat16"] / 2, rel=0.02)
 
 
-def dense(op):
-    """A model of three rematerialised blocks of Flax's FP8 layers, and its variables."""
+class Projection(nn.Module):
+    """A dense layer of one of Flax's FP8 operations."""
 
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dot_general = functools.partial(op, amax_history_length=3)
-            layer = functools.partial(nn.Dense, dot_general_cls=dot_general)
-            return x + layer(WIDTH)(jnp.tanh(layer(HIDDEN)(x)))
+    features: int
+    op: type
 
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _ in range(DEPTH):
-                x = nn.remat(Block)()(x)
-            return x
-
-    return Model(), Model().init(jax.random.key(0), X)
+    @nn.compact
+    def __call__(self, x):
+        op = functools.partial(self.op, amax_history_length=3)
+        if self.op is not fp8_ops.Fp8Einsum:
+            return nn.Dense(self.features, dot_general_cls=op)(x)
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        return op()("bi,io->bo", x, kernel)
 
 
-@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
-def test_flaxs_fp8_layers_gather_float8(view):
-    model, variables = dense(fp8_ops.Fp8DotGeneralOp)
-    loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
-    found = passes(loss, variables, view)
+class Residual(nn.Module):
+    """A residual block of FP8 layers, in the form that `nn.scan` needs."""
+
+    op: type
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        return x + Projection(WIDTH, self.op)(jnp.tanh(Projection(HIDDEN, self.op)(x))), None
+
+
+class FP8(nn.Module):
+    """Rematerialised blocks of FP8 layers."""
+
+    op: type
+    style: str
+
+    @nn.compact
+    def __call__(self, x):
+        block = nn.remat(Residual)
+        if self.style == "scanned":
+            axes = {"params": 0, fp8_ops.OVERWRITE_WITH_GRADIENT: 0}
+            return nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=DEPTH)(self.op)(x, None)[0]
+        for _ in range(DEPTH):
+            x, _ = block(self.op)(x)
+        return x
+
+
+def fp8(op, style="unrolled"):
+    """The loss of a model of Flax's FP8 layers, and its variables."""
+    model = FP8(getattr(fp8_ops, op), style)
+    return lambda variables, x: jnp.mean(model.apply(variables, x) ** 2), model.init(jax.random.key(0), X)
+
+
+OPS = "Fp8DotGeneralOp", "Fp8DirectDotGeneralOp", "Fp8Einsum"
+
+
+@pytest.mark.parametrize(
+    ("op", "style", "view"),
+    [
+        pytest.param(op, style, view, marks=[pytest.mark.slow] * ((style, view) != ("unrolled", "global")))
+        for op in OPS
+        for style in ("unrolled", "scanned")
+        for view in ("global", "device")
+    ],
+)
+def test_flaxs_fp8_layers_gather_float8(op, style, view):
+    loss, variables = fp8(op, style)
+    found = passes(loss, variables, view, persist_below=DEPTH * HIDDEN + 1)  # biases are not gathered
     assert list(found) == ["float8_e4m3fn"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("style", ["unrolled", "scanned"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("view", ["global", "device"])
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_flaxs_fp8_layers_train_as_without_shards(view, accumulate):
+def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
     """New scales and histories are the maximum over microbatches and, in device view, over devices.
 
     In device view, float8 rounds the cotangents of each device's own loss, so stage 0 also runs on eight devices.
     """
-    model, variables = dense(fp8_ops.Fp8DotGeneralOp)
-    loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
+    loss, variables = fp8(op, style)
     tx = transformation(view)
     one = zero_shard(optax.sgd(0.1), stage=0, mesh=mesh_of(1 if view == "global" else 8), view=view)
     states = [t.create(variables) for t in (tx, one)]

@@ -20,6 +20,7 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.gather.parts import call, dims_of, flat
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
+from zerojax.gather.unread import spared
 from zerojax.layout.leaf import Leaf
 
 _ROUNDS = frozenset({"round", "floor", "ceil", "sign"})
@@ -94,7 +95,7 @@ class _Level:
         closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, (), args, self._inline))(*avals)
         jaxpr, consts = compat.opened(closed)
         dims = dims_of(jaxpr, by_place(jaxpr))
-        inner = lambda eqn, values: self._inside(eqn, values, dims)
+        inner = lambda eqn, values: spared(eqn, values, dims) or self._inside(eqn, values, dims)
         closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, inner))(*avals)
         jaxpr, consts = compat.opened(closed)
         jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
@@ -240,21 +241,20 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
         group = [v for v in ends if roots[v] & root]
         candidates = [v for v in divided if v in made and v not in below and jnp.issubdtype(v.aval.dtype, jnp.floating)]
         candidates = [v for v in candidates if all(_computes(v, end, made, dims, given) for end in group)]
-        candidates = [v for v in candidates if _is_quantised([made[u] for u in _cone(v, made) if u in made])]
+        cones = {v: _cone(v, made) for v in candidates}
+        candidates = [v for v, cone in cones.items() if root & cone.keys() and _is_quantised(cone, made)]
         if candidates and candidates[-1] not in chosen:
             chosen.append(candidates[-1])
     return chosen
 
 
-def _is_quantised(eqns: Sequence) -> bool:
-    """Return whether equations quantise. Casts alone do not count: the rule "on the shard" casts the shard anyway."""
+def _is_quantised(cone: Mapping, made: Mapping) -> bool:
+    """Return whether a cone quantises. Casts alone do not count: the rule "on the shard" casts the shard anyway."""
+    eqns = [made[v] for v in cone if v in made]
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
-    return any(quantises(one) for eqn in eqns for one in [eqn, *_equations_in(eqn)])
-
-
-def _equations_in(eqn: Any) -> list:
-    return [inner for jaxpr in compat.inner_jaxprs(eqn) for inner in jaxprs.equations(jaxpr)]
+    inside = lambda eqn: [one for jaxpr in compat.inner_jaxprs(eqn) for one in jaxprs.equations(jaxpr)]
+    return any(quantises(one) for eqn in eqns for one in [eqn, *inside(eqn)])
 
 
 def _cone(var: Any, made: Mapping) -> dict:
