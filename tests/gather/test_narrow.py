@@ -233,6 +233,52 @@ def test_in_bfloat16_the_cotangent_has_the_type_of_the_wide_weight(view):
     assert found["int8"] == pytest.approx(usual["bfloat16"] / 2, rel=0.02)
 
 
+def quantised_product(reads_weight):
+    """A product that quantises the weight itself. Its backward pass reads the quantised weight, or also the weight."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return forward(x, w)[0]
+
+    def forward(x, w):
+        scale = jnp.max(jnp.abs(w), axis=0, keepdims=True) / 128
+        q = jnp.clip(jnp.round(w / scale), -127, 127).astype(jnp.int8)
+        return (x @ q.astype(x.dtype)) * scale, (x, w, q, scale)
+
+    def backward(kept, g):
+        x, w, q, scale = kept
+        of_x = g @ w.T if reads_weight else (g * scale) @ q.astype(g.dtype).T
+        return of_x, x.T @ g
+
+    product.defvjp(forward, backward)
+    return product
+
+
+@pytest.mark.parametrize("reads_weight", [False, True])
+@pytest.mark.parametrize(
+    ("style", "view"),
+    [
+        ("unrolled", "global"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("scanned", "device"), ("scanned", "global")]),
+    ],
+)
+def test_a_product_that_quantises_a_weight_itself(style, view, reads_weight):
+    product = quantised_product(reads_weight)
+    block = jax.checkpoint(lambda x, w: x + product(jnp.tanh(product(x, w["up"])), w["down"]))
+
+    def loss(layers, x):
+        if style == "unrolled":
+            return jnp.mean(functools.reduce(block, layers, x) ** 2)
+        return jnp.mean(lax.scan(lambda x, w: (block(x, w), None), x, layers)[0] ** 2)
+
+    params = parameters(style, PADDED)
+    usual = passes(loss_of(lambda w: w, style), params, view)["float32"]
+    found = passes(loss, params, view)
+    assert found == {"float32": usual} if reads_weight else found["int8"] == pytest.approx(usual / 4)
+    assert reads_weight or found.get("float32", 0) <= 0.03  # the scales
+    assert_same_gradient(loss, params, view)
+
+
 class Projection(nn.Module):
     """A dense layer of one of Flax's FP8 operations."""
 
@@ -300,10 +346,10 @@ def test_flaxs_fp8_layers_gather_float8(op, style, view):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["unrolled", "scanned"])
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("view", ["global", "device"])
-@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(
+    ("accumulate", "view", "op", "style"),
+    fraction(3, (1, 4), ("global", "device"), OPS, ("unrolled", "scanned")),
+)
 def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
     """New scales and histories are the maximum over microbatches and, in device view, over devices.
 
