@@ -2,21 +2,19 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from conftest import fraction, mesh_of
-from flax.linen import fp8_ops
+from fp8_models import HIDDEN, OPS, WIDTH, fp8, gathered
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import AxisType
 
 from zerojax import Precision, Wire, zero_shard
 
-DEPTH, WIDTH, HIDDEN, ROWS, PADDED = 3, 65, 128, 64, 257  # eight devices divide neither 65 nor 257
+DEPTH, ROWS, PADDED = 3, 64, 257  # eight devices divide neither 65 nor 257
 X = jax.random.normal(jax.random.key(7), (ROWS, WIDTH))
 
 
@@ -87,18 +85,6 @@ def loss_of(quantiser, style, where="inside"):
         return jnp.mean(x**2)
 
     return loss
-
-
-def gathered(jaxpr, times=1):
-    """Bytes of all gathered arrays, by type."""
-    found: dict = {}
-    for eqn in jaxpr.eqns:
-        parts = [{str(v.aval.dtype): times * v.aval.size * v.aval.dtype.itemsize} for v in eqn.outvars]
-        parts = parts if eqn.primitive.name == "all_gather" else []
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for part in [*parts, *(gathered(inner, inside) for inner in jex.jaxprs_in_params(eqn.params))]:
-            found = {name: found.get(name, 0) + part.get(name, 0) for name in {**found, **part}}
-    return found
 
 
 def transformation(view="global", **options):
@@ -279,57 +265,6 @@ def test_a_product_that_quantises_a_weight_itself(style, view, reads_weight):
     assert_same_gradient(loss, params, view)
 
 
-class Projection(nn.Module):
-    """A dense layer of one of Flax's FP8 operations."""
-
-    features: int
-    op: type
-
-    @nn.compact
-    def __call__(self, x):
-        op = functools.partial(self.op, amax_history_length=3)
-        if self.op is not fp8_ops.Fp8Einsum:
-            return nn.Dense(self.features, dot_general_cls=op)(x)
-        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
-        return op()("bi,io->bo", x, kernel)
-
-
-class Residual(nn.Module):
-    """A residual block of FP8 layers, in the form that `nn.scan` needs."""
-
-    op: type
-
-    @nn.compact
-    def __call__(self, x, _=None):
-        return x + Projection(WIDTH, self.op)(jnp.tanh(Projection(HIDDEN, self.op)(x))), None
-
-
-class FP8(nn.Module):
-    """Rematerialised blocks of FP8 layers."""
-
-    op: type
-    style: str
-
-    @nn.compact
-    def __call__(self, x):
-        block = nn.remat(Residual)
-        if self.style == "scanned":
-            axes = {"params": 0, fp8_ops.OVERWRITE_WITH_GRADIENT: 0}
-            return nn.scan(block, variable_axes=axes, split_rngs={"params": True}, length=DEPTH)(self.op)(x, None)[0]
-        for _ in range(DEPTH):
-            x, _ = block(self.op)(x)
-        return x
-
-
-def fp8(op, style="unrolled"):
-    """The loss of a model of Flax's FP8 layers, and its variables."""
-    model = FP8(getattr(fp8_ops, op), style)
-    return lambda variables, x: jnp.mean(model.apply(variables, x) ** 2), model.init(jax.random.key(0), X)
-
-
-OPS = "Fp8DotGeneralOp", "Fp8DirectDotGeneralOp", "Fp8Einsum"
-
-
 @pytest.mark.parametrize(
     ("op", "style", "view"),
     [
@@ -340,7 +275,7 @@ OPS = "Fp8DotGeneralOp", "Fp8DirectDotGeneralOp", "Fp8Einsum"
     ],
 )
 def test_flaxs_fp8_layers_gather_float8(op, style, view):
-    loss, variables = fp8(op, style)
+    loss, variables = fp8(op, X, style)
     found = passes(loss, variables, view, persist_below=DEPTH * HIDDEN + 1)  # biases are not gathered
     assert list(found) == ["float8_e4m3fn"]
 
@@ -355,7 +290,7 @@ def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
 
     In device view, float8 rounds the cotangents of each device's own loss, so stage 0 also runs on eight devices.
     """
-    loss, variables = fp8(op, style)
+    loss, variables = fp8(op, X, style)
     tx = transformation(view)
     one = zero_shard(optax.sgd(0.1), stage=0, mesh=mesh_of(1 if view == "global" else 8), view=view)
     states = [t.create(variables) for t in (tx, one)]
