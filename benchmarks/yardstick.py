@@ -22,7 +22,7 @@ OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection of the scales and 
 class Size:
     """What a yardstick model is made of; `rows` is each device's share of the batch.
 
-    `dot_general` is a class of Flax's for the products of the layers, such as `fp8_ops.Fp8DotGeneralOp`.
+    `dot_general` is a class of Flax's for the products of the layers, such as `fp8_ops.Fp8DirectDotGeneralOp`.
     """
 
     width: int
