@@ -49,6 +49,9 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
     results = [dims.get(v, -1) for v in eqn.outvars if not compat.is_dropped(v)]
     if not divided or (-1 not in results and None not in results):
         return None
+    # Zero cotangents of Flax's extended types are -inf, which must not be added to the cotangents of the shards.
+    if any(jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in eqn.invars):
+        return None
     call = _Call(eqn)
     if compat.opened(call.closed)[1]:  # It has constants, which the parts of `passes` would need as arguments.
         return None
