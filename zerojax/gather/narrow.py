@@ -242,8 +242,7 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
         candidates = [v for v in candidates if all(_computes(v, end, made, dims, given) for end in group)]
         cones = {v: _cone(v, made) for v in candidates}
         candidates = [v for v, cone in cones.items() if root & cone.keys() and _is_quantised(cone, made)]
-        if candidates:
-            last = candidates[-1]
+        for last in candidates[-1:]:
             chosen.append((last, *(v for v, cone in fixed.items() if root & cone.keys() and is_small(v, last))))
     return list(dict.fromkeys(chosen))
 
