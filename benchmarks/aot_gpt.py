@@ -2,6 +2,7 @@
 
     python benchmarks/aot_gpt.py                            both styles, 8 x H200, prefetch 0 and 1
     python benchmarks/aot_gpt.py --topology h200:8x8        64 GPUs
+    python benchmarks/aot_gpt.py --size 13B --ways fp8 --styles scan --prefetch 1     GPT-3 13B
     python benchmarks/aot_gpt.py --topology h200:2x8 --ways hybrid hybrid-device      shards within a host (HSDP)
     python benchmarks/aot_gpt.py --ways tensor           ZeRO over 4, tensor and sequence parallel over 2 (Megatron)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
@@ -25,6 +26,7 @@ The figures:
 - `hidden`: the share of all collective bytes with a matrix product in flight. `inside` and `across` are the same within
   hosts and between them. With `tensor` these cover ZeRO's collectives, and `beside` the model's, for which its next
   product waits.
+- `float8`: the share of the products' FLOPs that have float8 operands.
 - `waiting`: the share of the step, simulated at peak rates, in which kernels wait for collectives. `for` is what they
   wait for most.
 - `all-in`: temporary memory, arguments and results over the parameters.
@@ -99,22 +101,29 @@ COMPILER_OPTIONS = {
 WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-double"]
 
 
-def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", **changes) -> dict:
+# A bucket holds the gradients of one layer, as it does for the other sizes by default.
+BUCKETS = {"13B": {"bucket_bytes": 2**30}}
+
+
+def measure(
+    style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", size: str = "gpu", **changes
+) -> dict:
     """Compile one training gradient and read its figures off the program."""
     scan, axes = style == "scan", ("host", "gpu") if way in AXES else ("data",)
     mesh = absent_mesh(topology, axes=axes)
     tensor_parallel = way == "tensor"
     if way in ("fp8", "fp8-device"):
-        changes["dot_general"] = fp8_ops.Fp8DotGeneralOp
+        changes["dot_general"] = fp8_ops.Fp8DirectDotGeneralOp
     if tensor_parallel:
         mesh = Mesh(mesh.devices.reshape(-1, 2), (*axes, "model"))
-    init, loss, (rows, length) = yardstick.build("gpu", scan=scan, **changes)
+    init, loss, (rows, length) = yardstick.build(size, scan=scan, **changes)
     if tensor_parallel:
         loss = yardstick.tensor_parallel(loss, mesh)
     if way.startswith("gathered"):
-        loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES["gpu"], **changes), scan, mesh)
+        loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES[size], **changes), scan, mesh)
     stage = 0 if way == "replicated" else 3
     options = {"mesh": mesh, "axis": axes, "prefetch": prefetch, "view": OURS.get(way, "global")}
+    options |= BUCKETS.get(size, {})
     tx = zero_shard(optax.adamw(1e-4), stage=stage, **AXES.get(way, {}), **options)
     shapes = jax.eval_shape(init, jax.random.key(0))
     if tensor_parallel:
@@ -145,12 +154,15 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
     own = [one for one in moved.in_flight if one not in beside]
     inside = [one for one in own if one not in across]
     waits = waits_by_cause(module, gpu)
-    kernels = roofline(module, moved, gpu).kernels
-    width = jnp.dtype(yardstick.SIZES["gpu"].dtype).itemsize
+    least = roofline(module, moved, gpu)
+    kernels, operations = least.kernels, least.operations
+    float8 = sum(count for dtype, count in operations.items() if dtype.startswith("f8"))
+    width = jnp.dtype(yardstick.SIZES[size].dtype).itemsize
     sharded = sum(leaf.along_others(mesh.shape).size for leaf in parts if leaf.kind == "sharded") * width
     return {
         "style": style,
         "way": way,
+        "size": size,
         "topology": topology,
         "prefetch": prefetch,
         "passes": round(Overlap(tuple(own)).of("all-gather").bytes / sharded, 4),
@@ -159,6 +171,7 @@ def measure(style: str, way: str = "stage3", *, prefetch: int = 1, topology: str
         "across": round(Overlap(tuple(across)).hidden_share, 4),
         "beside": round(Overlap(tuple(beside)).hidden_share, 4),
         "sent across MiB": round(sum(one.collective.sent * one.collective.times_if_once for one in across) / 2**20, 1),
+        "float8": round(float8 / sum(operations.values()), 4),
         "waiting": round(sum(waits.values()) / (kernels + sum(waits.values())), 4),
         "for": next(iter(waits), ""),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),
@@ -173,6 +186,7 @@ def main():
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--styles", nargs="+", default=["unrolled", "scan"], choices=["unrolled", "scan"])
     parser.add_argument("--ways", nargs="+", default=["stage3"], choices=WAYS)
+    parser.add_argument("--size", default="gpu", choices=yardstick.SIZES)
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1, 0])
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     args = parser.parse_args()
@@ -181,7 +195,7 @@ def main():
     for style in args.styles:
         for way in args.ways:
             for prefetch in args.prefetch if way in OURS else [0]:
-                row = measure(style, way, prefetch=prefetch, topology=args.topology)
+                row = measure(style, way, prefetch=prefetch, topology=args.topology, size=args.size)
                 rows.append(row)
                 show(*(f"{key} {value}" for key, value in row.items()))
     if args.out:

@@ -1,7 +1,8 @@
 """The GPT on which every figure is measured: linen, tied embedding, rematerialised blocks, scanned or unrolled.
 
 Sizes: `tiny` for tests, `cpu` (52 MiB of float32 parameters) for simulated devices, and `gpu` (1.3 billion parameters,
-bfloat16 compute) for GPUs, present or absent, with smaller sizes of the same kind.
+bfloat16 compute) for GPUs, present or absent, with smaller sizes of the same kind. `13B` is GPT-3 13B (Brown et al.
+2020, arXiv 2005.14165), with a width of 5120 instead of 5140: its embedding is 2% of the parameters.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection of the scales and 
 class Size:
     """What a yardstick model is made of; `rows` is each device's share of the batch.
 
-    `dot_general` is a class of Flax's for the products of the layers, such as `fp8_ops.Fp8DotGeneralOp`.
+    `dot_general` is a class of Flax's for the products of the layers, such as `fp8_ops.Fp8DirectDotGeneralOp`.
     """
 
     width: int
@@ -40,6 +41,7 @@ SIZES = {
     "125M": Size(width=768, layers=12, tokens=1024, rows=32, vocabulary=32768, dtype=jnp.bfloat16),
     "350M": Size(width=1024, layers=24, tokens=1024, rows=16, vocabulary=32768, dtype=jnp.bfloat16),
     "gpu": Size(width=2048, layers=24, tokens=1024, rows=8, vocabulary=32768, dtype=jnp.bfloat16),
+    "13B": Size(width=5120, layers=40, tokens=2048, rows=4, vocabulary=50257, dtype=jnp.bfloat16, head=128),
 }
 
 

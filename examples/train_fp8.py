@@ -33,7 +33,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        dense = functools.partial(nn.Dense, dot_general_cls=fp8_ops.Fp8DotGeneralOp)
+        dense = functools.partial(nn.Dense, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)
         return x + dense(WIDTH)(nn.gelu(dense(HIDDEN)(nn.LayerNorm()(x))))
 
 

@@ -2,21 +2,19 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from conftest import fraction, mesh_of
-from flax.linen import fp8_ops
+from fp8_models import HIDDEN, OPS, WIDTH, fp8, gathered
 from jax import lax
-from jax.extend import core as jex
 from jax.sharding import AxisType
 
 from zerojax import Precision, Wire, zero_shard
 
-DEPTH, WIDTH, HIDDEN, ROWS, PADDED = 3, 65, 128, 64, 257  # eight devices divide neither 65 nor 257
+DEPTH, ROWS, PADDED = 3, 64, 257  # eight devices divide neither 65 nor 257
 X = jax.random.normal(jax.random.key(7), (ROWS, WIDTH))
 
 
@@ -89,18 +87,6 @@ def loss_of(quantiser, style, where="inside"):
     return loss
 
 
-def gathered(jaxpr, times=1):
-    """Bytes of all gathered arrays, by type."""
-    found: dict = {}
-    for eqn in jaxpr.eqns:
-        parts = [{str(v.aval.dtype): times * v.aval.size * v.aval.dtype.itemsize} for v in eqn.outvars]
-        parts = parts if eqn.primitive.name == "all_gather" else []
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        for part in [*parts, *(gathered(inner, inside) for inner in jex.jaxprs_in_params(eqn.params))]:
-            found = {name: found.get(name, 0) + part.get(name, 0) for name in {**found, **part}}
-    return found
-
-
 def transformation(view="global", **options):
     options = {"mesh": mesh_of(8), "persist_below": 200} | options
     return zero_shard(optax.sgd(0.1), stage=3, view=view, **options)
@@ -162,14 +148,61 @@ def penalised(w, x):
     return jnp.mean(jnp.tanh(x @ quantised) ** 2) + 1e-2 * penalty
 
 
+@jax.custom_vjp
+def with_copy(x, w, q):
+    return x @ q.astype(x.dtype)
+
+
+with_copy.defvjp(
+    lambda x, w, q: (with_copy(x, w, q), (x, q)),
+    lambda kept, g: (g @ kept[1].astype(g.dtype).T, kept[0].T @ g, jnp.full_like(kept[1], 0.5)),
+)
+
+
+def copy_with_a_cotangent(w, x):
+    """The weight gets the cotangent of its copy, too."""
+    q = (jnp.clip(w["up"], -0.2, 0.2) / 2).astype(jnp.float8_e4m3fn)
+    return jnp.mean(jnp.tanh(with_copy(x, w["up"], q)) ** 2)
+
+
+@jax.custom_vjp
+def with_scale(w, scale):
+    return jnp.round(w / scale).astype(jnp.int8).astype(w.dtype), 2 * scale
+
+
+with_scale.defvjp(lambda w, scale: (with_scale(w, scale), w), lambda w, g: (g[0] + jnp.where(w > 0, g[1], 0), g[1]))
+
+
+def scale_with_a_cotangent(w, x):
+    """The scale that a quantiser returns does not depend on the weight, but the weight gets its cotangent."""
+    q, scale = with_scale(w["up"], jnp.float32(2**-6))
+    return jnp.mean((x @ (q * scale)) ** 2)
+
+
 @pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "loss",
-    [in_a_loop_of_microbatches, shared_by_all_iterations, quantised_in_all_iterations, written_to_a_ref, penalised],
+    [
+        copy_with_a_cotangent,
+        scale_with_a_cotangent,
+        in_a_loop_of_microbatches,
+        shared_by_all_iterations,
+        quantised_in_all_iterations,
+        written_to_a_ref,
+        penalised,
+    ],
     ids=lambda loss: loss.__name__,
 )
 def test_unusual_uses_of_a_quantised_weight(loss, view):
     assert_same_gradient(loss, parameters("unrolled", PADDED)[0], view)
+
+
+def test_a_weight_that_is_also_read_itself_is_not_gathered_twice():
+    """Beside it, a bias is divided. It is too small to need a quantised weight."""
+    params = {"w": parameters("unrolled", 256)[0]["up"], "b": jnp.ones(256)}
+    both = lambda w, x: jnp.tanh(x @ QUANTISERS["scale"](w) + x @ w)
+    found = passes(lambda p, x: jnp.mean((both(p["w"], x) + p["b"]) ** 2), params)
+    assert found.keys() == {"float32"}
 
 
 def test_a_scale_of_a_small_divided_dim():
@@ -233,44 +266,78 @@ def test_in_bfloat16_the_cotangent_has_the_type_of_the_wide_weight(view):
     assert found["int8"] == pytest.approx(usual["bfloat16"] / 2, rel=0.02)
 
 
-def dense(op):
-    """A model of three rematerialised blocks of Flax's FP8 layers, and its variables."""
+def quantised_product(reads_weight):
+    """A product that quantises the weight itself. Its backward pass reads the quantised weight, or also the weight."""
 
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dot_general = functools.partial(op, amax_history_length=3)
-            layer = functools.partial(nn.Dense, dot_general_cls=dot_general)
-            return x + layer(WIDTH)(jnp.tanh(layer(HIDDEN)(x)))
+    @jax.custom_vjp
+    def product(x, w):
+        return forward(x, w)[0]
 
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _ in range(DEPTH):
-                x = nn.remat(Block)()(x)
-            return x
+    def forward(x, w):
+        scale = jnp.max(jnp.abs(w), axis=0, keepdims=True) / 128
+        q = jnp.clip(jnp.round(w / scale), -127, 127).astype(jnp.int8)
+        return (x @ q.astype(x.dtype)) * scale, (x, w, q, scale)
 
-    return Model(), Model().init(jax.random.key(0), X)
+    def backward(kept, g):
+        x, w, q, scale = kept
+        of_x = g @ w.T if reads_weight else (g * scale) @ q.astype(g.dtype).T
+        return of_x, x.T @ g
+
+    product.defvjp(forward, backward)
+    return product
 
 
-@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
-def test_flaxs_fp8_layers_gather_float8(view):
-    model, variables = dense(fp8_ops.Fp8DotGeneralOp)
-    loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
-    found = passes(loss, variables, view)
+@pytest.mark.parametrize("reads_weight", [False, True])
+@pytest.mark.parametrize(
+    ("style", "view"),
+    [
+        ("unrolled", "global"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("scanned", "device"), ("scanned", "global")]),
+    ],
+)
+def test_a_product_that_quantises_a_weight_itself(style, view, reads_weight):
+    product = quantised_product(reads_weight)
+    block = jax.checkpoint(lambda x, w: x + product(jnp.tanh(product(x, w["up"])), w["down"]))
+
+    def loss(layers, x):
+        if style == "unrolled":
+            return jnp.mean(functools.reduce(block, layers, x) ** 2)
+        return jnp.mean(lax.scan(lambda x, w: (block(x, w), None), x, layers)[0] ** 2)
+
+    params = parameters(style, PADDED)
+    usual = passes(loss_of(lambda w: w, style), params, view)["float32"]
+    found = passes(loss, params, view)
+    assert found == {"float32": usual} if reads_weight else found["int8"] == pytest.approx(usual / 4)
+    assert reads_weight or found.get("float32", 0) <= 0.03  # the scales
+    assert_same_gradient(loss, params, view)
+
+
+@pytest.mark.parametrize(
+    ("op", "style", "view"),
+    [
+        pytest.param(op, style, view, marks=[pytest.mark.slow] * ((style, view) != ("unrolled", "global")))
+        for op in OPS
+        for style in ("unrolled", "scanned")
+        for view in ("global", "device")
+    ],
+)
+def test_flaxs_fp8_layers_gather_float8(op, style, view):
+    loss, variables = fp8(op, X, style)
+    found = passes(loss, variables, view, persist_below=DEPTH * HIDDEN + 1)  # biases are not gathered
     assert list(found) == ["float8_e4m3fn"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", ["global", "device"])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_flaxs_fp8_layers_train_as_without_shards(view, accumulate):
+@pytest.mark.parametrize(
+    ("accumulate", "view", "op", "style"),
+    fraction(3, (1, 4), ("global", "device"), OPS, ("unrolled", "scanned")),
+)
+def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
     """New scales and histories are the maximum over microbatches and, in device view, over devices.
 
     In device view, float8 rounds the cotangents of each device's own loss, so stage 0 also runs on eight devices.
     """
-    model, variables = dense(fp8_ops.Fp8DotGeneralOp)
-    loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)
+    loss, variables = fp8(op, X, style)
     tx = transformation(view)
     one = zero_shard(optax.sgd(0.1), stage=0, mesh=mesh_of(1 if view == "global" else 8), view=view)
     states = [t.create(variables) for t in (tx, one)]

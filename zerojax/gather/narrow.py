@@ -20,6 +20,7 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.gather.parts import call, dims_of, flat
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
+from zerojax.gather.unread import is_small, spared
 from zerojax.layout.leaf import Leaf
 
 _ROUNDS = frozenset({"round", "floor", "ceil", "sign"})
@@ -94,7 +95,7 @@ class _Level:
         closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, (), args, self._inline))(*avals)
         jaxpr, consts = compat.opened(closed)
         dims = dims_of(jaxpr, by_place(jaxpr))
-        inner = lambda eqn, values: self._inside(eqn, values, dims)
+        inner = lambda eqn, values: spared(eqn, values, dims) or self._inside(eqn, values, dims)
         closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, inner))(*avals)
         jaxpr, consts = compat.opened(closed)
         jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
@@ -220,34 +221,35 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
 
 
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
-    """Return the quantised weights that shards compute: variables of `jaxpr`, and its `shardwise` equations.
+    """Return the quantised weights that shards compute: tuples of variables of `jaxpr`, and its `shardwise` equations.
 
     A weight is the last value on shards (`dims`) from which all uses of its parameters outside of shards are computed.
+    In a tuple, the small values without a derivative that are computed from the same parameters follow the weight.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     below = {v for eqn in chosen for v in eqn.outvars}
     divided = [v for v, dim in dims.items() if dim is not None]
-    ends: dict = {}
-    for eqn in jaxpr.eqns:
-        if not all(v in dims for v in eqn.outvars):
-            ends |= dict.fromkeys(v for v in jaxprs.variables_in(eqn.invars) if dims.get(v) is not None)
-    ends |= dict.fromkeys(v for v in jaxprs.variables_in(jaxpr.outvars) if dims.get(v) is not None)
-    ends = {v: _cone(v, made) for v in ends if v not in below}
+    read = [v for eqn in jaxpr.eqns if not all(v in dims for v in eqn.outvars) for v in jaxprs.variables_in(eqn.invars)]
+    read = dict.fromkeys(v for v in [*read, *jaxprs.variables_in(jaxpr.outvars)] if v in dims and v not in below)
+    ends = {v: _cone(v, made) for v in read if dims[v] is not None}
+    fixed = {v: _cone(v, made) for v in read if v in made and made[v].primitive.name == "stop_gradient"}
     given = set(jaxpr.invars)
     roots = {v: {u for u in cone if u in given and dims[u] is not None} for v, cone in ends.items()}
     for root in {frozenset(r): r for r in roots.values()}.values():
         group = [v for v in ends if roots[v] & root]
         candidates = [v for v in divided if v in made and v not in below and jnp.issubdtype(v.aval.dtype, jnp.floating)]
         candidates = [v for v in candidates if all(_computes(v, end, made, dims, given) for end in group)]
-        candidates = [v for v in candidates if _is_quantised([made[u] for u in _cone(v, made) if u in made])]
-        if candidates and candidates[-1] not in chosen:
-            chosen.append(candidates[-1])
-    return chosen
+        cones = {v: _cone(v, made) for v in candidates}
+        candidates = [v for v, cone in cones.items() if root & cone.keys() and _is_quantised(cone, made)]
+        for last in candidates[-1:]:
+            chosen.append((last, *(v for v, cone in fixed.items() if root & cone.keys() and is_small(v, last))))
+    return list(dict.fromkeys(chosen))
 
 
-def _is_quantised(eqns: Sequence) -> bool:
-    """Return whether equations quantise. Casts alone do not count: the rule "on the shard" casts the shard anyway."""
+def _is_quantised(cone: Mapping, made: Mapping) -> bool:
+    """Return whether a cone quantises. Casts alone do not count: the rule "on the shard" casts the shard anyway."""
+    eqns = [made[v] for v in cone if v in made]
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
     inner = [one for eqn in eqns for jaxpr in compat.inner_jaxprs(eqn) for one in jaxprs.equations(jaxpr)]
@@ -272,7 +274,7 @@ def _computes(var: Any, end: Any, made: Mapping, dims: Mapping, given: set) -> b
     pending = [end]
     while pending:
         v = pending.pop()
-        if v is var or v in seen or dims.get(v) is None or _is_small(v, var):
+        if v is var or v in seen or dims.get(v) is None or is_small(v, var):
             continue
         seen.add(v)
         if v in given or v not in made:
@@ -281,15 +283,12 @@ def _computes(var: Any, end: Any, made: Mapping, dims: Mapping, given: set) -> b
     return True
 
 
-def _is_small(v: Any, var: Any) -> bool:
-    return 8 * v.aval.size <= var.aval.size
-
-
 class Found(NamedTuple):
     """A request, and the variables `targets`, which the jaxpr computes from the requested values.
 
     If `tail` is None, the values replace the targets. Otherwise a `widen` equation with this `tail`, which also reads
-    the operands with the indices `reads`, computes the only target. The narrow value is gathered in the type `dtype`.
+    the operands with the indices `reads`, computes the first target, and the last values replace the other targets. The
+    narrow value is gathered in the type `dtype`.
     """
 
     request: Request
@@ -302,14 +301,15 @@ class Found(NamedTuple):
         """Return the values of `targets`, given the operands of the request and the requested values."""
         if self.tail is None:
             return list(values)
-        z, *scales = values
-        return [widen_p.bind(z, *scales, *(operands[i] for i in self.reads), tail=self.tail, dtype=self.dtype)]
+        count = len(values) - (len(self.targets) - 1)
+        others = [*values[:count], *(operands[i] for i in self.reads)]
+        return [widen_p.bind(*others, tail=self.tail, dtype=self.dtype), *values[count:]]
 
 
 def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found | None:
-    """Return the request for `target`, a variable or a `shardwise` equation. `given` is that of `_Level.rewrite`."""
-    is_eqn = not hasattr(target, "aval")
-    wanted = list(target.outvars) if is_eqn else [target]
+    """Return the request for `target`, one of the `chosen_values`. `given` is that of `_Level.rewrite`."""
+    is_eqn = not isinstance(target, tuple)
+    wanted = list(target.outvars if is_eqn else target)
     eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
     operands = tuple(i for i, v in enumerate(jaxpr.invars) if v in reads)
     part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in operands)], wanted)
@@ -323,18 +323,18 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found
             results = call(closed, *values)
             return [*results, *[None] * (len(eqn.outvars) - len(results))]
 
-        outs = len(wanted) if name == "head" else 1
+        outs = 1 if is_eqn and name == "full" else len(wanted)
         run = lambda *args: jaxprs.evaluate(part, (), [*jaxprs.as_jax_values(consts), *args], rule)[:outs]
         return jax.make_jaxpr(run)(*avals)
 
     if is_eqn:
         of = dataclasses.replace(target.params["of"], head=traced("head"), full=traced("full"), fixed=frozenset())
         return Found(Request(operands, of), wanted)
-    return _with_tail(traced("full"), operands, target, [given[jaxpr.invars[i]] for i in operands])
+    return _with_tail(traced("full"), operands, wanted, [given[jaxpr.invars[i]] for i in operands])
 
 
-def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequence[int | None]) -> Found | None:
-    """Divide the computation `full` of the weight `target` at its narrowest value, and return the request for it.
+def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Found | None:
+    """Divide the computation `full` of `targets` at the narrowest value of the weight, and return the request for them.
 
     Return None if shards cannot compute the weight, or if a parameter is the narrowest value.
     """
@@ -342,7 +342,7 @@ def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequenc
     jaxpr, consts = compat.opened(closed)
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
-    (end,) = jaxpr.outvars
+    end, *fixed = jaxpr.outvars
     made, inputs = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}, set(jaxpr.invars)
     if dims.get(end) is None:
         return None
@@ -353,7 +353,7 @@ def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequenc
     if narrow in inputs:
         return None
     if narrow is end:
-        return Found(Request(operands, Computation(full, full)), [target])
+        return Found(Request(operands, Computation(full, full)), targets)
     # `widen` computes the weight from the narrow value, from the operands that are alike, and from the scales.
     eqns, reads = _needed_from(jaxpr, narrow, end, dims)
     scales = [v for v in made if v in reads and v is not narrow and not any(v in e.outvars for e in eqns)]
@@ -369,14 +369,14 @@ def _with_tail(full: Any, operands: tuple[int, ...], target: Any, given: Sequenc
         return jax.core.eval_jaxpr(tail_part, (), *jaxprs.as_jax_values(consts), q.astype(dtype), *args)
 
     shapes = [narrow.aval.update(dtype=travels), *(v.aval for v in scales), *(jaxpr.invars[i].aval for i in alike)]
-    head_part = compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], [narrow, *scales])
+    head_part = compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], [narrow, *scales, *fixed])
 
     def head(*args):
         q, *others = jax.core.eval_jaxpr(head_part, (), *jaxprs.as_jax_values(consts), *args)
         return [q.astype(end.aval.dtype), *others]
 
     computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=travels)
-    return Found(Request(operands, computation), [target], jax.make_jaxpr(tail)(*shapes), alike, travels)
+    return Found(Request(operands, computation), targets, jax.make_jaxpr(tail)(*shapes), alike, travels)
 
 
 def _needed_from(jaxpr: Any, narrow: Any, end: Any, dims: Mapping) -> tuple[list, set]:
@@ -384,7 +384,7 @@ def _needed_from(jaxpr: Any, narrow: Any, end: Any, dims: Mapping) -> tuple[list
     depends = jaxprs.dependent_on(
         [v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ()
     )
-    stops = {v for v in depends if _is_small(v, narrow)} | {narrow}
+    stops = {v for v in depends if is_small(v, narrow)} | {narrow}
     reads, needed = {end}, []
     for eqn in reversed(jaxpr.eqns):
         if any(v in reads and v not in stops for v in eqn.outvars):

@@ -1,0 +1,237 @@
+"""Open calls of functions with a custom derivative that read a parameter only to quantise it.
+
+Quantised products are functions with a custom derivative. Flax's direct FP8 layers give a product both the kernel and
+its float8 copy: the product reads the copy alone, and takes the kernel only because the kernel gets the cotangent. They
+also read a scale, which the call that quantises the kernel returns, although the scale does not depend on the kernel.
+The products of qwix quantise the kernel themselves. All these calls would need the whole kernel on every device.
+`spared` evaluates them without it: the quantised value is computed first, by equations that `narrow` can move to the
+shards, and the product takes this value.
+"""
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax import lax
+
+from zerojax import compat, jaxprs
+from zerojax.gather.parts import dims_of, flat
+
+
+@jax.custom_vjp
+def straight_through(weight: jax.Array, quantised: jax.Array) -> jax.Array:
+    """Return `quantised` in the type of `weight`. In the backward pass, `weight` gets the whole cotangent."""
+    return quantised.astype(weight.dtype)
+
+
+straight_through.defvjp(
+    lambda weight, quantised: (straight_through(weight, quantised), None), lambda _, cotangent: (cotangent, None)
+)
+
+
+def is_small(v: Any, var: Any) -> bool:
+    """Return whether the value of `v` has at most an eighth of the elements of the value of `var`."""
+    return 8 * v.aval.size <= var.aval.size
+
+
+def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
+    """Evaluate a call of a function with a custom derivative, with fewer uses of parameters. The results are equal.
+
+    Return None if `eqn` is another equation, or if nothing can be spared. `dims` is a result of `parts.dims_of`.
+    """
+    if not eqn.primitive.name.startswith("custom_vjp"):
+        return None
+    given = [None if compat.is_literal(a) else dims.get(a, -1) for a in eqn.invars]
+    divided = [i for i, dim in enumerate(given) if dim not in (None, -1)]
+    results = [dims.get(v, -1) for v in eqn.outvars if not compat.is_dropped(v)]
+    if not divided or (-1 not in results and None not in results):
+        return None
+    # Zero cotangents of Flax's extended types are -inf, which must not be added to the cotangents of the shards.
+    if any(jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in eqn.invars):
+        return None
+    call = _Call(eqn)
+    if compat.opened(call.closed)[1]:  # It has constants, which the parts of `passes` would need as arguments.
+        return None
+    if -1 in results:
+        return next((found for i in divided if (found := call.opened(i, given, values)) is not None), None)
+    places = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and dims[v] is None]
+    alike = [k for k in places if call.is_apart(k, divided)]
+    if not alike or set(results) == {None}:
+        return None
+    found = compat.evaluate_one(eqn, values)
+    for k in alike:
+        found[k] = lax.stop_gradient(call.result(k, values))
+    return found
+
+
+class _Call:
+    """A call of a function with a custom derivative, and the equations of both its passes.
+
+    Attributes:
+        eqn: The call.
+        moving: The indices of the operands that get cotangents.
+        active: The indices of the results that have cotangents.
+    """
+
+    def __init__(self, eqn: Any):
+        moves = lambda a: not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)
+        self.eqn = eqn
+        self.moving = [i for i, a in enumerate(eqn.invars) if moves(a)]
+        self.active = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and moves(v)]
+
+    @property
+    def passes(self) -> Any:
+        """Return the jaxpr of `closed`."""
+        return compat.opened(self.closed)[0]
+
+    @functools.cached_property
+    def closed(self) -> Any:
+        """Return the flat jaxpr of `(*operands, *cotangents) -> (*results, *cotangents of the operands)`.
+
+        The active results come first, and then the other results.
+        """
+        size = len(self.eqn.invars)
+
+        def both(*args):
+            values, cotangents = list(args[:size]), list(args[size:])
+
+            def of_moving(*some):
+                for i, x in zip(self.moving, some, strict=True):
+                    values[i] = x
+                results = compat.evaluate_one(self.eqn, values)
+                others = [x for k, x in enumerate(results) if x is not None and k not in self.active]
+                return [results[k] for k in self.active], others
+
+            active, pull, others = jax.vjp(of_moving, *(values[i] for i in self.moving), has_aux=True)
+            return *active, *others, *pull(cotangents)
+
+        atoms = [*self.eqn.invars, *(self.eqn.outvars[k] for k in self.active)]
+        return flat(jax.make_jaxpr(both)(*map(_bare, atoms)))
+
+    @property
+    def operands(self) -> list:
+        """Return the variables of `passes` that are the operands of the call."""
+        return list(self.passes.invars[: len(self.eqn.invars)])
+
+    @property
+    def cotangents(self) -> list:
+        """Return the variables of `passes` that are the cotangents of the active results."""
+        return list(self.passes.invars[len(self.eqn.invars) :])
+
+    @property
+    def pulled(self) -> dict[int, Any]:
+        """Return the cotangents of the operands, by the indices of the operands."""
+        return dict(zip(self.moving, self.passes.outvars[len(self.passes.outvars) - len(self.moving) :], strict=True))
+
+    def opened(self, i: int, given: Sequence[int | None], values: Sequence) -> list | None:
+        """Evaluate the call with the quantised value of operand `i` instead of the operand.
+
+        `given` has the divided dim of each operand, None if it is alike, or -1. Return None if the call also reads the
+        operand itself, or does not quantise it.
+        """
+        eqn, weight = self.eqn, self.eqn.invars[i]
+        if not jaxprs.differentiable(weight.aval.dtype) or weight.aval.dtype.itemsize == 1:
+            return None
+        if list(eqn.invars).count(weight) > 1:
+            return None
+        var = self.operands[i]
+        dims = dims_of(self.passes, {v: dim for v, dim in zip(self.operands, given, strict=True) if dim != -1})
+        depends = _depend_on([var], self.passes.eqns)
+        small = {v for v in depends if v is not var and v in dims and (dims[v] is None or is_small(v, var))}
+        is_copy = lambda v: dims[v] == dims[var] and v.aval.shape == var.aval.shape and v.aval.dtype.itemsize == 1
+        copies = [v for v in dims if is_copy(v) and v.aval.dtype != np.bool_ and (v in depends or self._is_unmoved(v))]
+        for copy in reversed(copies):
+            rest = [eqn for eqn in self.passes.eqns if not {*eqn.outvars} <= {*small, copy}]
+            inside, reads = jaxprs.needed_for(rest, self.passes.outvars)
+            if copy in reads and var not in reads:
+                cut = [copy, *(v for v in dims if v in small and v in reads)]
+                return self._evaluated(i, cut, inside, values)
+        return None
+
+    def _is_unmoved(self, var: Any) -> bool:
+        """Return whether `var` is an operand whose cotangent is always zero."""
+        if var not in self.operands:
+            return False
+        atom, made = self.pulled.get(self.operands.index(var)), _made(self.passes.eqns)
+        while not compat.is_literal(atom) and atom in made:
+            if made[atom].primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+                return False
+            atom = made[atom].invars[0]
+        return atom is None or (compat.is_literal(atom) and not np.any(atom.val))
+
+    def _evaluated(self, i: int, cut: Sequence, inside: Sequence, values: Sequence) -> list:
+        """Evaluate the call. The equations `inside` compute both passes from the variables `cut` and the operands.
+
+        The first variable of `cut` is the quantised value of operand `i`.
+        """
+        jaxpr, size = self.passes, len(self.eqn.invars)
+        eqns, _ = jaxprs.needed_for(jaxpr.eqns, cut)
+        bound = dict(zip(self.operands, values, strict=True))
+        copy, *scales = jax.core.eval_jaxpr(compat.part_of(jaxpr, eqns, [*bound], cut), (), *bound.values())
+        others = [k for k in range(size) if k != i and self.operands[k] is not cut[0]]
+        reads = [*cut, *(self.operands[k] for k in others)]
+        of_cotangents = _depend_on(self.cotangents, jaxpr.eqns)
+        results = jaxpr.outvars[: len(jaxpr.outvars) - len(self.moving)]
+        backward = [eqn for eqn in inside if not of_cotangents.isdisjoint(eqn.outvars)]
+        forward = [eqn for eqn in inside if of_cotangents.isdisjoint(eqn.outvars)]
+        read = {*jaxprs.variables_in(self.pulled.values())}.union(*(jaxprs.variables_in(e.invars) for e in backward))
+        residuals = [v for v in [*reads, *_made(forward)] if v in read]
+        first = compat.part_of(jaxpr, forward, reads, [*results, *residuals])
+        second = compat.part_of(jaxpr, backward, [*residuals, *self.cotangents], list(self.pulled.values()))
+
+        def both(weight, *args):
+            found = jax.core.eval_jaxpr(first, (), weight.astype(copy.dtype), *args)
+            return tuple(found[: len(results)]), found[len(results) :]
+
+        @jax.custom_vjp
+        def product(*args):
+            return both(*args)[0]
+
+        def backward_pass(kept, cotangents):
+            pulled = jax.core.eval_jaxpr(second, (), *kept, *cotangents[: len(self.active)])
+            pulled = dict(zip(self.moving, pulled, strict=True))
+            return (pulled[i], *[None] * len(scales), *(pulled.get(k) for k in others))
+
+        product.defvjp(both, backward_pass)
+        weight = straight_through(values[i], copy)
+        scales = [lax.stop_gradient(x) for x in scales]
+        found = product(weight, *scales, *(values[k] for k in others))
+        by_place = dict(zip(_positions(self.eqn, self.active), found, strict=True))
+        return [by_place.get(k) for k in range(len(self.eqn.outvars))]
+
+    def is_apart(self, k: int, operands: Collection[int]) -> bool:
+        """Return whether result `k` needs none of `operands`, and no cotangent depends on its cotangent."""
+        if k in self.active:
+            _, reads = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
+            if self.cotangents[self.active.index(k)] in reads:
+                return False
+        place = _positions(self.eqn, self.active).index(k)
+        _, reads = jaxprs.needed_for(self.passes.eqns, [self.passes.outvars[place]])
+        return reads.isdisjoint(self.operands[i] for i in operands)
+
+    def result(self, k: int, values: Sequence) -> jax.Array:
+        """Compute result `k` without the equations that it does not need."""
+        wanted = [self.passes.outvars[_positions(self.eqn, self.active).index(k)]]
+        eqns, _ = jaxprs.needed_for(self.passes.eqns, wanted)
+        return jax.core.eval_jaxpr(compat.part_of(self.passes, eqns, self.operands, wanted), (), *values)[0]
+
+
+def _positions(eqn: Any, active: Sequence[int]) -> list[int]:
+    """Return the indices of the results of `eqn` in the order in which `_Call.passes` returns them."""
+    kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
+    return [*active, *(k for k in kept if k not in active)]
+
+
+def _bare(atom: Any) -> Any:
+    return jax.core.ShapedArray(atom.aval.shape, atom.aval.dtype)
+
+
+def _made(eqns: Sequence) -> dict:
+    return {v: eqn for eqn in eqns for v in eqn.outvars}
+
+
+def _depend_on(variables: Sequence, eqns: Sequence) -> set:
+    return jaxprs.dependent_on(variables, eqns, lambda eqn, reads: eqn.outvars if reads else ())
