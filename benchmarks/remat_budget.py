@@ -1,13 +1,16 @@
-"""Activation budgets beside the policies of JAX, compiled for a GPU that is not there: memory and FLOPs, all exact.
+"""Compare activation budgets with the policies of JAX, compiled for absent GPUs: memory, FLOPs and step time.
 
-    python benchmarks/remat_budget.py                       every model, and a picture of each frontier
-    python benchmarks/remat_budget.py --models gpt vit --json results/remat_budget.json
+    python benchmarks/remat_budget.py --json benchmarks/results/remat_budget.json         all models
+    python benchmarks/remat_budget.py --models gpt vit --json ...                         replaces these models in the file
+    python benchmarks/remat_budget.py --json ... --only-show --picture docs/fit_frontier.png
 
-For each model the gradient of a loss is compiled with each policy of `jax.checkpoint` around its blocks, and with
-`zerojax.remat` at several budgets from 0 to all bytes. The bytes that each policy saves are also budgets. A policy is
-*dominated* if the program with some budget has at most 1.02 times the memory and at most 1.005 times the FLOPs of the
-program with this policy. `memory` is the temporary memory of the compiled program, in MiB. `FLOPs` are the FLOPs of its
-matrix products and convolutions, in GFLOP. Needs the extra `aot`, but no GPU.
+For each model, the stage-3 gradient of a loss is compiled for 8 H200s, with each policy of `jax.checkpoint` around the
+blocks, and with `zerojax.remat` at several budgets. The bytes that each policy saves are also budgets, and the bytes
+that a policy offloads are also limits for `offload=`. A policy is *dominated* if the program with some budget has at
+most 1.02 times the memory and at most 1.005 times the FLOPs of the program with this policy. Memory is the temporary
+memory of the compiled program, in MiB. FLOPs are the FLOPs of matrix products and convolutions, in GFLOP. Time is the
+simulated time of kernels at the peak rates of the GPU, with the waits for collectives, in milliseconds. It leaves out
+the copies to host memory. All figures are per device. Needs the extra `aot`, but no GPU.
 """
 
 import argparse
@@ -22,13 +25,17 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
+from zerojax.planning.compiled_plan import read_plan
 
+TOPOLOGY = "h200:8"
 POLICIES = {
     "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
     "dots_saveable": jax.checkpoint_policies.dots_saveable,
@@ -36,7 +43,7 @@ POLICIES = {
     "everything_saveable": jax.checkpoint_policies.everything_saveable,
     "offload_dot_with_no_batch_dims": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
-WIDTH, HEADS, ROWS, TOKENS, LAYERS = 1024, 16, 4, 512, 4
+WIDTH, HEADS, ROWS, TOKENS, LAYERS = 1024, 16, 32, 512, 4
 
 
 def norm(x):
@@ -101,7 +108,7 @@ def moe_block(p, x):
 
 def unet_block(p, x):
     """One level down and up again, with a connection past it: convolutions of pictures."""
-    image = x.reshape(ROWS, 32, 16, -1)
+    image = x.reshape(x.shape[0], 32, 16, -1)
     conv = functools.partial(
         jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
@@ -130,22 +137,30 @@ MODELS = {
 }
 
 
-def measure(block, shapes, scan: bool) -> tuple[float, float]:
-    """Compile the gradient of a stack of blocks, and return its temporary MiB and its GFLOP."""
-    place = NamedSharding(absent_mesh("h200:1"), PartitionSpec())
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+def measure(block, shapes, scan: bool) -> dict[str, float]:
+    """Compile the gradient of a stack of blocks, and return the figures of the program."""
+    mesh = absent_mesh(TOPOLOGY)
 
     def loss(params, x):
         if scan:
             x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, params)
-        for i in range(0 if scan else LAYERS):
-            x = block(jax.tree.map(lambda w, i=i: w[i], params), x)
+        for p in [] if scan else params:
+            x = block(p, x)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    params = {name: array(LAYERS, *shape) for name, shape in shapes.items()}
-    compiled: Any = jax.jit(jax.grad(loss)).lower(params, array(ROWS, TOKENS, WIDTH)).compile()
-    operations = product_flops(kernels(read(compiled.as_text())))
-    return compiled.memory_analysis().temp_size_in_bytes / 2**20, sum(operations.values()) / 1e9
+    layer = lambda *leading: {name: jax.ShapeDtypeStruct((*leading, *s), jnp.bfloat16) for name, s in shapes.items()}
+    params = layer(LAYERS) if scan else [layer() for _ in range(LAYERS)]
+    tx = zerojax.zero_shard(optax.adamw(1e-4), stage=3, mesh=mesh)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.bfloat16, sharding=rows)
+    compiled: Any = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), x).compile()
+    plan = read_plan(compiled, TOPOLOGY, Device.of(Topology.parse(TOPOLOGY)), batch=ROWS)
+    return {
+        "memory": plan.memory["temporary"] / 2**20,
+        "host": compiled.memory_analysis().host_temp_size_in_bytes / 2**20,
+        "flops": sum(product_flops(kernels(read(plan.text))).values()) / 1e9,
+        "milliseconds": 1e3 * (plan.roofline.kernels + sum(plan.waits.values())),
+    }
 
 
 def saved_bytes(fn, *args) -> int:
@@ -161,53 +176,76 @@ def saved_bytes(fn, *args) -> int:
     return total
 
 
-def study(name: str, budgets: int) -> dict:
-    """Measure one model with every policy and budget."""
+def study(name: str, budgets: int) -> dict[str, Any]:
+    """Measure one model with every policy and budget. Print each row when it is measured."""
     block, shapes, scan = MODELS[name]
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     given = {key: array(*shape) for key, shape in shapes.items()}, array(ROWS, TOKENS, WIDTH)
     cse: Any = {"prevent_cse": not scan}
     most = zerojax.remat(block, budget=0).choice(*given).most_bytes
-    found = {"model": name, "policies": {}, "budgets": []}
-    chosen = {most * i // budgets for i in range(budgets + 1)}
+    found: dict[str, Any] = {"policies": {}, "budgets": []}
+    chosen = {(most * i // budgets, 0) for i in range(budgets + 1)}
     for policy, rule in POLICIES.items():
         theirs = jax.checkpoint(block, policy=rule, **cse)
         found["policies"][policy] = measure(theirs, shapes, scan)
-        chosen.add(min(most, saved_bytes(theirs, *given)))
-    for budget in sorted(chosen):
-        ours = zerojax.remat(block, budget=budget, **cse)
+        print(f"  {policy:34s} {columns(found['policies'][policy])}", flush=True)
+        saved = min(most, saved_bytes(theirs, *given))
+        chosen.add((saved, 0))
+        if policy.startswith("offload"):
+            chosen.add((0, saved))
+    for budget, offload in sorted(chosen):
+        ours = zerojax.remat(block, budget=budget, offload=offload, **cse)
         choice = ours.choice(*given)
-        memory, flops = measure(ours, shapes, scan)
-        found["budgets"].append(
-            {"budget": budget, "saved": choice.saved_bytes, "repeated": choice.flops, "memory": memory, "flops": flops}
-        )
+        row = {"budget": budget, "offload": offload, "saved": choice.saved_bytes, "repeated": choice.flops}
+        found["budgets"].append(row | measure(ours, shapes, scan))
+        print(f"  {label(row):34s} {columns(found['budgets'][-1])}", flush=True)
     return found
 
 
-def show(found: dict) -> None:
-    print(f"\n{found['model']}: MiB and GFLOP")
-    for policy, (memory, flops) in found["policies"].items():
-        better = [b for b in found["budgets"] if b["memory"] <= 1.02 * memory and b["flops"] <= 1.005 * flops]
-        by = f"dominated by budget {better[0]['budget'] / 2**20:.1f} MiB" if better else "not dominated"
-        print(f"  {policy:34s} {memory:8.1f} {flops:9.2f}  {by}")
-    for b in found["budgets"]:
-        print(f"  budget {b['budget'] / 2**20:27.1f} {b['memory']:8.1f} {b['flops']:9.2f}")
+def label(row: dict[str, Any]) -> str:
+    """Return the name of a budget in the tables."""
+    host = f" and {row['offload'] / 2**20:,.0f} MiB of the host" * bool(row["offload"])
+    return f"{row['budget'] / 2**20:,.0f} MiB{host}"
+
+
+def columns(row: dict[str, Any]) -> str:
+    return f"{row['memory']:9.1f} {row['host']:9.1f} {row['flops']:9.2f} {row['milliseconds']:9.3f}"
+
+
+def dominating(found: dict[str, Any], policy: str) -> dict[str, Any] | None:
+    """Return the smallest budget that dominates a policy, or None."""
+    theirs = found["policies"][policy]
+    better = lambda b: b["memory"] <= 1.02 * theirs["memory"] and b["flops"] <= 1.005 * theirs["flops"]
+    return next(filter(better, found["budgets"]), None)
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    """Print a table in Markdown: each policy, and the budget that dominates it."""
+    print(f"\n| {name} | MiB | GFLOP | dominated by | MiB | GFLOP |\n|---|---|---|---|---|---|")
+    for policy, theirs in found["policies"].items():
+        ours = dominating(found, policy)
+        cells = ["nothing", "", ""] if ours is None else [label(ours), f"{ours['memory']:,.0f}", f"{ours['flops']:,.0f}"]
+        print(f"| `{policy}` | {theirs['memory']:,.0f} | {theirs['flops']:,.0f} | {' | '.join(cells)} |")
 
 
 def main() -> None:
+    """Measure the models, merge them into the file of results, and show the file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--budgets", type=int, default=8)
+    parser.add_argument("--budgets", type=int, default=6)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--only-show", action="store_true", help="show the results of the file, and compile nothing")
     args = parser.parse_args()
-    every = []
-    for name in args.models:
-        every.append(study(name, args.budgets))
-        show(every[-1])
-    if args.json:
-        versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}
-        result = {"date": f"{datetime.date.today()}", "versions": versions, "hardware": "h200:1, absent"}
-        args.json.write_text(json.dumps({**result, "models": every}, indent=1) + "\n")
+    known = json.loads(args.json.read_text())["models"] if args.json and args.json.exists() else {}
+    for name in [] if args.only_show else args.models:
+        print(f"\n{name}: MiB of memory, MiB of host memory, GFLOP, ms", flush=True)
+        known[name] = study(name, args.budgets)
+        if args.json:
+            versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}
+            result = {"date": f"{datetime.date.today()}", "versions": versions, "hardware": f"{TOPOLOGY}, absent"}
+            args.json.write_text(json.dumps({**result, "models": known}, indent=1) + "\n")
+    for name, found in known.items():
+        show(name, found)
 
 
 if __name__ == "__main__":

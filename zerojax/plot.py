@@ -1,10 +1,13 @@
-"""Draw the memory of each stage, the shards of each device, and the timeline of a step, with matplotlib."""
+"""Draw memory, shards, the timeline of a step, and plans with different activations, with matplotlib."""
 
 from __future__ import annotations
 
 import functools
 import io
+import itertools
 import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -15,6 +18,7 @@ from zerojax.inspect.report import name_of
 from zerojax.inspect.timeline import Timeline, merge_short, simulate
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.padded import Padded, is_padded
+from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.estimate import PARTS, Estimate
 from zerojax.units import byte_unit, format_bytes
 
@@ -44,7 +48,7 @@ PALE = 0.3
 COLORS_SHOWN = 128  # fewer colors reduce the PNGs in a notebook to a third of their size
 SHORTEST = 1 / 800  # a share of the picture's width; shorter spans are merged with neighbouring spans
 
-__all__ = ["memory", "shards", "timeline"]
+__all__ = ["frontier", "memory", "shards", "timeline"]
 
 
 def __dir__() -> list[str]:
@@ -88,6 +92,51 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     axes.invert_yaxis()
     axes.set(xlabel=f"{unit} per device", xlim=(0, 1.15 * max(*base, (capacity or 0) / size)))
     axes.set_title(f"{estimate.parameters:,} parameters, devices: {rows[0].devices}")
+    axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
+def frontier(
+    plans: Sequence[Plan],
+    *,
+    policies: Mapping[str, Plan] = MappingProxyType({}),
+    chosen: Plan | None = None,
+    memory: float | None = None,
+) -> Figure:
+    """Draw the least time of a step against its peak memory, for plans that save more or fewer activations.
+
+    Args:
+        plans: Plans of one step with different budgets for its activations. A line connects them by their memory.
+        policies: Plans with policies of `jax.checkpoint` instead of a budget, by name.
+        chosen: The plan of the step with `memory=`.
+        memory: The bytes per device that the step may take, drawn as a line.
+
+    Returns:
+        A figure, as `memory` returns it.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        ValueError: If there is no plan.
+    """
+    every = [*plans, *policies.values(), *([] if chosen is None else [chosen])]
+    if not every:
+        raise ValueError("plot.frontier compares plans, and got none. Give plans of a step with different budgets.")
+    (unit, size), longest = byte_unit(max(plan.peak for plan in every)), max(plan.seconds for plan in every)
+    time, second = ("ms", 1e-3) if longest < 1 else ("s", 1.0)
+    at = lambda plan: (plan.peak / size, plan.seconds / second)
+    figure, axes = new_figure(height=4.2)
+    if plans:
+        line = sorted(map(at, plans))
+        axes.plot(*zip(*line, strict=True), "o-", color=COLORS["params"], label="zerojax, by budget")
+    for (name, plan), marker in zip(policies.items(), itertools.cycle("sD^vP")):
+        axes.plot(*at(plan), marker, color=COLORS["grads"], markersize=8, label=name)
+    if chosen is not None:
+        axes.plot(*at(chosen), "*", color=EXPOSED[0], markersize=17, zorder=3, label="chosen by memory=")
+    if memory is not None:
+        axes.axvline(memory / size, color="black", linestyle="--", label=f"memory={format_bytes(memory)}")
+    axes.set(xlabel=f"peak memory, {unit} per device", ylabel=f"least time of a step, {time}")
+    axes.margins(0.08)
+    axes.set_title(f"Memory against time on {every[0].topology}: down and left is better")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 

@@ -1,4 +1,4 @@
-"""Format bytes and seconds as text with three digits and a unit, and parse sizes."""
+"""Format bytes, FLOPs and seconds as text with three digits and a unit, and parse sizes."""
 
 import math
 import re
@@ -18,6 +18,11 @@ def format_bytes(count: float | None) -> str:
         return "-"
     unit, size = byte_unit(count)
     return f"{count:.0f} B" if unit == "B" else f"{count / size:.3g} {unit}"
+
+
+def format_flops(count: float) -> str:
+    """Return a number of FLOPs as text such as `1.88 GFLOP`."""
+    return format_bytes(count).replace("B", "FLOP")
 
 
 def format_seconds(seconds: float) -> str:

@@ -17,7 +17,10 @@ from models import awkward_params
 from zerojax import Offload, collectives, estimate, plot, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
+from zerojax.inspect.overlap import Overlap
+from zerojax.inspect.roofline import Roofline
 from zerojax.inspect.timeline import Span, merge_short, simulate
+from zerojax.planning.compiled_plan import Plan
 
 H200 = Device.of(Topology.parse("h200:8"))
 # A loop of five iterations around a gather hidden by a product; before it an exposed one, for which the kernels wait.
@@ -275,6 +278,27 @@ def test_a_timeline_is_drawn_of_a_program_a_text_or_a_plan(compiled):
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert "gather, hidden" in legend
     assert "exposed: hidden by no product" in legend
+
+
+def test_a_frontier_has_a_line_of_budgets_and_a_point_for_every_other_plan():
+    def planned(gigabytes, seconds):
+        figures = Roofline({}, 0, 0.0, 0.0, seconds, 0.0, 0.0)
+        memory = {"temporary": int(gigabytes * 1e9)}
+        return Plan("h200:8", 8, 64, memory, 141 * 10**9, 134 * 10**9, Overlap(()), figures)
+
+    budgets, policy, chosen = [planned(90, 1.2), planned(30, 1.5)], planned(60, 1.4), planned(50, 1.3)
+    figure = plot.frontier(budgets, policies={"dots_saveable": policy}, chosen=chosen, memory=55e9)
+    (axes,) = figure.axes
+    drawn = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
+    assert drawn["zerojax, by budget"] == ([30, 90], [1.5, 1.2])
+    assert drawn["dots_saveable"] == ([60], [1.4])
+    assert drawn["chosen by memory="] == ([50], [1.3])
+    assert drawn["memory=55 GB"][0] == [55, 55]
+    assert "GB" in axes.get_xlabel()
+    assert plot.frontier(budgets).axes[0].get_ylabel().endswith(" s")
+    assert plot.frontier([planned(1, 0.002)]).axes[0].lines[0].get_ydata() == pytest.approx([2])
+    with pytest.raises(ValueError, match="compares plans"):
+        plot.frontier([])
 
 
 def test_short_spans_are_merged():

@@ -37,16 +37,29 @@ class Block(NamedTuple):
     graph: Graph
 
 
+class Decided(NamedTuple):
+    """A block with a `jax.checkpoint` or `zerojax.remat` in it, or a call of such a function outside of blocks.
+
+    The attributes are as for `Block`.
+    """
+
+    line: str
+    calls: int
+    jaxpr: Any
+
+
 class Blocks:
     """The blocks of one loss. Of several blocks with equal jaxprs, only the first is analysed.
 
     Attributes:
-        found: The blocks that the latest call of a function made by `rematerialised` has found.
+        found: The blocks that the latest call of a function made by `rematerialised` or `observed` has found.
+        decided: The blocks that stay as they are, because the user has decided what they save.
     """
 
     def __init__(self, is_block: Callable[[Any], bool]):
         """Begin without blocks. `is_block(eqn)` returns whether an equation calls a function that the user marked."""
         self.found: list[Block] = []
+        self.decided: list[Decided] = []
         self._is_block = is_block
         self._graphs: dict[Any, tuple[Any, Graph]] = {}
         self._choices: dict[tuple[int, float], Choice] = {}
@@ -80,7 +93,7 @@ class Blocks:
     def rematerialised(self, fn: Callable, share: float) -> Callable:
         """Return a function that computes the same as `fn`, and in which each block saves `share` of its bytes.
 
-        Each call of the function replaces `found`.
+        Each call of the function replaces `found` and `decided`.
 
         Args:
             fn: A function of trees with arrays and other values, such as a loss. The first argument is differentiated.
@@ -89,26 +102,42 @@ class Blocks:
 
         @functools.wraps(fn)
         def run(*args, **kwargs):
-            leaves, structure = jax.tree.flatten((args, kwargs))
-            traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.core.Tracer)]
-
-            def flat(*arrays):
-                given = dict(zip(traced, arrays, strict=True))
-                args, kwargs = jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)])
-                return fn(*args, **kwargs)
-
-            arrays = [leaves[i] for i in traced]
-            closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-            jaxpr, consts = compat.opened(closed)
-            params = len(jax.tree.leaves(args[0]))
-            active = [var for i, var in zip(traced, jaxpr.invars, strict=True) if i < params]
-            self.found = list(self._find(jaxpr, 1, active))
-            results = self._evaluate(share, jaxpr, consts, *arrays)
-            return jax.tree.unflatten(jax.tree.structure(shapes), results)
+            jaxpr, consts, arrays, structure = self._look(fn, args, kwargs)
+            return jax.tree.unflatten(structure, self._evaluate(share, jaxpr, consts, *arrays))
 
         return run
 
-    def _find(self, jaxpr: Any, calls: int, active: Sequence) -> Iterator[Block]:
+    def observed(self, fn: Callable) -> Callable:
+        """Return `fn` as a function whose calls also replace `found` and `decided`."""
+
+        @functools.wraps(fn)
+        def run(*args, **kwargs):
+            self._look(fn, args, kwargs)
+            return fn(*args, **kwargs)
+
+        return run
+
+    def _look(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[Any, Sequence, list, Any]:
+        """Find the blocks of a call. Return the jaxpr, its constants, the arrays it takes, and the results' structure."""
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.core.Tracer)]
+
+        def flat(*arrays):
+            given = dict(zip(traced, arrays, strict=True))
+            args, kwargs = jax.tree.unflatten(structure, [given.get(i, x) for i, x in enumerate(leaves)])
+            return fn(*args, **kwargs)
+
+        arrays = [leaves[i] for i in traced]
+        closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+        jaxpr, consts = compat.opened(closed)
+        params = len(jax.tree.leaves(args[0]))
+        active = [var for i, var in zip(traced, jaxpr.invars, strict=True) if i < params]
+        every = list(self._find(jaxpr, 1, active))
+        self.found = [block for block in every if isinstance(block, Block)]
+        self.decided = [block for block in every if isinstance(block, Decided)]
+        return jaxpr, consts, arrays, jax.tree.structure(shapes)
+
+    def _find(self, jaxpr: Any, calls: int, active: Sequence) -> Iterator[Block | Decided]:
         """Yield the blocks of a jaxpr that runs `calls` times, and that have cotangents.
 
         `active` has the arguments that are differentiated. Other blocks, such as a scan over data alone, save nothing.
@@ -120,11 +149,24 @@ class Blocks:
             if not any(is_active):
                 continue
             body, loop = self._body(eqn), compat.loop_of(eqn)
+            times = calls if loop is None else calls * loop.length
             if body is not None:
-                times = calls if loop is None else calls * loop.length
                 yield Block(compat.line_of(eqn), times, body, self._graph(body))
+            elif (decided := self._decided(eqn)) is not None:
+                yield Decided(compat.line_of(eqn), times, decided)
             elif (inner := self._inlined(eqn)) is not None:
                 yield from self._find(inner, calls, [v for v, on in zip(inner.invars, is_active, strict=True) if on])
+
+    def _decided(self, eqn: Any) -> Any:
+        """Return the open jaxpr of a block that stays as it is, or None. Blocks with refs cannot be described."""
+        if compat.is_remat(eqn):
+            inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
+            jaxpr = compat.part_of(compat.inlined_body(eqn), [eqn], inputs, eqn.outvars)
+        elif compat.loop_of(eqn) is not None or self._is_block(eqn):
+            jaxpr = self._called(eqn)
+        else:
+            return None
+        return None if _has_refs(jaxpr) else jaxpr
 
     def _inlined(self, eqn: Any) -> Any:
         """Return the open jaxpr of a call that may be inlined: it is no marked block, and constrains no sharding."""
@@ -136,13 +178,15 @@ class Blocks:
 
     def _body(self, eqn: Any) -> Any:
         """Return the open jaxpr of the block that an equation runs, or None if the equation runs no block."""
-        loop = compat.loop_of(eqn)
-        if loop is None and not self._is_block(eqn):
+        if compat.loop_of(eqn) is None and not self._is_block(eqn):
             return None
-        jaxpr, _ = compat.opened(compat.called(eqn) if loop is None else loop.body)
-        inside = list(jaxprs.equations(jaxpr))
-        has_refs = any(compat.is_ref(atom) for e in inside for atom in [*e.invars, *e.outvars])
-        return None if has_refs or any(map(compat.is_remat, inside)) else jaxpr
+        jaxpr = self._called(eqn)
+        return None if _has_refs(jaxpr) or any(map(compat.is_remat, jaxprs.equations(jaxpr))) else jaxpr
+
+    def _called(self, eqn: Any) -> Any:
+        """Return the open jaxpr of a loop's body, or of the function that an equation calls."""
+        loop = compat.loop_of(eqn)
+        return compat.opened(compat.called(eqn) if loop is None else loop.body)[0]
 
     def _graph(self, jaxpr: Any) -> Graph:
         key = jaxprs.signature(jaxpr)
@@ -176,6 +220,10 @@ class Blocks:
             return run(consts, *values) if loop is None else _scanned(loop, functools.partial(run, consts), values)
 
         return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+
+def _has_refs(jaxpr: Any) -> bool:
+    return any(compat.is_ref(atom) for eqn in jaxprs.equations(jaxpr) for atom in [*eqn.invars, *eqn.outvars])
 
 
 def _scanned(loop: compat.LoopEqn, run: Callable, values: Sequence) -> list:

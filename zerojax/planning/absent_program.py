@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.budget.table import describe
 from zerojax.comm.explicit import auto_context
 from zerojax.config.data_mesh import axes_of
 from zerojax.gather import Decided
@@ -25,6 +26,7 @@ from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import StageEstimate, estimate_stage
 from zerojax.planning.staged_program import compile_trace
 from zerojax.planning.staged_trace import trace_step
+from zerojax.train.fitting import blocks_of_a_loss, devices_of_a_block
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.units import format_bytes
@@ -53,18 +55,14 @@ class AbsentProgram(NamedTuple):
 
 
 def compile_lowered(
-    lower: Callable[[Any], Any],
-    batch: Any,
-    notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: (),
-    decided: Callable[[], Decided] = Decided,
+    lower: Callable[[Any], Any], batch: Any, described: Callable[[Any], dict[str, Any]] = lambda batch: {}
 ) -> CompiledStep:
     """Compile a step that is one program.
 
-    `lower(batch)` lowers it, `notes_of(batch)` returns notes for a plan, and `decided()` what the planner of the engine
-    decided about the loss.
+    `lower(batch)` lowers it. `described(batch)` is called afterwards, and returns the other fields of the result.
     """
-    program = lower(batch).compile()
-    return CompiledStep(((program, 1),), notes=notes_of(batch), decided=decided())
+    compiled = lower(batch).compile()
+    return CompiledStep(((compiled, 1),), **described(batch))
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
@@ -78,7 +76,10 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     options = step.options
     if options.memory == "auto":
         options = dataclasses.replace(options, memory=usable)
-    loss = dataclasses.replace(step.program.loss)  # a copy, with the decisions for these GPUs
+    blocks = blocks_of_a_loss()
+    # A copy, with the decisions for these GPUs. With `memory=`, the step looks for the blocks by itself.
+    observed = step.program.loss.fn if options.memory is not None else blocks.observed(step.program.loss.fn)
+    loss = dataclasses.replace(step.program.loss, fn=observed)
     moved, shapes = Step(config, loss, options), state_shapes(ZeroTransformation.of(config), state)
     accumulate = options.accumulate
     row = estimate_stage(config, shapes.plan, accumulate)
@@ -100,9 +101,15 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
         return AbsentProgram(compile_stages, multiple, facts, row)
     lower = auto_context()(lambda batch: moved.lower(shapes, abstract(batch), *abstract(args)))
-    notes = auto_context()(lambda batch: moved.memory_fit(shapes, abstract(batch), *abstract(args)).notes)
-    given = {"decided": lambda: moved.decided} | ({} if options.memory is None else {"notes_of": notes})
-    return AbsentProgram(functools.partial(compile_lowered, lower, **given), multiple, facts)
+
+    @auto_context()
+    def described(batch: Any) -> dict[str, Any]:
+        if options.memory is None:
+            return {"decided": moved.decided, "blocks": describe(blocks, 1.0, devices_of_a_block(config))}
+        fit = moved.memory_fit(shapes, abstract(batch), *abstract(args))
+        return {"decided": moved.decided, "notes": fit.notes[:1], "blocks": fit.blocks}
+
+    return AbsentProgram(functools.partial(compile_lowered, lower, described=described), multiple, facts)
 
 
 def check_state(state: Any) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from zerojax.budget.table import BlockMemory, rows_of
 from zerojax.gather import Decided
 from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
@@ -62,6 +63,9 @@ class Plan:
         transfers: The least seconds per step of the host link, and of the disk if its bandwidth was given. Empty unless
             parameters are on disk.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
+        blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
+            `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function, and with
+            parameters on disk.
         notes: Sentences about effects that these figures leave out.
         decided: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
             parameters are gathered once more for them. Empty if the program is not a step, or with parameters on disk.
@@ -84,6 +88,7 @@ class Plan:
     written: int = 0
     transfers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     largest_batch: int | None = None
+    blocks: tuple[BlockMemory, ...] = ()
     notes: tuple[str, ...] = ()
     decided: Decided = dataclasses.field(default_factory=Decided)
     text: str = dataclasses.field(default="", repr=False)
@@ -172,6 +177,7 @@ class Plan:
         lines += [line(name, format_bytes(size)) for name, size in offloaded.items() if size]
         if self.largest_batch is not None:
             lines.append(line("largest batch", f"{self.largest_batch:,}") + "  rows")
+        lines += ["blocks, per call and device"] * bool(self.blocks) + [line(*row) for row in rows_of(self.blocks)]
         if self.collectives:
             formula = "" if self.sent_formula is None else f"  formula {format_bytes(self.sent_formula)}"
             lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
@@ -232,12 +238,14 @@ class CompiledStep(NamedTuple):
         programs: Each program, with the number of its executions in a step.
         memory: Bytes per device by part, at the moment when their sum is largest. None: the step is one program.
         notes: Sentences for the plan, about how `train_step(memory=)` chose the program.
+        blocks: What each block of the loss saves and recomputes.
         decided: See `Plan`.
     """
 
     programs: tuple[tuple[Any, int], ...]
     memory: dict[str, int] | None = None
     notes: tuple[str, ...] = ()
+    blocks: tuple[BlockMemory, ...] = ()
     decided: Decided = Decided()
 
     @property
@@ -290,6 +298,7 @@ def read_plan(
         written=facts.written,
         transfers=dict(transfers),
         largest_batch=largest_batch,
+        blocks=step.blocks,
         notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
         decided=step.decided,
         text="" if others else first[0].text,

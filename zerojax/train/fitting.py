@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 
 from zerojax import compat
 from zerojax.budget.blocks import Blocks
+from zerojax.budget.table import BlockMemory, describe
 from zerojax.config import Config
 from zerojax.gather.planner import BLOCK_NAME
 from zerojax.inspect.memory import peak_bytes
@@ -64,12 +65,14 @@ class MemoryFit:
         trials: The compilations, in their order.
         chosen: The trial whose program the step runs.
         notes: Sentences about the compilations, the bytes that each block saves, and the FLOPs that it repeats.
+        blocks: The bytes that each block saves and recomputes, and the FLOPs that it repeats.
     """
 
     memory: int
     trials: tuple[Trial, ...]
     chosen: Trial
     notes: tuple[str, ...]
+    blocks: tuple[BlockMemory, ...]
 
 
 class StepFitting:
@@ -82,7 +85,7 @@ class StepFitting:
     def __init__(self, program: StepProgram):
         """Keep the program of the step."""
         self._program = program
-        self.blocks = Blocks(lambda eqn: compat.called(eqn) is not None and eqn.params.get("name") == BLOCK_NAME)
+        self.blocks = blocks_of_a_loss()
         self._jitted = functools.cache(self._with_share)
         self._fits: dict[Any, MemoryFit] = {}
 
@@ -102,7 +105,7 @@ class StepFitting:
                 self.blocks,
                 memory,
                 arguments=sum(map(_bytes_per_device, jax.tree.leaves((state, rows, args)))),
-                devices=config.data.workers if config.view == "global" else 1,
+                devices=devices_of_a_block(config),
             )
         return self._fits[key]
 
@@ -110,6 +113,16 @@ class StepFitting:
         loss = self._program.loss
         loss = dataclasses.replace(loss, fn=self.blocks.rematerialised(loss.fn, share))
         return JittedStep(dataclasses.replace(self._program, loss=loss))
+
+
+def blocks_of_a_loss() -> Blocks:
+    """Return an empty collection of blocks that finds scans and functions marked with `zerojax.block`."""
+    return Blocks(lambda eqn: compat.called(eqn) is not None and eqn.params.get("name") == BLOCK_NAME)
+
+
+def devices_of_a_block(config: Config) -> int:
+    """Return the number of devices over which the values of a block in the loss are divided."""
+    return config.data.workers if config.view == "global" else 1
 
 
 def _bytes_per_device(x: Any) -> int:
@@ -177,7 +190,8 @@ def fit_memory(
         best = trials[-1] if trials[-1].peak <= memory else None
     if best is None:
         raise ValueError(_nothing_fits(min(trials, key=lambda trial: trial.peak), blocks, memory, arguments))
-    return MemoryFit(memory, tuple(trials), best, _notes(memory, trials, best, blocks))
+    described = describe(blocks, best.share, devices)
+    return MemoryFit(memory, tuple(trials), best, _notes(memory, trials, best, blocks), described)
 
 
 def _notes(memory: int, trials: Sequence[Trial], chosen: Trial, blocks: Blocks) -> tuple[str, ...]:
