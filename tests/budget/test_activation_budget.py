@@ -18,6 +18,8 @@ import zerojax.flax
 from zerojax import compat, zero_shard
 from zerojax.budget.choice import choose
 from zerojax.budget.graph import PREFIX, graph_of
+from zerojax.gpus.devices import HOST_LINKS, Device, kind_of
+from zerojax.gpus.topology import Topology, absent_mesh, installed
 from zerojax.units import parse_bytes
 
 WIDTH, ROWS = 8, 4
@@ -212,6 +214,56 @@ def test_values_may_wait_in_host_memory():
     assert plan(budget=128, offload=1 << 30).flops <= choice.flops
     compared(fn, attention, *args)
     assert "<host>" in str(jax.make_jaxpr(jax.grad(lambda *args: fn(*args).sum()))(*args))
+
+
+def test_no_more_is_offloaded_than_the_link_copies_in_time():
+    """Wider blocks compute more FLOPs per byte. So their values have time to leave and to come back."""
+
+    def copied(width):
+        shapes = jax.eval_shape(lambda: given(width, rows=512))
+        choice = zerojax.remat(attention, budget=0, offload="auto").choice(*shapes)
+        return choice, zerojax.remat(attention, budget=0, offload="1 TB").choice(*shapes)
+
+    per_flop = HOST_LINKS["h200"] / Device.of(Topology.parse("h200:1")).rates["bf16"]
+    (narrow, _), (wide, unlimited) = copied(64), copied(8192)
+    assert narrow.offloaded_bytes < 64 * 512 * 4  # not even one activation
+    assert 8192 * 512 * 4 <= wide.offloaded_bytes <= per_flop * wide.most_flops < unlimited.offloaded_bytes
+    assert wide.flops < wide.most_flops
+    named = zerojax.remat(attention, budget=0, offload="auto", named={"x": "offload"})
+    assert named.choice(*given()).offloaded_bytes == 0
+    kinds = {"NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA B200": "b200", "cpu": "h200"}
+    assert {name: kind_of(name) for name in kinds} == kinds
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("optimized")
+@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_offloaded_values_are_in_the_host_memory_of_absent_gpus(stage):
+    """The compiled program has a host buffer for each byte of the choice, and the device is relieved of it."""
+    layers, width, rows = 4, 1024, 8 * 1024
+    params = jax.eval_shape(lambda: jax.tree.map(lambda w: jnp.stack([w] * layers), given(width)[0]))
+    x = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+
+    def block(w, x):
+        return x + jnp.sin(jnp.tanh(x @ w["up"]) ** 2) @ w["up"].T
+
+    def compiled(remat):
+        loss = lambda params, x: jnp.sum(jax.lax.scan(lambda x, w: (remat(w, x), None), x, params)[0] ** 2)
+        grad = zero_shard(optax.adam(1e-3), stage=stage, mesh=absent_mesh("h200:8")).value_and_grad(loss)
+        program = jax.jit(grad).lower(params, x).compile()
+        return program.memory_analysis()
+
+    kept, offloaded = (
+        zerojax.remat(block, prevent_cse=False, **options)
+        for options in ({"budget": "1 GB"}, {"budget": 0, "offload": 2 * rows * 2 * width * 4})
+    )
+    one = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), params)
+    choice, (there, here) = offloaded.choice(one, x), (compiled(fn) for fn in (offloaded, kept))
+    assert choice.offloaded_bytes > 0
+    assert here.host_temp_size_in_bytes == 0
+    assert there.host_temp_size_in_bytes == layers * choice.offloaded_bytes // 8
+    assert here.temp_size_in_bytes - there.temp_size_in_bytes > (layers - 2) * choice.offloaded_bytes // 8
 
 
 def test_collectives_are_not_repeated(mesh):

@@ -18,7 +18,7 @@ from zerojax.gpus.topology import Topology, abstract_mesh, installed
 from zerojax.optim.plan import make_plan
 from zerojax.planning import plan as planner
 from zerojax.planning.fit import COST_RESOLUTION, MOST_ROWS, PEAK_MARGIN, SearchSpace, estimate_candidate, search
-from zerojax.planning.hardware import HOST_LINKS, Hardware
+from zerojax.planning.hardware import Hardware
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)

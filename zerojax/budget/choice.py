@@ -14,9 +14,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from zerojax.budget.graph import Graph
+from zerojax.gpus.devices import host_bytes_per_flop, kind_of
 
 Fate = Literal["save", "recompute", "offload"]
 # The relative gap to the least cost at which the search may end, and the limit on its branches. A limit on time would
@@ -48,7 +50,7 @@ class Choice:
 
 
 def choose(
-    graph: Graph, budget: int, *, fates: Mapping[str, Fate], repeat_collectives: bool, host_bytes: int = 0
+    graph: Graph, budget: int, *, fates: Mapping[str, Fate], repeat_collectives: bool, host_bytes: int | None = 0
 ) -> Choice:
     """Return the choice that repeats the fewest FLOPs.
 
@@ -58,11 +60,14 @@ def choose(
         fates: What to do with the values that the user named, by name.
         repeat_collectives: Whether the backward pass may repeat collectives.
         host_bytes: The largest number of bytes that may be offloaded in addition to the values that `fates` offloads.
+            None: as many as the link to the host copies, together with these values, while the block is computed.
 
     Raises:
         ValueError: If the values that must be saved need more than the budget.
     """
     program = _Program(graph, fates, repeat_collectives)
+    if host_bytes is None:
+        host_bytes = max(bytes_in_time(graph) - int(program.pinned), 0)
     found = program.solve(budget, host_bytes)
     if found is None:
         least = program.least_bytes(host_bytes)
@@ -72,6 +77,16 @@ def choose(
             f"repeat_collectives=True."
         )
     return found
+
+
+def bytes_in_time(graph: Graph) -> int:
+    """Return the bytes that the link to the host copies in each direction while the block's FLOPs are computed.
+
+    The forward pass of the block computes at least these FLOPs, and its backward pass about twice as many. So the copies
+    of one block are complete before those of the next block begin. The GPU is this machine's, or an H200.
+    """
+    kind = kind_of(jax.local_devices()[0].device_kind)
+    return int(host_bytes_per_flop(kind) * sum(eqn.flops for eqn in graph.equations))
 
 
 def least_bytes(graph: Graph) -> int:

@@ -41,7 +41,9 @@ def remat(
             as `"1 GiB"`. In a `jax.lax.scan` each iteration is a call.
         named: The fate of each value that `fn` names with `jax.ad_checkpoint.checkpoint_name`, by name: `"save"`,
             `"recompute"`, or `"offload"` to host memory. Saved values count towards the budget.
-        offload: The bytes per call that may be saved in pinned host memory if this avoids FLOPs.
+        offload: The bytes per call that may be saved in pinned host memory if this avoids FLOPs. `"auto"` allows as
+            many as the link to the host can copy while the block is computed, in each direction, so that the copies
+            delay nothing.
         repeat_collectives: Whether collectives inside `fn` may be repeated. Otherwise their results are saved.
         prevent_cse: As for `jax.checkpoint`. Use False in a `scan`, whose compiled loop needs no barriers.
         static_argnums: Positional arguments that are no arrays, such as flags.
@@ -65,8 +67,8 @@ def remat(
     """
     for name, fate in named.items():
         check_word(f"remat(named={{{name!r}: ...}})", fate, ("save", "recompute", "offload"))
-    host_bytes = parse_bytes("remat(offload=)", offload)
-    if host_bytes or "offload" in named.values():
+    host_bytes = None if offload == "auto" else parse_bytes("remat(offload=)", offload)
+    if host_bytes != 0 or "offload" in named.values():
         device = jax.local_devices(backend=jax.default_backend())[0]
         require_pinned_host(device)
         require_correct_order(device.platform, jaxlib.__version__)

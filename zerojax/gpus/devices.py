@@ -1,12 +1,13 @@
 """Describe a GPU: memory and peak rates from XLA's description, and link bandwidths from data sheets."""
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zerojax.gpus.topology import Topology, target_config
+from zerojax.gpus.topology import KINDS, Topology, target_config
 
 # Element types for which matrix units have rates, by their numbers in XLA (xla_data.proto).
 TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf16", "19": "f8e5m2", "20": "f8e4m3fn"}
@@ -36,6 +37,19 @@ LINKS = {
     "h100": Links(450e9, 50e9),
     "h200": Links(450e9, 50e9),
 }
+# Bytes per second in each direction between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
+HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
+
+
+def kind_of(device_kind: str) -> str:
+    """Return the known GPU that JAX calls `device_kind`, such as `"NVIDIA H100 80GB HBM3"`, or `"h200"` if none is."""
+    return next((kind for kind in KINDS if kind.split("-")[0] in device_kind.lower()), "h200")
+
+
+@functools.cache
+def host_bytes_per_flop(kind: str) -> float:
+    """Return the bytes that one direction of a GPU's link to its host copies while the GPU computes a bfloat16 FLOP."""
+    return HOST_LINKS[kind] / Device.of(Topology.parse(f"{kind}:1")).rates["bf16"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.devices import HOST_LINKS, USABLE, Device
 from zerojax.gpus.topology import Topology
 from zerojax.units import parse_bytes
-
-# Bytes per second in each direction between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
-HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 
 
 @dataclasses.dataclass(frozen=True)
