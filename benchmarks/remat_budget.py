@@ -2,7 +2,7 @@
 
     python benchmarks/remat_budget.py --json benchmarks/results/remat_budget.json         all models
     python benchmarks/remat_budget.py --models gpt vit --json ...                         replaces these models in the file
-    python benchmarks/remat_budget.py --json ... --only-show --picture docs/fit_frontier.png
+    python benchmarks/remat_budget.py --json ... --only-show                              the table of the file
 
 For each model, the stage-3 gradient of a loss is compiled for 8 H200s, with each policy of `jax.checkpoint` around the
 blocks, and with `zerojax.remat` at several budgets. The bytes that each policy saves are also budgets, and the bytes
@@ -53,7 +53,7 @@ def norm(x):
 
 def attend(p, x, memory, mask=None):
     q, k, v = (jnp.einsum("btd,dhe->bthe", y, p[name]) for name, y in zip("qkv", (x, memory, memory), strict=True))
-    scores = jnp.einsum("bthe,bshe->bhts", q, k).astype(jnp.float32) / (WIDTH // HEADS) ** 0.5
+    scores = jnp.einsum("bthe,bshe->bhts", q, k).astype(jnp.float32) / q.shape[-1] ** 0.5
     scores = scores if mask is None else jnp.where(mask, scores, -1e9)
     weights = jax.nn.softmax(scores).astype(jnp.bfloat16)
     return jnp.einsum("bthe,hed->btd", jnp.einsum("bhts,bshe->bthe", weights, v), p["o"])
@@ -63,18 +63,22 @@ def feed(p, x):
     return jax.nn.gelu(x @ p["up"]) @ p["down"]
 
 
-def attention_shapes(prefix=""):
-    heads = (WIDTH, HEADS, WIDTH // HEADS)
-    return {prefix + name: heads for name in "qkv"} | {prefix + "o": (*heads[1:], WIDTH)}
+def attention_shapes(width, heads, prefix=""):
+    split = (width, heads, width // heads)
+    return {prefix + name: split for name in "qkv"} | {prefix + "o": (*split[1:], width)}
 
 
-FEED = {"up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
-CAUSAL = lambda: jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
+def feed_shapes(width):
+    return {"up": (width, 4 * width), "down": (4 * width, width)}
+
+
+def causal(tokens):
+    return jnp.tril(jnp.ones((tokens, tokens), bool))
 
 
 def gpt_block(p, x):
     h = norm(x)
-    x = x + attend(p, h, h, CAUSAL())
+    x = x + attend(p, h, h, causal(x.shape[1]))
     return x + feed(p, norm(x))
 
 
@@ -89,7 +93,7 @@ def cross_block(p, x):
     """A decoder's block: attention to itself and to the memory of an encoder, and a feed-forward layer."""
     x, memory = jnp.split(x, 2, axis=1)
     h = norm(x)
-    x = x + attend(p, h, h, jnp.tril(jnp.ones((x.shape[1],) * 2, bool)))
+    x = x + attend(p, h, h, causal(x.shape[1]))
     x = x + attend({name: p["c" + name] for name in "qkvo"}, norm(x), memory)
     return jnp.concatenate([x + feed(p, norm(x)), memory], axis=1)
 
@@ -97,7 +101,7 @@ def cross_block(p, x):
 def moe_block(p, x):
     """Attention, and a feed-forward layer of eight experts, whose gate weighs the two that a token is sent to."""
     h = norm(x)
-    x = x + attend(p, h, h, CAUSAL())
+    x = x + attend(p, h, h, causal(x.shape[1]))
     h = norm(x)
     logits = (h @ p["router"]).astype(jnp.float32)
     kept = logits >= jax.lax.top_k(logits, 2)[0][..., -1:]
@@ -108,7 +112,7 @@ def moe_block(p, x):
 
 def unet_block(p, x):
     """One level down and up again, with a connection past it: convolutions of pictures."""
-    image = x.reshape(x.shape[0], 32, 16, -1)
+    image = x.reshape(x.shape[0], x.shape[1] // 16, 16, -1)
     conv = functools.partial(
         jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
     )
@@ -119,22 +123,47 @@ def unet_block(p, x):
     return x + conv(jnp.concatenate([first, high], -1), p["last"]).reshape(x.shape)
 
 
+# Each model has a block, the shapes of the block's parameters for a width and a number of heads, and whether it is
+# scanned.
 MODELS = {
-    "gpt": (gpt_block, attention_shapes() | FEED, False),
-    "gpt scan": (gpt_block, attention_shapes() | FEED, True),
-    "vit": (vit_block, attention_shapes() | FEED | {"gate": FEED["up"]}, False),
-    "encoder-decoder": (cross_block, attention_shapes() | attention_shapes("c") | FEED, True),
+    "gpt": (gpt_block, lambda width, heads: attention_shapes(width, heads) | feed_shapes(width), False),
+    "gpt scan": (gpt_block, lambda width, heads: attention_shapes(width, heads) | feed_shapes(width), True),
+    "vit": (
+        vit_block,
+        lambda width, heads: attention_shapes(width, heads) | feed_shapes(width) | {"gate": (width, 4 * width)},
+        False,
+    ),
+    "encoder-decoder": (
+        cross_block,
+        lambda width, heads: (
+            attention_shapes(width, heads) | attention_shapes(width, heads, "c") | feed_shapes(width)
+        ),
+        True,
+    ),
     "experts": (
         moe_block,
-        attention_shapes() | {"router": (WIDTH, 8), "expert_up": (8, WIDTH, WIDTH), "expert_down": (8, WIDTH, WIDTH)},
+        lambda width, heads: (
+            attention_shapes(width, heads)
+            | {"router": (width, 8), "expert_up": (8, width, width), "expert_down": (8, width, width)}
+        ),
         False,
     ),
     "u-net": (
         unet_block,
-        {"first": (3, 3, WIDTH, 512), "low": (3, 3, 512, 512), "last": (3, 3, 1024, WIDTH)},
+        lambda width, heads: {
+            "first": (3, 3, width, width // 2),
+            "low": (3, 3, width // 2, width // 2),
+            "last": (3, 3, width, width),
+        },
         False,
     ),
 }
+
+
+def arguments(shapes, rows, tokens, width):
+    """Return the shapes of a block's parameters and of its input."""
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    return {name: array(*shape) for name, shape in shapes.items()}, array(rows, tokens, width)
 
 
 def measure(block, shapes, scan: bool) -> dict[str, float]:
@@ -178,9 +207,9 @@ def saved_bytes(fn, *args) -> int:
 
 def study(name: str, budgets: int) -> dict[str, Any]:
     """Measure one model with every policy and budget. Print each row when it is measured."""
-    block, shapes, scan = MODELS[name]
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    given = {key: array(*shape) for key, shape in shapes.items()}, array(ROWS, TOKENS, WIDTH)
+    block, shapes_of, scan = MODELS[name]
+    shapes = shapes_of(WIDTH, HEADS)
+    given = arguments(shapes, ROWS, TOKENS, WIDTH)
     cse: Any = {"prevent_cse": not scan}
     most = zerojax.remat(block, budget=0).choice(*given).most_bytes
     found: dict[str, Any] = {"policies": {}, "budgets": []}

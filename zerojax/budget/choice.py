@@ -21,9 +21,11 @@ from zerojax.budget.graph import Graph
 from zerojax.gpus.devices import host_bytes_per_flop, kind_of
 
 Fate = Literal["save", "recompute", "offload"]
-# The relative gap to the least cost at which the search may end, and the limit on its branches. A limit on time would
-# give different choices on different machines.
-_GAP, _BRANCHES = 1e-3, 5000
+# The sum of all costs in the objective. The solver ends its search within 1e-6 of the least objective, so that a larger
+# budget never repeats more FLOPs. A relative gap of 0.1%, which was used before, may be a small product.
+_ALL = 1e6
+# The limit on the solver's branches. A limit on time would give different choices on different machines.
+_BRANCHES = 5000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +166,7 @@ class _Program:
                 optimize.LinearConstraint(matrix, bounds, np.inf),
                 optimize.LinearConstraint(limits, -np.inf, 1000 * np.minimum(allowed, 1)),
             ],
-            options={"mip_rel_gap": _GAP, "node_limit": _BRANCHES},
+            options={"mip_rel_gap": 0, "node_limit": _BRANCHES},
         )
         return None if found.x is None else np.round(found.x).astype(bool)
 
@@ -172,10 +174,10 @@ class _Program:
         """Return the choice with the least cost, or None if the values that must be saved exceed the budget."""
         if not self.equations:
             return Choice((), (), 0, 0, 0, 0, 0)
-        scale = max(self.cost.sum(), 1.0)
+        cost = _ALL * self.cost / max(self.cost.sum(), 1.0)
         # A small price per byte, so that values are saved only to avoid recomputation. Offloading costs twice as much.
-        price = 1e-7 * self.bytes / max(self.bytes.sum(), 1.0)
-        found = self._run(np.concatenate([self.cost / scale, price, 2 * price]), budget, host_bytes)
+        price = 1e-9 * _ALL * self.bytes / max(self.bytes.sum(), 1.0)
+        found = self._run(np.concatenate([cost, price, 2 * price]), budget, host_bytes)
         if found is None:
             return None
         recomputed, saved, offloaded = np.split(found, [self.equations, self.equations + self.values])
@@ -194,6 +196,6 @@ class _Program:
     def least_bytes(self, host_bytes: float) -> int:
         """Return the least number of bytes that must be saved."""
         objective = np.concatenate([np.zeros(self.equations), self.bytes, np.zeros(self.values)])
-        found = self._run(objective / max(self.bytes.sum(), 1.0), self.bytes.sum(), host_bytes)
+        found = self._run(_ALL * objective / max(self.bytes.sum(), 1.0), self.bytes.sum(), host_bytes)
         assert found is not None, "everything can be saved"
         return int(objective @ found)

@@ -24,8 +24,8 @@ _COLLECTIVES = frozenset(
 _FORMS = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims name reshape slice squeeze stop_gradient transpose".split()
 )
-# A byte costs a thousandth of a FLOP, so that bytes decide between values that cost equally many FLOPs.
-_FLOPS_PER_BYTE = 1e-3
+# A byte costs a millionth of a FLOP, so that bytes decide only between values that cost equally many FLOPs.
+_FLOPS_PER_BYTE = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)

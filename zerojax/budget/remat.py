@@ -31,7 +31,7 @@ def remat(
     """Rematerialise a function within a budget of memory.
 
     Between its forward and its backward pass, a call keeps at most `budget` bytes in addition to its arguments. Within
-    this budget, `remat` chooses the values to save so that the fewest FLOPs are repeated, to within 0.1%. With a budget
+    this budget, `remat` chooses the values to save so that the fewest FLOPs are repeated. With a budget
     of 0, it is `jax.checkpoint`. With at least `choice(...).most_bytes`, all values that the backward pass reads are
     saved, and nothing is repeated. Values and gradients equal those of `fn`.
 
