@@ -7,7 +7,7 @@
 For each model, the stage-3 gradient of a loss is compiled for 8 H200s, with each policy of `jax.checkpoint` around the
 blocks, and with `zerojax.remat` at several budgets. The bytes that each policy saves are also budgets, and the bytes
 that a policy offloads are also limits for `offload=`. A policy is *dominated* if the program with some budget has at
-most 1.02 times the memory and at most 1.005 times the FLOPs of the program with this policy. Memory is the temporary
+most 1.02 times the memory of the device and of the host, and at most 1.005 times the FLOPs of the program with this policy. Memory is the temporary
 memory of the compiled program, in MiB. FLOPs are the FLOPs of matrix products and convolutions, in GFLOP. Time is the
 simulated time of kernels at the peak rates of the GPU, with the waits for collectives, in milliseconds. It leaves out
 the copies to host memory. All figures are per device. Needs the extra `aot`, but no GPU.
@@ -244,7 +244,8 @@ def columns(row: dict[str, Any]) -> str:
 def dominating(found: dict[str, Any], policy: str) -> dict[str, Any] | None:
     """Return the smallest budget that dominates a policy, or None."""
     theirs = found["policies"][policy]
-    better = lambda b: b["memory"] <= 1.02 * theirs["memory"] and b["flops"] <= 1.005 * theirs["flops"]
+    limits = {"memory": 1.02, "host": 1.02, "flops": 1.005}
+    better = lambda b: all(b[figure] <= factor * theirs[figure] for figure, factor in limits.items())
     return next(filter(better, found["budgets"]), None)
 
 

@@ -15,6 +15,8 @@ from zerojax import compat, jaxprs
 from zerojax.budget.flops import bytes_written, flops_of, is_array
 
 PREFIX = "zerojax_value_"
+# Equations that show values to the user, as `jax.debug.print` does, and the name of the values.
+CALLBACKS, CALLED_BACK = ("debug_callback", "debug_print"), "zerojax_called_back"
 # Equations in which other devices take part. Repeating such an equation uses the links, not only this device's time.
 _COLLECTIVES = frozenset(
     "psum psum_invariant pmin pmax ppermute pshuffle all_gather all_gather_invariant all_to_all reduce_scatter "
@@ -92,6 +94,9 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
         if body is not None:
             return _with_names(numbers, *compat.opened(body), *values)
         with compat.at_line_of(eqn):
+            if eqn.primitive.name in CALLBACKS:
+                # Under these names the operands count as saved, so that the backward pass does not call back again.
+                values = [checkpoint_name(x, CALLED_BACK) for x in values]
             results = compat.evaluate_one(eqn, values)
             if eqn.primitive.name == "name":
                 return results

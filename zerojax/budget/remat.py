@@ -12,7 +12,7 @@ import jaxlib
 
 from zerojax import compat, jaxprs
 from zerojax.budget.choice import Choice, Fate, choose
-from zerojax.budget.graph import graph_of, named
+from zerojax.budget.graph import CALLBACKS, CALLED_BACK, graph_of, named
 from zerojax.config.checks import check_word
 from zerojax.offload.remat import require_correct_order, require_pinned_host
 from zerojax.units import parse_bytes
@@ -33,7 +33,8 @@ def remat(
     Between its forward and its backward pass, a call keeps at most `budget` bytes in addition to its arguments. Within
     this budget, `remat` chooses the values to save so that the fewest FLOPs are repeated. With a budget
     of 0, it is `jax.checkpoint`. With at least `choice(...).most_bytes`, all values that the backward pass reads are
-    saved, and nothing is repeated. Values and gradients equal those of `fn`.
+    saved, and nothing is repeated. Values and gradients equal those of `fn`. The backward pass does not repeat
+    callbacks, such as `jax.debug.print`, unless the call is under `jax.vmap`.
 
     Args:
         fn: Any function that `jax.checkpoint` accepts, such as one block of a model. No mesh is needed.
@@ -144,15 +145,21 @@ class Remat:
 def checkpointed(run: Callable, choice: Choice, *, prevent_cse: bool) -> Callable:
     """Return `run` under `jax.checkpoint`, so that it saves or offloads the values of `choice`.
 
-    The backward pass computes all other values again. `run` names its values as `graph.named` does.
+    The backward pass computes all other values again, and does not repeat callbacks, such as `jax.debug.print`. `run`
+    names its values as `graph.named` does.
     """
+    saved = [*choice.saved, CALLED_BACK]
     if choice.offloaded:
         policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(choice.saved),
+            names_which_can_be_saved=saved,
             names_which_can_be_offloaded=list(choice.offloaded),
             offload_src="device",
             offload_dst="pinned_host",
         )
     else:
-        policy = jax.checkpoint_policies.save_only_these_names(*choice.saved)
-    return jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+
+    def policy_of(primitive, *avals, **params):
+        return primitive.name in CALLBACKS or policy(primitive, *avals, **params)
+
+    return jax.checkpoint(run, policy=policy_of, prevent_cse=prevent_cse)

@@ -57,7 +57,8 @@ def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, .
         calls[key, block.line] += block.calls
         figures[key, block.line] = *saved, block.graph.bytes, choice.flops, choice.most_flops
     for block in blocks.decided:
-        key = jaxprs.signature(block.jaxpr, functions=False), block.line
+        signature = jaxprs.signature(block.jaxpr, functions=False)
+        key = id(block.jaxpr) if signature is None else signature, block.line
         calls[key] += block.calls
         if key not in figures:
             figures[key] = _figures(block.jaxpr)
