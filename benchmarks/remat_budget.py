@@ -249,13 +249,16 @@ def dominating(found: dict[str, Any], policy: str) -> dict[str, Any] | None:
     return next(filter(better, found["budgets"]), None)
 
 
-def show(name: str, found: dict[str, Any]) -> None:
-    """Print a table in Markdown: each policy, and the budget that dominates it."""
-    print(f"\n| {name} | MiB | GFLOP | dominated by | MiB | GFLOP |\n|---|---|---|---|---|---|")
-    for policy, theirs in found["policies"].items():
-        ours = dominating(found, policy)
-        cells = ["nothing", "", ""] if ours is None else [label(ours), f"{ours['memory']:,.0f}", f"{ours['flops']:,.0f}"]
-        print(f"| `{policy}` | {theirs['memory']:,.0f} | {theirs['flops']:,.0f} | {' | '.join(cells)} |")
+def show(models: dict[str, Any]) -> None:
+    """Print a table in Markdown: the memory and the FLOPs of the budget that dominates, as shares of the policy's."""
+    print(f"\n| | {' | '.join(f'`{policy}`' for policy in POLICIES)} |\n|---{'|---' * len(POLICIES)}|")
+    for name, found in models.items():
+        cells = []
+        for policy, theirs in found["policies"].items():
+            ours = dominating(found, policy)
+            shares = [] if ours is None else [f"{ours[key] / theirs[key]:.2f}" for key in ("memory", "flops")]
+            cells.append(", ".join(shares) or "not dominated")
+        print(f"| {name} | {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -274,8 +277,7 @@ def main() -> None:
             versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}
             result = {"date": f"{datetime.date.today()}", "versions": versions, "hardware": f"{TOPOLOGY}, absent"}
             args.json.write_text(json.dumps({**result, "models": known}, indent=1) + "\n")
-    for name, found in known.items():
-        show(name, found)
+    show(known)
 
 
 if __name__ == "__main__":

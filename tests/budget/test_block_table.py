@@ -91,5 +91,6 @@ def test_different_blocks_have_different_rows():
     rows = list(rows_of(described(loss)))
     assert [row[0].split(" x ")[0] for row in rows] == ["", "3", "3"]
     assert rows[1][3:] == ("0 B", "0 FLOP", "0%")
+    assert {len(row) for row in rows} == {6}
     assert rows[2][1] == "0 B"
     assert list(rows_of(described(lambda params, x: jnp.sum(layer(params, x))))) == []

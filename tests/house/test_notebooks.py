@@ -1,6 +1,6 @@
 """The notebooks run from a clean kernel, and store what they show.
 
-python tests/house/test_notebooks.py      stores them anew; on the newest jax, with the extra `aot`, in some minutes
+python tests/house/test_notebooks.py [NAME ...]    stores them anew; on the newest jax, with the extra `aot`, in some minutes
 """
 
 import base64
@@ -8,6 +8,7 @@ import copy
 import os
 import pathlib
 import re
+import sys
 import tempfile
 
 import nbformat
@@ -16,7 +17,8 @@ from nbclient import NotebookClient
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = ["01_zero_in_pictures", "02_fit_a_model"]
-PICTURE = ROOT / "docs" / "timeline.png"
+# Pictures of the documentation: the last one that a notebook draws with a function of `zerojax.plot`.
+PICTURES = {"timeline": "01_zero_in_pictures", "frontier": "02_fit_a_model"}
 SET_BY_TESTS = ("XLA_FLAGS", "JAX_", "NPROC")
 PYTHON = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
 
@@ -31,7 +33,7 @@ def executed(name, folder):
     environment = given | {"IPYTHONDIR": str(folder), "PYTHONPATH": str(ROOT)}
     notebook = copy.deepcopy(nbformat.read(path_of(name), as_version=4))
     resources = {"metadata": {"path": str(folder)}}
-    NotebookClient(notebook, timeout=300, coalesce_streams=True, record_timing=False, resources=resources).execute(
+    NotebookClient(notebook, timeout=900, coalesce_streams=True, record_timing=False, resources=resources).execute(
         env=environment
     )
     notebook.metadata = PYTHON
@@ -46,11 +48,15 @@ def shown(notebook):
     return [("".join(map(text, of_cell)), sum(map(pictures, of_cell))) for of_cell in outputs]
 
 
-def last_timeline():
-    """Of stage 3, drawn in the first notebook."""
-    cells = nbformat.read(path_of(NAMES[0]), as_version=4).cells
-    drawn = [o for cell in cells if "plot.timeline(" in cell.source for o in cell.outputs if "data" in o]
+def last_picture(kind):
+    """The last picture of this kind in its notebook, as a PNG."""
+    cells = nbformat.read(path_of(PICTURES[kind]), as_version=4).cells
+    drawn = [o for cell in cells if f"plot.{kind}(" in cell.source for o in cell.outputs if "data" in o]
     return base64.b64decode(drawn[-1]["data"]["image/png"])
+
+
+def picture_path(kind):
+    return ROOT / "docs" / f"{kind}.png"
 
 
 @pytest.mark.slow
@@ -82,12 +88,14 @@ def test_it_stores_what_it_shows_and_nothing_else(name):
     assert path_of(name).stat().st_size < 500_000
 
 
-def test_the_readmes_picture_is_the_notebooks():
-    assert PICTURE.read_bytes() == last_timeline()
+@pytest.mark.parametrize("kind", PICTURES)
+def test_pictures_of_the_documentation_are_the_notebooks(kind):
+    assert picture_path(kind).read_bytes() == last_picture(kind)
 
 
 if __name__ == "__main__":
-    for name in NAMES:
+    for name in sys.argv[1:] or NAMES:
         with tempfile.TemporaryDirectory() as folder:
             nbformat.write(executed(name, folder), path_of(name))
-    PICTURE.write_bytes(last_timeline())
+    for kind in PICTURES:
+        picture_path(kind).write_bytes(last_picture(kind))

@@ -79,7 +79,7 @@ def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, .
 def rows_of(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
     """Yield the rows of a table of blocks. The first row has the titles."""
     if blocks:
-        yield "", "saved", "offloaded", "recomputed", "repeated"
+        yield "", "saved", "offloaded", "recomputed", "repeated", "of FLOPs"
     for b in blocks:
         sizes = [format_bytes(size) for size in (b.saved, b.offloaded, b.recomputed)]
         yield f"{b.calls} x {b.line}", *sizes, format_flops(b.flops), f"{b.share:.0%}"
