@@ -1,13 +1,13 @@
 """Compare activation budgets with the policies of JAX, compiled for absent GPUs: memory, FLOPs and step time.
 
-    python benchmarks/remat_budget.py --json benchmarks/results/remat_budget.json         all models
-    python benchmarks/remat_budget.py --models gpt vit --json ...                         replaces these models in the file
-    python benchmarks/remat_budget.py --json ... --only-show                              the table of the file
+    python benchmarks/remat_budget.py --json benchmarks/results/remat_budget.json     all models
+    python benchmarks/remat_budget.py --models gpt vit --json ...                     replaces these models in the file
+    python benchmarks/remat_budget.py --json ... --only-show                          the table of the file
 
 For each model, the stage-3 gradient of a loss is compiled for 8 H200s, with each policy of `jax.checkpoint` around the
 blocks, and with `zerojax.remat` at several budgets. The bytes that each policy saves are also budgets, and the bytes
 that a policy offloads are also limits for `offload=`. A policy is *dominated* if the program with some budget has at
-most 1.02 times the memory of the device and of the host, and at most 1.005 times the FLOPs of the program with this policy. Memory is the temporary
+most 1.02 times the memory of the device and of the host, and at most 1.005 times the FLOPs. Memory is the temporary
 memory of the compiled program, in MiB. FLOPs are the FLOPs of matrix products and convolutions, in GFLOP. Time is the
 simulated time of kernels at the peak rates of the GPU, with the waits for collectives, in milliseconds. It leaves out
 the copies to host memory. All figures are per device. Needs the extra `aot`, but no GPU.
@@ -135,9 +135,7 @@ MODELS = {
     ),
     "encoder-decoder": (
         cross_block,
-        lambda width, heads: (
-            attention_shapes(width, heads) | attention_shapes(width, heads, "c") | feed_shapes(width)
-        ),
+        lambda width, heads: attention_shapes(width, heads) | attention_shapes(width, heads, "c") | feed_shapes(width),
         True,
     ),
     "experts": (

@@ -1,4 +1,4 @@
-"""Values, gradients, dropout masks and callbacks with a budget are those of the function, at every stage and in every form."""
+"""Values, gradients, dropout masks and callbacks with a budget are those of the function, at every stage."""
 
 import functools
 import itertools

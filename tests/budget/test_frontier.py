@@ -33,7 +33,9 @@ def products(fn, args):
     """FLOPs of matrix products and convolutions in the traced gradient of a block."""
     loss = lambda *args: jnp.sum(fn(*args).astype(jnp.float32) ** 2)
     jaxpr = compat.opened(jax.make_jaxpr(jax.grad(loss))(*args))[0]
-    return sum(flops_of(e) for e in jaxprs.equations(jaxpr) if e.primitive.name in ("dot_general", "conv_general_dilated"))
+    return sum(
+        flops_of(e) for e in jaxprs.equations(jaxpr) if e.primitive.name in ("dot_general", "conv_general_dilated")
+    )
 
 
 @pytest.mark.parametrize("kind", quick_or_slow([(kind,) for kind in KINDS], [("u-net",)]))

@@ -1,6 +1,6 @@
 """The notebooks run from a clean kernel, and store what they show.
 
-python tests/house/test_notebooks.py [NAME ...]    stores them anew; on the newest jax, with the extra `aot`, in some minutes
+python tests/house/test_notebooks.py [NAME ...]    stores them anew; on the newest jax, with the extra `aot`
 """
 
 import base64

@@ -118,7 +118,7 @@ class Blocks:
         return run
 
     def _look(self, fn: Callable, args: tuple, kwargs: dict) -> tuple[Any, Sequence, list, Any]:
-        """Find the blocks of a call. Return the jaxpr, its constants, the arrays it takes, and the results' structure."""
+        """Find the blocks of a call. Return the jaxpr, its constants, its arguments, and the results' structure."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         traced = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | jax.core.Tracer)]
 

@@ -84,8 +84,8 @@ def choose(
 def bytes_in_time(graph: Graph) -> int:
     """Return the bytes that the link to the host copies in each direction while the block's FLOPs are computed.
 
-    The forward pass of the block computes at least these FLOPs, and its backward pass about twice as many. So the copies
-    of one block are complete before those of the next block begin. The GPU is this machine's, or an H200.
+    The forward pass of the block computes at least these FLOPs, and its backward pass about twice as many. So the
+    copies of one block are complete before those of the next block begin. The GPU is this machine's, or an H200.
     """
     kind = kind_of(jax.local_devices()[0].device_kind)
     return int(host_bytes_per_flop(kind) * sum(eqn.flops for eqn in graph.equations))
