@@ -5,12 +5,13 @@
     python benchmarks/remat_budget.py --json ... --only-show                          the table of the file
 
 For each model, the stage-3 gradient of a loss is compiled for 8 H200s, with each policy of `jax.checkpoint` around the
-blocks, and with `zerojax.remat` at several budgets. The bytes that each policy saves are also budgets, and the bytes
-that a policy offloads are also limits for `offload=`. A policy is *dominated* if the program with some budget has at
-most 1.02 times the memory of the device and of the host, and at most 1.005 times the FLOPs. Memory is the temporary
-memory of the compiled program, in MiB. FLOPs are the FLOPs of matrix products and convolutions, in GFLOP. Time is the
-simulated time of kernels at the peak rates of the GPU, with the waits for collectives, in milliseconds. It leaves out
-the copies to host memory. All figures are per device. Needs the extra `aot`, but no GPU.
+blocks, and with `zerojax.remat` at several budgets. For each policy there is also the smallest budget that repeats
+about as few FLOPs as the bytes that the policy saves allow. The bytes that a policy offloads are also limits for
+`offload=`. A policy is *dominated* if the program with some budget has at most 1.02 times the memory of the device and
+of the host, and at most 1.005 times the FLOPs. Memory is the temporary memory of the compiled program, in MiB. FLOPs are
+the FLOPs of matrix products and convolutions, in GFLOP. Time is the simulated time of kernels at the peak rates of the
+GPU, with the waits for collectives, in milliseconds. It leaves out the copies to host memory. All figures are per
+device. Needs the extra `aot`, but no GPU.
 """
 
 import argparse
@@ -203,21 +204,33 @@ def saved_bytes(fn, *args) -> int:
     return total
 
 
-def study(name: str, budgets: int) -> dict[str, Any]:
-    """Measure one model with every policy and budget. Print each row when it is measured."""
+def leanest(choice_of, saved: int) -> int:
+    """Return the smallest budget with which a call repeats at most 1% of its FLOPs more than with `saved` bytes."""
+    enough = choice_of(saved).flops + choice_of(0).most_flops // 100
+    low, high = -1, saved
+    while high - low > max(saved // 200, 1):
+        middle = (low + high) // 2
+        low, high = (low, middle) if choice_of(middle).flops <= enough else (middle, high)
+    return high
+
+
+def study(name: str, budgets: int, policies: dict[str, Any]) -> dict[str, Any]:
+    """Measure one model with every budget, and with every policy that is not in `policies`. Print each row."""
     block, shapes_of, scan = MODELS[name]
     shapes = shapes_of(WIDTH, HEADS)
     given = arguments(shapes, ROWS, TOKENS, WIDTH)
     cse: Any = {"prevent_cse": not scan}
-    most = zerojax.remat(block, budget=0).choice(*given).most_bytes
-    found: dict[str, Any] = {"policies": {}, "budgets": []}
-    chosen = {(most * i // budgets, 0) for i in range(budgets + 1)}
+    choice_of = lambda budget: zerojax.remat(block, budget=budget).choice(*given)
+    most = choice_of(0).most_bytes
+    found: dict[str, Any] = {"policies": dict(policies), "budgets": []}
+    chosen = {(0, 0), *((most * (i + 1) // budgets, 0) for i in range(budgets))}
     for policy, rule in POLICIES.items():
         theirs = jax.checkpoint(block, policy=rule, **cse)
-        found["policies"][policy] = measure(theirs, shapes, scan)
+        if policy not in found["policies"]:
+            found["policies"][policy] = measure(theirs, shapes, scan)
         print(f"  {policy:34s} {columns(found['policies'][policy])}", flush=True)
         saved = min(most, saved_bytes(theirs, *given))
-        chosen.add((saved, 0))
+        chosen.add((leanest(choice_of, saved), 0))
         if policy.startswith("offload"):
             chosen.add((0, saved))
     for budget, offload in sorted(chosen):
@@ -265,12 +278,13 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--budgets", type=int, default=6)
     parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--only-budgets", action="store_true", help="keep the figures of policies that the file has")
     parser.add_argument("--only-show", action="store_true", help="show the results of the file, and compile nothing")
     args = parser.parse_args()
     known = json.loads(args.json.read_text())["models"] if args.json and args.json.exists() else {}
     for name in [] if args.only_show else args.models:
         print(f"\n{name}: MiB of memory, MiB of host memory, GFLOP, ms", flush=True)
-        known[name] = study(name, args.budgets)
+        known[name] = study(name, args.budgets, known.get(name, {}).get("policies", {}) if args.only_budgets else {})
         if args.json:
             versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}
             result = {"date": f"{datetime.date.today()}", "versions": versions, "hardware": f"{TOPOLOGY}, absent"}

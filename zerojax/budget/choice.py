@@ -24,6 +24,10 @@ Fate = Literal["save", "recompute", "offload"]
 # The sum of all costs in the objective. The solver ends its search within 1e-6 of the least objective, so that a larger
 # budget never repeats more FLOPs. A relative gap of 0.1%, which was used before, may be a small product.
 _ALL = 1e6
+# The price of a saved byte in FLOPs, because the byte is written and read. So no copies of a saved value in another shape
+# or type are saved. A larger budget still never repeats more FLOPs. If its choice saves more than a smaller budget
+# allows, it repeats fewer FLOPs to be worth the price. Otherwise it is a choice of the smaller budget, too.
+_PRICE = 0.2
 # The limit on the solver's branches. A limit on time would give different choices on different machines.
 _BRANCHES = 5000
 
@@ -174,10 +178,9 @@ class _Program:
         """Return the choice with the least cost, or None if the values that must be saved exceed the budget."""
         if not self.equations:
             return Choice((), (), 0, 0, 0, 0, 0)
-        cost = _ALL * self.cost / max(self.cost.sum(), 1.0)
-        # A small price per byte, so that values are saved only to avoid recomputation. Offloading costs twice as much.
-        price = 1e-9 * _ALL * self.bytes / max(self.bytes.sum(), 1.0)
-        found = self._run(np.concatenate([cost, price, 2 * price]), budget, host_bytes)
+        price = _PRICE * self.bytes
+        objective = np.concatenate([self.cost, price, 2 * price])  # it costs more to offload a value than to save it
+        found = self._run(_ALL * objective / max(self.cost.sum(), 1.0), budget, host_bytes)
         if found is None:
             return None
         recomputed, saved, offloaded = np.split(found, [self.equations, self.equations + self.values])
