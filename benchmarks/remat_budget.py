@@ -9,8 +9,8 @@ blocks, and with `zerojax.remat` at several budgets. For each policy there is al
 about as few FLOPs as the bytes that the policy saves allow. The bytes that a policy offloads are also limits for
 `offload=`. A policy is *dominated* if the program with some budget has at most 1.02 times the memory of the device and
 of the host, and at most 1.005 times the FLOPs. Memory is the temporary memory of the compiled program, in MiB. FLOPs
-are the FLOPs of matrix products and convolutions, in GFLOP. Time is the simulated time of kernels at the peak rates of the
-GPU, with the waits for collectives, in milliseconds. It leaves out the copies to host memory. All figures are per
+are the FLOPs of matrix products and convolutions, in GFLOP. Time is the simulated time of kernels at the peak rates of
+the GPU, with the waits for collectives, in milliseconds. It leaves out the copies to host memory. All figures are per
 device. Needs the extra `aot`, but no GPU.
 """
 

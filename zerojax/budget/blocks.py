@@ -37,7 +37,7 @@ class Block(NamedTuple):
     graph: Graph
 
 
-class Decided(NamedTuple):
+class UsersBlock(NamedTuple):
     """A block with a `jax.checkpoint` or `zerojax.remat` in it, or a call of such a function outside of blocks.
 
     The attributes are as for `Block`.
@@ -59,7 +59,7 @@ class Blocks:
     def __init__(self, is_block: Callable[[Any], bool]):
         """Begin without blocks. `is_block(eqn)` returns whether an equation calls a function that the user marked."""
         self.found: list[Block] = []
-        self.decided: list[Decided] = []
+        self.decided: list[UsersBlock] = []
         self._is_block = is_block
         self._graphs: dict[Any, tuple[Any, Graph]] = {}
         self._choices: dict[tuple[int, float], Choice] = {}
@@ -134,10 +134,10 @@ class Blocks:
         active = [var for i, var in zip(traced, jaxpr.invars, strict=True) if i < params]
         every = list(self._find(jaxpr, 1, active))
         self.found = [block for block in every if isinstance(block, Block)]
-        self.decided = [block for block in every if isinstance(block, Decided)]
+        self.decided = [block for block in every if isinstance(block, UsersBlock)]
         return jaxpr, consts, arrays, jax.tree.structure(shapes)
 
-    def _find(self, jaxpr: Any, calls: int, active: Sequence) -> Iterator[Block | Decided]:
+    def _find(self, jaxpr: Any, calls: int, active: Sequence) -> Iterator[Block | UsersBlock]:
         """Yield the blocks of a jaxpr that runs `calls` times, and that have cotangents.
 
         `active` has the arguments that are differentiated. Other blocks, such as a scan over data alone, save nothing.
@@ -153,7 +153,7 @@ class Blocks:
             if body is not None:
                 yield Block(compat.line_of(eqn), times, body, self._graph(body))
             elif (decided := self._decided(eqn)) is not None:
-                yield Decided(compat.line_of(eqn), times, decided)
+                yield UsersBlock(compat.line_of(eqn), times, decided)
             elif (inner := self._inlined(eqn)) is not None:
                 yield from self._find(inner, calls, [v for v, on in zip(inner.invars, is_active, strict=True) if on])
 

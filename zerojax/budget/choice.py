@@ -25,8 +25,8 @@ Fate = Literal["save", "recompute", "offload"]
 # budget never repeats more FLOPs. A relative gap of 0.1%, which was used before, may be a small product.
 _ALL = 1e6
 # The price of a saved byte in FLOPs, because the byte is written and read. So no copies of a saved value in another
-# shape or type are saved. A larger budget still never repeats more FLOPs. If its choice saves more than a smaller budget
-# allows, it repeats fewer FLOPs to be worth the price. Otherwise it is a choice of the smaller budget, too.
+# shape or type are saved. A larger budget still never repeats more FLOPs: if its choice saves more than a smaller
+# budget allows, it repeats fewer FLOPs to be worth the price. Otherwise it is a choice of the smaller budget, too.
 _PRICE = 0.2
 # The limit on the solver's branches. A limit on time would give different choices on different machines.
 _BRANCHES = 5000
