@@ -30,9 +30,9 @@ from zerojax import zero_shard
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology, absent_mesh
 
-LAYERS = 12
+LAYERS = 6
 # Rows per device with which saving all activations takes about twice 141 GB.
-ROWS = {"gpt": 240, "gpt scan": 240, "vit": 160, "encoder-decoder": 240, "experts": 80, "u-net": 240}
+ROWS = {"gpt": 480, "gpt scan": 480, "vit": 320, "encoder-decoder": 480, "experts": 160, "u-net": 480}
 
 
 def fitted(name: str, topology: str) -> dict:

@@ -1,7 +1,7 @@
 """Define `zero_shard` and `ZeroTransformation`, the class of its result. Both only call functions of other files."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import optax
@@ -233,6 +233,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         leaf_norms: bool = False,
         timeout: float | None = None,
         memory: float | str | None = None,
+        compiler_options: Mapping[str, Any] | Literal["auto"] = "auto",
     ) -> Step:
         """Return a jitted training step that donates its state.
 
@@ -263,6 +264,10 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 `jax.lax.scan`) then save as many activations as fit, and recompute all others. Blocks that contain a
                 `jax.checkpoint` stay as they are. The first call with new shapes compiles up to three times, and once
                 more if none of these programs fits. None: the loss decides which activations are saved.
+            compiler_options: Options of XLA by name, as for `jax.jit`. With `"auto"`, the step chooses options on GPUs
+                whose mesh has several axes: it compiles once more, and keeps the options if the program waits less for
+                collectives, fits, and is not worse otherwise. Options in the environment variable `XLA_FLAGS` are not
+                changed. With `{}`, the step chooses none.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
@@ -273,7 +278,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 size, or `memory` is given for parameters on disk. The first call of the step raises a `ValueError` if
                 the step does not fit into `memory`.
         """
-        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory)
+        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
 
     def shardings(self, params: Any) -> Shardings:

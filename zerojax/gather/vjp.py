@@ -30,6 +30,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import Narrow
+from zerojax.gather.paired import with_pairs
 from zerojax.jaxprs import differentiable
 
 _CHEAP = frozenset({"broadcast_in_dim", "convert_element_type"})
@@ -117,6 +118,7 @@ class Passes:
         zero: jax.Array | None = None,
         *,
         reduced_later: Collection[int] = (),
+        paired: bool = False,
     ) -> tuple[list, list]:
         """Run the backward pass.
 
@@ -129,15 +131,16 @@ class Passes:
             zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added into.
                 XLA then cannot allocate them before `zero` is computed. If None, these arrays stay constants.
             reduced_later: Indices of the others whose cotangents may be returned as partial sums.
+            paired: Whether both cotangents of a product of activations are computed next to each other (`paired.py`).
 
         Returns:
             The cotangents of the active parameters, which may be partial sums, and the cotangents of the active others.
         """
-        return self._pull_once(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
+        return self._pull_once(comm, tuple(reduced_later), paired, params, others, saved, cotangents, zero)
 
     @functools.cached_property
     def _pull_once(self) -> Callable:
-        return jax.jit(self._pull, static_argnums=(0, 1)) if self.is_shared else self._pull
+        return jax.jit(self._pull, static_argnums=(0, 1, 2)) if self.is_shared else self._pull
 
     def _check_types(self, cotangents: Sequence) -> None:
         """Raise a TypeError if a custom rule returned a cotangent with another type than the value has."""
@@ -151,7 +154,7 @@ class Passes:
                     f"{cotangent.dtype} before the rule."
                 )
 
-    def _pull(self, comm, reduced_later, params, others, saved, cotangents, zero) -> tuple[list, list]:
+    def _pull(self, comm, reduced_later, paired, params, others, saved, cotangents, zero) -> tuple[list, list]:
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
         reads = [pools[pool][i] for pool, i in self.derive_reads]
@@ -175,6 +178,9 @@ class Passes:
         count = len(self.active_params)
         later = [count + k for k, i in enumerate(self.active_others) if i in reduced_later]
         rows = [*self.residual_rows, *self.result_rows]
+        if paired:
+            weights = [pool in ("param", "derived") for pool, _ in self.sources]
+            backward = with_pairs(backward, [*weights, *[False] * len(cotangents)])
         results = comm.backward(backward, [*residuals, *cotangents], rows, [*range(count), *later], rule)
         return results[:count], results[count:]
 
