@@ -29,12 +29,16 @@ class Block(NamedTuple):
         calls: The number of times that one call of the loss runs the block.
         jaxpr: The block's open jaxpr.
         graph: The graph of the values that the block's backward pass reads.
+        is_loop: Whether the block is the body of a scan.
+        inputs: Bytes of the activations that one call takes. They are saved, too.
     """
 
     line: str
     calls: int
     jaxpr: Any
     graph: Graph
+    is_loop: bool
+    inputs: int
 
 
 class Blocks:
@@ -55,12 +59,12 @@ class Blocks:
         """Return the values that a block saves with a share.
 
         With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
-        reads.
+        reads. A share below 1 is a share of the values that XLA would keep, `Graph.kept`.
         """
         key = id(block.graph), share
         if key not in self._choices:
             least = least_bytes(block.graph)
-            budget = least + int(share * max(block.graph.bytes - least, 0))
+            budget = least + int(share * max(block.graph.kept - least, 0))
             choice = choose(block.graph, budget, fates={}, repeat_collectives=False)
             if share == 1:
                 choice = dataclasses.replace(choice, saved_bytes=block.graph.bytes, flops=0)
@@ -70,12 +74,24 @@ class Blocks:
     def held_bytes(self, share: float) -> int:
         """Return the bytes of the blocks' values at the beginning of the backward pass, counted over all devices.
 
-        These are the values that all calls have saved, and the values that one block has just recomputed. The
-        recomputed values are counted for the block that recomputes the most bytes.
+        These are the values that all calls have saved, and the values that the backward pass of one block computes:
+        those that it recomputes, and cotangents. They are counted for the block that computes the most bytes.
         """
-        saved = [self.choice(block, share).saved_bytes for block in self.found]
-        recomputed = [block.graph.bytes - own for block, own in zip(self.found, saved, strict=True)]
-        return sum(block.calls * own for block, own in zip(self.found, saved, strict=True)) + max(recomputed, default=0)
+        saved = [self._saved(block, share) for block in self.found]
+        held = sum(block.calls * (block.inputs + own) for block, own in zip(self.found, saved, strict=True))
+        return held + max(map(self._computed, self.found, saved), default=0)
+
+    def _saved(self, block: Block, share: float) -> int:
+        """Return the bytes that a call saves. XLA does not change what the iterations of a loop save."""
+        return block.graph.kept if share == 1 and not block.is_loop else self.choice(block, share).saved_bytes
+
+    def _computed(self, block: Block, saved: int) -> int:
+        """Estimate the bytes that the backward pass of a call has in memory in addition to the saved values.
+
+        Most of the saved values that a loop reads are copied out of their stacks.
+        """
+        graph = block.graph
+        return max(graph.kept - saved, 0) + graph.largest + (min(saved, graph.kept) // 2 if block.is_loop else 0)
 
     def rematerialised(self, fn: Callable, share: float) -> Callable:
         """Return a function that computes the same as `fn`, and in which each block saves `share` of its bytes.
@@ -102,29 +118,37 @@ class Blocks:
             jaxpr, consts = compat.opened(closed)
             params = len(jax.tree.leaves(args[0]))
             active = [var for i, var in zip(traced, jaxpr.invars, strict=True) if i < params]
-            self.found = list(self._find(jaxpr, 1, active))
+            self.found = list(self._find(jaxpr, 1, active, [var for var in jaxpr.invars if var not in active]))
             results = self._evaluate(share, jaxpr, consts, *arrays)
             return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
         return run
 
-    def _find(self, jaxpr: Any, calls: int, active: Sequence) -> Iterator[Block]:
+    def _find(self, jaxpr: Any, calls: int, active: Sequence, data: Sequence) -> Iterator[Block]:
         """Yield the blocks of a jaxpr that runs `calls` times, and that have cotangents.
 
-        `active` has the arguments that are differentiated. Other blocks, such as a scan over data alone, save nothing.
+        `active` has the arguments that are differentiated, and `data` those that depend on the batch. Other blocks,
+        such as a scan over data alone, save nothing.
         """
         passes_on = lambda eqn, reads: eqn.outvars if reads and eqn.primitive.name != "stop_gradient" else ()
         moved = jaxprs.dependent_on(active, jaxpr.eqns, passes_on)
+        of_data = jaxprs.dependent_on(data, jaxpr.eqns, passes_on)
         for eqn in jaxpr.eqns:
             is_active = [not compat.is_literal(atom) and atom in moved for atom in eqn.invars]
             if not any(is_active):
                 continue
             body, loop = self._body(eqn), compat.loop_of(eqn)
+            is_data = [not compat.is_literal(atom) and atom in of_data for atom in eqn.invars]
             if body is not None:
                 times = calls if loop is None else calls * loop.length
-                yield Block(compat.line_of(eqn), times, body, self._graph(body))
+                # The arguments of the loss and the slices of a loop are in memory anyway.
+                given = set(jaxpr.invars) if loop is None else {*eqn.invars[: loop.consts], *eqn.invars[loop.consts + loop.carry :]}
+                inputs = [v for v, on in zip(eqn.invars, is_data, strict=True) if on and v not in given]
+                sizes = [jaxprs.nbytes(var) for var in inputs if jaxprs.differentiable(var.aval.dtype)]
+                yield Block(compat.line_of(eqn), times, body, self._graph(body), loop is not None, sum(sizes))
             elif (inner := self._inlined(eqn)) is not None:
-                yield from self._find(inner, calls, [v for v, on in zip(inner.invars, is_active, strict=True) if on])
+                chosen = lambda flags, inner=inner: [v for v, on in zip(inner.invars, flags, strict=True) if on]
+                yield from self._find(inner, calls, chosen(is_active), chosen(is_data))
 
     def _inlined(self, eqn: Any) -> Any:
         """Return the open jaxpr of a call that may be inlined: it is no marked block, and constrains no sharding."""

@@ -52,19 +52,9 @@ class AbsentProgram(NamedTuple):
     row: StageEstimate | None = None
 
 
-def compile_lowered(
-    lower: Callable[[Any], Any],
-    batch: Any,
-    notes_of: Callable[[Any], tuple[str, ...]] = lambda batch: (),
-    decided: Callable[[], Decided] = Decided,
-) -> CompiledStep:
-    """Compile a step that is one program.
-
-    `lower(batch)` lowers it, `notes_of(batch)` returns notes for a plan, and `decided()` what the planner of the engine
-    decided about the loss.
-    """
-    program = lower(batch).compile()
-    return CompiledStep(((program, 1),), notes=notes_of(batch), decided=decided())
+def compile_lowered(lower: Callable[[Any], Any], batch: Any) -> CompiledStep:
+    """Compile a function that is one program. `lower(batch)` lowers it."""
+    return CompiledStep(((lower(batch).compile(), 1),))
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
@@ -99,10 +89,17 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
             return compile_trace(trace_step(moved, shapes, abstract(batch), abstract(args)), config.mesh, facts.parts)
 
         return AbsentProgram(compile_stages, multiple, facts, row)
-    lower = auto_context()(lambda batch: moved.lower(shapes, abstract(batch), *abstract(args)))
-    notes = auto_context()(lambda batch: moved.memory_fit(shapes, abstract(batch), *abstract(args)).notes)
-    given = {"decided": lambda: moved.decided} | ({} if options.memory is None else {"notes_of": notes})
-    return AbsentProgram(functools.partial(compile_lowered, lower, **given), multiple, facts)
+
+    @auto_context()
+    def compile_step(batch: Any) -> CompiledStep:
+        given = shapes, abstract(batch), *abstract(args)
+        compiled = moved.lower(*given).compile()
+        chosen = moved.compiler_options(*given)
+        notes = () if options.memory is None else moved.memory_fit(*given).notes
+        words = (*notes, *chosen.in_words)
+        return CompiledStep(((compiled, 1),), notes=words, decided=moved.decided, options=chosen.options)
+
+    return AbsentProgram(compile_step, multiple, facts)
 
 
 def check_state(state: Any) -> None:

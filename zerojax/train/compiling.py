@@ -55,6 +55,14 @@ class CompilerOptions:
     options: Mapping[str, Any] = MappingProxyType({})
     note: str = ""
 
+    @property
+    def in_words(self) -> tuple[str, ...]:
+        """Return sentences for a plan and a report. There are none if the compiler's defaults were not compared."""
+        given = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        if not self.note:
+            return (f"Compiled with the options {given}.",) if given else ()
+        return (f"The step chose {f'the compiler options {given}' if given else 'no compiler options'}. {self.note}",)
+
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
@@ -111,6 +119,11 @@ class OptionChoice:
         flags, several = os.environ.get("XLA_FLAGS", ""), [n for n in config.mesh.shape.values() if n > 1]
         matters = config.stage > 0 and len(several) > 1 and OVERLAP not in flags and not config.params_on_disk
         self._device = gpu_of(config.mesh) if matters else None
+
+    @property
+    def found(self) -> list[CompilerOptions]:
+        """Return the options for all sets of argument shapes so far."""
+        return [options for _, options in self._found.values()]
 
     def best(
         self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple, memory: int | None

@@ -252,6 +252,12 @@ class Step:
         _, batch, args = separated((batch, *args), keywords)
         return self._chosen(state, place_batch(self.config, batch, self.options.accumulate), args)[1]
 
+    @property
+    def compiled_with(self) -> tuple[str, ...]:
+        """Return sentences about the compiler options of the programs that were compiled so far, for `report`."""
+        chosen = self._choice.found if self._choice else [CompilerOptions(self.program.users_options)]
+        return tuple(dict.fromkeys(sentence for one in chosen for sentence in one.in_words))
+
     def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
         plan = state.plan
