@@ -57,7 +57,8 @@ def test_options_are_checked_where_they_are_given(mesh, tmp_path):
     step, state = begun(mesh, compiler_options=LEVEL)
     with pytest.raises(TypeError, match=r"Pass the options to the jax\.jit"):
         jax.jit(step)(state, BATCH)
-    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, offload=Offload(params="disk", optimizer="disk", path=tmp_path))
+    offload = Offload(params="disk", optimizer="disk", path=tmp_path)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, offload=offload)
     with pytest.raises(ValueError, match="XLA_FLAGS"):
         tx.train_step(loss, compiler_options=LEVEL)
 

@@ -53,18 +53,20 @@ class Blocks:
         self.found: list[Block] = []
         self._is_block = is_block
         self._graphs: dict[Any, tuple[Any, Graph]] = {}
-        self._choices: dict[tuple[int, float], Choice] = {}
+        self._choices: dict[tuple[int, bool, float], Choice] = {}
 
     def choice(self, block: Block, share: float) -> Choice:
         """Return the values that a block saves with a share.
 
         With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
-        reads. A share below 1 is a share of the values that XLA would keep, `Graph.kept`.
+        reads. A share below 1 is a share of `Graph.kept`, or of `Graph.bytes` in a loop: XLA computes elementwise
+        functions of saved values again, but not in another loop.
         """
-        key = id(block.graph), share
+        key = id(block.graph), block.is_loop, share
         if key not in self._choices:
             least = least_bytes(block.graph)
-            budget = least + int(share * max(block.graph.kept - least, 0))
+            most = block.graph.bytes if block.is_loop else block.graph.kept
+            budget = least + int(share * max(most - least, 0))
             choice = choose(block.graph, budget, fates={}, repeat_collectives=False)
             if share == 1:
                 choice = dataclasses.replace(choice, saved_bytes=block.graph.bytes, flops=0)
@@ -88,10 +90,12 @@ class Blocks:
     def _computed(self, block: Block, saved: int) -> int:
         """Estimate the bytes that the backward pass of a call has in memory in addition to the saved values.
 
-        Most of the saved values that a loop reads are copied out of their stacks.
+        These are the cotangent that the next block has computed, and either the values that are recomputed or the
+        largest cotangent: most recomputed values are freed before it is computed. A loop also copies the values of one
+        iteration out of their stacks.
         """
         graph = block.graph
-        return max(graph.kept - saved, 0) + graph.largest + (min(saved, graph.kept) // 2 if block.is_loop else 0)
+        return block.inputs + max(graph.kept - saved, graph.largest) + (min(saved, graph.kept) if block.is_loop else 0)
 
     def rematerialised(self, fn: Callable, share: float) -> Callable:
         """Return a function that computes the same as `fn`, and in which each block saves `share` of its bytes.
@@ -142,8 +146,9 @@ class Blocks:
             if body is not None:
                 times = calls if loop is None else calls * loop.length
                 # The arguments of the loss and the slices of a loop are in memory anyway.
-                given = set(jaxpr.invars) if loop is None else {*eqn.invars[: loop.consts], *eqn.invars[loop.consts + loop.carry :]}
-                inputs = [v for v, on in zip(eqn.invars, is_data, strict=True) if on and v not in given]
+                in_loop = () if loop is None else eqn.invars[loop.consts : loop.consts + loop.carry]
+                given = jaxpr.invars if loop is None else [v for v in eqn.invars if not any(v is c for c in in_loop)]
+                inputs = [v for v, on in zip(eqn.invars, is_data, strict=True) if on and not any(v is g for g in given)]
                 sizes = [jaxprs.nbytes(var) for var in inputs if jaxprs.differentiable(var.aval.dtype)]
                 yield Block(compat.line_of(eqn), times, body, self._graph(body), loop is not None, sum(sizes))
             elif (inner := self._inlined(eqn)) is not None:

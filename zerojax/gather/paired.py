@@ -64,7 +64,9 @@ def _results(eqn: Any, values: Sequence, weights: Sequence[bool]) -> list:
         if body is None or not _has_pairs(body, weights):
             return compat.evaluate_one(eqn, values)
         if compat.is_remat(eqn):
-            return jaxprs.evaluate_remat(eqn, values, lambda *given: _evaluate(*given, weights))
+            return jaxprs.evaluate_remat(
+                eqn, values, lambda jaxpr, consts, given: _evaluate(jaxpr, consts, given, weights)
+            )
         return _evaluate(*compat.opened(compat.called(eqn)), values, weights)
 
 

@@ -164,7 +164,7 @@ class Passes:
         pools["derived"] = self.derive(*reads)
         residuals = [pools[pool][index] for pool, index in self.sources]
 
-        def backward(values):
+        def unpaired(values):
             return jax.tree.unflatten(self.tree, values[: len(residuals)])(list(values[len(residuals) :]))
 
         def zeros_from_seed(eqn, values):
@@ -178,9 +178,8 @@ class Passes:
         count = len(self.active_params)
         later = [count + k for k, i in enumerate(self.active_others) if i in reduced_later]
         rows = [*self.residual_rows, *self.result_rows]
-        if paired:
-            weights = [pool in ("param", "derived") for pool, _ in self.sources]
-            backward = with_pairs(backward, [*weights, *[False] * len(cotangents)])
+        weights = [*(pool in ("param", "derived") for pool, _ in self.sources), *[False] * len(cotangents)]
+        backward = with_pairs(unpaired, weights) if paired else unpaired
         results = comm.backward(backward, [*residuals, *cotangents], rows, [*range(count), *later], rule)
         return results[:count], results[count:]
 

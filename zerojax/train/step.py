@@ -240,9 +240,7 @@ class Step:
             return jitted, CompilerOptions()
         return self._choice.best(jitted, state, rows, args, None if fit is None else fit.memory)
 
-    def compiler_options(
-        self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
-    ) -> CompilerOptions:
+    def compiler_options(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> CompilerOptions:
         """Return the compiler options of the step: those of the user, or those that the step chose.
 
         The arguments may be shapes. The first call with new shapes may compile the step.
