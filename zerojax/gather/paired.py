@@ -37,6 +37,16 @@ def with_pairs(backward: Callable[[list], Any], weights: Sequence[bool]) -> Call
     return run
 
 
+def depend_on_weights(jaxpr: Any, weights: Sequence[bool]) -> list[bool]:
+    """Return whether each result of a jaxpr depends on parameters alone. `weights` says which of its arguments do.
+
+    Arguments before those in `weights` are constants.
+    """
+    constants = [True] * (len(jaxpr.invars) - len(weights))
+    of_weights = _weights(jaxpr, [*constants, *weights])
+    return [_is_of(atom, of_weights) for atom in jaxpr.outvars]
+
+
 def _evaluate(jaxpr: Any, consts: Sequence, args: Sequence, weights: Sequence[bool]) -> list:
     of_weights = _weights(jaxpr, weights)
     partners = _partners(jaxpr, of_weights)

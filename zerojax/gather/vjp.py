@@ -30,7 +30,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import Narrow
-from zerojax.gather.paired import with_pairs
+from zerojax.gather.paired import depend_on_weights, with_pairs
 from zerojax.jaxprs import differentiable
 
 _CHEAP = frozenset({"broadcast_in_dim", "convert_element_type"})
@@ -142,6 +142,12 @@ class Passes:
     def _pull_once(self) -> Callable:
         return jax.jit(self._pull, static_argnums=(0, 1, 2)) if self.is_shared else self._pull
 
+    @functools.cached_property
+    def _weights(self) -> list[bool]:
+        """Return whether each residual depends on parameters alone."""
+        derived = depend_on_weights(self.derive.jaxpr, [pool == "param" for pool, _ in self.derive_reads])
+        return [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
+
     def _check_types(self, cotangents: Sequence) -> None:
         """Raise a TypeError if a custom rule returned a cotangent with another type than the value has."""
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
@@ -171,15 +177,13 @@ class Passes:
             assert zero is not None
             if eqn.primitive.name != "broadcast_in_dim" or not compat.is_literal(eqn.invars[0]) or values[0]:
                 return None
-            out = eqn.outvars[0].aval
-            return [jax.lax.broadcast(zero.astype(out.dtype), out.shape)]
+            return [jax.lax.broadcast(zero.astype((out := eqn.outvars[0].aval).dtype), out.shape)]
 
         rule = None if zero is None else zeros_from_seed
         count = len(self.active_params)
         later = [count + k for k, i in enumerate(self.active_others) if i in reduced_later]
         rows = [*self.residual_rows, *self.result_rows]
-        weights = [*(pool in ("param", "derived") for pool, _ in self.sources), *[False] * len(cotangents)]
-        backward = with_pairs(unpaired, weights) if paired else unpaired
+        backward = with_pairs(unpaired, self._weights + [False] * len(cotangents)) if paired else unpaired
         results = comm.backward(backward, [*residuals, *cotangents], rows, [*range(count), *later], rule)
         return results[:count], results[count:]
 

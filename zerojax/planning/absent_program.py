@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config.data_mesh import axes_of
-from zerojax.gather import Decided
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.measure import Choice
