@@ -271,8 +271,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Raises:
             TypeError: If an option has a wrong type.
-            ValueError: If `accumulate` is below 1, `max_skips` is below 0, `timeout` is not above 0, `memory` is no
-                size, or `memory` is given for parameters on disk. The step's first call raises it if it does not fit.
+            ValueError: If an option is out of range, or `memory` is given for parameters on disk, or does not suffice.
         """
         options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
