@@ -9,8 +9,7 @@
 
 It needs the extra `aot`, and no GPU. The ways:
 
-- `stage3` and `device` are zerojax in global and device view. With `-tight`, XLA's latency-hiding scheduler may use
-  only a part of the GPU's memory.
+- `stage3` and `device` are zerojax in global and device view.
 - `gspmd` gives `jax.jit` sharded parameters and nothing else, `replicated` full ones.
 - `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each layer by hand in its rematerialised
   body. `-O1` adds XLA's level O1, which overlaps collectives within a loop. `-double` adds double buffered loops and
@@ -62,8 +61,6 @@ from zerojax.planning.compiled_plan import waits_by_cause
 OURS = {
     "stage3": "global",
     "device": "device",
-    "stage3-tight": "global",
-    "device-tight": "device",
     "hybrid": "global",
     "hybrid-device": "device",
     "inside": "global",
@@ -83,7 +80,6 @@ AXES = {
     "wire": {"wire": WIRE},
     "wire-inside": {"wire": WIRE, "params_axis": "gpu"},
 }
-TIGHT = {"xla_gpu_memory_limit_slop_factor": 4}  # percent of the GPU's memory: 5.6 of 141 GB
 TWO_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 DOUBLE = {
     "xla_gpu_enable_while_loop_double_buffering": True,
@@ -91,8 +87,6 @@ DOUBLE = {
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
 }
 COMPILER_OPTIONS = {
-    "stage3-tight": TIGHT,
-    "device-tight": TIGHT,
     **dict.fromkeys(AXES, TWO_AT_ONCE),
     "tensor": TWO_AT_ONCE,
     "gathered-O1": {"optimization_level": "O1"},

@@ -1,7 +1,7 @@
 """Define `zero_shard` and `ZeroTransformation`, the class of its result. Both only call functions of other files."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import optax
@@ -233,6 +233,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         leaf_norms: bool = False,
         timeout: float | None = None,
         memory: float | str | None = None,
+        compiler_options: Mapping[str, Any] | Literal["auto"] = "auto",
     ) -> Step:
         """Return a jitted training step that donates its state.
 
@@ -260,20 +261,19 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 `float("inf")`: no limit.
             memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for the memory
                 that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
-                `jax.lax.scan`) then save as many activations as fit, and recompute all others. Blocks that contain a
-                `jax.checkpoint` stay as they are. The first call with new shapes compiles up to three times, and once
-                more if none of these programs fits. None: the loss decides which activations are saved.
+                scans, without a `jax.checkpoint`) save as many activations as fit, and recompute all others. The first
+                call with new shapes compiles up to three times, and once more if none of these programs fits.
+            compiler_options: Options of XLA by name, as for `jax.jit`. With `"auto"`, a step on GPUs whose mesh has
+                several axes compiles once more, and keeps an option if that program is better. `{}` chooses none.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
 
         Raises:
-            TypeError: If `accumulate` or `max_skips` is not an integer, or `memory` is neither a number nor text.
-            ValueError: If `accumulate` is below 1, `max_skips` is below 0, `timeout` is not above 0, `memory` is no
-                size, or `memory` is given for parameters on disk. The first call of the step raises a `ValueError` if
-                the step does not fit into `memory`.
+            TypeError: If an option has a wrong type.
+            ValueError: If an option is out of range, or `memory` is given for parameters on disk, or does not suffice.
         """
-        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory)
+        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
 
     def shardings(self, params: Any) -> Shardings:

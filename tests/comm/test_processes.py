@@ -22,6 +22,7 @@ SAID = {
     "own_rows_as_if_all": r"ValueError: Process \d gave a batch of \[8, 4\] whose values .*shard_batches",
     "another_step": rf"{STEP}step is 0, not 1",
     "positions": "$",  # nothing
+    "memory": "$",
     "shared_rows": "ValueError: rows=.process.*along axis 'sequence' share rows and belong to several processes",
     "weights_of_zero": r"ValueError: The weights of a batch",
     "too_little_memory": r"MemoryError: (On process 0: )?The offloaded optimizer state needs \d+ B of host memory",
@@ -51,6 +52,10 @@ def told():
 def test_both_are_told_what_differs(case, told):
     for process in told:
         assert re.match(SAID[case], process[case]["said"], re.S), process[case]["said"]
+
+
+def test_both_train_with_memory_as_without(told):
+    assert len({process[f"loss {fitted}"]["said"] for process in told for fitted in (True, False)}) == 1
 
 
 def test_one_that_waits_is_told_for_whom(told):

@@ -20,6 +20,7 @@ jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_
 from zerojax import Offload, zero_shard  # noqa: E402
 from zerojax.comm import processes  # noqa: E402
 from zerojax.data import shard_batches  # noqa: E402
+from zerojax.inspect.memory import peak_bytes  # noqa: E402
 from zerojax.offload import host  # noqa: E402
 
 ROWS = np.arange(32.0, dtype=np.float32).reshape(8, 4)
@@ -103,6 +104,30 @@ def shared_rows():
     with_positions(own=False)
 
 
+def memory():
+    """Both choose the same share, and train as without `memory=`."""
+    params = {"up": jnp.full((4, 16, 64), 0.1), "down": jnp.full((4, 64, 16), 0.1)}
+
+    def layer(x, w):
+        return x + jnp.tanh(jnp.sin(x @ w["up"])) @ w["down"], None
+
+    def scanned(params, x):
+        return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    batch = np.linspace(0, 1, 64 * 16, dtype=np.float32).reshape(64, 16)
+    plain, state = tx.train_step(scanned), tx.create(params)
+    limit = int(0.8 * peak_bytes(plain.lower(state, batch).compile()))
+    step = tx.train_step(scanned, memory=limit)
+    fit = step.memory_fit(state, batch)
+    assert fit.chosen.peak <= limit
+    shares = processes.Processes("shares").exchange("compare shares", str(fit.chosen.share))
+    assert len(set(shares)) == 1
+    for one, begun in ((step, state), (plain, tx.create(params))):
+        state, metrics = one(begun, batch)
+        print(json.dumps({"case": f"loss {one is step}", "said": f"{metrics['loss']:.6g}"}), flush=True)
+
+
 def absent():
     processes.TIMEOUT_S = 2
     if process:
@@ -122,6 +147,7 @@ CASES = (
     too_little_memory,
     positions,
     shared_rows,
+    memory,
     absent,
 )
 if __name__ == "__main__":

@@ -29,12 +29,16 @@ class Block(NamedTuple):
         calls: The number of times that one call of the loss runs the block.
         jaxpr: The block's open jaxpr.
         graph: The graph of the values that the block's backward pass reads.
+        is_loop: Whether the block is the body of a scan.
+        inputs: Bytes of the activations that one call takes. They are saved, too.
     """
 
     line: str
     calls: int
     jaxpr: Any
     graph: Graph
+    is_loop: bool
+    inputs: int
 
 
 class UsersBlock(NamedTuple):
@@ -62,18 +66,20 @@ class Blocks:
         self.decided: list[UsersBlock] = []
         self._is_block = is_block
         self._graphs: dict[Any, tuple[Any, Graph]] = {}
-        self._choices: dict[tuple[int, float], Choice] = {}
+        self._choices: dict[tuple[int, bool, float], Choice] = {}
 
     def choice(self, block: Block, share: float) -> Choice:
         """Return the values that a block saves with a share.
 
         With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
-        reads.
+        reads. A share below 1 is a share of `Graph.kept`, or of `Graph.bytes` in a loop: XLA computes elementwise
+        functions of saved values again, but not in another loop.
         """
-        key = id(block.graph), share
+        key = id(block.graph), block.is_loop, share
         if key not in self._choices:
             least = least_bytes(block.graph)
-            budget = least + int(share * max(block.graph.bytes - least, 0))
+            most = block.graph.bytes if block.is_loop else block.graph.kept
+            budget = least + int(share * max(most - least, 0))
             choice = choose(block.graph, budget, fates={}, repeat_collectives=False)
             if share == 1:
                 choice = dataclasses.replace(choice, saved_bytes=block.graph.bytes, flops=0)
@@ -83,12 +89,26 @@ class Blocks:
     def held_bytes(self, share: float) -> int:
         """Return the bytes of the blocks' values at the beginning of the backward pass, counted over all devices.
 
-        These are the values that all calls have saved, and the values that one block has just recomputed. The
-        recomputed values are counted for the block that recomputes the most bytes.
+        These are the values that all calls have saved, and the values that the backward pass of one block computes:
+        those that it recomputes, and cotangents. They are counted for the block that computes the most bytes.
         """
-        saved = [self.choice(block, share).saved_bytes for block in self.found]
-        recomputed = [block.graph.bytes - own for block, own in zip(self.found, saved, strict=True)]
-        return sum(block.calls * own for block, own in zip(self.found, saved, strict=True)) + max(recomputed, default=0)
+        saved = [self._saved(block, share) for block in self.found]
+        held = sum(block.calls * (block.inputs + own) for block, own in zip(self.found, saved, strict=True))
+        return held + max(map(self._computed, self.found, saved), default=0)
+
+    def _saved(self, block: Block, share: float) -> int:
+        """Return the bytes that a call saves. XLA does not change what the iterations of a loop save."""
+        return block.graph.kept if share == 1 and not block.is_loop else self.choice(block, share).saved_bytes
+
+    def _computed(self, block: Block, saved: int) -> int:
+        """Estimate the bytes that the backward pass of a call has in memory in addition to the saved values.
+
+        These are the cotangent that the next block has computed, and either the values that are recomputed or the
+        largest cotangent: most recomputed values are freed before it is computed. A loop also copies the values of one
+        iteration out of their stacks.
+        """
+        graph = block.graph
+        return block.inputs + max(graph.kept - saved, graph.largest) + (min(saved, graph.kept) if block.is_loop else 0)
 
     def rematerialised(self, fn: Callable, share: float) -> Callable:
         """Return a function that computes the same as `fn`, and in which each block saves `share` of its bytes.
@@ -132,30 +152,39 @@ class Blocks:
         jaxpr, consts = compat.opened(closed)
         params = len(jax.tree.leaves(args[0]))
         active = [var for i, var in zip(traced, jaxpr.invars, strict=True) if i < params]
-        every = list(self._find(jaxpr, 1, active))
+        every = list(self._find(jaxpr, 1, active, [var for var in jaxpr.invars if var not in active]))
         self.found = [block for block in every if isinstance(block, Block)]
         self.decided = [block for block in every if isinstance(block, UsersBlock)]
         return jaxpr, consts, arrays, jax.tree.structure(shapes)
 
-    def _find(self, jaxpr: Any, calls: int, active: Sequence) -> Iterator[Block | UsersBlock]:
+    def _find(self, jaxpr: Any, calls: int, active: Sequence, data: Sequence) -> Iterator[Block | UsersBlock]:
         """Yield the blocks of a jaxpr that runs `calls` times, and that have cotangents.
 
-        `active` has the arguments that are differentiated. Other blocks, such as a scan over data alone, save nothing.
+        `active` has the arguments that are differentiated, and `data` those that depend on the batch. Other blocks,
+        such as a scan over data alone, save nothing.
         """
         passes_on = lambda eqn, reads: eqn.outvars if reads and eqn.primitive.name != "stop_gradient" else ()
         moved = jaxprs.dependent_on(active, jaxpr.eqns, passes_on)
+        of_data = jaxprs.dependent_on(data, jaxpr.eqns, passes_on)
         for eqn in jaxpr.eqns:
             is_active = [not compat.is_literal(atom) and atom in moved for atom in eqn.invars]
             if not any(is_active):
                 continue
             body, loop = self._body(eqn), compat.loop_of(eqn)
+            is_data = [not compat.is_literal(atom) and atom in of_data for atom in eqn.invars]
             times = calls if loop is None else calls * loop.length
             if body is not None:
-                yield Block(compat.line_of(eqn), times, body, self._graph(body))
+                # The arguments of the loss and the slices of a loop are in memory anyway.
+                in_loop = () if loop is None else eqn.invars[loop.consts : loop.consts + loop.carry]
+                given = jaxpr.invars if loop is None else [v for v in eqn.invars if not any(v is c for c in in_loop)]
+                inputs = [v for v, on in zip(eqn.invars, is_data, strict=True) if on and not any(v is g for g in given)]
+                sizes = [jaxprs.nbytes(var) for var in inputs if jaxprs.differentiable(var.aval.dtype)]
+                yield Block(compat.line_of(eqn), times, body, self._graph(body), loop is not None, sum(sizes))
             elif (decided := self._decided(eqn)) is not None:
                 yield UsersBlock(compat.line_of(eqn), times, decided)
             elif (inner := self._inlined(eqn)) is not None:
-                yield from self._find(inner, calls, [v for v, on in zip(inner.invars, is_active, strict=True) if on])
+                chosen = lambda flags, inner=inner: [v for v, on in zip(inner.invars, flags, strict=True) if on]
+                yield from self._find(inner, calls, chosen(is_active), chosen(is_data))
 
     def _decided(self, eqn: Any) -> Any:
         """Return the open jaxpr of a block that stays as it is, or None. Blocks with refs cannot be described."""

@@ -97,7 +97,9 @@ def bytes_in_time(graph: Graph) -> int:
 
 def least_bytes(graph: Graph) -> int:
     """Return the least number of bytes that a block must save: the results of its collectives."""
-    return _Program(graph, {}, repeat_collectives=False).least_bytes(0) if graph.equations else 0
+    if not any(eqn.is_collective for eqn in graph.equations):
+        return 0
+    return _Program(graph, {}, repeat_collectives=False).least_bytes(0)
 
 
 class _Program:

@@ -26,6 +26,11 @@ _COLLECTIVES = frozenset(
 _FORMS = frozenset(
     "broadcast_in_dim convert_element_type copy expand_dims name reshape slice squeeze stop_gradient transpose".split()
 )
+# Equations whose result is the same array, equations whose operands XLA computes inside of their kernels, and equations
+# that XLA computes inside of the kernels that read their results.
+_VIEWS = frozenset("expand_dims name reshape squeeze stop_gradient transpose".split())
+_REDUCTIONS = frozenset("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
+_FUSED = jaxprs.ELEMENTWISE | _FORMS | frozenset("iota pad concatenate rev".split())
 # A byte costs a millionth of a FLOP, so that bytes decide only between values that cost equally many FLOPs.
 _FLOPS_PER_BYTE = 1e-6
 
@@ -75,12 +80,17 @@ class Graph:
         values: The values that can be saved.
         residuals: The indices of the equations whose results the backward pass reads.
         bytes: Bytes of all values that the backward pass reads, without the block's arguments.
+        kept: Bytes of the values that XLA keeps if nothing is recomputed on purpose. It keeps operands and results of
+            products, and computes elementwise functions of them again inside of the kernels that read them.
+        largest: Bytes of the largest value.
     """
 
     equations: tuple[Equation, ...]
     values: tuple[Value, ...]
     residuals: tuple[int, ...]
     bytes: int
+    kept: int
+    largest: int
 
 
 def named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
@@ -135,6 +145,7 @@ def _graph(jaxpr: Any) -> Graph:
     eqns, _ = jaxprs.needed_for(jaxpr.eqns, [*wanted])
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     read_by = [{maker[v] for v in jaxprs.variables_in(eqn.invars) if v in maker} for eqn in eqns]
+    in_memory = _in_memory(jaxpr)
     forms: set[int] = set()
     for i, eqn in enumerate(eqns):
         if eqn.primitive.name in _FORMS and read_by[i] <= forms:
@@ -154,7 +165,37 @@ def _graph(jaxpr: Any) -> Graph:
         ),
         residuals=tuple(sorted({maker[var] for var in wanted})),
         bytes=sum(jaxprs.nbytes(var) for var in wanted if is_array(var)),
+        kept=sum(_kept(eqns, {maker[var] for var in wanted}, read_by, in_memory).values()),
+        largest=max(map(bytes_written, eqns), default=0),
     )
+
+
+def _in_memory(jaxpr: Any) -> set:
+    """Return the variables that XLA writes to memory: operands and results of products, and results of reductions."""
+    same, found = {}, set()
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in _VIEWS and not compat.is_literal(eqn.invars[0]):
+            same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
+        elif name not in _FUSED:
+            operands = () if name in _REDUCTIONS else jaxprs.variables_in(eqn.invars)
+            found |= {same.get(var, var) for var in operands} | set(eqn.outvars)
+    return found
+
+
+def _kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> dict[int, int]:
+    """Return the bytes of the equations' results from which XLA computes the wanted results, by equation."""
+    found, seen, pending = dict[int, int](), set[int](), [*wanted]
+    while pending:
+        i = pending.pop()
+        if i in seen:
+            continue
+        seen.add(i)
+        if not in_memory.isdisjoint(eqns[i].outvars):
+            found[i] = bytes_written(eqns[i])
+        else:
+            pending += read_by[i]
+    return found
 
 
 def _equation(eqn: Any, reads: set[int]) -> Equation:

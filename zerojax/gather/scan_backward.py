@@ -185,7 +185,9 @@ class Backward:
         ]
         others = [*given[: loop.consts], *carried, *slices]
         cotangents = self._given(carry, iteration)
-        to_params, to_others = passes.pull(comm, params, others, saved, cotangents, reduced_later=self.later)
+        to_params, to_others = passes.pull(
+            comm, params, others, saved, cotangents, reduced_later=self.later, paired=True
+        )
         to_layers, to_shared = self._sorted(to_params)
         to = dict(zip(passes.active_others, to_others, strict=True))
         to_consts, to_carry, to_slices = ([to[i] for i in indices] for indices in self.active_others)

@@ -30,6 +30,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import Narrow
+from zerojax.gather.paired import depend_on_weights, with_pairs
 from zerojax.jaxprs import differentiable
 
 _CHEAP = frozenset({"broadcast_in_dim", "convert_element_type"})
@@ -117,6 +118,7 @@ class Passes:
         zero: jax.Array | None = None,
         *,
         reduced_later: Collection[int] = (),
+        paired: bool = False,
     ) -> tuple[list, list]:
         """Run the backward pass.
 
@@ -129,15 +131,22 @@ class Passes:
             zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added into.
                 XLA then cannot allocate them before `zero` is computed. If None, these arrays stay constants.
             reduced_later: Indices of the others whose cotangents may be returned as partial sums.
+            paired: Whether both cotangents of a product of activations are computed next to each other (`paired.py`).
 
         Returns:
             The cotangents of the active parameters, which may be partial sums, and the cotangents of the active others.
         """
-        return self._pull_once(comm, tuple(reduced_later), params, others, saved, cotangents, zero)
+        return self._pull_once(comm, tuple(reduced_later), paired, params, others, saved, cotangents, zero)
 
     @functools.cached_property
     def _pull_once(self) -> Callable:
-        return jax.jit(self._pull, static_argnums=(0, 1)) if self.is_shared else self._pull
+        return jax.jit(self._pull, static_argnums=(0, 1, 2)) if self.is_shared else self._pull
+
+    @functools.cached_property
+    def _weights(self) -> list[bool]:
+        """Return whether each residual depends on parameters alone."""
+        derived = depend_on_weights(self.derive.jaxpr, [pool == "param" for pool, _ in self.derive_reads])
+        return [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
 
     def _check_types(self, cotangents: Sequence) -> None:
         """Raise a TypeError if a custom rule returned a cotangent with another type than the value has."""
@@ -151,7 +160,7 @@ class Passes:
                     f"{cotangent.dtype} before the rule."
                 )
 
-    def _pull(self, comm, reduced_later, params, others, saved, cotangents, zero) -> tuple[list, list]:
+    def _pull(self, comm, reduced_later, paired, params, others, saved, cotangents, zero) -> tuple[list, list]:
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
         reads = [pools[pool][i] for pool, i in self.derive_reads]
@@ -161,20 +170,20 @@ class Passes:
         pools["derived"] = self.derive(*reads)
         residuals = [pools[pool][index] for pool, index in self.sources]
 
-        def backward(values):
+        def unpaired(values):
             return jax.tree.unflatten(self.tree, values[: len(residuals)])(list(values[len(residuals) :]))
 
         def zeros_from_seed(eqn, values):
             assert zero is not None
             if eqn.primitive.name != "broadcast_in_dim" or not compat.is_literal(eqn.invars[0]) or values[0]:
                 return None
-            out = eqn.outvars[0].aval
-            return [jax.lax.broadcast(zero.astype(out.dtype), out.shape)]
+            return [jax.lax.broadcast(zero.astype((out := eqn.outvars[0].aval).dtype), out.shape)]
 
         rule = None if zero is None else zeros_from_seed
         count = len(self.active_params)
         later = [count + k for k, i in enumerate(self.active_others) if i in reduced_later]
         rows = [*self.residual_rows, *self.result_rows]
+        backward = with_pairs(unpaired, self._weights + [False] * len(cotangents)) if paired else unpaired
         results = comm.backward(backward, [*residuals, *cotangents], rows, [*range(count), *later], rule)
         return results[:count], results[count:]
 

@@ -38,6 +38,7 @@ class Report:
         engine: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
             parameters are gathered once more for them. Empty unless the step is given, after its first call.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
+        compiled: Sentences about the compiler options of a step, if `report` was given the step.
     """
 
     bytes: dict[str, int]
@@ -50,6 +51,7 @@ class Report:
     groups: str = ""
     engine: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
+    compiled: tuple[str, ...] = ()
 
     @property
     def total(self) -> int:
@@ -86,9 +88,8 @@ class Report:
 
     @property
     def _head(self) -> str:
-        return "\n".join(
-            filter(None, [self.title, self.padding, self.warning, self.groups, self.matrices, self.engine])
-        )
+        found = self.title, self.padding, self.warning, self.groups, self.matrices, self.engine, *self.compiled
+        return "\n".join(filter(None, found))
 
     @property
     def padding(self) -> str:
@@ -119,7 +120,8 @@ def report(state: Any, tx: Any = None) -> Report:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are its fields, or the keys of its
             topmost node.
         tx: The transformation that made `state`, if `state` is parameters or an optimizer state. Or the step that
-            trains `state`. Then the report also says which rules took the loss's equations on parameters.
+            trains `state`. Then the report also says which rules took the loss's equations on parameters, and with
+            which compiler options the step was compiled.
 
     Returns:
         The bytes per device of each part, and a row for each leaf. A row has the leaf's sharding, the reason if it is
@@ -175,7 +177,9 @@ def measured(state: Any, tx: Any) -> Report:
     choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
     update, groups = f"{choice.update}: {choice.why}" if choice else "", str(getattr(of_state, "groups", ""))
     engine = "\n".join(tx.decided.in_words()) if hasattr(tx, "decided") else ""
-    return Report(device, per_device, tuple(rows), host, disk, update, str(matrices or ""), groups, engine, elsewhere)
+    totals = device, per_device, tuple(rows), host, disk
+    compiled = getattr(tx, "compiled_with", ())
+    return Report(*totals, update, str(matrices or ""), groups, engine, elsewhere, compiled)
 
 
 def place_of(array: jax.Array | Chunked) -> str:

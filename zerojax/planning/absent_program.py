@@ -103,10 +103,14 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
     @auto_context()
     def described(batch: Any) -> dict[str, Any]:
+        given = shapes, abstract(batch), *abstract(args)
+        chosen = moved.compiler_options(*given)
+        found = {"decided": moved.decided, "options": chosen.options}
         if options.memory is None:
-            return {"decided": moved.decided, "blocks": describe(blocks, 1.0, devices_of_a_block(config))}
-        fit = moved.memory_fit(shapes, abstract(batch), *abstract(args))
-        return {"decided": moved.decided, "notes": fit.notes[:1], "blocks": fit.blocks}
+            as_given = describe(blocks, 1.0, devices_of_a_block(config))
+            return found | {"notes": tuple(chosen.in_words), "blocks": as_given}
+        fit = moved.memory_fit(*given)
+        return found | {"notes": (*fit.notes[:1], *chosen.in_words), "blocks": fit.blocks}
 
     return AbsentProgram(functools.partial(compile_lowered, lower, described=described), multiple, facts)
 

@@ -69,6 +69,8 @@ class Plan:
         notes: Sentences about effects that these figures leave out.
         decided: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
             parameters are gathered once more for them. Empty if the program is not a step, or with parameters on disk.
+        compiler_options: The options of XLA with which the step was compiled, by name: those of the user, or those that
+            the step chose.
         text: The compiled program, as HLO text. Empty with parameters on disk, because the step is many programs.
     """
 
@@ -91,6 +93,7 @@ class Plan:
     blocks: tuple[BlockMemory, ...] = ()
     notes: tuple[str, ...] = ()
     decided: Decided = dataclasses.field(default_factory=Decided)
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text: str = dataclasses.field(default="", repr=False)
 
     @property
@@ -237,9 +240,10 @@ class CompiledStep(NamedTuple):
     Attributes:
         programs: Each program, with the number of its executions in a step.
         memory: Bytes per device by part, at the moment when their sum is largest. None: the step is one program.
-        notes: Sentences for the plan, about how `train_step(memory=)` chose the program.
+        notes: Sentences for the plan, about how the step chose the program.
         blocks: What each block of the loss saves and recomputes.
         decided: See `Plan`.
+        options: The compiler options of the program.
     """
 
     programs: tuple[tuple[Any, int], ...]
@@ -247,6 +251,7 @@ class CompiledStep(NamedTuple):
     notes: tuple[str, ...] = ()
     blocks: tuple[BlockMemory, ...] = ()
     decided: Decided = Decided()
+    options: Mapping[str, Any] = MappingProxyType({})
 
     @property
     def peak(self) -> int:
@@ -301,6 +306,7 @@ def read_plan(
         blocks=step.blocks,
         notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
         decided=step.decided,
+        compiler_options=dict(step.options),
         text="" if others else first[0].text,
     )
 

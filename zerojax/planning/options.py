@@ -46,7 +46,7 @@ class FitOptions(LossOptions, HardwareOptions, total=False):
     rows: int | Sequence[int] | None
 
 
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, bool], dict[str, Any]]:
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options of the loss, with defaults, and all other given options."""
     others = dict(options)
     return {name: others.pop(name, False) for name in LossOptions.__annotations__}, others

@@ -35,6 +35,7 @@ ENOUGH = 0.85
 # Each compilation has the largest share whose predicted peak is at most this part of the memory. The first prediction
 # does not include the temporary memory outside of blocks, which only a compiled program shows.
 _AIMS = (1.0, 0.97, 0.94)
+MOST_TRIALS = len(_AIMS)
 # Shares are multiples of 1 / `_STEPS`.
 _STEPS = 64
 
@@ -112,7 +113,7 @@ class StepFitting:
     def _with_share(self, share: float) -> JittedStep:
         loss = self._program.loss
         loss = dataclasses.replace(loss, fn=self.blocks.rematerialised(loss.fn, share))
-        return JittedStep(dataclasses.replace(self._program, loss=loss))
+        return JittedStep(dataclasses.replace(self._program, loss=loss), self._program.users_options)
 
 
 def blocks_of_a_loss() -> Blocks:

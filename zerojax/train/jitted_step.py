@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,9 +24,10 @@ class JittedStep:
         resident: `StepProgram.resident_step`, the part of a step that does not need offloaded state.
     """
 
-    def __init__(self, program: StepProgram):
-        """Prepare the functions. They are compiled when they are first called."""
-        self._config = config = program.config
+    def __init__(self, program: StepProgram, compiler_options: Mapping[str, Any] = MappingProxyType({})):
+        """Prepare the functions. They are compiled with `compiler_options` when they are first called."""
+        self._program, self._config = program, (config := program.config)
+        options = dict(compiler_options) or None  # with options, a jitted function cannot be called in another one
 
         def step(state, batch, *args):
             def shardings(returned):
@@ -33,8 +36,12 @@ class JittedStep:
 
             return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
 
-        self.whole = jax.jit(step, donate_argnums=0)
-        self.resident = jax.jit(program.resident_step, donate_argnums=0)
+        self.whole = jax.jit(step, donate_argnums=0, compiler_options=options)
+        self.resident = jax.jit(program.resident_step, donate_argnums=0, compiler_options=options)
+
+    def with_options(self, compiler_options: Mapping[str, Any]) -> JittedStep:
+        """Return the functions of the same program, compiled with other options."""
+        return JittedStep(self._program, compiler_options)
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         """Trace the step, or only `resident` if the state has offloaded leaves. The arguments may be shapes."""

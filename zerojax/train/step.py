@@ -28,7 +28,8 @@ from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
-from zerojax.train.fitting import MemoryFit, StepFitting
+from zerojax.train.compiling import CompilerOptions, OptionChoice
+from zerojax.train.fitting import MOST_TRIALS, MemoryFit, StepFitting
 from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
@@ -71,13 +72,19 @@ class Step:
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
         """Wrap a loss function. It is traced at the first call."""
         self.program = program = StepProgram(config, options, loss)
-        self._jitted = JittedStep(program)
+        self._jitted = JittedStep(program, program.users_options)
+        if program.users_options and config.params_on_disk:
+            raise ValueError(
+                'train_step(compiler_options=) is for one compiled program, and with Offload(params="disk") a step is '
+                "many. Set the options for all programs in the environment variable XLA_FLAGS."
+            )
         if options.memory is not None and config.params_on_disk:
             raise ValueError(
                 f'train_step(memory={options.memory!r}) fits one compiled program, and with Offload(params="disk") a '
                 f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat."
             )
         self._fitting = None if options.memory is None else StepFitting(program)
+        self._choice = OptionChoice(config) if options.compiler_options == "auto" else None
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
@@ -171,6 +178,11 @@ class Step:
                     "train_step(memory=) compiles the step to see what fits, which is not possible while it is traced. "
                     "Call the step as it is, outside of jax.jit, or use zerojax.remat in the loss instead of memory=."
                 )
+            if self.program.users_options:
+                raise TypeError(
+                    "train_step(compiler_options=) is for a program of its own, and here the step is a part of another "
+                    "program. Pass the options to the jax.jit that calls the step."
+                )
             with remedies(self.config.view, of_refs=True):
                 return self._jitted.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
         plan = state.plan
@@ -201,7 +213,7 @@ class Step:
         with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
             if self.config.params_on_disk:
                 return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
-            jitted = self._chosen(state, rows, args)
+            jitted, _ = self._chosen(state, rows, args)
             if not state.plan.offloaded:
                 return jitted.whole(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
@@ -214,9 +226,35 @@ class Step:
         found = dict.fromkeys(LABEL.findall(entry.replace("\\", "")))
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
-    def _chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        """Return the functions to run. With `memory=`, they depend on the shapes of the arguments."""
+    def _fitted(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
+        """Return the functions with the user's compiler options. With `memory=`, they depend on the arguments."""
         return self._jitted if self._fitting is None else self._fitting.chosen(state, rows, args)
+
+    def _chosen(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions]:
+        """Return the functions to run, and their compiler options."""
+        jitted = self._fitted(state, rows, args)
+        fit = None if self._fitting is None else self._fitting.fit(state, rows, args)
+        if self._choice is None:
+            return jitted, CompilerOptions(self.program.users_options)
+        if fit is not None and len(fit.trials) >= MOST_TRIALS:
+            return jitted, CompilerOptions()
+        return self._choice.best(jitted, state, rows, args, None if fit is None else fit.memory)
+
+    def compiler_options(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> CompilerOptions:
+        """Return the compiler options of the step: those of the user, or those that the step chose.
+
+        The arguments may be shapes. The first call with new shapes may compile the step.
+        """
+        self._check(state)
+        self._check_one_program()
+        _, batch, args = separated((batch, *args), keywords)
+        return self._chosen(state, place_batch(self.config, batch, self.options.accumulate), args)[1]
+
+    @property
+    def compiled_with(self) -> tuple[str, ...]:
+        """Return sentences about the compiler options of the programs that were compiled so far, for `report`."""
+        chosen = self._choice.found if self._choice else [CompilerOptions(self.program.users_options)]
+        return tuple(dict.fromkeys(sentence for one in chosen for sentence in one.in_words))
 
     def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
@@ -247,17 +285,20 @@ class Step:
 
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         self._check_one_program()
-        return self._chosen(state, rows, args).trace(state, rows, args)
+        return self._fitted(state, rows, args).trace(state, rows, args)
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
 
         With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
-        With `memory=`, the first call with new shapes compiles the step to find the share that fits.
+        With `memory=`, the first call with new shapes compiles the step to find the share that fits. On GPUs, it may
+        compile the step to choose compiler options.
         """
-        if self._fitting is not None:
-            return self.memory_fit(state, batch, *args, **keywords).chosen.lowered
-        return self.trace(state, batch, *args, **keywords).lower()
+        self._check(state)
+        self._check_one_program()
+        _, batch, args = separated((batch, *args), keywords)
+        rows = place_batch(self.config, batch, self.options.accumulate)
+        return self._chosen(state, rows, args)[0].trace(state, rows, args).lower()
 
     def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
         """Return the compilations of a step with `memory=`, and the bytes that its blocks save.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,15 @@ class StepOptions:
     leaf_norms: bool = False
     timeout: float | None = None
     memory: float | str | None = None
+    compiler_options: Mapping[str, Any] | Literal["auto"] = "auto"
 
     def __post_init__(self):
         """Raise an error if a count, the timeout or the memory has a wrong type or is out of range."""
+        if self.compiler_options != "auto" and not isinstance(self.compiler_options, Mapping):
+            raise TypeError(
+                f'compiler_options is "auto", or a dict of XLA\'s options, such as {{"xla_gpu_..._limit": 2}}, and not '
+                f"{self.compiler_options!r}. With {{}} the step chooses no options."
+            )
         if self.memory is not None and self.memory != "auto":
             object.__setattr__(self, "memory", parse_bytes("train_step(memory=)", self.memory, least=1))
         check_count("accumulate", self.accumulate, "microbatches", least=1)
@@ -73,6 +79,12 @@ class StepProgram:
     config: Config
     options: StepOptions
     loss: Loss
+
+    @property
+    def users_options(self) -> Mapping[str, Any]:
+        """Return the compiler options that the user gave."""
+        given = self.options.compiler_options
+        return {} if isinstance(given, str) else given
 
     @property
     def scales_loss(self) -> bool:

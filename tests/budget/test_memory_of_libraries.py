@@ -1,0 +1,157 @@
+"""Models of Linen, NNX, Equinox and Haiku fit into `memory=`, and train as without it."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from zerojax import zero_shard
+from zerojax.inspect.memory import peak_bytes
+
+pytestmark = pytest.mark.slow
+ROWS, TOKENS, WIDTH, LAYERS, WORDS = 16, 32, 32, 4, 64
+BATCH = jax.random.randint(jax.random.key(1), (ROWS, TOKENS), 0, WORDS)
+
+
+def next_token_loss(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+def linen():
+    """Scanned blocks with dropout, and one block under `nn.remat` with a policy of the user."""
+    from flax import linen as nn
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _=None):
+            x = x + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(x))
+            y = nn.Dropout(0.1, deterministic=False)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
+            return x + nn.Dense(WIDTH)(y), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, tokens):
+            embed = nn.Embed(WORDS, WIDTH)
+            rngs = {"params": True, "dropout": True}
+            x, _ = nn.scan(Block, variable_axes={"params": 0}, split_rngs=rngs, length=LAYERS)()(embed(tokens), None)
+            x, _ = nn.remat(Block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)()(x)
+            return embed.attend(x)
+
+    net, key = Net(), jax.random.key(0)
+    params = net.init({"params": key, "dropout": key}, BATCH[:1])["params"]
+    loss = lambda p, tokens, key: next_token_loss(net.apply({"params": p}, tokens, rngs={"dropout": key}), tokens)
+    return params, loss, (jax.random.key(7),)
+
+
+def nnx(*, remat=False):
+    """A stack of blocks that `nnx.scan` runs over."""
+    from flax import nnx
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.up = nnx.LayerNorm(WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+        def __call__(self, x):
+            return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(WORDS, WIDTH, rngs=rngs)
+            self.blocks = nnx.split_rngs(splits=LAYERS)(nnx.vmap(Block, in_axes=(0,), out_axes=0))(rngs)
+
+        def __call__(self, tokens):
+            layer = lambda x, block: block(x)
+            run = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(nnx.remat(layer) if remat else layer)
+            return self.embed.attend(run(self.embed(tokens), self.blocks))
+
+    graph, params = nnx.split(Net(nnx.Rngs(0)), nnx.Param)
+    return params, lambda params, tokens: next_token_loss(nnx.merge(graph, params)(tokens), tokens), ()
+
+
+def equinox():
+    """Layers that `filter_vmap` stacks, in a scan, with static functions among the leaves."""
+    import equinox as eqx
+
+    class Layer(eqx.Module):
+        attention: eqx.nn.MultiheadAttention
+        mlp: eqx.nn.MLP
+
+        def __init__(self, key):
+            self.attention = eqx.nn.MultiheadAttention(4, WIDTH, key=key)
+            self.mlp = eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, jax.nn.gelu, key=key)
+
+        def __call__(self, x):
+            x = x + self.attention(x, x, x)
+            return x + jax.vmap(self.mlp)(x)
+
+    layers = eqx.filter_vmap(Layer)(jax.random.split(jax.random.key(0), LAYERS))
+    model = {"layers": layers, "embed": eqx.nn.Embedding(WORDS, WIDTH, key=jax.random.key(1))}
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, tokens):
+        embed = eqx.combine(params["embed"], static["embed"])
+
+        def layer(x, dynamic):
+            return jax.vmap(eqx.combine(dynamic, static["layers"]))(x), None
+
+        x, _ = jax.lax.scan(layer, jax.vmap(jax.vmap(embed))(tokens), params["layers"])
+        return next_token_loss(x @ embed.weight.T, tokens)
+
+    return params, loss, ()
+
+
+def haiku():
+    """`hk.layer_stack`, whose parameters are stacked under names with slashes."""
+    import haiku as hk
+
+    def forward(tokens):
+        table = hk.get_parameter("embedding", (WORDS, WIDTH), init=hk.initializers.RandomNormal(0.1))
+
+        def layer(x):
+            norm = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+            x = x + hk.MultiHeadAttention(4, 8, model_size=WIDTH, w_init_scale=1.0)(norm, norm, norm)
+            return x + hk.nets.MLP([4 * WIDTH, WIDTH])(x)
+
+        return hk.experimental.layer_stack(LAYERS)(layer)(table[tokens]) @ table.T
+
+    net = hk.without_apply_rng(hk.transform(forward))
+    params = net.init(jax.random.key(0), BATCH[:1])
+    return params, lambda p, tokens: next_token_loss(net.apply(p, tokens), tokens), ()
+
+
+def trained(tx, step, params, args):
+    state, losses = tx.create(params), []
+    for _ in range(2):
+        state, metrics = step(state, BATCH, *args)
+        losses.append(float(metrics["loss"]))
+    return losses, jax.device_get(jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("make", [linen, nnx, equinox, haiku])
+def test_a_model_of_a_library_fits_and_trains_the_same(mesh, make):
+    params, loss, args = make()
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh)
+    plain, state = tx.train_step(loss), tx.create(params)
+    memory = int(0.8 * peak_bytes(plain.lower(state, BATCH, *args).compile()))
+    step = tx.train_step(loss, memory=memory)
+    fit = step.memory_fit(state, BATCH, *args)
+    assert 0.85 * memory <= fit.chosen.peak <= memory
+    assert len(fit.trials) <= 3
+    losses, after = trained(tx, step, params, args)
+    wanted, arrays = trained(tx, plain, params, args)
+    # Recomputed values are rounded in another order: some ulp of the largest element.
+    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    for a, b in zip(after, arrays, strict=True):
+        # The gradient of a bias of keys is zero but for rounding.
+        np.testing.assert_allclose(a, b, rtol=0, atol=max(1e-5 * np.abs(b).max(), 1e-9))
+
+
+def test_nnx_remat_is_respected(mesh):
+    params, loss, _ = nnx(remat=True)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh)
+    state = tx.create(params)
+    own = peak_bytes(tx.train_step(loss).lower(state, BATCH).compile())
+    assert tx.train_step(loss, memory=own).memory_fit(state, BATCH).chosen.peak == own
+    with pytest.raises(ValueError, match="no blocks whose activations could be recomputed"):
+        tx.train_step(loss, memory=own - 1).memory_fit(state, BATCH)

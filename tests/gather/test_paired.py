@@ -1,0 +1,69 @@
+"""Both cotangents of a product of activations are computed before one is read, and the cotangents of weights later."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zerojax import compat, jaxprs, zero_shard
+from zerojax.gather.paired import with_pairs
+
+WIDTH, TOKENS, ROWS, LAYERS = 32, 48, 8, 3
+
+
+def attention(w, x):
+    q, k, v = x @ w["q"], x @ w["k"], x @ w["v"]
+    scores = jnp.einsum("btd,bsd->bts", q, k) / WIDTH**0.5
+    return x + jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), v)
+
+
+def loss(params, x, *, remat=False):
+    layer = jax.checkpoint(attention) if remat else attention
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params)[0] ** 2)
+
+
+def weights(*leading):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shape = (*leading, WIDTH, WIDTH)
+    return {name: jax.random.normal(key, shape) / WIDTH**0.5 for name, key in zip("qkv", keys, strict=True)}
+
+
+def barriers(jaxpr):
+    """The numbers of elements that pass each barrier."""
+    found = [e for e in jaxprs.equations(jaxpr) if e.primitive.name == "optimization_barrier"]
+    return [sorted(v.aval.size for v in e.outvars) for e in found]
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_scan_computes_both_cotangents_of_the_probabilities_product(mesh, view, remat):
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, view=view, persist_below=0)
+    params, x = weights(LAYERS), jax.random.normal(jax.random.key(1), (ROWS, TOKENS, WIDTH))
+    step = jax.jit(tx.value_and_grad(lambda params, x: loss(params, x, remat=remat)))
+    traced = step.trace(tx.shard(params), x)
+    rows = ROWS if view == "global" else ROWS // mesh.size
+    # The first step, the iterations of the loop, and the last step.
+    assert barriers(compat.opened(traced.jaxpr)[0]).count([rows * TOKENS * WIDTH, rows * TOKENS * TOKENS]) == 3
+    value, grads = step(tx.shard(params), x)
+    wanted, plain = jax.value_and_grad(loss)(params, x)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(tx.unshard(grads)), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(("is_weight", "pairs"), [(False, 1), (True, 0)])
+def test_the_cotangent_of_a_weight_may_be_computed_late(is_weight, pairs):
+    product = lambda a, b: jnp.einsum("xbd,xfd->xbf", a, b)  # a product of experts, or of two activations
+    a, b = jnp.ones((2, 8, 4)), jnp.ones((2, 16, 4))
+    ct = jnp.ones((2, 8, 16))
+
+    def backward(values):
+        a, b, ct = values
+        return jax.vjp(product, jnp.sin(a), jnp.cos(b))[1](ct)
+
+    run = with_pairs(backward, [False, is_weight, False])
+    jaxpr = compat.opened(jax.make_jaxpr(run)([a, b, ct]))[0]
+    assert len(barriers(jaxpr)) == pairs
+    for found, wanted in zip(run([a, b, ct]), jax.tree.leaves(backward([a, b, ct])), strict=True):
+        np.testing.assert_array_equal(found, wanted)
