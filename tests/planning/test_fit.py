@@ -13,7 +13,7 @@ import pytest
 from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
 from zerojax.gpus import topology
-from zerojax.gpus.devices import Device
+from zerojax.gpus.devices import HOST_LINKS, Device
 from zerojax.gpus.topology import Topology, abstract_mesh, installed
 from zerojax.optim.plan import make_plan
 from zerojax.planning import plan as planner

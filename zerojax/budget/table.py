@@ -62,18 +62,19 @@ def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, .
         calls[key] += block.calls
         if key not in figures:
             figures[key] = _figures(block.jaxpr)
-    return tuple(
-        BlockMemory(
+    equal = collections.Counter[BlockMemory]()  # such as blocks that differ only in an argument's weak type
+    for (key, line), (saved, offloaded, most, flops, all_flops) in figures.items():
+        described = BlockMemory(
             line=line,
-            calls=calls[key, line],
+            calls=0,
             saved=saved // devices,
             offloaded=offloaded // devices,
             recomputed=max(most - saved - offloaded, 0) // devices,
             flops=flops // devices,
             share=flops / max(all_flops, 1),
         )
-        for (key, line), (saved, offloaded, most, flops, all_flops) in figures.items()
-    )
+        equal[described] += calls[key, line]
+    return tuple(dataclasses.replace(described, calls=count) for described, count in equal.items())
 
 
 def rows_of(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
