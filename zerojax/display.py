@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from rich.progress import TaskID
 
 MEASURED_EVERY_S = 0.5
-CONSOLE_ERRORS = OSError, ValueError  # a pipe whose reader has ended, and a closed file
+# Whatever a console raises must not end a save. Examples are a pipe whose reader has ended, a closed file, a console on
+# which the user's own bars are live (a LiveError, up to rich 14.0), and an object of the user's with another `write`.
+CONSOLE_ERRORS = (Exception,)
 
 _DISPLAYS: list[Display] = []
 _TASK: contextvars.ContextVar[Callable[[float], None] | None] = contextvars.ContextVar("task", default=None)

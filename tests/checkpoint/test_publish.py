@@ -184,7 +184,7 @@ def test_what_does_not_fit_is_named():
     one = SingleDeviceSharding(jax.devices()[0])
     for error, says, call in (
         (ValueError, "The tensor 'b' of the shape .3. cannot be divided", lambda: zerojax.publish(params, where)),
-        (ValueError, "shardings= has none for the tensor 'w'", lambda: zerojax.publish(params, {"b": one})),
+        (ValueError, "shardings= has no sharding for the tensor 'w'", lambda: zerojax.publish(params, {"b": one})),
         (ValueError, "'b' is a parameter, and no entry", lambda: zerojax.publish(params, where, mapping={"x": "w"})),
         (ValueError, "which would destroy weights", lambda: zerojax.publish(params, where, dtype=jnp.int8)),
     ):
@@ -240,3 +240,26 @@ def test_a_version_that_is_removed_while_it_is_read_gives_way_to_the_next(tmp_pa
     monkeypatch.setattr(published_files, "check_digests", late)
     version, found = read_published(tmp_path, params)
     assert (version, float(found["w"][0])) == (2, 2.0)
+
+
+def test_what_killed_runs_left_behind_is_removed(tmp_path):
+    for name in (".version_0000000003", "..version_0000000005.tmp-17"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"a half")
+    (tmp_path / ".version_of_another_kind").mkdir()
+    publish_files({"w": jnp.ones(4)}, tmp_path, version=8)
+    assert {one.name for one in tmp_path.iterdir()} == {"version_0000000008", ".version_of_another_kind"}
+
+
+def test_an_old_version_goes_as_a_whole(tmp_path, monkeypatch):
+    remove, seen = published_files.shutil.rmtree, []
+
+    def recorded(path):
+        seen.append(published_files.versions_in(tmp_path))
+        remove(path)
+
+    monkeypatch.setattr(published_files.shutil, "rmtree", recorded)
+    for version in (1, 2):
+        publish_files({"w": jnp.ones(4)}, tmp_path, version=version, keep=1)
+    assert seen == [[2]]  # version 1 has no name any more when its first file is removed
+    assert [one.name for one in tmp_path.iterdir()] == ["version_0000000002"]

@@ -20,7 +20,9 @@ from test_round_trips import assert_padding_is_zero, assert_same, logical_leaves
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import live
 from zerojax.layout.chunked import is_chunked
+from zerojax.offload import close
 from zerojax.offload.host import KINDS
+from zerojax.offload.lock import DiskError
 from zerojax.placement import pieces
 
 BUCKET = 1000  # bytes, so that the two largest weights and their moments move in boxes
@@ -265,6 +267,16 @@ def test_a_state_moves_to_disk_and_back(params, tmp_path):
     there = tx.reshard(state, to=disk)
     assert any(is_chunked(x) for x in jax.tree.leaves(there.opt_state, is_leaf=is_chunked))
     assert_same(disk.reshard(there, to=tx), expected)
+
+
+def test_a_folder_in_use_is_refused_before_the_state_is_touched(tmp_path):
+    made = lambda **options: zero_shard(optax.adam(1e-2), precision=Precision.bf16(), **options)
+    tx, disk = made(stage=2), made(stage=3, offload=Offload(optimizer="disk", path=tmp_path), persist_below=1)
+    state, other = tx.create({"w": jnp.ones((8, 8))}), disk.create({"w": jnp.ones((8, 8))})
+    with pytest.raises(DiskError, match="in use"):
+        tx.reshard(state, to=disk)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    close(other)
 
 
 def test_another_optimizer_is_named_and_the_state_stays():

@@ -10,6 +10,7 @@ import optax
 import pytest
 from conftest import mesh_of
 from rich.console import Console
+from rich.errors import LiveError
 
 import zerojax
 from zerojax import display, zero_shard
@@ -124,6 +125,16 @@ def test_a_console_that_is_closed_harms_no_work(is_terminal):
             display.advance(1)
         with display.tracking("Measuring", 4, measure=lambda: 4):
             pass
+
+
+def test_a_console_that_shows_other_bars_harms_no_work(monkeypatch):
+    def busy(*_):  # as rich does up to version 14.0
+        raise LiveError("Only one live display may be active at once")
+
+    shown = console(force_terminal=True)
+    monkeypatch.setattr(shown, "set_live", busy)
+    with zerojax.progress(shown), display.tracking("Copying", 4):
+        display.advance(1)
 
 
 def test_what_goes_on_after_the_block_is_not_shown():

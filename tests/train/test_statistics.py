@@ -184,3 +184,8 @@ def test_a_step_tells_how_far_each_parameter_moved():
     found = collectives(step.lower(state, batch).compile())
     assert found
     assert max(array.elements for one in found for array in one.arrays) <= 16  # of this loss, a step sends only sums
+
+
+def test_two_leaves_of_one_path_are_refused_and_not_joined():
+    with pytest.raises(ValueError, match="Two leaves have the path a/b"):
+        zerojax.statistics({"a/b": jnp.ones(3), "a": {"b": jnp.zeros(4)}})

@@ -72,6 +72,9 @@ def moved_state(state: ZeroState, like: ZeroState, limit: int, donate: bool) -> 
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
     matched, fresh = matched_leaves(manifest, like, where=WHERE, words=OF_LIVE)
     wanted = state_leaves(like)
+    for node in (leaf.array for leaf in wanted.values()):
+        if is_chunked(node) and node.store is not None:
+            node.store.files.open()  # before anything is freed, because another state may use the folder
     if donate:  # narrow parameters are made again from the master weights
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
     moved: dict[str, Any] = {}

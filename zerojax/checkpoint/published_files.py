@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DIGESTS = "digests.json"
 VERSION = re.compile(r"version_(\d{10,})", re.ASCII)
+INCOMPLETE = re.compile(r"\.version_\d{10,}|\.\.version_\d{10,}\.tmp-\d+", re.ASCII)  # `export` adds a dot
 TIMEOUT = 600.0
 
 
@@ -38,7 +39,8 @@ def publish_files(
     """Write a version of the parameters into a folder, for programs that are not part of this run.
 
     A version is a folder of safetensors, as `export` writes it, and the sha256 of each file. It gets its name when it
-    is complete. All processes must call this function. A folder in `/dev/shm` is shared memory of one host.
+    is complete. Incomplete versions, which a killed run has left, are removed first, so only one run may write to the
+    folder. All processes must call this function. A folder in `/dev/shm` is shared memory of one host.
 
     Args:
         params: As for `publish`.
@@ -64,7 +66,7 @@ def publish_files(
     found = versions_in(folder)
     failure = f"{folder} has version {found[-1]} already." if found and found[-1] >= version else ""
     if processes.is_first and not failure:
-        failure = attempt(shutil.rmtree, temporary) if temporary.exists() else ""  # of a run that was killed
+        failure = attempt(remove_incomplete, folder)
     processes.agree("publish files", failure if processes.is_first else "")
     export(params, temporary, mapping=mapping, dtype=dtype)
     failure = attempt(complete, temporary, path, keep) if processes.is_first else ""
@@ -78,7 +80,16 @@ def complete(temporary: Path, path: Path, keep: int) -> None:
     write_synced(temporary / DIGESTS, json.dumps(digests(temporary, names), indent=1))
     temporary.rename(path)
     for version in versions_in(path.parent)[:-keep]:
-        shutil.rmtree(path.parent / version_name(version))
+        # First without its name, so that no program finds only some of the files.
+        old = path.parent / version_name(version)
+        shutil.rmtree(old.rename(path.parent / f".{old.name}"))
+
+
+def remove_incomplete(folder: Path) -> None:
+    """Remove versions that a killed run has not completed, or has begun to remove. They may have any number."""
+    for one in folder.iterdir() if folder.is_dir() else ():
+        if INCOMPLETE.fullmatch(one.name):
+            shutil.rmtree(one)
 
 
 def read_published(

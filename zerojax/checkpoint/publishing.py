@@ -49,9 +49,9 @@ def publish(
 ) -> Iterator[tuple[str, jax.Array]]:
     """Copy parameters to the devices, names and type that another program needs, such as an inference engine.
 
-    The result is an iterator. Each step of it dispatches the copy of one tensor, and waits only if more than a bucket
-    is under way. So at most one bucket of memory is used on a device of either mesh, besides the tensors that the
-    caller keeps. No device and no host holds all parameters in full, unless `shardings` say so. Values are those of
+    The result is an iterator. Each step of it dispatches the copy of one tensor, and waits only if more than half a
+    bucket is under way. So at most one bucket of memory is used on a device of either mesh, besides the tensors that
+    the caller keeps. No device and no host holds all parameters in full, unless `shardings` say so. Values are those of
     `tx.unshard`.
 
     A training step uses up its parameters. So either take all tensors before the next step, which then runs while the
@@ -60,7 +60,8 @@ def publish(
     Args:
         params: A state, or a tree of parameters. If a state has master weights, they are published.
         shardings: Where each tensor is wanted: one sharding for all, a dict by the tensor's name, a function of name
-            and shape, or, without a mapping, a tree like the parameters. A sharding has a mesh or is of one device.
+            and shape, or, without a mapping, a tree like the parameters. A sharding is a `NamedSharding` or a
+            `SingleDeviceSharding`.
         mapping: Names and shapes of the tensors, as for `import_params` and `export`. None: each leaf is a tensor, with
             the name of its keys joined by dots.
         dtype: The floating type to which floating tensors are cast. None keeps their types.
@@ -138,12 +139,14 @@ def tensor_of(name: str, shape: tuple[int, ...], dtype: Any, sections: tuple[Sec
     """Return a tensor with its sharding, or raise an error that names it."""
     sharding = wanted(name, shape)
     if sharding is None:
-        raise ValueError(f"shardings= has none for the tensor {name!r}. Give one sharding for each tensor.")
+        raise ValueError(f"shardings= has no sharding for the tensor {name!r}. Give one for each tensor.")
     if isinstance(sharding, SingleDeviceSharding):
         [device] = sharding.device_set
         sharding = NamedSharding(pieces.mesh_of_one(device), PartitionSpec())
     if not isinstance(sharding, NamedSharding) or not isinstance(mesh := sharding.mesh, Mesh):
-        raise TypeError(f"The tensor {name!r} cannot be placed on {sharding}. Give a NamedSharding, or one device's.")
+        raise TypeError(
+            f"The tensor {name!r} cannot be placed on {sharding}. Give a NamedSharding or a SingleDeviceSharding."
+        )
     try:
         sharding.shard_shape(shape)
     except ValueError as error:

@@ -69,6 +69,14 @@ class StateFiles:
         weakref.finalize(self, close_store, store)
         return store
 
+    def open(self) -> None:
+        """Make the files and lock their folder now, instead of at the first read or write.
+
+        Raises:
+            DiskError: If the folder is in use, or files cannot be made in it.
+        """
+        _ = self._store
+
     def read(self, k: int, n: int) -> Future[Lease]:
         """Begin to read chunk `n` of leaf `k`."""
         return self._store.read(self._index[k, n], version=self._version)

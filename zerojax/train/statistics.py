@@ -6,6 +6,7 @@ padding instead. Only sums, minima and maxima of shards are combined over the de
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -61,8 +62,8 @@ def statistics(
 
     Raises:
         TypeError: If a leaf is a shape, or if it is offloaded and the function is called under `jax.jit`.
-        ValueError: If `of` lacks a leaf of `tree`, or has it in another shape. Also if a leaf has too many elements for
-            the counts of a histogram.
+        ValueError: If `of` lacks a leaf of `tree`, or has it in another shape. Also if two leaves have the same path,
+            or a leaf has too many elements for the counts of a histogram.
 
     Examples:
         >>> found = zerojax.statistics(state.params)
@@ -129,7 +130,7 @@ class Part(NamedTuple):
 
 
 def parts_of(tree: PyTree) -> list[Part]:
-    """Return the floating leaves of a tree that have elements."""
+    """Return the floating leaves of a tree that have elements. Raise a ValueError if two of them have one name."""
     plan, parts = planned(tree).leaves, []
     for path, x in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_node):
         leaf, dtype = plan.get(jax.tree_util.keystr(path)), getattr(x, "dtype", None)
@@ -146,6 +147,9 @@ def parts_of(tree: PyTree) -> list[Part]:
             leaf = x.leaf if is_chunked(x) else leaf
             part = Part(keys, x, tuple(x.shape if leaf is None else leaf.shape))
         parts += [part] if part.size else []
+    counts = collections.Counter(part.name for part in parts)
+    if doubled := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"Two leaves have the path {doubled[0]}, because a key contains a slash. Rename one of them.")
     return parts
 
 
