@@ -1,9 +1,12 @@
 """A step takes compiler options from the user, or chooses those that its compiled program proves."""
 
 import dataclasses
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -80,6 +83,40 @@ def test_a_program_is_chosen_if_it_waits_less_and_is_not_worse_otherwise(change,
     before = Figures(peak=80, hidden=0.9, products=100, kernels=9.0, waits=1.0, groups=2)
     after = dataclasses.replace(before, **{"waits": 0.5, **change})
     assert after.is_better(before, memory=100) == better
+
+
+class Gpu:
+    """A GPU of this process with half of the memory of its kind, and no other figures."""
+
+    def memory_stats(self):
+        return {"bytes_limit": 40}
+
+
+def test_the_memory_is_that_of_the_card_and_not_of_its_kind(mesh, monkeypatch):
+    kind = types.SimpleNamespace(memory=80)
+    assert compiling.memory_of(mesh, kind) == 80  # CPUs tell nothing
+    gpu, other = Gpu(), Gpu()
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    assert compiling.memory_of(types.SimpleNamespace(devices=np.array([gpu, other])), kind) == 40
+    assert compiling.memory_of(types.SimpleNamespace(devices=np.array([other])), kind) == 80  # not on this machine
+
+
+def test_a_process_that_cannot_compile_tells_the_others(mesh, monkeypatch):
+    choice = compiling.OptionChoice(zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh).config)
+    before = Figures(peak=80, hidden=0.9, products=100, kernels=9.0, waits=1.0, groups=2)
+    figures, told = iter([before]), []
+
+    def compiled(*_):
+        if (found := next(figures, None)) is None:
+            raise jax.errors.JaxRuntimeError("no such option")
+        return found
+
+    monkeypatch.setattr(compiling.Figures, "of", compiled)
+    monkeypatch.setattr(choice, "_agreed", lambda *, is_better: told.append(is_better) or is_better)
+    changed, note = choice._compare(mock.MagicMock(), (), None, 100)
+    assert told == [False]
+    assert changed is None
+    assert "does not compile" in note
 
 
 def layer(x, w):

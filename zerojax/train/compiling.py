@@ -52,7 +52,7 @@ class CompilerOptions:
         note: A sentence about the comparison. Empty if there was none.
     """
 
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
 
     @property
@@ -131,14 +131,14 @@ class OptionChoice:
         """Return the functions of the step with the chosen options, and these options.
 
         The first call with new shapes compiles the step, and at most once more. A changed program may take at most
-        `memory` bytes per device, or as many as without options if they are more. If `memory` is None, it may take 95%
-        of the device's memory.
+        `memory` bytes per device, or as many as without options if they are more. If `memory` is None, it may take the
+        bytes that the device has for programs.
         """
         if self._device is None:
             return jitted, CompilerOptions()
         key = id(jitted), signature_of((state, rows, args))
         if key not in self._found:
-            limit = self._device.memory if memory is None else memory
+            limit = memory_of(self._config.mesh, self._device) if memory is None else memory
             changed, note = self._compare(jitted, (state, rows, args), self._device, limit)
             # `jitted` is kept, because its `id` is in the key.
             self._found[key] = changed or jitted, CompilerOptions(CANDIDATE if changed else MappingProxyType({}), note)
@@ -149,12 +149,15 @@ class OptionChoice:
         before = Figures.of(jitted.trace(*given).lower().compile(), device)
         if before.groups < 2:
             return None, ""
-        changed = jitted.with_options(CANDIDATE)
+        changed, after, why = jitted.with_options(CANDIDATE), None, ""
         try:
             after = Figures.of(changed.trace(*given).lower().compile(), device)
         except jax.errors.JaxRuntimeError as error:
-            return None, f"This XLA does not compile the step with {OVERLAP}: {str(error).splitlines()[0]}"
-        is_better = self._agreed(is_better=after.is_better(before, memory))
+            why = f"This XLA does not compile the step with {OVERLAP}: {str(error).splitlines()[0]}"
+        # A process whose compilation failed answers, too. Otherwise the others would wait for it.
+        is_better = self._agreed(is_better=after is not None and after.is_better(before, memory))
+        if after is None:
+            return None, why
         found = (
             f"Kernels would wait for collectives for {after.waits / (after.kernels + after.waits):.1%} of the step "
             f"instead of {before.waits / (before.kernels + before.waits):.1%}, in {format_bytes(after.peak)} instead "
@@ -167,6 +170,16 @@ class OptionChoice:
         if not is_of_all(self._config.mesh):
             return is_better
         return set(Processes("options").exchange("choose compiler options", str(is_better))) == {"True"}
+
+
+def memory_of(mesh: Mesh, device: Device) -> int:
+    """Return the bytes that programs may use on a device of the mesh. `device` describes its kind.
+
+    A kind may have cards with less memory, and other programs may use a part of it. So a GPU that is there is asked.
+    """
+    members = set(mesh.devices.flat)
+    found = [stats for one in jax.local_devices() if one in members and (stats := one.memory_stats())]
+    return min([device.memory, *(stats["bytes_limit"] for stats in found if "bytes_limit" in stats)])
 
 
 def gpu_of(mesh: Mesh) -> Device | None:
