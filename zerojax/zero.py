@@ -263,15 +263,15 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
                 scans, without a `jax.checkpoint`) save as many activations as fit, and recompute all others. The first
                 call with new shapes compiles up to three times, and once more if none of these programs fits.
-            compiler_options: Options of XLA by name, as for `jax.jit`. With `"auto"`, a step on GPUs whose mesh has
-                several axes compiles once more, and keeps an option if that program is better. `{}` chooses none.
+            compiler_options: Options of XLA by name, but not for updates of offloaded state. With `"auto"`, a step on
+                GPUs whose mesh has several axes compiles twice, and keeps an option if that program is better.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
 
         Raises:
             TypeError: If an option has a wrong type.
-            ValueError: If an option is out of range, or `memory` is given for parameters on disk, or does not suffice.
+            ValueError: If an option is out of range or not for parameters on disk, or `memory` does not suffice.
         """
         options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)

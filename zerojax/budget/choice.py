@@ -91,7 +91,7 @@ def bytes_in_time(graph: Graph) -> int:
     The forward pass of the block computes at least these FLOPs, and its backward pass about twice as many. So the
     copies of one block are complete before those of the next block begin. The GPU is this machine's, or an H200.
     """
-    kind = kind_of(jax.local_devices()[0].device_kind)
+    kind = kind_of(jax.local_devices()[0].device_kind) or "h200"
     return int(host_bytes_per_flop(kind) * sum(eqn.flops for eqn in graph.equations))
 
 

@@ -41,9 +41,9 @@ LINKS = {
 HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 
 
-def kind_of(device_kind: str) -> str:
-    """Return the known GPU that JAX calls `device_kind`, such as `"NVIDIA H100 80GB HBM3"`, or `"h200"` if none is."""
-    return next((kind for kind in KINDS if kind.split("-")[0] in device_kind.lower()), "h200")
+def kind_of(device_kind: str) -> str | None:
+    """Return the known GPU that JAX calls `device_kind`, such as `"NVIDIA H100 80GB HBM3"`. Return None for others."""
+    return next((kind for kind in KINDS if kind.partition("-")[0] in device_kind.lower()), None)
 
 
 @functools.cache

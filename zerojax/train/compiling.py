@@ -23,8 +23,8 @@ from jax.sharding import Mesh
 from zerojax.comm.events import is_of_all
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import GPUS_PER_HOST, KINDS, Topology
+from zerojax.gpus.devices import Device, kind_of
+from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import peak_bytes
 from zerojax.inspect.overlap import overlap
@@ -185,7 +185,7 @@ def memory_of(mesh: Mesh, device: Device) -> int:
 def gpu_of(mesh: Mesh) -> Device | None:
     """Return the description of a GPU of the mesh. Return None if its kind is unknown, or it is no GPU."""
     first = mesh.devices.flat[0]
-    kind = next((kind for kind in KINDS if kind.partition("-")[0] in first.device_kind.lower()), None)
+    kind = kind_of(first.device_kind)
     if kind is None or first.platform not in ("cuda", "gpu"):
         return None
     in_process = collections.Counter(device.process_index for device in mesh.devices.flat)
