@@ -84,9 +84,8 @@ class Loop:
         """Train on a batch while the workers sample the next one with weights that are one step old."""
         sampled = rollout(weights, jax.device_put(key, self.everywhere))
         pending = self.published(state, hold=True)
-        state, _ = self.step(
-            state, jax.device_put(batch, self.rows)
-        )  # uses up the old parameters, but not the held ones
+        # The step uses up the old parameters, but not the held ones.
+        state, _ = self.step(state, jax.device_put(batch, self.rows))
         return state, dict(pending), sampled
 
 

@@ -65,7 +65,7 @@ class Display:
                 self._bars.update(task, advance=amount, completed=completed)
 
     def end(self, task: TaskID | None, *, failed: bool) -> None:
-        """Take a task off. Print a line about it, unless the bars are on a terminal."""
+        """Remove a task. Print a line about it, unless the bars are on a terminal."""
         with self._lock, contextlib.suppress(*CONSOLE_ERRORS):
             self._running -= 1
             if not self._running:

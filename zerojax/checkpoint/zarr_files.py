@@ -1,7 +1,7 @@
 """Read parts of a large leaf from its files, which are uncompressed zarr: a file per shard, in row-major order.
 
 TensorStore reads every file as a whole, even for a small part of it. So a leaf that is read in chunks would be read
-many times, and host memory would hold a shard beside each chunk.
+many times, and host memory would hold a whole shard in addition to each chunk.
 """
 
 from __future__ import annotations
