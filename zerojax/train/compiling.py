@@ -52,7 +52,7 @@ class CompilerOptions:
         note: A sentence about the comparison. Empty if there was none.
     """
 
-    options: Mapping[str, Any] = MappingProxyType({})
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
 
     @property
@@ -141,7 +141,7 @@ class OptionChoice:
             limit = self._device.memory if memory is None else memory
             changed, note = self._compare(jitted, (state, rows, args), self._device, limit)
             # `jitted` is kept, because its `id` is in the key.
-            self._found[key] = changed or jitted, CompilerOptions(CANDIDATE if changed else MappingProxyType({}), note)
+            self._found[key] = changed or jitted, CompilerOptions(CANDIDATE if changed else {}, note)
         return self._found[key]
 
     def _compare(self, jitted: JittedStep, given: tuple, device: Device, memory: int) -> tuple[JittedStep | None, str]:
