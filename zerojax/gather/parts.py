@@ -64,8 +64,9 @@ def flat(closed: Any) -> Any:
 def dims_of(jaxpr: Any, given: Mapping[Any, int | None], *, layers: bool = False) -> dict[Any, int | None]:
     """Return, for each variable that can be computed on parts, its divided dim, or None if it has no divided dim.
 
-    A value without a divided dim is alike on all devices, or for all layers. `given` has the same for the arguments. A
-    variable that cannot be computed on parts has no entry. If `layers` is true, the parts are layers.
+    A value without a divided dim is alike on all devices, or for all layers. `given` maps the arguments to their
+    divided dims or None. A variable that cannot be computed on parts has no entry. If `layers` is true, the parts are
+    layers.
     """
     dims = {**given, **dict.fromkeys(compat.constvars_of(jaxpr))}
     for eqn in jaxpr.eqns:

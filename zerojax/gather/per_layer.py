@@ -58,7 +58,7 @@ class Host:
     Attributes:
         loops: The loop, followed by other loops over its stacks, which only read parameters. Empty for a new loop.
         ends: The values that the loop returns.
-        computed: The operands of the loop of which an iteration computes its row.
+        computed: Operands of the loop. Each iteration computes its row of them.
     """
 
     loops: list
@@ -150,7 +150,7 @@ class Layers:
 
     @property
     def has_candidates(self) -> bool:
-        """Return whether an equation reads a stack and is not a loop over it, or is a loop of parameters alone."""
+        """Return whether an equation outside of loops reads a stack, or one of several loops reads parameters alone."""
         derived = set(self.stacks)
         for eqn in self.jaxpr.eqns if derived and self.length > 1 else ():
             reads = jaxprs.variables_in(eqn.invars)
@@ -211,7 +211,7 @@ class Layers:
         return {v for v in self.cone([var], ())[1] if v in self.params}
 
     def hosts(self) -> list[Host]:
-        """Return the loops that compute further values, and new loops for values that no loop can compute."""
+        """Return the loops that compute further values, and new loops for values that no existing loop can compute."""
         hosts: list[Host] = []
         for eqn in sorted(self.loops, key=self._is_of_weights):  # Loops of parameters alone come last.
             host = next((host for host in hosts if self._is_of_weights(eqn) and self._can_join(eqn, host)), None)

@@ -140,7 +140,7 @@ class OptionChoice:
         if key not in self._found:
             limit = self._device.memory if memory is None else memory
             changed, note = self._compare(jitted, (state, rows, args), self._device, limit)
-            # `jitted` is kept, because its `id` is in the key.
+            # The step keeps `jitted`, so no other object gets its `id`.
             self._found[key] = changed or jitted, CompilerOptions(CANDIDATE if changed else {}, note)
         return self._found[key]
 
