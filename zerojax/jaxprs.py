@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -118,7 +119,15 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Sequence, Sequence], list]) -> list:
     """Evaluate a `jax.checkpoint` with its policy. `evaluate_body(jaxpr, consts, values)` evaluates its body."""
     body = lambda *values: evaluate_body(*compat.opened(eqn.params["jaxpr"]), values)
-    return jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*values)
+    run = jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
+    if not eqn.params["differentiated"]:
+        return run(*values)
+    # JAX lowers a derivative with a barrier. Without it, XLA may keep values instead of computing them again.
+    closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
+    jaxpr, consts = compat.opened(closed)
+    marked = lambda e: e.replace(params={**e.params, "differentiated": True}) if compat.is_remat(e) else e
+    results = jax.core.eval_jaxpr(jaxpr.replace(eqns=[*map(marked, jaxpr.eqns)]), consts, *jax.tree.leaves(values))
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
 def identity_of(name: str, dtype: Any) -> Any:

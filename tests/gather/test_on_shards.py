@@ -250,6 +250,28 @@ def test_terms_of_whole_layers_share_the_gathers_of_the_model(name, style, view)
     assert passes <= 1.02 * gathered_without(style, view)[0]
 
 
+def beside(params, x):
+    """Values of whole layers beside constants of all layers, and maxima that several layers have in common."""
+    w = params["layers"]
+    x, _ = lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)
+    gram, constants = w @ jnp.swapaxes(w, 1, 2), jnp.arange(w.size).reshape(w.shape) / w.size
+    lower = jnp.tril(constants) + jnp.eye(WIDTH)
+    solved = lax.linalg.triangular_solve(lower, w, left_side=True, lower=True)
+    powers = jnp.sum(jnp.logaddexp(gram, constants)) + jnp.sum(jnp.tanh(solved))
+    columns = w @ jnp.eye(WIDTH)
+    return jnp.mean(x**2) + 1e-2 * powers + jnp.max(columns) - jnp.sum(jnp.min(columns, axis=(0, 1)))
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_values_of_layers_are_exact_beside_constants_and_with_equal_maxima(view):
+    """Of the maxima, two are in the first layer and one is in the second."""
+    tx = sharded(view)
+    layers = 0.1 * jax.random.normal(jax.random.key(2), (DEPTH, WIDTH, WIDTH)).clip(-1, 1)
+    params = {"layers": layers.at[0, :2, 3].set(0.7).at[1, 4, 5].set(0.7).at[2, :, 6].set(-0.7).at[1, 2, 6].set(-0.7)}
+    grads = jax.jit(tx.value_and_grad(beside))(tx.shard(params), X)[1]
+    assert_gradient(tx.unshard(grads), jax.jit(jax.grad(beside))(params, X))
+
+
 ADAPTERS = [
     pytest.param(*case, marks=() if case == (2, "unrolled") else pytest.mark.slow)
     for case in ((rank, style) for rank in (2, 8) for style in STYLES)

@@ -67,3 +67,12 @@ def test_the_cotangent_of_a_weight_may_be_computed_late(is_weight, pairs):
     assert len(barriers(jaxpr)) == pairs
     for found, wanted in zip(run([a, b, ct]), jax.tree.leaves(backward([a, b, ct])), strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+def test_a_differentiated_checkpoint_stays_behind_a_barrier():
+    """Otherwise XLA may compute its forward pass again long before its cotangent is known."""
+    w, x = weights(), jnp.ones((ROWS, TOKENS, WIDTH))
+    y, pull = jax.vjp(jax.checkpoint(attention), w, x)
+    jaxpr = compat.opened(jax.make_jaxpr(with_pairs(lambda values: pull(values[0]), [False]))([y]))[0]
+    assert [eqn.params["differentiated"] for eqn in jaxprs.equations(jaxpr) if compat.is_remat(eqn)] == [True]
+    assert barriers(jaxpr) == [[ROWS * TOKENS * WIDTH, ROWS * TOKENS * TOKENS]]

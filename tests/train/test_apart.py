@@ -55,7 +55,8 @@ def everything(params, x, strength):
     penalty = sum(jnp.max(w) + jnp.var(w) + jax.nn.logsumexp(w) / norm for w in LEAVES(params))
     weights = jax.tree.map(lambda w: w * (1 + jnp.mean(w)) if w.ndim == 2 else w, params)
     distance = jnp.sum((params["head"] - params["frozen"]) ** 2)
-    return base(weights, x) + strength * (penalty + norm + distance + orthogonality(params["head"]))
+    dense = jnp.sum(jnp.abs(params["head"]) > 0.2) / 2  # The sum is an integer, and has no cotangent.
+    return base(weights, x) + strength * (penalty + norm + distance * dense + orthogonality(params["head"]))
 
 
 def low_rank(w):

@@ -16,7 +16,7 @@ CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "c
 
 
 def is_plain(eqn: Any) -> bool:
-    """Return whether an equation can run in any block: it has no effects, and is no remat and no loop over layers."""
+    """Return whether an equation can run in any block. Effects, remats, kernels and loops over layers cannot."""
     if eqn.effects or eqn.primitive.name in ("shard_map", "pallas_call") or compat.is_remat(eqn):
         return False
     # The arrays of which iterations read rows may be stacks of layers. Power iterations read none.
@@ -57,7 +57,7 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
 
 
 def weights_late(jaxpr: Any, params: Collection) -> Any:
-    """Move each equation on parameters alone to the first equation that reads its result and reads activations, too.
+    """Move each equation on parameters alone just before the first equation that combines its result with activations.
 
     A penalty that the loss computes before its model can then join the blocks of the model. `params` are the sharded
     parameters.

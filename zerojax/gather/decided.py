@@ -19,8 +19,8 @@ class Decided:
 
     Attributes:
         rules: For each rule of the planner, by name, the equations on parameters that it took, with their lines.
-        separate: The parameters that are gathered once more for equations on parameters alone, with the equations'
-            lines, by the reason why they do not share the gather of another block.
+        separate: For each reason, the paths of the parameters that are gathered once more for equations on parameters
+            alone. The reason says why these equations cannot share the gather of another block.
     """
 
     rules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -47,7 +47,7 @@ def decided_of(program: Program, alike: Sequence[bool]) -> Decided:
 
 
 def _separate(program: Program, alike: Sequence[bool]) -> Iterator[tuple[str, str]]:
-    """Yield each block of equations on parameters alone whose parameters other segments gather, too: why, and which."""
+    """Yield the reason and the parameters of each block that gathers them once more, for equations on them alone."""
     differing = {var for var, on in zip(program.invars, alike, strict=False) if not on}
     for segment in program.segments:
         differing.update(segment.after(differing))

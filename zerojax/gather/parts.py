@@ -64,8 +64,9 @@ def flat(closed: Any) -> Any:
 def dims_of(jaxpr: Any, given: Mapping[Any, int | None], *, layers: bool = False) -> dict[Any, int | None]:
     """Return, for each variable that can be computed on parts, its divided dim, or None if it has no divided dim.
 
-    A value without a divided dim is alike on all devices, or for all layers. `given` has the same for the arguments. A
-    variable that cannot be computed on parts has no entry. If `layers` is true, the parts are layers.
+    A value without a divided dim is alike on all devices, or for all layers. `given` maps the arguments to their
+    divided dims or None. A variable that cannot be computed on parts has no entry. If `layers` is true, the parts are
+    layers.
     """
     dims = {**given, **dict.fromkeys(compat.constvars_of(jaxpr))}
     for eqn in jaxpr.eqns:
@@ -282,6 +283,8 @@ def _dims_beside(eqn: Any, own: Sequence[int | None], after: int | None) -> list
     if eqn.primitive.name == "dot_general":
         _, batch = eqn.params["dimension_numbers"]
         return [own[k] if after is None or after >= len(batch[k]) else int(batch[k][after]) for k in range(2)]
+    if eqn.primitive.name == "triangular_solve":
+        return [after if dim is None and after < eqn.outvars[0].aval.ndim - 2 else dim for dim in own]
     return list(own)
 
 
@@ -310,19 +313,22 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
 
 def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) -> Sequence:
     """Call a function with a custom derivative on a layer. `own` has the divided dims of its operands."""
+    assert isinstance(division, Layer), "calls on shards are inlined (`flat`)"
     moving, derivative = _moving(eqn), _derivative(eqn)
-    filled = lambda some: list({**dict(enumerate(values)), **dict(zip(moving, some, strict=True))}.values())
+    dims = [*own, *(own[i] for i in moving)]
 
+    # A function with a custom derivative must not close over traced values, such as the layer's index.
     @jax.custom_jvp
-    def on_layer(*some):
-        return evaluate_parts(eqn.params["call_jaxpr"], filled(some), own, division)
+    def on_layer(start, *values):
+        return evaluate_parts(eqn.params["call_jaxpr"], values, own, dataclasses.replace(division, index=start))
 
     @on_layer.defjvp
-    def _(some, tangents):
-        dims = [*own, *(own[i] for i in moving)]
-        return on_layer(*some), evaluate_parts(derivative, [*filled(some), *tangents], dims, division)
+    def _(given, tangents):
+        start, *values = given
+        values += [tangents[1 + i] for i in moving]
+        return on_layer(*given), evaluate_parts(derivative, values, dims, dataclasses.replace(division, index=start))
 
-    return on_layer(*(values[i] for i in moving))
+    return on_layer(division.start, *values)
 
 
 def _loop_on_parts(loop: compat.LoopEqn, values: list, own: Sequence, division: Division) -> list:
@@ -351,3 +357,27 @@ def _local(eqn: Any) -> Any:
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def extremum_of_layers(eqn: Any, x: jax.Array, counts: jax.Array) -> jax.Array:
+    """Reduce the extrema `x` of all layers as `eqn` does. Equal elements share the cotangent, as in JAX.
+
+    `counts` has, for each layer, the number of its elements that equal its extremum.
+    """
+
+    @jax.custom_jvp
+    def extremum(x, counts):
+        return reduced_like(eqn, x, [0])
+
+    @extremum.defjvp
+    def _(given, tangents):
+        found = extremum(*given)
+        equal = jnp.where(given[0] == found, given[1], 0)
+        return found, jnp.sum(tangents[0] * (equal / equal.sum(0)).astype(found.dtype), 0)
+
+    return extremum(x, counts)
+
+
+def reduced_like(eqn: Any, x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Reduce `x` as `eqn` does, but over the dims `axes`."""
+    return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": tuple(axes)}), [x])[0]

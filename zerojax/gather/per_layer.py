@@ -19,11 +19,12 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.on_shards import Part, is_combined, part_of_result
-from zerojax.gather.parts import Layer, call, dims_of, evaluate_parts
+from zerojax.gather.parts import Layer, call, dims_of, evaluate_parts, extremum_of_layers, reduced_like
 from zerojax.gather.sharded_param import OF_SHARDS, root_param
 from zerojax.layout.leaf import Leaf
 
-_REDUCTIONS = frozenset({"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"})
+_EXTREMA = frozenset({"reduce_max", "reduce_min"})
+_REDUCTIONS = _EXTREMA | {"reduce_and", "reduce_or", "reduce_prod", "reduce_sum"}
 
 
 class End(NamedTuple):
@@ -43,6 +44,12 @@ class End(NamedTuple):
         """Return the variable that the loop computes."""
         return self.var if self.reduction is None else self.reduction.outvars[0]
 
+    @property
+    def is_extremum(self) -> bool:
+        """Return whether the reduction is a maximum or minimum of real numbers."""
+        is_real = jnp.issubdtype(self.var.aval.dtype, jnp.floating)
+        return is_real and self.reduction is not None and self.reduction.primitive.name in _EXTREMA
+
 
 @dataclasses.dataclass
 class Host:
@@ -51,7 +58,7 @@ class Host:
     Attributes:
         loops: The loop, followed by other loops over its stacks, which only read parameters. Empty for a new loop.
         ends: The values that the loop returns.
-        computed: The operands of the loop of which an iteration computes its row.
+        computed: Operands of the loop. Each iteration computes its row of them.
     """
 
     loops: list
@@ -143,7 +150,7 @@ class Layers:
 
     @property
     def has_candidates(self) -> bool:
-        """Return whether an equation reads a stack and is not a loop over it, or is a loop of parameters alone."""
+        """Return whether an equation outside of loops reads a stack, or one of several loops reads parameters alone."""
         derived = set(self.stacks)
         for eqn in self.jaxpr.eqns if derived and self.length > 1 else ():
             reads = jaxprs.variables_in(eqn.invars)
@@ -204,7 +211,7 @@ class Layers:
         return {v for v in self.cone([var], ())[1] if v in self.params}
 
     def hosts(self) -> list[Host]:
-        """Return the loops that compute further values, and new loops for values that no loop can compute."""
+        """Return the loops that compute further values, and new loops for values that no existing loop can compute."""
         hosts: list[Host] = []
         for eqn in sorted(self.loops, key=self._is_of_weights):  # Loops of parameters alone come last.
             host = next((host for host in hosts if self._is_of_weights(eqn) and self._can_join(eqn, host)), None)
@@ -373,19 +380,21 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
     return of_loops + [_end(end, x, analysis.dims[end.var]) for end, x in zip(host.ends, ends, strict=True)]
 
 
-def _end_of_layer(end: End, x: jax.Array, dim: int) -> jax.Array:
-    """Return the value of `end` in one layer, without the dim of layers. `x` is the layer of its variable."""
-    row = lax.squeeze(x, [dim])
+def _end_of_layer(end: End, x: jax.Array, dim: int) -> Any:
+    """Return the value of `end` in one layer, without the dim of layers. `x` is the layer of its variable.
+
+    For a maximum or minimum, also return how many elements of the layer equal it.
+    """
+    x = lax.squeeze(x, [dim])
     if end.reduction is None:
-        return row
-    return _reduced(end.reduction, row, [d - (d > dim) for d in end.reduction.params["axes"] if d != dim])
+        return x
+    axes = [d - (d > dim) for d in end.reduction.params["axes"] if d != dim]
+    found = reduced_like(end.reduction, x, axes)
+    return (found, jnp.sum(x == jnp.expand_dims(found, axes), axes)) if end.is_extremum else found
 
 
-def _end(end: End, x: jax.Array, dim: int) -> jax.Array:
+def _end(end: End, x: Any, dim: int) -> jax.Array:
     """Return the value of `end`, given the values of all layers."""
-    return jnp.moveaxis(x, 0, dim) if end.reduction is None else _reduced(end.reduction, x, [0])
-
-
-def _reduced(eqn: Any, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Reduce `x` as `eqn` does, but over the dims `axes`."""
-    return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": tuple(axes)}), [x])[0]
+    if end.reduction is None:
+        return jnp.moveaxis(x, 0, dim)
+    return extremum_of_layers(end.reduction, *x) if end.is_extremum else reduced_like(end.reduction, x, [0])

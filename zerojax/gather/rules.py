@@ -190,7 +190,7 @@ class Decisions:
         return is_repeatable(eqn, of_params) or (self.is_of_params_alone(site) and self._only_scales(eqn, site))
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable depends on parameters alone, or is alike on all devices, and small or given."""
+        """Return whether a variable depends on parameters alone. Alike values that are small or given count, too."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self._uniform)
 
@@ -206,7 +206,7 @@ class Decisions:
         return only_scales(following, eqn, lambda var: self._is_of_params(var, size), self._final)
 
     def is_expanded(self, site: Site) -> bool:
-        """Return whether an equation multiplies small factors, and the result, a large matrix, only changes weights."""
+        """Return whether an equation multiplies small factors into a large matrix that only changes weights."""
         if site.touched or not jaxprs.expands(site.eqn) or not self._given.issuperset(site.reads):
             return False
         (first,), seen = site.eqn.outvars, set()

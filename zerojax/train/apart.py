@@ -33,14 +33,16 @@ class TracedLoss:
         run: `run(args, results)` returns the loss's results.
         structure: The tree that the loss's results form, without the total, which is the first result.
         results: The results of the reductions that are computed on shards; often none.
+        moving: The indices of the results that have cotangents. A number of elements is an integer and has none.
         decided: The decisions of the planner about the reductions.
-        pull: `pull(cotangents of results)` returns the gradients' shards by the index of the parameter. In device view,
-            each device gives the cotangent of its own loss.
+        pull: `pull(cotangents of the moving results)` returns the gradients' shards by the index of the parameter. In
+            device view, each device gives the cotangent of its own loss.
     """
 
     run: Callable[[Sequence, Sequence], list]
     structure: Any
     results: Sequence[Array] = ()
+    moving: Sequence[int] = ()
     decided: Decided = dataclasses.field(default_factory=Decided)
     pull: Callable[[Sequence[Array]], Mapping[int, Shaped[Array, "*local"]]] = lambda cotangents: {}
 
@@ -75,17 +77,19 @@ def traced_apart(
         assert leaf.dim is not None
         return comm.divided(values[i], leaf.dim, leaf.local_shape[leaf.dim], leaf.axes)
 
-    def reductions(shards: Sequence[Array]) -> list[Array]:
+    def reductions(shards: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         of = values | dict(zip(used, shards, strict=True))
-        return run(*[of[i] for i in apart.reads])
+        found = run(*[of[i] for i in apart.reads])
+        return [x for x in found if jaxprs.differentiable(x.dtype)], found
 
-    results, pull = jax.vjp(reductions, [own(i) for i in used])
+    moved, pull, results = jax.vjp(reductions, [own(i) for i in used], has_aux=True)
+    moving = [k for k, x in enumerate(results) if jaxprs.differentiable(x.dtype)]
 
     def pull_shards(cotangents: Sequence[Array]) -> dict[int, Array]:
         # A cotangent may have one more dim in front, with one partial sum per worker.
-        pairs = zip(cotangents, results, strict=True)
+        pairs = zip(cotangents, moved, strict=True)
         (shards,) = pull([(c.sum(0) if c.ndim > x.ndim else c).astype(x.dtype) for c, x in pairs])
         return dict(zip(used, shards, strict=True))
 
     decided = decided_of(apart.program, [True] * len(apart.reads))
-    return TracedLoss(apart.run_rest, structure, results, decided, pull_shards)
+    return TracedLoss(apart.run_rest, structure, results, moving, decided, pull_shards)

@@ -140,8 +140,8 @@ class OptionChoice:
         if key not in self._found:
             limit = memory_of(self._config.mesh, self._device) if memory is None else memory
             changed, note = self._compare(jitted, (state, rows, args), self._device, limit)
-            # `jitted` is kept, because its `id` is in the key.
-            self._found[key] = changed or jitted, CompilerOptions(CANDIDATE if changed else MappingProxyType({}), note)
+            # The step keeps `jitted`, so no other object gets its `id`.
+            self._found[key] = changed or jitted, CompilerOptions(CANDIDATE if changed else {}, note)
         return self._found[key]
 
     def _compare(self, jitted: JittedStep, given: tuple, device: Device, memory: int) -> tuple[JittedStep | None, str]:

@@ -176,7 +176,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
 
         - `returned`: the values that the loss function returned, with the microbatches stacked along dim 0.
         - `grads`: `scale` times the gradient of the mean loss, or of the sum of the totals if the loss is weighted.
-          They are followed by the cotangents of `traced.results`.
+          They are followed by the cotangents of those `traced.results` that have one.
         - `mutable`: the mutable state after the last microbatch.
         - `values`: for each overwritten parameter, the maximum of its new values.
     """
@@ -206,7 +206,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
 
     microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
     lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
-    results = [] if traced is None else traced.results
+    results = [] if traced is None else [traced.results[k] for k in traced.moving]
     of_results = [comm.zeros(x.shape, common_dtype(x.dtype, jnp.float32)) for x in results]
     carry = [*(zeros(k) for k in view.differentiable), *of_results], given.mutable, lowest
     (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)

@@ -241,7 +241,7 @@ class View:
             - `returned`: the values that the loss returned.
             - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
               For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals. They are
-              followed by the cotangents of `traced.results`.
+              followed by the cotangents of those `traced.results` that have one.
             - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
               after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
             - `values`: the new value of each overwritten parameter.
@@ -297,7 +297,7 @@ class View:
         values, follower, count = [*args, *results], self.comm.follower, len(args)
         further = (given.mutable, given.batch, *given.args)
         states = [NOWHERE] * len(given.stored) + row_states(further, _OF_ROWS, follower) + [NOWHERE] * len(results)
-        wanted = [*trained, *range(count, len(values))]
+        wanted = [*trained, *(count + k for k in ([] if traced is None else traced.moving))]
         active = [i in wanted or i in overwritten for i in range(len(values))]
         run = lambda _, xs: function(xs) if traced is None else traced.run(xs[:count], xs[count:])
         rows = RowStates(states, (), follower)
