@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
+from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather import Decided, as_function, decided_of, taken_apart
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
+from zerojax.train.loss import at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
@@ -48,7 +51,14 @@ class TracedLoss:
 
 
 def traced_apart(
-    closed: Any, structure: Any, args: Sequence, leaves: Mapping[int, Leaf], alike: Sequence[bool], comm: Collectives
+    closed: Any,
+    structure: Any,
+    args: Sequence,
+    leaves: Mapping[int, Leaf],
+    *,
+    alike: Sequence[bool],
+    comm: Collectives,
+    is_sum: bool,
 ) -> TracedLoss:
     """Return a traced loss, after its reductions of parameters are computed on shards.
 
@@ -59,6 +69,7 @@ def traced_apart(
         leaves: How the gradients of parameters are sharded, by the index of the argument.
         alike: For each argument, whether it is alike on all devices.
         comm: The collectives of the view.
+        is_sum: Whether `TracedLoss.pull` gets sums over microbatches.
     """
     stored = [leaves.get(i) for i in range(len(args))]
     apart = taken_apart(closed, stored, alike)
@@ -85,11 +96,28 @@ def traced_apart(
     moved, pull, results = jax.vjp(reductions, [own(i) for i in used], has_aux=True)
     moving = [k for k, x in enumerate(results) if jaxprs.differentiable(x.dtype)]
 
+    mantissa = min((jnp.finfo(x.dtype).nmant for x in [*(values[i] for i in used), *moved]), default=0)
+
     def pull_shards(cotangents: Sequence[Array]) -> dict[int, Array]:
         # A cotangent may have one more dim in front, with one partial sum per worker.
-        pairs = zip(cotangents, moved, strict=True)
-        (shards,) = pull([(c.sum(0) if c.ndim > x.ndim else c).astype(x.dtype) for c, x in pairs])
-        return dict(zip(used, shards, strict=True))
+        sums = [c.sum(0) if c.ndim > x.ndim else c for c, x in zip(cotangents, moved, strict=True)]
+        if not is_sum or mantissa >= jnp.finfo(jnp.float32).nmant:
+            (shards,) = pull([c.astype(x.dtype) for c, x in zip(sums, moved, strict=True)])
+            return dict(zip(used, shards, strict=True))
+        # The microbatches' cotangents were summed in float32. Narrow parameters would round the gradient of their sum,
+        # so pull the sum's leading digits and its other digits one after the other.
+        leading = [_rounded(c, mantissa) for c in sums]
+        parts = leading, [c - x for c, x in zip(sums, leading, strict=True)]
+        (first,), (second,) = (pull([c.astype(x.dtype) for c, x in zip(cs, moved, strict=True)]) for cs in parts)
+        wide = [at_least_float32(a) + at_least_float32(b) for a, b in zip(first, second, strict=True)]
+        return dict(zip(used, wide, strict=True))
 
     decided = decided_of(apart.program, [True] * len(apart.reads))
     return TracedLoss(apart.run_rest, structure, results, moving, decided, pull_shards)
+
+
+def _rounded(x: Array, mantissa: int) -> Array:
+    """Round an array to `mantissa` bits, in its own type. Complex arrays stay as they are."""
+    if jnp.iscomplexobj(x):
+        return x
+    return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, min(mantissa, jnp.finfo(x.dtype).nmant))

@@ -201,7 +201,8 @@ class View:
         # A small trained parameter is no shard, and its gradient would be the sum of two that are reduced differently.
         alike = [i in leaves or i not in (*trained, *overwritten) for i in range(len(given.stored))]
         alike += alike_args((given.mutable, given.batch, *given.args), _DIFFERING)
-        traced = traced_apart(closed, structures[0], args, leaves, alike, self.comm)
+        is_sum = self.accumulate > 1
+        traced = traced_apart(closed, structures[0], args, leaves, alike=alike, comm=self.comm, is_sum=is_sum)
         self._record(traced.decided)
         return traced
 
