@@ -19,6 +19,7 @@ from zerojax.optim.plan import make_plan
 from zerojax.planning import plan as planner
 from zerojax.planning.fit import COST_RESOLUTION, MOST_ROWS, PEAK_MARGIN, SearchSpace, estimate_candidate, search
 from zerojax.planning.hardware import Hardware
+from zerojax.train.fitting import DoesNotFit
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
@@ -332,6 +333,49 @@ def test_fewest_gpus_of_a_transformation_with_types_of_its_own():
         assert fit.plan.peak <= memory
         assert "bf16" in {c.dtype for c in fit.plan.collectives} or fit.chosen.devices == 1
     assert found[40 * MB].chosen.devices < found[12 * MB].chosen.devices
+
+
+def test_a_candidate_that_cannot_be_fitted_is_passed_over():
+    def refused_first(candidate):
+        if candidate.offload is None:
+            raise DoesNotFit("too large", peak=500)
+        return Compiled(100, 2000 * MB)
+
+    config = Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
+    space = SearchSpace("h200", (3,), (None, HOST), (8,), Hardware(2000 * MB))
+    losses = {"loss": Model(4 * MB)}
+    fit = search(config, losses, PARAMS, BATCH, space=space, counts=(8,), compile_plan=refused_first)
+    assert fit.chosen.placement == "host"
+    (refused,) = (c for c in fit.tried if c.offload is None)
+    assert (refused.peak, refused.verdict) == (500, "does not fit: 500 B, compiled")
+
+
+@aot
+@pytest.mark.slow
+def test_steps_that_recompute_fit_where_none_does_without():
+    """One candidate per stage, without a loss with remat; and more memory lets it repeat less."""
+    layers = {
+        "up": jax.ShapeDtypeStruct((8, 256, 1024), jnp.float32),
+        "down": jax.ShapeDtypeStruct((8, 1024, 256), jnp.float32),
+    }
+    layer = lambda x, w: (x + jax.nn.gelu(x @ w["up"]) @ w["down"], None)
+    loss = lambda params, x: jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+    batch = jax.ShapeDtypeStruct((8, 512, 256), jnp.float32)
+    fitted = lambda memory, **options: plan.fit(
+        optax.adamw(1e-3), loss, layers, batch, gpu="h100", rows=64, memory=memory, offload=None, stages=3, **options
+    )
+    with pytest.raises(ValueError, match="Give more devices, recompute=True or a loss with remat"):
+        fitted(200 * MB)
+    small, large = (fitted(memory, recompute=True) for memory in (200 * MB, 400 * MB))
+    for fit, memory in ((small, 200 * MB), (large, 400 * MB)):
+        assert fit.chosen.memory == "auto"
+        assert "memory='auto'" in str(fit.chosen)
+        assert fit.plan.peak <= memory
+        assert abs(fit.chosen.peak / fit.plan.peak - 1) < 0.1
+    assert small.plan.blocks[0].saved < large.plan.blocks[0].saved
+    assert small.chosen.seconds > large.chosen.seconds
+    with pytest.raises(ValueError, match=r"Give more devices, fewer rows"):
+        fitted(30 * MB, recompute=True)
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):

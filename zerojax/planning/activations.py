@@ -17,18 +17,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.budget.blocks import Blocks
 from zerojax.config import Config
 from zerojax.gather import WorkingSet, working_set
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import memory_analysis
-from zerojax.inspect.roofline import Kernel, kernels
+from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
 from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import packed
 from zerojax.train.batch import check_batch
+from zerojax.train.fitting import blocks_of_a_loss, largest_share
 from zerojax.train.loss import Loss
 from zerojax.train.typed_loss import TypedLoss, on_one_device
 
@@ -37,13 +39,17 @@ from zerojax.train.typed_loss import TypedLoss, on_one_device
 class GradientCost:
     """The cost of the plain gradient of a loss at a stage.
 
-    `activations` is the bytes of temporary memory and of one device's rows. `gathered` is the bytes of parameters that
-    are gathered at the same time.
+    Attributes:
+        activations: Bytes of temporary memory and of one device's rows.
+        gathered: Bytes of parameters that are gathered at the same time.
+        compiled: The program.
+        blocks: The blocks of the loss, if they save as little as possible in the program.
     """
 
     activations: int
     gathered: int
     compiled: Any
+    blocks: Blocks | None = None
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -54,13 +60,30 @@ class GradientCost:
         """Return a lower bound on the total seconds of all kernels on a device."""
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
 
+    def saved(self, room: float, device: Device) -> tuple[int, float]:
+        """Return the bytes that the blocks save in addition if they may take `room` bytes, and the seconds it spares.
+
+        The seconds are those of the products that the backward pass then does not repeat.
+        """
+        blocks = self.blocks
+        if blocks is None:
+            return 0, 0.0
+        more = lambda share: blocks.held_bytes(share) - blocks.held_bytes(0.0)
+        repeated = lambda share: sum(block.calls * blocks.choice(block, share).flops for block in blocks.found)
+        share, by_type = largest_share(0, more, room), product_flops(self.kernels)
+        rate = device.rate(max(by_type, key=lambda dtype: by_type[dtype], default="f32"))
+        return int(more(share)), (repeated(0.0) - repeated(share)) / rate
+
 
 class PlainGradient:
     """The gradient of a loss by plain jit on one device. `cost` compiles the gradient for the shapes of a batch."""
 
-    def __init__(self, loss: Loss, args: tuple, gpu: str | None):
-        """Keep the arguments. If `gpu` is None, `cost` compiles for the first local device, otherwise for this kind."""
-        self.loss = loss
+    def __init__(self, loss: Loss, args: tuple, gpu: str | None, *, recompute: bool = False):
+        """Keep the arguments. If `gpu` is None, `cost` compiles for the first local device, otherwise for this kind.
+
+        With `recompute`, the blocks of the loss save as little as possible, except if parameters are on disk.
+        """
+        self.loss, self._recompute = loss, recompute
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
         self._compiled: dict[Any, Any] = {}
@@ -70,21 +93,24 @@ class PlainGradient:
         """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
-        key = (layout.compute, layout.trained, kinds, types)
+        recompute = self._recompute and not config.params_on_disk
+        key = (layout.compute, layout.trained, kinds, types, recompute)
         if key not in self._costs:
             gathered = program_of(config, layout, self.loss, rows, self.args)
             sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
             accumulated = frozenset(sharded - gathered.stacks)
             # Stages and meshes that accumulate the same gradients share one program.
-            program = (layout.compute, layout.trained, accumulated, types)
+            program = (layout.compute, layout.trained, accumulated, types, recompute)
             if program not in self._compiled:
-                self._compiled[program] = plain_gradient(
-                    layout, self.loss, rows, self.args, mesh=self._mesh, accumulated=accumulated
-                )
-            compiled = self._compiled[program]
+                blocks = blocks_of_a_loss() if recompute else None
+                fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
+                loss = dataclasses.replace(self.loss, fn=fn)
+                compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
+                self._compiled[program] = compiled, blocks
+            compiled, blocks = self._compiled[program]
             row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
             temporary = memory_analysis(compiled).temp_size_in_bytes
-            self._costs[key] = GradientCost(temporary + row_bytes, gathered.bytes, compiled)
+            self._costs[key] = GradientCost(temporary + row_bytes, gathered.bytes, compiled, blocks)
         return self._costs[key]
 
 

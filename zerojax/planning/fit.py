@@ -25,6 +25,7 @@ from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.shapes import abstract, with_rows
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage, sent_bytes
+from zerojax.train.fitting import DoesNotFit
 from zerojax.units import format_bytes, format_seconds
 
 # If the layers of a model differ, the estimated peak is too high by at most this share. So compile a candidate if
@@ -51,6 +52,7 @@ class Candidate:
         verdict: Why the candidate was or was not chosen. Empty before the search.
         shard_axis: As for `zero_shard`. Empty means all axes.
         params_axis: As for `zero_shard`. Empty means all axes.
+        memory: As for `train_step`: `"auto"` if the layers save as many activations as fit.
     """
 
     devices: int
@@ -64,6 +66,7 @@ class Candidate:
     verdict: str = ""
     shard_axis: tuple[str, ...] = ()
     params_axis: tuple[str, ...] = ()
+    memory: str | None = None
 
     @property
     def sharding(self) -> str:
@@ -91,7 +94,9 @@ class Candidate:
     def __str__(self) -> str:
         """Return the choice in one line."""
         sharding = f", {self.sharding}" if self.shard_axis or self.params_axis else ""
-        return f"stage {self.stage}{sharding}, loss {self.loss!r}, state on the {self.placement}, {self.rows:,} rows"
+        memory = f", memory={self.memory!r}" if self.memory else ""
+        where = f"state on the {self.placement}"
+        return f"stage {self.stage}{sharding}, loss {self.loss!r}{memory}, {where}, {self.rows:,} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +143,8 @@ class SearchSpace:
     """The options to choose among, and the GPUs that the choice must fit.
 
     The fields are options of `plan.fit`. If `hosts` is given, sharding within a host is a candidate, too. Otherwise
-    every candidate shards over the axes that the configuration names.
+    every candidate shards over the axes that the configuration names. With `recompute`, the layers of a step save as
+    many activations as fit.
     """
 
     gpu: str
@@ -147,6 +153,7 @@ class SearchSpace:
     rows: Sequence[int] | None
     hardware: Hardware
     hosts: int | None = None
+    recompute: bool = False
 
     def __post_init__(self):
         """Raise an error if a number in `rows` is invalid."""
@@ -181,7 +188,8 @@ class SearchSpace:
 
     def usable(self, count: int) -> float:
         """Return the bytes of memory that a program may use on one of `count` GPUs."""
-        return self.hardware.usable(self.device(count))
+        hardware = self.hardware
+        return hardware.fitted(self.device(count)) if self.recompute else hardware.usable(self.device(count))
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
@@ -240,10 +248,17 @@ def estimate_candidate(
     if rejection(candidate, space.usable(row.devices)):
         return candidate
     cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
-    row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)
+    device, activations, spared = space.device(row.devices), cost.activations, 0.0
+    if space.recompute and not config.params_on_disk:
+        candidate = dataclasses.replace(candidate, memory="auto")
+        least_peak = dataclasses.replace(row, activations=activations, gathered=cost.gathered).peak
+        assert least_peak is not None
+        more, spared = cost.saved(space.usable(row.devices) - least_peak, device)
+        activations += more
+    row = dataclasses.replace(row, activations=activations, gathered=cost.gathered)
     assert row.peak is not None
-    sending = sending_seconds(config, layout, space.device(row.devices))
-    kernels = cost.seconds(space.device(row.devices))
+    sending = sending_seconds(config, layout, device)
+    kernels = cost.seconds(device) - spared
     seconds = step_seconds(row, kernels, sending, space, overlaps=candidate.params_on_disk)
     return dataclasses.replace(candidate, peak=row.peak, seconds=seconds / rows)
 
@@ -311,13 +326,17 @@ def search(
         ordered = list(by_preference([c for c in estimated if not c.verdict], list(losses)))
         rejected = sorted((c for c in estimated if c.verdict), key=lambda c: c.peak)
         for i, candidate in enumerate(ordered):
-            plan = compile_plan(candidate)
-            if plan.fits:
+            try:
+                plan = compile_plan(candidate)
+                fits, peak = plan.fits, plan.peak
+            except DoesNotFit as error:
+                plan, fits, peak = None, False, error.peak
+            if fits and plan is not None:
                 chosen = dataclasses.replace(candidate, verdict="chosen")
                 others = [dataclasses.replace(c, verdict="not preferred") for c in ordered[i + 1 :]]
                 return Fit(chosen, plan, (*tried, *ordered[:i], chosen, *others, *rejected))
-            verdict = f"does not fit: {format_bytes(plan.peak)}, compiled"
-            ordered[i] = dataclasses.replace(candidate, peak=plan.peak, verdict=verdict)
+            verdict = f"does not fit: {format_bytes(peak)}, compiled"
+            ordered[i] = dataclasses.replace(candidate, peak=peak, verdict=verdict)
         tried += [*ordered, *rejected]
     raise ValueError(nothing_fits(tried, space, counts))
 
@@ -347,9 +366,10 @@ def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequenc
         )
     on_disk = any(c.params_on_disk for c in tried)
     most = "" if on_disk else ', such as Offload(params="disk", optimizer="disk", path=...) at stage 3'
+    remat = "" if space.recompute else "recompute=True or a loss with remat, "
     nearest = min(tried, key=lambda c: c.peak / space.usable(c.devices))
     return (
         f"Nothing fits {among} {space.gpu}. The nearest is {nearest}, on {nearest.devices}: it needs "
         f"{format_bytes(nearest.peak)} per device, and {format_bytes(space.usable(nearest.devices))} may be used. "
-        f"Give more devices, a loss with remat, fewer rows, or an offload= that offloads more{most}."
+        f"Give more devices, {remat}fewer rows, or an offload= that offloads more{most}."
     )

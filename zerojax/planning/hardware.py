@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from zerojax.gpus.devices import HOST_LINKS, USABLE, Device
+from zerojax.gpus.devices import HOST_LINKS, SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import Topology
 from zerojax.units import parse_bytes
 
@@ -45,6 +45,10 @@ class Hardware:
     def usable(self, device: Device) -> float:
         """Return the bytes of memory that a program may use."""
         return USABLE * device.memory if self.memory is None else self.memory
+
+    def fitted(self, device: Device) -> float:
+        """Return the bytes into which a step with `memory="auto"` is fitted; see `SCHEDULED`."""
+        return min(self.usable(device), USABLE * SCHEDULED * device.memory)
 
     def to_host(self, topology: str) -> float:
         """Return the bytes per second in each direction between a GPU of a topology and its host."""

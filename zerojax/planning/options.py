@@ -41,9 +41,10 @@ class HardwareOptions(TypedDict, total=False):
 
 
 class FitOptions(LossOptions, HardwareOptions, total=False):
-    """Rows of the batch to try, options of the loss, and the GPU's memory and bandwidths."""
+    """Rows of the batch to try, whether layers may recompute activations, the loss's options, and the GPU's figures."""
 
     rows: int | Sequence[int] | None
+    recompute: bool
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

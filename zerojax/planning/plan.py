@@ -10,7 +10,6 @@ import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
-from zerojax.gpus.devices import SCHEDULED, USABLE
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
@@ -90,7 +89,7 @@ class Planner:
             )
         program_of = program_of_step if isinstance(step, Step) else program_of_function
         usable = given.usable(device)
-        program = program_of(step, state, batch, args, topology, int(min(usable, USABLE * SCHEDULED * device.memory)))
+        program = program_of(step, state, batch, args, topology, int(given.fitted(device)))
         compiled, row = program.compile(batch), program.row
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
@@ -136,8 +135,9 @@ class Planner:
                 host memory as device memory. Candidates with parameters on disk come last, whatever their time.
             **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
-                a candidate fits. As for a plan: `memory`, `link`, `network`, `host_link`, `disk`. `host_link` counts
-                with every offload. As for `train_step`: `has_aux`, `weighted`.
+                a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
+                activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `link`, `network`,
+                `host_link`, `disk`. `host_link` counts with every offload. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
@@ -157,8 +157,9 @@ class Planner:
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
+        recompute = bool(hardware.pop("recompute", False))
         choices = as_sequence(stages), as_sequence(offload), row_counts
-        space = SearchSpace(gpu, *choices, Hardware(**hardware), hosts=hosts)
+        space = SearchSpace(gpu, *choices, Hardware(**hardware), hosts=hosts, recompute=recompute)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -170,11 +171,14 @@ class Planner:
 
         def compile_plan(candidate: Candidate) -> Plan:
             sharded = ZeroTransformation.of(candidate_config(config, space, candidate))
-            step, resized = sharded.train_step(losses[candidate.loss], **loss_options), with_rows(batch, candidate.rows)
-            topology = space.topology(candidate.devices)
+            step = sharded.train_step(losses[candidate.loss], memory=candidate.memory, **loss_options)
+            topology, resized = space.topology(candidate.devices), with_rows(batch, candidate.rows)
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **hardware)
 
-        gradients = {name: PlainGradient(Loss(loss, **loss_options), args, gpu) for name, loss in losses.items()}
+        gradients = {
+            name: PlainGradient(Loss(loss, **loss_options), args, gpu, recompute=recompute)
+            for name, loss in losses.items()
+        }
         row = with_rows(batch, 1)
         return search(config, gradients, shapes, row, space=space, counts=counts, compile_plan=compile_plan)
 

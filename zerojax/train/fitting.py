@@ -76,6 +76,15 @@ class MemoryFit:
     blocks: tuple[BlockMemory, ...]
 
 
+class DoesNotFit(ValueError):
+    """The error of a step that needs more than its `memory=`. `peak` is the least compiled peak in bytes per device."""
+
+    def __init__(self, message: str, peak: int):
+        """Keep the message and the peak."""
+        super().__init__(message)
+        self.peak = peak
+
+
 class StepFitting:
     """The programs of a step with `memory=`, one per share and set of argument shapes.
 
@@ -172,13 +181,13 @@ def fit_memory(
         A fit after at most three compilations. If none of these programs fits, share 0 is compiled, too.
 
     Raises:
-        ValueError: If no program fits.
+        DoesNotFit: If no program fits.
     """
     lowered, trials = {1.0: lower(1.0)}, list[Trial]()
     held = lambda share: blocks.held_bytes(share) / devices
     base, best = arguments, None
     for aim in _AIMS:
-        share = _largest(base, held, aim * memory)
+        share = largest_share(base, held, aim * memory)
         if share in {trial.share for trial in trials}:
             break
         trials.append(_compiled(lowered.get(share) or lower(share), share, base + held(share)))
@@ -190,7 +199,8 @@ def fit_memory(
         trials.append(_compiled(lower(0.0), 0.0, base + held(0.0)))
         best = trials[-1] if trials[-1].peak <= memory else None
     if best is None:
-        raise ValueError(_nothing_fits(min(trials, key=lambda trial: trial.peak), blocks, memory, arguments))
+        least = min(trials, key=lambda trial: trial.peak)
+        raise DoesNotFit(_nothing_fits(least, blocks, memory, arguments), least.peak)
     described = describe(blocks, best.share, devices)
     return MemoryFit(memory, tuple(trials), best, _notes(memory, trials, best, blocks), described)
 
@@ -217,7 +227,7 @@ def _compiled(lowered: Any, share: float, predicted: float) -> Trial:
     return Trial(share, int(predicted), peak_bytes(lowered.compile()), lowered)
 
 
-def _largest(base: float, held: Callable[[float], float], memory: float) -> float:
+def largest_share(base: float, held: Callable[[float], float], memory: float) -> float:
     """Return the largest share with `base + held(share) <= memory`, or 0 if there is no such share."""
     low, high = 0, _STEPS + 1  # `low` fits or is 0, and `high` does not fit
     while high - low > 1:
