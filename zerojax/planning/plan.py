@@ -157,9 +157,9 @@ class Planner:
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
-        recompute = bool(hardware.pop("recompute", False))
-        choices = as_sequence(stages), as_sequence(offload), row_counts
-        space = SearchSpace(gpu, *choices, Hardware(**hardware), hosts=hosts, recompute=recompute)
+        again = {"recompute": bool(hardware.pop("recompute", False))}
+        choices = as_sequence(stages), as_sequence(offload), row_counts, Hardware(**hardware)
+        space = SearchSpace(gpu, *choices, hosts=hosts, **again)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -167,7 +167,7 @@ class Planner:
                 "plan.fit chooses among data axes only, and batch_spec= of tx divides dims over others. Fit without "
                 "it, or compare plans of several meshes: zerojax.plan(step, state, batch, topology=...)."
             )
-        shapes = logical_shapes(params, keep_shardings=False)
+        shapes, row = logical_shapes(params, keep_shardings=False), with_rows(batch, 1)
 
         def compile_plan(candidate: Candidate) -> Plan:
             sharded = ZeroTransformation.of(candidate_config(config, space, candidate))
@@ -175,11 +175,7 @@ class Planner:
             topology, resized = space.topology(candidate.devices), with_rows(batch, candidate.rows)
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **hardware)
 
-        gradients = {
-            name: PlainGradient(Loss(loss, **loss_options), args, gpu, recompute=recompute)
-            for name, loss in losses.items()
-        }
-        row = with_rows(batch, 1)
+        gradients = {name: PlainGradient(Loss(f, **loss_options), args, gpu, **again) for name, f in losses.items()}
         return search(config, gradients, shapes, row, space=space, counts=counts, compile_plan=compile_plan)
 
 

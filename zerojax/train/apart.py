@@ -117,7 +117,7 @@ def traced_apart(
 
 
 def _rounded(x: Array, mantissa: int) -> Array:
-    """Round an array to `mantissa` bits, in its own type. Complex arrays stay as they are."""
+    """Return an array rounded to `mantissa` bits, in its own type. Complex arrays stay as they are."""
     if jnp.iscomplexobj(x):
         return x
     return lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, min(mantissa, jnp.finfo(x.dtype).nmant))
