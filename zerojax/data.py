@@ -1,11 +1,11 @@
-"""Place the batches of any loader on the mesh, ahead of the steps that use them."""
+"""Read batches of rows, and place the batches of any loader on the mesh, ahead of the steps that use them."""
 
 from __future__ import annotations
 
 import collections
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -16,12 +16,109 @@ from zerojax.config.data_mesh import in_words
 from zerojax.train.batch import NO_NUMBERS, batch_shardings, check_batch
 from zerojax.zero import ZeroTransformation
 
-__all__ = ["ShardedBatches", "shard_batches"]
+__all__ = ["RowBatches", "ShardedBatches", "shard_batches"]
 
 
 def __dir__() -> list[str]:
     """Return the names of the public objects of this module."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
+
+
+class Rows(Protocol):
+    """A data set with random access, such as a list, a data set of torch, or a `MapDataset` of grain."""
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """Return one row, as a tree of arrays or numbers."""
+        ...
+
+
+class RowBatches:
+    """An endless iterator over batches of a data set, whose position does not depend on the number of processes.
+
+    The position is one count of rows, the same on all processes. A run that is restored on another number of processes
+    goes on with the next rows: in each epoch, each row is in one batch. A batch that reaches the end of an epoch is
+    filled from the next epoch, so no row is left out.
+
+    Give it to `shard_batches(..., rows="process")`, and the result to `Checkpointer.save(state, data=...)`.
+
+    Examples:
+        >>> batches = shard_batches(RowBatches(rows, 512, seed=0), tx, rows="process")
+    """
+
+    def __init__(self, source: Rows, batch: int, *, seed: int | None = None, part: tuple[int, int] | None = None):
+        """Begin with the first row of the first epoch.
+
+        Args:
+            source: The data set. All processes have the same one. Only the rows of this process's part are read.
+            batch: Rows of the global batch. It may change when a run is restored.
+            seed: Shuffle the rows of each epoch. An epoch's order depends only on the seed and the epoch, and takes 8
+                bytes of host memory per row. None: every epoch has the order of the data set.
+            part: The index of this process's part of each batch, and the number of parts. Default: one per process.
+
+        Raises:
+            TypeError: If `batch` is not an integer.
+            ValueError: If the data set is empty, or the parts do not divide the batch.
+        """
+        check_count("batch", batch, "rows of the global batch", least=1)
+        self._index, self._parts = (jax.process_index(), jax.process_count()) if part is None else part
+        if batch % self._parts:
+            raise ValueError(
+                f"RowBatches gives each of {self._parts} processes an equal part of a batch, and a batch has {batch} "
+                f"rows. Use a batch that the number of processes divides."
+            )
+        if not len(source):
+            raise ValueError("RowBatches has no rows to read: len(source) is 0.")
+        self._source, self._batch, self._seed, self._row = source, batch, seed, 0
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of complete epochs."""
+        return self._row // len(self._source)
+
+    def __iter__(self) -> RowBatches:
+        """Return the object itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return this process's rows of the next batch, stacked along a new dim 0."""
+        length = self._batch // self._parts
+        first = self._row + self._index * length
+        rows = [self._source[self._index_of(n)] for n in range(first, first + length)]
+        self._row += self._batch
+        return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *rows)
+
+    def _index_of(self, n: int) -> int:
+        """Return the index in the data set of row `n`, counted from the beginning of the run."""
+        epoch, position = divmod(n, len(self._source))
+        if self._seed is None:
+            return position
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, np.random.default_rng((self._seed, epoch)).permutation(len(self._source))
+        return int(self._order[1][position])
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position. It is the same on all processes."""
+        return {"row": self._row, "rows": len(self._source), "seed": self._seed}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Restore the position that `get_state` returned, also from another number of processes or another batch.
+
+        Raises:
+            ValueError: If the data set has another number of rows, or the seed differs. Then rows would be repeated or
+                left out.
+        """
+        for name, now in (("rows", len(self._source)), ("seed", self._seed)):
+            if state[name] != now:
+                raise ValueError(
+                    f"The position belongs to a data set with {name}={state[name]}, and this one has {name}={now}, so "
+                    f"some rows would be repeated and others left out. Use the same data set and seed."
+                )
+        self._row = state["row"]
 
 
 def shard_batches(
@@ -48,7 +145,8 @@ def shard_batches(
 
     Returns:
         An iterator of trees of arrays. Its `get_state` returns the state that the loader's iterator had after the batch
-        that was returned last, and `set_state` restores it. Give it to `Checkpointer.save(state, data=...)`.
+        that was returned last, and `set_state` restores it. Give it to `Checkpointer.save(state, data=...)`. If several
+        processes read their own rows, the state belongs to this number of processes, except for `RowBatches`.
 
     Raises:
         TypeError: If a count is not an integer. The iterator raises it if a leaf of a batch is not an array.
@@ -97,6 +195,11 @@ class ShardedBatches:
         batch, self._position = self._ahead.popleft()
         return batch
 
+    @property
+    def _is_part(self) -> bool:
+        """Return whether the loader's state makes sense only on this process, and among equally many processes."""
+        return self._placement.processes > 1 and not isinstance(self._source, RowBatches)
+
     def get_state(self) -> Any:
         """Return the loader's state after the batch that was returned last, not after the batches placed ahead.
 
@@ -108,10 +211,23 @@ class ShardedBatches:
                 f"A {type(self._source).__name__} has no get_state, so its position cannot be saved. Use an iterator "
                 f"that has get_state, such as grain's, or save the number of batches that were read."
             )
-        return self._position
+        part = {"process": jax.process_index(), "of": jax.process_count()}
+        return {**part, "state": self._position} if self._is_part else self._position
 
     def set_state(self, state: Any) -> None:
-        """Restore the position that the iterator had when `get_state` returned this state."""
+        """Restore the position that the iterator had when `get_state` returned this state.
+
+        Raises:
+            ValueError: If the state belongs to another process, or to another number of processes.
+        """
+        if self._is_part:
+            if (state["process"], state["of"]) != (jax.process_index(), jax.process_count()):
+                raise ValueError(
+                    f"The position belongs to process {state['process']} of {state['of']}, and this is process "
+                    f"{jax.process_index()} of {jax.process_count()}, which reads other rows. Restore on as many "
+                    f"processes, or read with zerojax.data.RowBatches, whose position does not depend on them."
+                )
+            state = state["state"]
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._ahead.clear()
         self._error = None
@@ -128,8 +244,8 @@ class Placement:
     def __init__(self, tx: ZeroTransformation, of_process: bool, pads: bool, accumulate: int):
         """Keep the options of `shard_batches`."""
         self._config, self._pads, self._accumulate = tx.config, pads, accumulate
-        self._processes = jax.process_count() if of_process else 1
-        if self._processes > 1:
+        self.processes = jax.process_count() if of_process else 1
+        if self.processes > 1:
             check_rows_of_processes(tx.config.user_mesh, tx.config.axis)
         self._rows: int | None = None
 
@@ -143,7 +259,7 @@ class Placement:
             check_batch(arrays, self._config.data)  # raises
         rows: int = next(iter(lengths))[0]
         if self._rows is None:
-            parts = self._config.data.workers * self._accumulate // self._processes
+            parts = self._config.data.workers * self._accumulate // self.processes
             self._rows = -(-rows // parts) * parts if self._pads else rows
         if rows < self._rows and not self._pads:
             return None
@@ -153,12 +269,12 @@ class Placement:
                     f"A batch has {rows} rows, and the first one, padded, has {self._rows}. Give the largest first."
                 )
             arrays = padded(arrays, rows, self._rows)
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) * self._processes, *x.shape[1:]), x.dtype), arrays)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) * self.processes, *x.shape[1:]), x.dtype), arrays)
         check_batch(shapes, self._config.data, self._accumulate)
         return jax.tree.map(self._put, arrays, batch_shardings(self._config, self._config.user_mesh, shapes))
 
     def _put(self, x: Any, sharding: NamedSharding) -> jax.Array:
-        if self._processes > 1:
+        if self.processes > 1:
             return jax.make_array_from_process_local_data(sharding, np.asarray(x))
         if isinstance(x, jax.Array) or jax.process_count() == 1:
             return jax.device_put(x, sharding)

@@ -12,7 +12,7 @@ from conftest import mesh_of
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.comm.mesh import batch_sharding
-from zerojax.data import shard_batches
+from zerojax.data import RowBatches, shard_batches
 
 TX = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8))
 
@@ -188,3 +188,75 @@ def test_a_leaf_does_not_end_the_epoch():
     next(batches)
     with pytest.raises(RuntimeError, match="raised StopIteration"):
         next(batches)
+
+
+def history(seed):
+    """The rows of the steps that count, as a run reads them on changing numbers of processes, with saves and kills."""
+    rng = np.random.default_rng(seed)
+    rows, shuffled = int(rng.integers(3, 60)), None if rng.random() < 0.3 else seed
+    position, counted = None, []
+    while len(counted) < 3 * rows:
+        parts, batch = int(rng.integers(1, 5)), 12 * int(rng.integers(1, 3))
+        readers = [RowBatches(list(range(rows)), batch, seed=shuffled, part=(i, parts)) for i in range(parts)]
+        for reader in readers:
+            if position is not None:
+                reader.set_state(position)
+        for _ in range(int(rng.integers(0, 4))):
+            counted += np.concatenate([next(reader) for reader in readers]).tolist()
+        position, *others = [reader.get_state() for reader in readers]  # a save
+        assert all(state == position for state in others)
+        for _ in range(int(rng.integers(0, 3))):
+            [next(reader) for reader in readers]  # steps that a kill loses
+    return rows, shuffled, counted
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_each_row_is_read_once_per_epoch_in_any_history(first):
+    """200 histories of one to four processes, with saves, kills and other batches."""
+    for seed in range(first, first + 50):
+        rows, shuffled, counted = history(seed)
+        for epoch in range(len(counted) // rows):
+            assert sorted(counted[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+        alone = RowBatches(list(range(rows)), len(counted), seed=shuffled)
+        assert next(alone).tolist() == counted  # the order does not depend on the history, either
+        assert alone.epoch == len(counted) // rows
+
+
+def test_rows_are_trees_and_orders_differ_by_epoch():
+    source = [{"x": np.full(2, i), "y": i} for i in range(8)]
+    batches = RowBatches(source, 8, seed=3)
+    first, second = next(batches), next(batches)
+    assert first["x"].shape == (8, 2)
+    assert sorted(first["y"]) == sorted(second["y"]) == list(range(8))
+    assert first["y"].tolist() != second["y"].tolist()
+
+
+def test_positions_of_other_data_are_refused(monkeypatch):
+    position = RowBatches(range(8), 4, seed=0).get_state()
+    for other in (RowBatches(range(9), 4, seed=0), RowBatches(range(8), 4, seed=1)):
+        with pytest.raises(ValueError, match="some rows would be repeated and others left out"):
+            other.set_state(position)
+    with pytest.raises(ValueError, match="each of 3 processes an equal part of a batch, and a batch has 4"):
+        RowBatches(range(8), 4, part=(0, 3))
+    with pytest.raises(ValueError, match="no rows to read"):
+        RowBatches([], 4)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    of_part = shard_batches(Loader([8]), TX, rows="process").get_state()
+    assert of_part == {"process": 0, "of": 2, "state": {"read": 0}}
+    assert shard_batches(RowBatches(range(8), 4), TX, rows="process").get_state() == {"row": 0, "rows": 8, "seed": None}
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ValueError, match="belongs to process 0 of 2, and this is process 0 of 4"):
+        shard_batches(Loader([8]), TX, rows="process").set_state(of_part)
+
+
+def test_a_run_restores_its_rows(tmp_path):
+    rows = [np.full(3, i, np.float32) for i in range(20)]
+    loss, params = (lambda p, x: jnp.mean((x @ p["w"]) ** 2)), {"w": jnp.ones((3, 4))}
+    step, state, batches = TX.train_step(loss), TX.create(params), shard_batches(RowBatches(rows, 8, seed=1), TX)
+    with Checkpointer(tmp_path) as checkpoints:
+        state, _ = step(state, next(batches))
+        checkpoints.save(state, data=batches)
+        wanted = [np.asarray(next(batches)) for _ in range(4)]
+        again = shard_batches(RowBatches(rows, 8, seed=1), TX)
+        checkpoints.restore(TX.create(params), data=again)
+    np.testing.assert_array_equal([np.asarray(next(again)) for _ in range(4)], wanted)
