@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -114,11 +115,16 @@ class OptionChoice:
     """The compiler options of one step, for each set of argument shapes."""
 
     def __init__(self, config: Config):
-        """Find out whether options can matter. This compiles nothing."""
+        """Keep the configuration. Its mesh is not needed yet, because a pickled step may come before its devices."""
         self._config, self._found = config, dict[Any, tuple[JittedStep, CompilerOptions]]()
-        flags, several = os.environ.get("XLA_FLAGS", ""), [n for n in config.mesh.shape.values() if n > 1]
+
+    @functools.cached_property
+    def _device(self) -> Device | None:
+        """Return the description of a GPU of the mesh, or None if options cannot matter."""
+        config, flags = self._config, os.environ.get("XLA_FLAGS", "")
+        several = [size for size in config.mesh.shape.values() if size > 1]
         matters = config.stage > 0 and len(several) > 1 and OVERLAP not in flags and not config.params_on_disk
-        self._device = gpu_of(config.mesh) if matters else None
+        return gpu_of(config.mesh) if matters else None
 
     @property
     def found(self) -> list[CompilerOptions]:
