@@ -147,7 +147,8 @@ def read_data(folder: Path, manifest: Manifest, template: Any, processes: Proces
     if count != processes.count and not same:
         warnings.warn(
             f"The data was saved by {count} processes, each with a position that differs, and there are "
-            f"{processes.count} now: it is not restored. Read rows with zerojax.data.RowBatches, or restore on as many.",
+            f"{processes.count} now, so it is not restored. Read rows with zerojax.data.RowBatches, or restore on as "
+            f"many processes.",
             stacklevel=4,
         )
         return None
