@@ -8,6 +8,7 @@
     python examples/train_gpt.py --gather int8 --reduce int4  sends parameters and gradients quantised
     python examples/train_gpt.py --offload host            optimizer state in host memory (or: disk)
     python examples/train_gpt.py --data book.txt           your own text
+    python examples/train_gpt.py --compiled programs       keep compiled programs: the next start compiles none
     python examples/train_gpt.py --width 512 --layers 8 --steps 5000 --lr 1e-3
     zerojax plan examples/train_gpt.py --topology h200:8 -- --width 4096 --layers 32 --batch 64
 
@@ -40,7 +41,7 @@ from pictures import draw_loss, draw_memory, progress_bar, show_memory
 from rich.console import Console
 from text import Corpus, even_windows, load, random_windows
 
-from zerojax import Offload, Precision, Wire, ZeroState, ZeroTransformation, report, zero_shard
+from zerojax import Offload, Precision, Wire, ZeroState, ZeroTransformation, cache_compilations, report, zero_shard
 from zerojax.checkpoint import Checkpointer, on_preemption
 
 SIMULATED_DEVICES = 8
@@ -65,6 +66,8 @@ def main() -> None:
     shard = functools.partial(transformation, args, mesh)
     tx = shard(args.stage)
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.compiled:
+        cache_compilations(args.compiled)
     state = tx.create(tx.init_params(init))
     if state.plan.choice:
         print(f"Optimizer state waits {WAITS[args.offload]}; update on the {report(state).update}")
@@ -273,6 +276,7 @@ def options(parser: argparse.ArgumentParser | None = None) -> argparse.Namespace
     parser.add_argument(
         "--save-every", type=positive, default=100, metavar="STEPS", help="between checkpoints (default: %(default)s)"
     )
+    parser.add_argument("--compiled", type=Path, metavar="DIR", help="keep compiled programs in a folder")
     parser.add_argument("--fresh", action="store_true", help="remove the checkpoints in --out and start again")
     args = parser.parse_args()
     if args.offload and not args.stage:

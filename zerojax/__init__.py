@@ -8,6 +8,7 @@ if _TYPE_CHECKING:
     from zerojax import checkpoint, data, deepspeed, offload, plot
     from zerojax.budget.remat import Remat, remat
     from zerojax.checkpoint.publishing import publish
+    from zerojax.compilations import cache_compilations
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.deepspeed import from_deepspeed
     from zerojax.display import progress
@@ -36,6 +37,7 @@ if _TYPE_CHECKING:
 _MODULES = {
     "budget.remat": "Remat remat",
     "checkpoint.publishing": "publish",
+    "compilations": "cache_compilations",
     "config": "DynamicScale Offload Precision Wire",
     "deepspeed": "from_deepspeed",
     "display": "progress",
@@ -85,6 +87,7 @@ __all__ = [
     "ZeroTransformation",
     "averaged",
     "block",
+    "cache_compilations",
     "check",
     "checkpoint",
     "collectives",

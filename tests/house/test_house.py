@@ -15,7 +15,7 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "compat", "display", "gpus", "units"},
+    {"version", "compat", "compilations", "display", "gpus", "units"},
     {"config", "jaxprs"},
     {"layout"},
     {"dims"},

@@ -1,0 +1,54 @@
+"""Compiled programs are kept in a folder: the second start of a run compiles none."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import zerojax
+
+RUN = """
+import collections, json, sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from zerojax import Offload, cache_compilations, zero_shard
+from zerojax.checkpoint import Checkpointer
+
+jax.jit(lambda x: x + 1)(1)  # compiled before the folder is known
+cache_compilations(sys.argv[1])
+events = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
+offload = Offload(optimizer=sys.argv[2]) if sys.argv[2] else None
+tx = zero_shard(optax.adamw(1e-2), stage=3, persist_below=0, offload=offload)
+state = tx.create(tx.init_params(lambda key: {"w": jax.random.normal(key, (16, 8))}, jax.random.key(0)))
+loss, batch = (lambda p, x: jnp.mean((x @ p["w"]) ** 2)), np.ones((8, 16), np.float32)
+step = tx.train_step(loss)
+with Checkpointer(sys.argv[3]) as checkpoints:
+    if checkpoints.latest() is not None:
+        state = checkpoints.restore(state).state
+    for _ in range(2):
+        state, metrics = step(state, batch)
+    checkpoints.save(state)
+print(json.dumps([events["cache_misses"], events["cache_hits"], float(tx.eval_step(loss)(state.params, batch))]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", ["", "host"])
+def test_the_second_start_of_a_run_compiles_nothing(tmp_path, offload):
+    env = {key: x for key, x in os.environ.items() if not key.startswith("JAX_COMPILATION")}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+
+    def run(checkpoints):
+        command = [sys.executable, "-c", RUN, tmp_path / "programs", offload, tmp_path / checkpoints]
+        return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, timeout=300).stdout)
+
+    (misses, _, first), (again, hits, second) = run("a"), run("b")
+    assert misses > 5
+    assert (again, hits, second) == (0, misses, first)
+
+
+def test_no_room_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="has no room for a program"):
+        zerojax.cache_compilations(tmp_path, max_bytes=0)

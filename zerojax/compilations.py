@@ -1,0 +1,40 @@
+"""Keep compiled programs on disk, so that restarted runs and other processes do not compile them again."""
+
+import os
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+__all__ = ["cache_compilations"]
+
+
+def cache_compilations(folder: str | os.PathLike, *, max_bytes: int | None = None) -> None:
+    """Keep all programs that JAX compiles from now on in a folder, and read them from there.
+
+    This sets up JAX's persistent compilation cache. By default, JAX keeps only programs that took a second to compile.
+    A run consists of many programs, so the second start of a run would still compile most of them. With this function,
+    it compiles none. With several processes, process 0 writes the folder, and all processes read it.
+
+    A changed program, option, JAX version or kind of device has its own entries. Call it before the first program, on
+    every process, with a folder that all of them see. Do not share a folder between hosts with different CPUs.
+
+    Args:
+        folder: The folder. It and its parents are made if they do not exist.
+        max_bytes: The size of the folder. The entries that were not used for the longest time are removed first. None:
+            entries are never removed.
+
+    Raises:
+        ValueError: If `max_bytes` is below 1.
+        OSError: If the folder cannot be made.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"cache_compilations(max_bytes={max_bytes}) has no room for a program. Give a larger number.")
+    path = Path(folder).absolute()
+    path.mkdir(parents=True, exist_ok=True)
+    compilation_cache.reset_cache()  # JAX keeps the first folder otherwise
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no least size
+    jax.config.update("jax_compilation_cache_max_size", -1 if max_bytes is None else max_bytes)
