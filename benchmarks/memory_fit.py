@@ -26,8 +26,7 @@ import jax
 import jax.monitoring
 import jax.numpy as jnp
 import optax
-import remat_budget
-from remat_budget import MODELS, TOKENS, WIDTH
+from remat_budget import HEADS, MODELS, TOKENS, WIDTH
 
 import zerojax
 from zerojax import zero_shard
@@ -71,7 +70,7 @@ def fitted(name: str, topology: str) -> dict:
     block, shapes, scan = MODELS[name]
     device = Device.of(Topology.parse(topology))
     memory = int(USABLE * SCHEDULED * device.memory)  # as a plan takes for "auto"
-    remat_budget.ROWS = 8 * int(ROWS[name] * memory / 107e9)  # the U-Net's block reads the number of its rows
+    rows = 8 * int(ROWS[name] * memory / 107e9)
     tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=absent_mesh(topology))
     marked = zerojax.block(block)
 
@@ -84,17 +83,17 @@ def fitted(name: str, topology: str) -> dict:
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    layer = {key: array(*shape) for key, shape in shapes.items()}
-    stacked = {key: array(SCANNED, *shape) for key, shape in shapes.items()}
+    layer = {key: array(*shape) for key, shape in shapes(WIDTH, HEADS).items()}
+    stacked = {key: array(SCANNED, *x.shape) for key, x in layer.items()}
     state = tx.create(stacked if scan else [layer] * LAYERS)
     SPENT.clear()
     begun = time.perf_counter()
-    fit = tx.train_step(loss, memory=memory).memory_fit(state, array(remat_budget.ROWS, TOKENS, WIDTH))
+    fit = tx.train_step(loss, memory=memory).memory_fit(state, array(rows, TOKENS, WIDTH))
     return {
         "model": name,
         "topology": topology,
         "memory": memory,
-        "rows": remat_budget.ROWS,
+        "rows": rows,
         "trials": [{"share": t.share, "predicted": t.predicted, "peak": t.peak} for t in fit.trials],
         "chosen": fit.trials.index(fit.chosen),
         "notes": fit.notes,

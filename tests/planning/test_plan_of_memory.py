@@ -43,5 +43,7 @@ def test_a_step_is_made_to_fit_an_absent_gpu():
     assert smaller.fits
     assert smaller.usable == 30e9
     for plan in (fitted, smaller):
-        assert any("each save" in note for note in plan.notes)
+        assert any("of the memory" in note for note in plan.notes)
+        assert plan.blocks[0].calls == LAYERS
+    assert smaller.blocks[0].saved < fitted.blocks[0].saved
     assert not any("limit of XLA's scheduler" in note for note in smaller.notes)
