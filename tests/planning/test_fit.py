@@ -411,7 +411,7 @@ def test_no_loss_is_refused():
 
 def test_one_choice_needs_no_sequence(monkeypatch):
     monkeypatch.setattr(planner, "absent_mesh", lambda topology, axes=("data",): abstract_mesh(8, axes))
-    monkeypatch.setattr(planner, "PlainGradient", lambda *args: Model(4 * MB))
+    monkeypatch.setattr(planner, "PlainGradient", lambda *args, **_: Model(4 * MB))
     monkeypatch.setattr(
         planner, "search", lambda config, losses, *args, space, **others: (space.combinations, [*losses])
     )
