@@ -113,9 +113,9 @@ class RowBatches:
                 left out.
         """
         for name, now in (("rows", len(self._source)), ("seed", self._seed)):
-            if state[name] != now:
+            if state.get(name) != now:
                 raise ValueError(
-                    f"The position belongs to a data set with {name}={state[name]}, and this one has {name}={now}, so "
+                    f"The position belongs to a data set with {name}={state.get(name)}, and this one has {name}={now}, so "
                     f"some rows would be repeated and others left out. Use the same data set and seed."
                 )
         self._row = state["row"]
@@ -221,9 +221,10 @@ class ShardedBatches:
             ValueError: If the state belongs to another process, or to another number of processes.
         """
         if self._is_part:
-            if (state["process"], state["of"]) != (jax.process_index(), jax.process_count()):
+            index, count = (state.get("process"), state.get("of")) if isinstance(state, dict) else (None, None)
+            if (index, count) != (jax.process_index(), jax.process_count()):
                 raise ValueError(
-                    f"The position belongs to process {state['process']} of {state['of']}, and this is process "
+                    f"The position belongs to process {index} of {count}, and this is process "
                     f"{jax.process_index()} of {jax.process_count()}, which reads other rows. Restore on as many "
                     f"processes, or read with zerojax.data.RowBatches, whose position does not depend on them."
                 )
