@@ -115,8 +115,8 @@ class RowBatches:
         for name, now in (("rows", len(self._source)), ("seed", self._seed)):
             if state.get(name) != now:
                 raise ValueError(
-                    f"The position belongs to a data set with {name}={state.get(name)}, and this one has {name}={now}, so "
-                    f"some rows would be repeated and others left out. Use the same data set and seed."
+                    f"The position belongs to a data set with {name}={state.get(name)}, and this one has {name}={now}, "
+                    f"so some rows would be repeated and others left out. Use the same data set and seed."
                 )
         self._row = state["row"]
 
