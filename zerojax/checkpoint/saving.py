@@ -56,6 +56,8 @@ class Save:
         self._quiet: QuietLoops | None = None
         self._bytes = 0
         self._pieces: dict[str, list[packing.Piece]] = {}  # the pieces that this process writes
+        # The thread commits only after `begin` has returned or failed, so that an interrupt cannot meet a finished save.
+        self._begun = threading.Event()
         # Not `thread.join`: if Ctrl-C interrupts a join, Python believes that the thread has ended (CPython gh-90882).
         self._done = threading.Event()
 
@@ -73,6 +75,8 @@ class Save:
             if isinstance(error, CheckpointError):
                 raise self.error from error
             raise
+        finally:
+            self._begun.set()
 
     def _begin(self, state: ZeroState, data: str) -> None:
         leaves = state_leaves(state)
@@ -152,6 +156,7 @@ class Save:
 
     def _commit(self, manifest: Manifest) -> None:
         """Write the manifest with the digests of all processes, and give the folder its final name."""
+        self._begun.wait()
         if self.error is not None:  # `begin` was interrupted
             raise self.error
         files: dict[str, tuple[int, str]] = {}
