@@ -163,7 +163,7 @@ def test_device_view():
         stored = tx.shard(params)
         found, _ = tx.value_and_grad(loss)(stored, batch)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-        with pytest.raises(ValueError, match=r'rows are divided already. Pass view="global"'):
+        with pytest.raises(ValueError, match=r'already has only its own rows. Pass view="global"'):
             tx.value_and_grad(model.loss)(stored, batch)
 
 

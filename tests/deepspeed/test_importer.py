@@ -262,7 +262,7 @@ def test_parameters_on_nvme(tmp_path):
     kept = {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 1000, "buffer_count": 5, "buffer_size": 1e8}
     found = from_deepspeed({"optimizer": ADAMW, "zero_optimization": {"stage": 3, "offload_param": kept}})
     assert found.options["offload"] == Offload(params="disk", optimizer="disk", path=str(tmp_path), host_bytes=4000)
-    assert "offload_param.buffer_count = 5: not needed: 16 buffers of one chunk" in str(found)
+    assert "offload_param.buffer_count = 5: not needed: there are 16 buffers, each of one chunk" in str(found)
 
 
 def test_each_key_is_accounted_for():

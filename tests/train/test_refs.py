@@ -89,10 +89,10 @@ def read_under_remat(new_ref):
     ("make", "new_ref", "view", "words"),
     [
         (stashed_in_an_argument, on_mesh, "global", "keep it for the backward pass.*only its backward rule close over"),
-        (read_under_remat, on_mesh, "global", "Under jax.checkpoint, do without"),
-        (plumbed, on_mesh, "device", "every device would write a value of its own"),
-        (stashed, on_mesh, "device", "every device would write a value of its own"),
-        (plumbed, jax.new_ref, "global", r"on other devices.*make it on the mesh"),
+        (read_under_remat, on_mesh, "global", "Under jax.checkpoint, remove"),
+        (plumbed, on_mesh, "device", "every device would write a different value"),
+        (stashed, on_mesh, "device", "every device would write a different value"),
+        (plumbed, jax.new_ref, "global", r"not on the devices.*Create a ref on the mesh"),
     ],
 )
 def test_refs_that_cannot_be_used_are_refused_by_name(make, new_ref, view, words):

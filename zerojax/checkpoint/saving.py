@@ -56,7 +56,7 @@ class Save:
         self._quiet: QuietLoops | None = None
         self._bytes = 0
         self._pieces: dict[str, list[packing.Piece]] = {}  # the pieces that this process writes
-        # The thread commits only after `begin` has returned or failed, so that an interrupt cannot meet a finished save.
+        # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
         self._begun = threading.Event()
         # Not `thread.join`: if Ctrl-C interrupts a join, Python believes that the thread has ended (CPython gh-90882).
         self._done = threading.Event()

@@ -71,14 +71,15 @@ class Offload:
         check_word("Offload(update=)", self.update, ("auto", "device", "host"))
         check_count("Offload(chunk_bytes=)", self.chunk_bytes, "bytes", least=1)
         if self.optimizer is None:
-            beside = "; the update of offloaded parameters goes through the host" if self.params else ""
-            raise ValueError(f'Offload() offloads nothing. Give optimizer="host" or optimizer="disk"{beside}.')
+            why = "offloads parameters without their optimizer state" if self.params else "offloads nothing"
+            given = f"params={self.params!r}" if self.params else ""
+            raise ValueError(f'Offload({given}) {why}. Give optimizer="host" or optimizer="disk".')
         self._check_fraction()
         self._check_params()
         if (self.path is not None) != (self.optimizer == "disk"):
             raise ValueError(
-                f'Offload(optimizer={self.optimizer!r}, path={self.path!r}): optimizer="disk" needs path=, the folder '
-                f"for its files, and nothing else takes one."
+                f"Offload(optimizer={self.optimizer!r}, path={self.path!r}) contradicts itself: path= is the folder "
+                f'for the files of optimizer="disk". Give both, or neither.'
             )
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
@@ -100,25 +101,26 @@ class Offload:
         for name, (given, wanted) in found.items():
             if given != wanted:
                 raise ValueError(
-                    f'Offload(params="disk", {name}={given!r}): a parameter on disk is updated chunk by chunk with its '
-                    f"optimizer state, so all of that state is on disk, too. Give {name}={wanted!r}."
+                    f'Offload(params="disk", {name}={given!r}) is not possible: chunks of parameters on disk are '
+                    f"updated together with their optimizer state, so that state must be on disk as well. Give "
+                    f"{name}={wanted!r}."
                 )
         if self.update == "host":
             raise ValueError(
-                'Offload(params="disk", update="host"): chunks pass through the device, where they are updated. Give '
-                'update="device" or "auto".'
+                'Offload(params="disk", update="host") is not possible: the device updates the chunks of parameters on '
+                'disk. Give update="device" or "auto".'
             )
 
     def _check_fraction(self) -> None:
         fraction = self.fraction
         if fraction == "auto":
             if self.budget is None:
-                raise ValueError('Offload(fraction="auto") needs budget=, the bytes a device has for model states.')
+                raise ValueError('Offload(fraction="auto") needs budget=, the bytes per device for model states.')
             return check_count("Offload(budget=)", self.budget, "bytes", least=1)
         if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real) or not 0 <= fraction <= 1:
-            raise ValueError(f'Offload(fraction=) is a number from 0 to 1 or "auto", not {fraction!r}.')
+            raise ValueError(f'Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1, or "auto".')
         if self.budget is not None:
-            raise ValueError('Offload(budget=) is only for fraction="auto". Give both, or leave budget= out.')
+            raise ValueError('Offload(budget=) has no effect without fraction="auto". Give both, or neither.')
         return None
 
     def covers(self, path: str, leaf: Any) -> bool:

@@ -67,19 +67,20 @@ def without_effect(fate: Literal["not needed", "not there", "refused"], table: s
     return found
 
 
-BUCKETS = "leaves of a layer share a bucket, bounded by zero_shard(bucket_bytes=)"
-COMPILED = "XLA plans memory and overlap when the step is compiled; zero_shard(prefetch=) says how far ahead"
-CHECKPOINTS = "a checkpoint has logical leaves: any stage and number of devices reads it"
-PINNED = "host memory is pinned, and chunks are streamed: Offload(chunk_bytes=)"
-BUFFERS = "16 buffers of one chunk, which is no full parameter: Offload(chunk_bytes=)"
-BLOCKS = "zerojax.block(fn) marks what is gathered at once"
-EXPORT = "zerojax export writes full weights, to safetensors"
-LOCO = "Wire(error_feedback=True), across hosts; errors are added in full, whatever err_beta, and never reset"
+BUCKETS = "the leaves of a layer share buckets; zero_shard(bucket_bytes=) sets their size"
+COMPILED = "XLA plans memory and overlap when it compiles the step; zero_shard(prefetch=) sets how early gathers start"
+CHECKPOINTS = "a checkpoint stores logical leaves, so it restores at any stage and on any number of devices"
+PINNED = "host memory is always pinned; Offload(chunk_bytes=) sets the size of each copy"
+BUFFERS = "there are 16 buffers, each of one chunk instead of one parameter; Offload(chunk_bytes=) sets their size"
+BLOCKS = "zerojax.block(fn) marks parameters that are gathered together"
+EXPORT = "zerojax export writes full weights to safetensors"
+LOCO = "Wire(error_feedback=True), across hosts; errors are added in full, so err_beta and resets do nothing"
 ELEMENTS = "zero_shard(persist_below=), in elements"
-FROZEN = 'Wire(gather="int8"), which takes frozen weights too'
+FROZEN = 'Wire(gather="int8"), which also quantises frozen weights'
 HOST_OR_DISK = 'Offload(optimizer="host" or "disk")'
 PARAMS_PLACE = 'Offload(params="host" or "disk"), and with "disk" optimizer="disk"'
 IN_MEMORY = 'Offload(host_bytes=) with params="disk", 4 bytes per element'
+CLIPPING = "optax.clip_by_global_norm; 1.0 if not given, DeepSpeed's default since 2026-06"
 COUNT = integer(1, null=True)
 SCALE = number(0, 2.0**127)
 FLOOR = number(0, 2.0**127, above=True)
@@ -113,10 +114,10 @@ TOP = {
     "train_micro_batch_size_per_gpu": Key("mapped", "rows of the batch / devices / accumulate", COUNT),
     "gradient_accumulation_steps": Key("mapped", "train_step(accumulate=)", COUNT),
     "optimizer.type": Key("mapped", "an optax transformation", TEXT),
-    "optimizer.params": Key("mapped", "its arguments", ARGUMENTS),
+    "optimizer.params": Key("mapped", "the arguments of the transformation", ARGUMENTS),
     "scheduler.type": Key("mapped", "an optax schedule, such as zerojax.deepspeed.warmup_lr", TEXT),
-    "scheduler.params": Key("mapped", "its arguments", ARGUMENTS),
-    "gradient_clipping": Key("mapped", "optax.clip_by_global_norm; 1.0 if not given, as there since 2026-06", number()),
+    "scheduler.params": Key("mapped", "the arguments of the transformation", ARGUMENTS),
+    "gradient_clipping": Key("mapped", CLIPPING, number()),
     "fp16.enabled": argument("Precision.kind", TRUTH, {True: "fp16"}, "Precision.fp16()"),
     "fp16.loss_scale": argument("Precision.loss_scale", SCALE, how="Precision(loss_scale=); 0: DynamicScale"),
     "fp16.initial_scale_power": argument("DynamicScale.initial", integer(0, 127), how="DynamicScale(initial=2**...)"),
@@ -129,15 +130,15 @@ TOP = {
     "communication_data_type": argument("Precision.reduce", TYPE, TYPES),
 }
 REFUSED = """
-zero.zenflow*: it updates with gradients of earlier steps
-fp16.consecutive_hysteresis: overflows count until the scale grows
-fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads: master weights are float32: Precision(master=)
-bf16.bf16_optimizer_states: moments have the type that optax gives them (mu_dtype=)
-amp*: Apex's levels; take fp16 or bf16
-torch_autocast*: types are chosen leaf by leaf: Precision(keep=)
+zero.zenflow*: ZenFlow updates parameters with gradients of earlier steps
+fp16.consecutive_hysteresis: zerojax counts overflows until the scale grows
+fp16.fp16_master_weights_and_grads bf16.bf16_master_weights_and_grads: Precision(master=) sets their type
+bf16.bf16_optimizer_states: the optax transformation sets the types of moments (mu_dtype=)
+amp*: Apex's levels have no counterpart; use fp16 or bf16
+torch_autocast*: types are chosen per leaf, with Precision(keep=), not per operation
 """
 NOT_THERE = """
-tensor_parallel* expert_parallel*: the model says how it is divided: examples/parallel.py
+tensor_parallel* expert_parallel*: the model states how it is divided, as in examples/parallel.py
 """
 NOT_NEEDED = f"""
 zero.reduce_bucket_size zero.use_multi_rank_bucket_allreduce zero.allgather_bucket_size: {BUCKETS}
@@ -153,41 +154,41 @@ zero.leaf_module.classes zero.leaf_module.names zero.leaf_module.name_suffixes: 
 zero.stage3_module_granularity_threshold: {BLOCKS}
 zero.stage3_gather_16bit_weights_on_model_save zero.stage3_gather_fp16_weights_on_model_save: {EXPORT}
 tensorboard* wandb* csv_monitor* steps_per_print wall_clock_breakdown: zerojax.Log, and jax.profiler for traces
-prescale_gradients gradient_predivide_factor: the mean is taken in the loss, before the backward pass
+prescale_gradients gradient_predivide_factor: the loss computes the mean before the backward pass
 zero.reduce_scatter: gradients are reduce-scattered wherever the stage shards them
-zero.allgather_partitions: one all-gather of all that the update changed
-zero.stage3_model_persistence_threshold: persistence is decided leaf by leaf
+zero.allgather_partitions: updated parameters are all-gathered together
+zero.stage3_model_persistence_threshold: whether a parameter persists is decided per leaf
 zero.stage3_use_all_reduce_for_fetch_params: parameters are all-gathered
 zero.ignore_unused_parameters: a parameter that the loss does not use has a gradient of zeros, as in JAX
-zero.legacy_stage1: there is one stage 1
-zero.round_robin_gradients: shards are even
+zero.legacy_stage1: there is only one implementation of stage 1
+zero.round_robin_gradients: all shards have the same size
 zero.mics_hierarchical_params_gather: gathers stay within a host
 zero.override_module_apply: modules are not changed
-zero.log_trace_cache_warnings: the order of uses is that of the traced loss
-zero.enable_sanity_checks: zerojax.check holds a step against its contract
+zero.log_trace_cache_warnings: parameters are gathered in the order of the traced loss
+zero.enable_sanity_checks: zerojax.check compares a step with the contract of its stage
 zero.save_muon_momentum_buffer_in_memory: optimizer state is on the device unless it is offloaded
-zero.offload_optimizer.pipeline_read: chunks are read while others are updated
-zero.offload_optimizer.pipeline_write: chunks are written while others are updated
-zero.offload_optimizer.fast_init: state is made group by group where it stays
+zero.offload_optimizer.pipeline_read: chunks are always read while other chunks are updated
+zero.offload_optimizer.pipeline_write: chunks are always written while other chunks are updated
+zero.offload_optimizer.fast_init: optimizer state is created group by group where it is kept
 zero.offload_optimizer.super_offload: Offload(update=) measures whether the host or the device is faster
-zero.offload_optimizer.cpuadam_cores_perc: XLA's threads update on the host
+zero.offload_optimizer.cpuadam_cores_perc: XLA uses its own threads for updates on the host
 optimizer.legacy_fusion: XLA fuses the update
 fp16.auto_cast: Precision casts the batch
 bf16.immediate_grad_update: gradients are summed in Precision(reduce=) as they are computed
-gradient_allreduce_op: gradients are those of the mean over all rows
-sparse_gradients: gradients are dense, and the same
+gradient_allreduce_op: gradients are always averaged over all rows
+sparse_gradients: gradients are dense, with equal values
 activation_checkpointing*: jax.checkpoint in the model, zerojax.offload.remat_policy
-checkpoint*: zerojax.checkpoint.Checkpointer, which writes beside the training
+checkpoint*: zerojax.checkpoint.Checkpointer, which writes while training continues
 aio*: files are written in large blocks: Offload(chunk_bytes=)
 compile*: every step is compiled
-elasticity*: a checkpoint goes on with any number of devices; the batch stays yours
-autotuning*: zerojax.plan.fit finds stage, microbatches and axes, from shapes
-flops_profiler*: zerojax.plan counts products and the least time of a step
-comms_logger*: zerojax.collectives(compiled) lists all of them
+elasticity*: a checkpoint restores on any number of devices; you choose the batch size
+autotuning*: zerojax.plan.fit finds the stage, microbatches and axes from shapes
+flops_profiler*: zerojax.plan counts FLOPs and the least time of a step
+comms_logger*: zerojax.collectives(compiled) lists all collectives
 zero_allow_untested_optimizer: any optax transformation is exact
-zero_force_ds_cpu_optimizer: Offload(update=) says where the update runs
+zero_force_ds_cpu_optimizer: Offload(update=) chooses where the update runs
 dump_state: print(state.plan)
-seed: keys are given to what draws from them
+seed: random functions take explicit keys
 """
 KEYS: Mapping[str, Key] = MappingProxyType(
     {

@@ -130,15 +130,15 @@ def ready_state(config: Config, state: ZeroState) -> ZeroState:
         return state
     if isinstance(count, jax.Array) and count.is_deleted():
         raise ValueError(
-            "The state was used up by a step before. Go on with the state that this step returned. If the "
-            "step failed, restore the last checkpoint."
+            "An earlier step used up this state, because steps donate their state. Continue with the state that the "
+            "step returned. If the step failed, restore the last checkpoint."
         )
     if isinstance(count, jax.Array) and count.sharding.device_set == set(config.mesh.devices.flat):
         return state
     if state.plan.offloaded:
         found = f"on {count.sharding}" if isinstance(count, jax.Array) else f"a {type(count).__name__}"
         raise ValueError(
-            f"state.step is {found}, not on the mesh, and some of the optimizer state is offloaded, which only "
-            f"tx.create and Checkpointer.restore can place. Save and restore the state with zerojax.checkpoint."
+            f"state.step is {found}, not on the mesh. Part of the optimizer state is offloaded, and only tx.create and "
+            f"Checkpointer.restore can place it. Save and restore the state with zerojax.checkpoint."
         )
     return jax.device_put(state, to_explicit(config.user_mesh, ZeroState.shardings(config, state.plan)))
