@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -116,15 +116,11 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     if len(set(digests)) == 1:
         return
     # A program may have megabytes of text, so processes exchange digests of all lines, and then the text of one line.
-    # Lines are first compared without the names of values, because an earlier difference shifts the numbers in them.
     short = lambda line: hashlib.sha256(line.encode()).hexdigest()[:8]
-    each = [(short(VALUE.sub("%", line)), short(line)) for line in lines]
+    each = [tuple(map(short, line)) for line in lines_of(as_text())]
     of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
     index = next(i for i, digest in enumerate(digests) if digest != digests[0])
-    length = min(len(of_all[0]), len(of_all[index]))
-    differ = [k for k in range(length) if of_all[0][k][0] != of_all[index][k][0]]
-    differ += [k for k in range(length) if of_all[0][k] != of_all[index][k]]
-    place = differ[0] if differ else length
+    place = first_difference(of_all[0], of_all[index])
     shown = [lines[place].strip() if place < len(lines) else "the end", origin(as_text, place)]
     said = [json.loads(text) for text in processes.exchange("compare one line", json.dumps(shown))]
     (first, where), (other, _) = said[0], said[index]
@@ -135,6 +131,22 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
         f"factor, a key or data that a function closes over. Give every process the same program, options, values "
         f"and shapes."
     )
+
+
+def lines_of(text: str) -> list[tuple[str, str]]:
+    """Return each line of a program's text without the names of values, and as it is.
+
+    Programs are first compared without the names, because an earlier difference shifts the numbers in them.
+    """
+    return [(VALUE.sub("%", line), line) for line in text.splitlines()]
+
+
+def first_difference(one: Sequence, other: Sequence) -> int:
+    """Return the number of the first line that differs, of lines from `lines_of` or their digests."""
+    length = min(len(one), len(other))
+    differ = [k for k in range(length) if one[k][0] != other[k][0]]
+    differ += [k for k in range(length) if one[k] != other[k]]
+    return differ[0] if differ else length
 
 
 def around_difference(one: str, other: str) -> tuple[str, str]:
