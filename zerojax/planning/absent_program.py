@@ -121,8 +121,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         rows = place_batch(config, abstract(batch), accumulate)
         moved.write_executable(path, shapes, rows, abstract(args), compiled.programs[0][0])
 
-    compile_step = functools.partial(compile_lowered, lower, described=described)
-    return AbsentProgram(compile_step, multiple, facts, save=None if config.offload else save)
+    return AbsentProgram(functools.partial(compile_lowered, lower, described=described), multiple, facts, save=save)
 
 
 def check_state(state: Any) -> None:

@@ -90,15 +90,15 @@ class Planner:
                 "batches, and largest_batch=True compares batches at equal activations. Plan the step without one of "
                 "them."
             )
-        program_of = program_of_step if isinstance(step, Step) else program_of_function
-        usable = given.usable(device)
-        program = program_of(step, state, batch, args, topology, int(given.fitted(device)))
-        if save is not None and program.save is None:
+        if save is not None and not (isinstance(step, Step) and step.config.offload is None):
             raise ValueError(
                 "plan(save=) writes the one program of a step of train_step, without Offload: XLA cannot place arrays "
                 "in host memory of absent GPUs, and other programs have no step.load. On the GPUs, step.save and "
                 "zerojax.cache_compilations keep what was compiled."
             )
+        program_of = program_of_step if isinstance(step, Step) else program_of_function
+        usable = given.usable(device)
+        program = program_of(step, state, batch, args, topology, int(given.fitted(device)))
         compiled, row = program.compile(batch), program.row
         if save is not None and program.save is not None:
             program.save(save, batch, compiled)

@@ -41,6 +41,7 @@ from zerojax.train.same_run import (
     origin,
     signature_of,
 )
+from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepProgram
 from zerojax.units import format_bytes
 
@@ -121,6 +122,21 @@ def name_of(path: tuple) -> str:
     return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
 
 
+def check_savable(state: ZeroState) -> None:
+    """Raise an error if a step with this state is several programs, or if the shapes of a state have no shardings."""
+    if state.plan.offloaded:
+        raise ValueError(
+            "With offloaded optimizer state a step is several programs, and an executable file has one. Use "
+            "zerojax.cache_compilations, which keeps all of them."
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(x, jax.ShapeDtypeStruct) and x.sharding is None:
+            raise ValueError(
+                f"state{jax.tree_util.keystr(path)} is a shape without a sharding, so the program would not be that of "
+                f"a state on the mesh. Make the shapes with tx.create(jax.eval_shape(init))."
+            )
+
+
 def write(path: str | os.PathLike, header: Header, lowered: Any, compiled: Any) -> None:
     """Write an executable to a file, with its peak in the header. Only process 0 writes.
 
@@ -168,7 +184,7 @@ class ExecutableFile:
         """Return the compiler options of the executable for each set of arguments for which it was loaded."""
         return [found[1] for found in self._found.values() if found is not None]
 
-    def loaded(self, state: Any, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions] | None:
+    def loaded(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions] | None:
         """Return the functions of the step with the executable, and its compiler options.
 
         If the file is not the executable of the step for these arguments, return None and warn, once per set of shapes.
@@ -176,13 +192,13 @@ class ExecutableFile:
         Raises:
             ValueError: If the executable is required, and the file is not that of the step for these arguments.
         """
-        # `jax.jit` compiles again for other shardings, so they belong to the key.
-        key = signature_of((state, rows, args)), *(getattr(x, "sharding", None) for x in jax.tree.leaves((state, args)))
+        # The step places the state and the rows. The user places the other arguments, which changes the program.
+        key = signature_of((state, rows, args)), *(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
         if key not in self._found:
             self._found[key] = self._load(state, rows, args)
         return self._found[key]
 
-    def _load(self, state: Any, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions] | None:
+    def _load(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions] | None:
         found, why = None, ""
         memory = None if self._fitting is None else self._fitting.memory  # asks all processes
         try:
@@ -200,10 +216,12 @@ class ExecutableFile:
         failure = f"The step does not load {os.fspath(self._path)!r}. {why}"
         if self._required:
             raise ValueError(f"{failure} Save the executable again, or call step.load without required=True.")
-        warnings.warn(f"{failure} It is compiled instead.", stacklevel=7)
+        warnings.warn(f"{failure} It is compiled instead.", stacklevel=6)
         return None
 
-    def _read(self, state: Any, rows: Any, args: tuple, memory: int | None) -> tuple[JittedStep, CompilerOptions, str]:
+    def _read(
+        self, state: ZeroState, rows: Any, args: tuple, memory: int | None
+    ) -> tuple[JittedStep, CompilerOptions, str]:
         """Return the functions with the executable, the compiler options, and a digest of the file."""
         try:
             with zipfile.ZipFile(self._path) as file:

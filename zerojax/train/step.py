@@ -30,7 +30,7 @@ from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
 from zerojax.train.compiling import CompilerOptions, OptionChoice
-from zerojax.train.executables import ExecutableFile, Header, write
+from zerojax.train.executables import ExecutableFile, Header, check_savable, write
 from zerojax.train.fitting import MOST_TRIALS, MemoryFit, StepFitting
 from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
@@ -211,6 +211,8 @@ class Step:
     ) -> tuple[ZeroState, Metrics]:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
+        if is_new:
+            self._loaded(state, rows, args)
         if is_new and not self.config.params_on_disk:
             self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
         with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
@@ -318,19 +320,17 @@ class Step:
     ) -> None:
         """Compile the step, and write its executable to a file, which `load` reads. Nothing is run.
 
-        `zerojax.plan(..., save=path)` does this for GPUs that this machine does not have. The arguments may be shapes.
-        With several processes, all call `save`, and process 0 writes.
+        `zerojax.plan(..., save=path)` does this for GPUs that this machine does not have. The batch and the state may
+        be shapes, if the state comes from `tx.create(shapes)`. With several processes, all call `save`, and process 0
+        writes.
 
         Raises:
-            ValueError: If the step calls Python functions, such as `jax.debug.print`, or has offloaded state.
+            ValueError: If the step calls Python functions, such as `jax.debug.print`, has offloaded state, or the
+                shapes of a state have no shardings.
         """
         self._check(state)
         self._check_one_program()
-        if state.plan.offloaded:
-            raise ValueError(
-                "With offloaded optimizer state a step is several programs, and an executable file has one. Use "
-                "zerojax.cache_compilations, which keeps all of them."
-            )
+        check_savable(state)
         _, batch, args = separated((batch, *args), keywords)
         self.write_executable(path, state, place_batch(self.config, batch, self.options.accumulate), args)
 
