@@ -72,7 +72,7 @@ def changed(file, path, **header):
 def why(file, step, state, batch=BATCH):
     """The reason that a step gives for not loading a file."""
     step.load(file, required=True)
-    with pytest.raises(ValueError, match="does not load .*Save the executable again") as told:
+    with pytest.raises(ValueError, match=r"does not load .*Save the executable again") as told:
         step(state, batch)
     return str(told.value)
 
@@ -120,7 +120,7 @@ def test_what_changed_is_named(file, options, reason):
 def test_a_step_that_does_not_load_warns_and_compiles(file):
     step, state = begun(mesh_of(4))
     step.load(file.with_name("other.zip"))
-    with pytest.warns(UserWarning, match="other.zip'. It cannot be read: .* It is compiled instead.") as told:
+    with pytest.warns(UserWarning, match=r"other.zip'\. It cannot be read: .* It is compiled instead.") as told:
         state, metrics = step(state, BATCH)
     assert told[0].filename == __file__
     assert np.isfinite(metrics["loss"])

@@ -258,10 +258,7 @@ class Step:
 
         The arguments may be shapes. The first call with new shapes may compile the step.
         """
-        self._check(state)
-        self._check_one_program()
-        _, batch, args = separated((batch, *args), keywords)
-        return self._chosen(state, place_batch(self.config, batch, self.options.accumulate), args)[1]
+        return self._chosen(state, *self._placed_rows(state, batch, args, keywords))[1]
 
     @property
     def compiled_with(self) -> tuple[str, ...]:
@@ -286,9 +283,14 @@ class Step:
 
         With offloaded state, trace only the first program, without the update of this state.
         """
+        return self._traced(state, *self._placed_rows(state, batch, args, keywords))
+
+    def _placed_rows(self, state: ZeroState, batch: Any, args: tuple, keywords: dict[str, Any]) -> tuple[Any, tuple]:
+        """Check the arguments of a step that is one program. Return the placed rows and the further arguments."""
         self._check(state)
+        self._check_one_program()
         _, batch, args = separated((batch, *args), keywords)
-        return self._traced(state, place_batch(self.config, batch, self.options.accumulate), args)
+        return place_batch(self.config, batch, self.options.accumulate), args
 
     def _check_one_program(self) -> None:
         if self.config.params_on_disk:
@@ -298,7 +300,6 @@ class Step:
             )
 
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        self._check_one_program()
         loaded = self._loaded(state, rows, args)
         return (loaded[0] if loaded else self._fitted(state, rows, args)).trace(state, rows, args)
 
@@ -309,10 +310,7 @@ class Step:
         With `memory=`, the first call with new shapes compiles the step to find the share that fits. On GPUs, it may
         compile the step to choose compiler options.
         """
-        self._check(state)
-        self._check_one_program()
-        _, batch, args = separated((batch, *args), keywords)
-        rows = place_batch(self.config, batch, self.options.accumulate)
+        rows, args = self._placed_rows(state, batch, args, keywords)
         return self._chosen(state, rows, args)[0].trace(state, rows, args).lower()
 
     def save(
@@ -328,11 +326,9 @@ class Step:
             ValueError: If the step calls Python functions, such as `jax.debug.print`, has offloaded state, or the
                 shapes of a state have no shardings.
         """
-        self._check(state)
-        self._check_one_program()
+        rows, args = self._placed_rows(state, batch, args, keywords)
         check_savable(state)
-        _, batch, args = separated((batch, *args), keywords)
-        self.write_executable(path, state, place_batch(self.config, batch, self.options.accumulate), args)
+        self.write_executable(path, state, rows, args)
 
     def write_executable(
         self, path: str | os.PathLike, state: ZeroState, rows: Any, args: tuple, compiled: Any = None
@@ -369,10 +365,7 @@ class Step:
         """
         if self._fitting is None:
             raise ValueError("The step has no memory= to fit. Make it with tx.train_step(loss, memory=...).")
-        self._check(state)
-        self._check_one_program()
-        _, batch, args = separated((batch, *args), keywords)
-        return self._fitting.fit(state, place_batch(self.config, batch, self.options.accumulate), args)
+        return self._fitting.fit(state, *self._placed_rows(state, batch, args, keywords))
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """Lower the programs that update offloaded chunks on the device, and return one `jax.stages.Lowered` for each.
