@@ -48,7 +48,7 @@ from zerojax.units import format_bytes
 HEADER, PROGRAM, EXECUTABLE = "header.json", "program.mlir", "executable"
 FORMAT = 1
 # An executable runs only with these. Everything else in the environment changes the program, or does not matter.
-OF_EXECUTABLES = ("jax", "jaxlib", "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+OF_EXECUTABLES = ("jax", "jaxlib", "XLA_FLAGS", "LIBTPU_INIT_ARGS", "jax_disable_most_optimizations")
 # Python functions that a program calls have addresses of one process.
 CALLBACK = re.compile(r"@xla_\w*python\w*callback")
 MOST_NAMED = 3
