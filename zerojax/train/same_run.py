@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -19,6 +20,7 @@ from zerojax import compat
 from zerojax.comm.events import EVENTS, first_array, is_of_all
 from zerojax.comm.processes import Processes, require_same
 from zerojax.config import Config
+from zerojax.display import tracking
 from zerojax.optim.plan import ShardingPlan, choose_update
 from zerojax.train.arguments import is_constant
 from zerojax.train.same_values import checksums
@@ -218,20 +220,28 @@ class SameCalls:
             require_same_values(self._config, self._what, args=args)
         return True
 
+    def is_new(self, known: Hashable, batch: Any, args: tuple) -> bool:
+        """Return whether a call is not traced, and `is_first`."""
+        return not compat.is_tracing() and self.is_first(known, batch, args)
+
     def require_same_program(self, lower: Callable[[], Any]) -> None:
         """Compare the program that `lower()` returns with the programs of the other processes."""
         require_same_programs(self._config, self._what, [lower])
 
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:
-        """Call a jitted function. With several processes, compare a new program first, and announce the call."""
-        if is_new:
-            self.require_same_program(functools.partial(program.lower, *args, **keywords))
-        if not self.is_needed:
-            return program(*args, **keywords)
-        with EVENTS.calling(self._what, self._config.mesh) as call:
-            returned = program(*args, **keywords)
-            call.result = first_array(returned)
-        return returned
+        """Call a jitted function, and show a new compilation.
+
+        With several processes, compare a new program first, and announce the call.
+        """
+        with tracking(f"Compiling to {self._what}") if is_new else contextlib.nullcontext():
+            if is_new:
+                self.require_same_program(functools.partial(program.lower, *args, **keywords))
+            if not self.is_needed:
+                return program(*args, **keywords)
+            with EVENTS.calling(self._what, self._config.mesh) as call:
+                returned = program(*args, **keywords)
+                call.result = first_array(returned)
+            return returned
 
 
 def signature_of(tree: Any) -> Hashable:
