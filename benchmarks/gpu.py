@@ -13,7 +13,8 @@ check        each stage with every way of offloading against plain optax, on a t
 speed        GPTs of 125M, 350M and 1.3B parameters: stage 3, plain jit with optax, and on several GPUs jit's own
              sharding and a model that gathers each layer by hand; round by round in one process, after their
              losses over three steps were found equal
-plan         `zerojax.plan`'s peak and least time against the allocator's peak and the step's time
+plan         `zerojax.plan`'s peak and least time against the allocator's peak and the step's time; and the time of
+             the executable that the plan saved
 offload      1.5B with optimizer state on the device, offloaded in several ways, and with parameters offloaded too
 torch        FSDP2 with and without its offload to the CPU (one GPU, if torch is installed)
 activations  layers' inputs in host memory between the passes, against on the device

@@ -326,7 +326,7 @@ def rate():
 
 
 def planned(notes, *, size, rounds, topology):
-    """`zerojax.plan`'s peak and least time of a step of stage 3, beside the measured ones."""
+    """`zerojax.plan`'s peak and least time of a step of stage 3, the measured ones, and the time of its executable."""
     init, loss, (rows, length) = yardstick.build(size, scan=True)
     tx = zero_shard(optax.adamw(1e-4), stage=3, precision=Precision.bf16())
     taken = tx.train_step(loss)
@@ -334,7 +334,9 @@ def planned(notes, *, size, rounds, topology):
     shapes = tx.create(jax.eval_shape(init, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((rows * jax.device_count(), length), jnp.int32)
     given = topology or f"{kind()}:{jax.device_count()}"
-    found = plan(taken, shapes, tokens, topology=given)
+    folder = tempfile.TemporaryDirectory()
+    file = pathlib.Path(folder.name, "step.zip")
+    found = plan(taken, shapes, tokens, topology=given, save=file)
     notes.add(topology=given, planned_peak=found.peak, planned_s=found.roofline.seconds)
     notes.add(doing="making the state")
     state = jax.block_until_ready(tx.create(tx.init_params(init, jax.random.key(0))))
@@ -344,7 +346,17 @@ def planned(notes, *, size, rounds, topology):
     memory = taken.lower(shapes, batch).compile().memory_analysis()
     kept = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     kept += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    notes.add(step_s=spread(seconds), peak_device=peak_device(), compiled_device=kept, status="ran")
+    notes.add(step_s=spread(seconds), peak_device=peak_device(), compiled_device=kept, doing="loading the plan's file")
+    del state
+    loaded = tx.train_step(loss)
+    loaded.load(file, required=True)
+    try:
+        seconds = timed_steps(loaded, tx.create(tx.init_params(init, jax.random.key(0))), batch, rounds)
+        notes.add(loaded="ran", loaded_step_s=spread(seconds))
+    except (ValueError, jax.errors.JaxRuntimeError) as error:  # such as: this is the kind cpu
+        notes.add(loaded=str(error)[:600])
+    folder.cleanup()
+    notes.add(status="ran")
 
 
 def batch_of(tx, size, rows, length):

@@ -147,7 +147,7 @@ def estimate(
         from zerojax import user_code
         from zerojax.planning import estimate as estimates
 
-        check_png(png)
+        check_folder("--png", png)
         estimated = estimates.estimate(
             user_code.load_model(model),
             tx=user_code.load_transformation(optimizer),
@@ -178,6 +178,10 @@ def plan(
         bool, typer.Option("--largest-batch", help="Find the largest batch that fits, by compiling several times.")
     ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the step's timeline to this file.", show_default=False)] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Write the executable to this file, which step.load reads.", show_default=False),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile the step in FILE for GPUs that this machine does not have, and print its memory and least time.
@@ -193,7 +197,8 @@ def plan(
         from zerojax.planning.shapes import rows_of, with_rows
 
         Topology.parse(topology)  # fails before the file is run
-        check_png(png)
+        check_folder("--png", png)
+        check_folder("--save", save)
         if batch is not None and batch < 1:
             raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
         step, state, rows, *args = user_code.load_program(file, options or ())
@@ -205,7 +210,8 @@ def plan(
         rows = rows if batch is None else with_rows(rows, batch)
         try:
             with user_code.running(user_code.split_reference(file)[0]):  # tracing runs the file's code
-                compiled = plans.plan(step, state, rows, *args, topology=topology, largest_batch=largest_batch)
+                given = {"topology": topology, "largest_batch": largest_batch, "save": save}
+                compiled = plans.plan(step, state, rows, *args, **given)
         except (ValueError, ModuleNotFoundError):
             raise
         except Exception as error:
@@ -297,10 +303,10 @@ def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -
     Console(soft_wrap=True).print(Text.assemble(*before, ReprHighlighter()(str(result))))
 
 
-def check_png(png: Path | None) -> None:
-    """Raise an error, before any work is done, if the folder of a picture does not exist."""
-    if png is not None and not png.parent.is_dir():
-        raise ValueError(f"--png {png}: there is no folder {png.parent}. Make it first.")
+def check_folder(option: str, path: Path | None) -> None:
+    """Raise an error, before any work is done, if the folder of a file to write does not exist."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first.")
 
 
 def save_plot(name: str, data: Any, png: Path | None) -> None:

@@ -1,13 +1,14 @@
-"""`zerojax.progress`: show how far saves, restores, exports, imports and first compilations are.
+"""`zerojax.progress`: show how far saves, restores, exports, reshards, publishing and first compilations are.
 
-Code that takes long calls `tracking`, and `advance` while it goes on. Without a display, both do nothing. The display
-only reads what it is told, so results do not depend on it.
+Code that takes long calls `tracking`, and `advance` while it goes on; a generator calls `showing`. Without a display,
+they do nothing. The display only reads what it is told, so results do not depend on it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -95,7 +96,9 @@ def is_terminal(stream: Any) -> bool:
 
 @contextlib.contextmanager
 def progress(console: Console | None = None) -> Iterator[None]:
-    """Show bars for saves, restores, exports, imports and first compilations, while the block runs.
+    """Show bars for all long work of zerojax and for first compilations, while the block runs.
+
+    Long work is saves, restores, exports, imports, `tx.reshard` and `zerojax.publish`.
 
     Only process 0 shows them, on standard error. If standard error is no terminal, such as a log file, nothing is
     shown, unless `console` is given. Bars disappear when their work ends. How long a compilation takes is unknown, so
@@ -128,6 +131,31 @@ def progress(console: Console | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def showing(description: str, total: float | None = None) -> Iterator[Callable[..., None]]:
+    """Show a task while the block runs, if there is a display. Generators use this, and everything else `tracking`.
+
+    A generator is left and entered again at each `yield`, so `advance` in the caller's code would find its task.
+
+    Yields:
+        `Display.update` of the task. Without a display, a function that does nothing.
+    """
+    # Asked here, and not by `progress`, which a program may call before `jax.distributed.initialize`.
+    if not _DISPLAYS or jax.process_index() > 0:
+        yield lambda **_: None
+        return
+    display = _DISPLAYS[-1]
+    task, failed = display.begin(description, total), True
+    try:
+        yield functools.partial(display.update, task)
+        failed = False
+    except GeneratorExit:  # the caller of a generator takes no more
+        failed = False
+        raise
+    finally:
+        display.end(task, failed=failed)
+
+
+@contextlib.contextmanager
 def tracking(
     description: str, total: float | None = None, *, measure: Callable[[], float] | None = None
 ) -> Iterator[None]:
@@ -139,31 +167,25 @@ def tracking(
         measure: A function that returns how much is complete. A thread calls it from time to time. None: the block
             calls `advance`.
     """
-    # Asked here, and not by `progress`, which a program may call before `jax.distributed.initialize`.
-    if not _DISPLAYS or jax.process_index() > 0:
-        yield
-        return
-    display = _DISPLAYS[-1]
-    task, over, failed = display.begin(description, total), threading.Event(), True
-    token = _TASK.set(lambda amount: display.update(task, amount=amount))
+    over = threading.Event()
+    with showing(description, total) as update:
 
-    def watch(measure: Callable[[], float]) -> None:
-        while not over.wait(MEASURED_EVERY_S):
-            with contextlib.suppress(OSError):
-                display.update(task, completed=measure())
+        def watch(measure: Callable[[], float]) -> None:
+            while not over.wait(MEASURED_EVERY_S):
+                with contextlib.suppress(OSError):
+                    update(completed=measure())
 
-    watcher = None if measure is None else threading.Thread(target=watch, args=(measure,), daemon=True)
-    try:
-        if watcher is not None:
-            watcher.start()
-        yield
-        failed = False
-    finally:
-        over.set()
-        if watcher is not None:
-            watcher.join()
-        _TASK.reset(token)
-        display.end(task, failed=failed)
+        watcher = None if measure is None else threading.Thread(target=watch, args=(measure,), daemon=True)
+        token = _TASK.set(lambda amount: update(amount=amount))
+        try:
+            if watcher is not None:
+                watcher.start()
+            yield
+        finally:
+            over.set()
+            if watcher is not None:
+                watcher.join()
+            _TASK.reset(token)
 
 
 def advance(amount: float) -> None:

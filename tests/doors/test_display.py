@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.errors import LiveError
 
@@ -40,7 +42,12 @@ def whole_life(tx, path):
     with Checkpointer(path / "run") as checkpoints:
         checkpoints.save(state)
         checkpoints.wait()
-        return state, checkpoints.restore(state).state
+        restored = checkpoints.restore(state).state
+    tx.eval_step(loss)(restored.params, jnp.ones((8, 256)))
+    tx.value_and_grad(loss)(restored.params, jnp.ones((8, 256)))
+    one, two = NamedSharding(mesh_of(2), P()), zero_shard(optax.sgd(1e-2), stage=1, mesh=mesh_of(2))
+    assert dict(zerojax.publish(restored, one)).keys() == PARAMS.keys()
+    return state, tx.reshard(restored, to=two)
 
 
 @pytest.fixture
@@ -61,7 +68,8 @@ def test_every_long_work_is_shown_to_its_end(tx, tmp_path, ended):
     shown = console()
     with zerojax.progress(shown):
         state, restored = whole_life(tx, tmp_path)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
+    for name, x in zerojax.logical(state.params).items():
+        np.testing.assert_array_equal(zerojax.logical(restored.params)[name], x)
     measured = ended.pop("Writing step 1")  # from time to time, and this save is quicker
     assert 0 <= measured <= 1.5
     assert ended == {
@@ -72,10 +80,27 @@ def test_every_long_work_is_shown_to_its_end(tx, tmp_path, ended):
         "Digesting step 1": 1,
         "Verifying step 1": 1,
         "Restoring step 1": 1,
+        "Compiling to evaluate loss": None,
+        "Compiling to differentiate loss": None,
+        "Publishing": 1,
+        "Resharding the state": 1,
     }
     lines = shown.file.getvalue().splitlines()
     assert len(lines) >= len(ended) + 1
     assert all(any(line.startswith(f"{name}: took ") for line in lines) for name in ended)
+
+
+def test_a_generator_keeps_its_task_from_its_caller(tx, ended):
+    shown = console()
+    with zerojax.progress(shown):
+        tensors = zerojax.publish(PARAMS, NamedSharding(mesh_of(2), P()))
+        with display.tracking("Training", 4):
+            next(tensors)
+            display.advance(4)
+            tensors.close()
+    assert 0 < ended["Publishing"] < 1
+    assert "Publishing: took " in shown.file.getvalue()  # the caller needs no more, which is no failure
+    assert ended["Training"] == 1
 
 
 def test_a_terminal_has_bars_that_disappear(capsys):

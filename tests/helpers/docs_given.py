@@ -201,7 +201,10 @@ assert jnp.isfinite(jax.grad(loss)(given, jnp.zeros((2, 65), jnp.int32), jnp.one
 """,
     "muon.md": "tx.create(shapes)",
     "offload.md": "assert jnp.isfinite(jax.grad(lambda w: layer(w, jnp.ones((4, 8))).sum())(jnp.ones((8, 8)))).all()",
-    "plan.md": 'assert all("tokens_per_second" in metrics for metrics in wandb.seen[1:])',
+    "plan.md": """
+assert all("tokens_per_second" in metrics for metrics in wandb.seen[1:])
+assert step.compiled_with == ("Loaded from 'step.zip'.",)
+""",
     "stage3.md": 'assert product["w"].shape == params["w"].shape',
     "wire.md": "assert tx.config.wire.reduce == 'int4'",
 }

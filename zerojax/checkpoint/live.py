@@ -27,6 +27,7 @@ from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
+from zerojax.display import advance, tracking
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.offload.host import KINDS, to_device
@@ -78,11 +79,14 @@ def moved_state(state: ZeroState, like: ZeroState, limit: int, donate: bool) -> 
     if donate:  # narrow parameters are made again from the master weights
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
     moved: dict[str, Any] = {}
-    for bucket in moved_by_bucket([(given[saved.name], saved, leaf) for saved, leaf in matched.pairs], limit, donate):
-        jax.block_until_ready(jax.tree.leaves(bucket))
-        moved |= bucket
-        if donate:
-            free([given[name].array for name in bucket], keep=list(bucket.values()))
+    moves = [(given[saved.name], saved, leaf) for saved, leaf in matched.pairs]
+    with tracking("Resharding the state", sum(one.leaf.bytes for one, _, _ in moves)):
+        for bucket in moved_by_bucket(moves, limit, donate):
+            jax.block_until_ready(jax.tree.leaves(bucket))
+            advance(sum(given[name].leaf.bytes for name in bucket))
+            moved |= bucket
+            if donate:
+                free([given[name].array for name in bucket], keep=list(bucket.values()))
     return with_leaves(like, moved | {name: zeros_of(wanted[name].array) for name in fresh})
 
 

@@ -23,6 +23,7 @@ from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.comm.explicit import auto_context, to_auto, to_explicit
 from zerojax.comm.mesh import replicated, wait_if_simulated
 from zerojax.config import BUCKET_BYTES
+from zerojax.display import showing
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.layout.tree import best_dim
@@ -121,6 +122,11 @@ class Tensor(NamedTuple):
     sharding: NamedSharding
     mesh: Mesh
 
+    @property
+    def bytes(self) -> int:
+        """Return the size of the tensor in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 def by_name(shardings: Any, like: Any) -> Callable[[str, tuple[int, ...]], Any]:
     """Return a function of a tensor's name and shape that finds its sharding. `like` is the tree of parameters."""
@@ -185,25 +191,27 @@ def published(sources: list[Source], tensors: list[Tensor], bucket_bytes: int) -
     loaded: dict[int, tuple[jax.Array, Leaf]] = {}
     under_way: list[jax.Array] = []
     size, limit = 0, max(1, bucket_bytes // 2)
-    for tensor in tensors:
-        for i in (section.leaf for section in tensor.sections):
-            if i not in loaded or loaded[i][0].is_deleted():
-                loaded[i] = load(sources[i])
-        parts = [Part(section, *loaded[section.leaf]) for section in tensor.sections]
-        taken = sum(part.bytes for part in parts)
-        if size + taken > limit:
-            jax.block_until_ready(under_way)
-            under_way, size = [], 0
-        with auto_context():
-            array = placed(tensor, parts, limit)
-        del parts
-        for i in {section.leaf for section in tensor.sections if last[section.leaf] == tensor.name}:
-            del loaded[i]
-            sources[i] = sources[i]._replace(array=None)  # drop what hold=True has kept
-        wait_if_simulated(tensor.mesh, array)
-        under_way.append(array)
-        size += taken
-        yield tensor.name, to_explicit(tensor.mesh, array)
+    with showing("Publishing", sum(tensor.bytes for tensor in tensors)) as update:
+        for tensor in tensors:
+            for i in (section.leaf for section in tensor.sections):
+                if i not in loaded or loaded[i][0].is_deleted():
+                    loaded[i] = load(sources[i])
+            parts = [Part(section, *loaded[section.leaf]) for section in tensor.sections]
+            taken = sum(part.bytes for part in parts)
+            if size + taken > limit:
+                jax.block_until_ready(under_way)
+                under_way, size = [], 0
+            with auto_context():
+                array = placed(tensor, parts, limit)
+            del parts
+            for i in {section.leaf for section in tensor.sections if last[section.leaf] == tensor.name}:
+                del loaded[i]
+                sources[i] = sources[i]._replace(array=None)  # drop what hold=True has kept
+            wait_if_simulated(tensor.mesh, array)
+            under_way.append(array)
+            size += taken
+            update(amount=tensor.bytes)
+            yield tensor.name, to_explicit(tensor.mesh, array)
 
 
 def load(one: Source) -> tuple[jax.Array, Leaf]:

@@ -25,6 +25,7 @@ from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import StageEstimate, estimate_stage
 from zerojax.planning.staged_program import compile_trace
 from zerojax.planning.staged_trace import trace_step
+from zerojax.train.batch import place_batch
 from zerojax.train.fitting import blocks_of_a_loss, devices_of_a_block
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
@@ -45,12 +46,15 @@ class AbsentProgram(NamedTuple):
         row_multiple: The number of rows of each batch must be a multiple of this number.
         facts: Facts that cannot be read from the compiled step.
         row: The estimate of the step's bytes if parameters are on disk. Otherwise None.
+        save: `save(path, batch, compiled)` writes the compiled program of a step to a file. None: a step cannot load
+            this program.
     """
 
     compile: Callable[[Any], CompiledStep]
     row_multiple: int
     facts: StepFacts
     row: StageEstimate | None = None
+    save: Callable[[Any, Any, CompiledStep], None] | None = None
 
 
 def compile_lowered(
@@ -112,7 +116,12 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         fit = moved.memory_fit(*given)
         return found | {"notes": (*fit.notes[:1], *chosen.in_words), "blocks": fit.blocks}
 
-    return AbsentProgram(functools.partial(compile_lowered, lower, described=described), multiple, facts)
+    @auto_context()
+    def save(path: Any, batch: Any, compiled: CompiledStep) -> None:
+        rows = place_batch(config, abstract(batch), accumulate)
+        moved.write_executable(path, shapes, rows, abstract(args), compiled.programs[0][0])
+
+    return AbsentProgram(functools.partial(compile_lowered, lower, described=described), multiple, facts, save=save)
 
 
 def check_state(state: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -42,6 +43,7 @@ class Planner:
         *args: Any,
         topology: str = "h200:8",
         largest_batch: bool = False,
+        save: str | os.PathLike | None = None,
         **hardware: Unpack[HardwareOptions],
     ) -> Plan:
         """Compile a step for GPUs that this machine need not have, and return its memory and time. Nothing is run.
@@ -59,6 +61,7 @@ class Planner:
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
+            save: A file to write the executable of the step to. `step.load(file)` loads it on the GPUs.
             **hardware: `memory`: bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its
                 memory). A step with `memory="auto"` is fitted into these bytes, or into 76% of the memory if that is
                 less, because of the limit of XLA's scheduler. All other options are bytes per second. `link`: sent by a
@@ -87,10 +90,18 @@ class Planner:
                 "batches, and largest_batch=True compares batches at equal activations. Plan the step without one of "
                 "them."
             )
+        if save is not None and not (isinstance(step, Step) and step.config.offload is None):
+            raise ValueError(
+                "plan(save=) writes the one program of a step of train_step, without Offload: XLA cannot place arrays "
+                "in host memory of absent GPUs, and other programs have no step.load. On the GPUs, step.save and "
+                "zerojax.cache_compilations keep what was compiled."
+            )
         program_of = program_of_step if isinstance(step, Step) else program_of_function
         usable = given.usable(device)
         program = program_of(step, state, batch, args, topology, int(given.fitted(device)))
         compiled, row = program.compile(batch), program.row
+        if save is not None and program.save is not None:
+            program.save(save, batch, compiled)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
         limits = {"usable": usable, "largest_batch": largest, "transfers": seconds}

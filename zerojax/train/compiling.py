@@ -51,15 +51,19 @@ class CompilerOptions:
     Attributes:
         options: The options, by name. Empty if the compiler's defaults are kept.
         note: A sentence about the comparison. Empty if there was none.
+        file: The file from which the executable was loaded. Empty if it was compiled.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
+    file: str = ""
 
     @property
     def in_words(self) -> tuple[str, ...]:
         """Return sentences for a plan and a report. There are none if the compiler's defaults were not compared."""
         given = ", ".join(f"{name}={value}" for name, value in self.options.items())
+        if self.file:
+            return (f"Loaded from {self.file!r}{f', compiled with the options {given}' if given else ''}.",)
         if not self.note:
             return (f"Compiled with the options {given}.",) if given else ()
         return (f"The step chose {f'the compiler options {given}' if given else 'no compiler options'}. {self.note}",)

@@ -72,7 +72,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     def run_on(params, batch, args):
         check_types(batch)
         on_disk = files_of(params) is not None
-        is_new = not on_disk and same.is_needed and same.is_first(signature_of(params), batch, args)
+        is_new = not on_disk and same.is_new(signature_of(params), batch, args)
         wait_if_simulated(config.mesh, (params, batch, args))
         if divides(config, batch):
             rows = place_batch(config, batch)

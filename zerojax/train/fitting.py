@@ -90,34 +90,41 @@ class StepFitting:
 
     Attributes:
         blocks: The blocks of the loss.
+        with_share: `with_share(share)` returns the functions of the step whose blocks save this share of their bytes.
     """
 
     def __init__(self, program: StepProgram):
         """Keep the program of the step."""
         self._program = program
         self.blocks = blocks_of_a_loss()
-        self._jitted = functools.cache(self._with_share)
+        self.with_share = functools.cache(self._with_share)
         self._fits: dict[Any, MemoryFit] = {}
 
     def chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
         """Return the functions of the step that has the chosen share for these arguments."""
-        return self._jitted(self.fit(state, rows, args).chosen.share)
+        return self.with_share(self.fit(state, rows, args).chosen.share)
 
     def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
         """Return the fit for the shapes of these arguments. The first call with new shapes compiles."""
         placed = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
         key = signature_of((state, rows, args)), placed
         if key not in self._fits:
-            config, given = self._program.config, self._program.options.memory
-            memory = device_bytes(config) if given == "auto" else parse_bytes("train_step(memory=)", given or 0)
             self._fits[key] = fit_memory(
-                lambda share: self._jitted(share).trace(state, rows, args).lower(),
+                lambda share: self.with_share(share).trace(state, rows, args).lower(),
                 self.blocks,
-                memory,
+                self.memory,
                 arguments=sum(map(_bytes_per_device, jax.tree.leaves((state, rows, args)))),
-                devices=devices_of_a_block(config),
+                devices=devices_of_a_block(self._program.config),
             )
         return self._fits[key]
+
+    @property
+    def memory(self) -> int:
+        """Return the bytes per device that the step may take."""
+        given = self._program.options.memory
+        if given == "auto":
+            return device_bytes(self._program.config)
+        return parse_bytes("train_step(memory=)", given or 0)
 
     def _with_share(self, share: float) -> JittedStep:
         loss = self._program.loss

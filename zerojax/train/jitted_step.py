@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ class JittedStep:
 
     Attributes:
         whole: The whole step: `whole(state, batch, *args)` returns `(state, metrics)`.
+        run: The function to call instead of `whole`: `whole` itself, or its executable from a file.
         resident: `StepProgram.resident_step`, the part of a step that does not need offloaded state.
     """
 
@@ -37,11 +39,18 @@ class JittedStep:
             return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
 
         self.whole = jax.jit(step, donate_argnums=0, compiler_options=options)
+        self.run: Callable = self.whole
         self.resident = jax.jit(program.resident_step, donate_argnums=0, compiler_options=options)
 
     def with_options(self, compiler_options: Mapping[str, Any]) -> JittedStep:
         """Return the functions of the same program, compiled with other options."""
         return JittedStep(self._program, compiler_options)
+
+    def with_executable(self, run: Callable) -> JittedStep:
+        """Return the same functions, but `run` calls an executable from a file."""
+        same = copy.copy(self)
+        same.run = run
+        return same
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         """Trace the step, or only `resident` if the state has offloaded leaves. The arguments may be shapes."""

@@ -76,7 +76,7 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
     form = TreeForm(config, layout_of(config, like, **seen_in(state)), padded_forms(like))
     warn_of_outer_transformations(form.layout, form.forms)
     same = same_updates(config)
-    is_new = same.is_needed and same.is_first((signature_of((updates, state, params)), static), arrays, ())
+    is_new = same.is_new((signature_of((updates, state, params)), static), arrays, ())
     return same.call(jitted_update, updates, state, params, arrays, form, static, is_new=is_new)
 
 

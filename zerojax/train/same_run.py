@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -19,6 +20,7 @@ from zerojax import compat
 from zerojax.comm.events import EVENTS, first_array, is_of_all
 from zerojax.comm.processes import Processes, require_same
 from zerojax.config import Config
+from zerojax.display import tracking
 from zerojax.optim.plan import ShardingPlan, choose_update
 from zerojax.train.arguments import is_constant
 from zerojax.train.same_values import checksums
@@ -116,15 +118,11 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
     if len(set(digests)) == 1:
         return
     # A program may have megabytes of text, so processes exchange digests of all lines, and then the text of one line.
-    # Lines are first compared without the names of values, because an earlier difference shifts the numbers in them.
     short = lambda line: hashlib.sha256(line.encode()).hexdigest()[:8]
-    each = [(short(VALUE.sub("%", line)), short(line)) for line in lines]
+    each = [tuple(map(short, line)) for line in lines_of(as_text())]
     of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
     index = next(i for i, digest in enumerate(digests) if digest != digests[0])
-    length = min(len(of_all[0]), len(of_all[index]))
-    differ = [k for k in range(length) if of_all[0][k][0] != of_all[index][k][0]]
-    differ += [k for k in range(length) if of_all[0][k] != of_all[index][k]]
-    place = differ[0] if differ else length
+    place = first_difference(of_all[0], of_all[index])
     shown = [lines[place].strip() if place < len(lines) else "the end", origin(as_text, place)]
     said = [json.loads(text) for text in processes.exchange("compare one line", json.dumps(shown))]
     (first, where), (other, _) = said[0], said[index]
@@ -135,6 +133,22 @@ def require_same_program(what: str, as_text: Callable[..., str]) -> None:
         f"factor, a key or data that a function closes over. Give every process the same program, options, values "
         f"and shapes."
     )
+
+
+def lines_of(text: str) -> list[tuple[str, str]]:
+    """Return each line of a program's text without the names of values, and as it is.
+
+    Programs are first compared without the names, because an earlier difference shifts the numbers in them.
+    """
+    return [(VALUE.sub("%", line), line) for line in text.splitlines()]
+
+
+def first_difference(one: Sequence, other: Sequence) -> int:
+    """Return the number of the first line that differs, of lines from `lines_of` or their digests."""
+    length = min(len(one), len(other))
+    differ = [k for k in range(length) if one[k][0] != other[k][0]]
+    differ += [k for k in range(length) if one[k] != other[k]]
+    return differ[0] if differ else length
 
 
 def around_difference(one: str, other: str) -> tuple[str, str]:
@@ -206,23 +220,31 @@ class SameCalls:
             require_same_values(self._config, self._what, args=args)
         return True
 
+    def is_new(self, known: Hashable, batch: Any, args: tuple) -> bool:
+        """Return whether a call is not traced, and `is_first`."""
+        return not compat.is_tracing() and self.is_first(known, batch, args)
+
     def require_same_program(self, lower: Callable[[], Any]) -> None:
         """Compare the program that `lower()` returns with the programs of the other processes."""
         require_same_programs(self._config, self._what, [lower])
 
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:
-        """Call a jitted function. With several processes, compare a new program first, and announce the call."""
-        if is_new:
-            self.require_same_program(functools.partial(program.lower, *args, **keywords))
-        if not self.is_needed:
-            return program(*args, **keywords)
-        with EVENTS.calling(self._what, self._config.mesh) as call:
-            returned = program(*args, **keywords)
-            call.result = first_array(returned)
-        return returned
+        """Call a jitted function, and show a new compilation.
+
+        With several processes, compare a new program first, and announce the call.
+        """
+        with tracking(f"Compiling to {self._what}") if is_new else contextlib.nullcontext():
+            if is_new:
+                self.require_same_program(functools.partial(program.lower, *args, **keywords))
+            if not self.is_needed:
+                return program(*args, **keywords)
+            with EVENTS.calling(self._what, self._config.mesh) as call:
+                returned = program(*args, **keywords)
+                call.result = first_array(returned)
+            return returned
 
 
 def signature_of(tree: Any) -> Hashable:
     """Return the structure of a tree, and the shape and type of each array, as one hashable value."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, *((np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaves)
+    return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 import weakref
 from typing import Any
 
@@ -29,6 +30,7 @@ from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
 from zerojax.train.compiling import CompilerOptions, OptionChoice
+from zerojax.train.executables import ExecutableFile, Header, check_savable, write
 from zerojax.train.fitting import MOST_TRIALS, MemoryFit, StepFitting
 from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
@@ -85,6 +87,7 @@ class Step:
             )
         self._fitting = None if options.memory is None else StepFitting(program)
         self._choice = OptionChoice(config) if options.compiler_options == "auto" else None
+        self._file: ExecutableFile | None = None
         self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
@@ -208,6 +211,8 @@ class Step:
     ) -> tuple[ZeroState, Metrics]:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
+        if is_new:
+            self._loaded(state, rows, args)
         if is_new and not self.config.params_on_disk:
             self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
         with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
@@ -215,7 +220,7 @@ class Step:
                 return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
             jitted, _ = self._chosen(state, rows, args)
             if not state.plan.offloaded:
-                return jitted.whole(state, rows, *args)
+                return jitted.run(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
@@ -232,6 +237,14 @@ class Step:
 
     def _chosen(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions]:
         """Return the functions to run, and their compiler options."""
+        return self._loaded(state, rows, args) or self._choose(state, rows, args)
+
+    def _loaded(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions] | None:
+        """Return the functions with an executable from a file, and its compiler options. None: they are compiled."""
+        return None if self._file is None else self._file.loaded(state, rows, args)
+
+    def _choose(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions]:
+        """Return the functions to compile, and the compiler options."""
         jitted = self._fitted(state, rows, args)
         fit = None if self._fitting is None else self._fitting.fit(state, rows, args)
         if self._choice is None:
@@ -245,15 +258,13 @@ class Step:
 
         The arguments may be shapes. The first call with new shapes may compile the step.
         """
-        self._check(state)
-        self._check_one_program()
-        _, batch, args = separated((batch, *args), keywords)
-        return self._chosen(state, place_batch(self.config, batch, self.options.accumulate), args)[1]
+        return self._chosen(state, *self._placed_rows(state, batch, args, keywords))[1]
 
     @property
     def compiled_with(self) -> tuple[str, ...]:
         """Return sentences about the compiler options of the programs that were compiled so far, for `report`."""
         chosen = self._choice.found if self._choice else [CompilerOptions(self.program.users_options)]
+        chosen = (self._file.found if self._file else []) or chosen
         return tuple(dict.fromkeys(sentence for one in chosen for sentence in one.in_words))
 
     def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
@@ -272,9 +283,14 @@ class Step:
 
         With offloaded state, trace only the first program, without the update of this state.
         """
+        return self._traced(state, *self._placed_rows(state, batch, args, keywords))
+
+    def _placed_rows(self, state: ZeroState, batch: Any, args: tuple, keywords: dict[str, Any]) -> tuple[Any, tuple]:
+        """Check the arguments of a step that is one program. Return the placed rows and the further arguments."""
         self._check(state)
+        self._check_one_program()
         _, batch, args = separated((batch, *args), keywords)
-        return self._traced(state, place_batch(self.config, batch, self.options.accumulate), args)
+        return place_batch(self.config, batch, self.options.accumulate), args
 
     def _check_one_program(self) -> None:
         if self.config.params_on_disk:
@@ -284,8 +300,8 @@ class Step:
             )
 
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        self._check_one_program()
-        return self._fitted(state, rows, args).trace(state, rows, args)
+        loaded = self._loaded(state, rows, args)
+        return (loaded[0] if loaded else self._fitted(state, rows, args)).trace(state, rows, args)
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
@@ -294,11 +310,50 @@ class Step:
         With `memory=`, the first call with new shapes compiles the step to find the share that fits. On GPUs, it may
         compile the step to choose compiler options.
         """
-        self._check(state)
-        self._check_one_program()
-        _, batch, args = separated((batch, *args), keywords)
-        rows = place_batch(self.config, batch, self.options.accumulate)
+        rows, args = self._placed_rows(state, batch, args, keywords)
         return self._chosen(state, rows, args)[0].trace(state, rows, args).lower()
+
+    def save(
+        self, path: str | os.PathLike, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
+    ) -> None:
+        """Compile the step, and write its executable to a file, which `load` reads. Nothing is run.
+
+        `zerojax.plan(..., save=path)` does this for GPUs that this machine does not have. The batch and the state may
+        be shapes, if the state comes from `tx.create(shapes)`. With several processes, all call `save`, and process 0
+        writes.
+
+        Raises:
+            ValueError: If the step calls Python functions, such as `jax.debug.print`, has offloaded state, or the
+                shapes of a state have no shardings.
+        """
+        rows, args = self._placed_rows(state, batch, args, keywords)
+        check_savable(state)
+        self.write_executable(path, state, rows, args)
+
+    def write_executable(
+        self, path: str | os.PathLike, state: ZeroState, rows: Any, args: tuple, compiled: Any = None
+    ) -> None:
+        """Write the executable of a step with placed rows. `compiled` is the compiled program, if it exists already."""
+        jitted, options = self._choose(state, rows, args)
+        share = None if self._fitting is None else self._fitting.fit(state, rows, args).chosen.share
+        lowered = jitted.trace(state, rows, args).lower()
+        header = Header.of(self.config.mesh, (state, rows, args), options.options, share)
+        write(path, header, lowered, compiled or lowered.compile())
+
+    def load(self, path: str | os.PathLike, *, required: bool = False) -> None:
+        """Load the executable in a file at the first call, instead of compiling the step.
+
+        The first call traces and lowers the step, and compares it with the file: versions, flags, devices, shapes,
+        options, and the program itself. If something differs, a warning says what, and the step is compiled. All
+        processes load the file, or none does.
+
+        An executable is code. Load only files that you trust.
+
+        Args:
+            path: A file of `save` or `zerojax.plan(save=)`.
+            required: Whether to raise an error instead of the warning.
+        """
+        self._file = ExecutableFile(path, self.program, self._fitting, required=required)
 
     def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
         """Return the compilations of a step with `memory=`, and the bytes that its blocks save.
@@ -310,10 +365,7 @@ class Step:
         """
         if self._fitting is None:
             raise ValueError("The step has no memory= to fit. Make it with tx.train_step(loss, memory=...).")
-        self._check(state)
-        self._check_one_program()
-        _, batch, args = separated((batch, *args), keywords)
-        return self._fitting.fit(state, place_batch(self.config, batch, self.options.accumulate), args)
+        return self._fitting.fit(state, *self._placed_rows(state, batch, args, keywords))
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """Lower the programs that update offloaded chunks on the device, and return one `jax.stages.Lowered` for each.

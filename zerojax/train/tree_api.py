@@ -140,7 +140,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
         refuse_on_disk(params)
-        is_new = same.is_needed and same.is_first(signature_of((params, state)), batch, rest)
+        is_new = same.is_new(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with remedies(config.view, of_refs=True), unusable_named(config.mesh, params=params, state=state, batch=rows):
