@@ -54,9 +54,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             *args: Arguments of `init_fn`.
 
         Returns:
-            The tree `init_fn(*args)` in storage. At stage 3, its leaves are sharded over the axis, and a leaf that
-            needs padding is a `Padded`. Each leaf has the type of its master weight. Pass the tree to `create` or
-            `init`. `shard` returns a copy in the compute type.
+            The tree `init_fn(*args)` in storage, in the types of the master weights, for `create` or `init`. At stage
+            3, its leaves are sharded over the axis, and a leaf that needs padding is a `Padded`.
         """
         return init_params(self.config, init_fn, args)
 
@@ -83,9 +82,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 shapes, or if `tree` is a part of a state without a `NamedTuple` of optax, such as a tree of moments.
 
         Returns:
-            The tree in the form of plain JAX and optax. A state is returned as the state of the wrapped
-            transformation: with `optax.MaskedNode()` for each parameter that is not trained, and without master
-            weights. To get the master weights, call `tx.unshard(tx.as_params(opt_state.master, params))`.
+            The tree in the form of plain JAX and optax: a state with `optax.MaskedNode()` for each parameter that is
+            not trained, and without master weights. `tx.unshard(tx.as_params(opt_state.master, params))` returns these.
 
         Raises:
             ValueError: If the logical shapes of a state are unknown, or an array was donated or is on another mesh.
@@ -126,12 +124,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         return as_params(self.config, mirror, loaded(params))
 
-    def eval_step(self, fn: Callable) -> Callable:
+    def eval_step(self, fn: Callable, *, deterministic: bool = False) -> Callable:
         """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
 
         Args:
             fn: `fn(params, batch, *args)`. In both views, it sees logical parameters and all rows of `batch`. It may
                 return any value that a jitted function may return.
+            deterministic: As for `train_step`.
 
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
@@ -140,7 +139,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             loss that needs a teacher model, may call `step`. If `fn` contains a scan, parameters that all iterations
             use are gathered before the first iteration and freed after the last.
         """
-        return eval_step(self.config, fn)
+        return eval_step(self.config, fn, deterministic=deterministic)
 
     def value_and_grad(
         self,
@@ -171,9 +170,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `f(params, batch, *args, **keywords) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Without a
             positional batch, the keyword arguments that contain arrays with rows are the batch: `f(params, x=x, y=y)`.
-            `grads` has the structure, logical shapes and types of `params`. At stages 2 and 3 it is sharded like
-            `tx.shardings(params).grads`. A leaf that is not trained, such as an integer array, gets a gradient of zeros
-            in its full size. `train_step` does not allocate such zeros. Only `train_step` applies a loss scale.
+            `grads` has the structure, logical shapes and types of `params`, and zeros for leaves that are not trained.
+            At stages 2 and 3 it is sharded like `tx.shardings(params).grads`. Only `train_step` applies a loss scale.
 
         Raises:
             ValueError: If devices and microbatches do not divide the rows evenly, or the loss is not a scalar.
@@ -234,6 +232,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         timeout: float | None = None,
         memory: float | str | None = None,
         compiler_options: Mapping[str, Any] | Literal["auto"] = "auto",
+        deterministic: bool = False,
     ) -> Step:
         """Return a jitted training step that donates its state.
 
@@ -241,8 +240,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             loss_fn: As for `value_and_grad`. With `mutable`, `loss_fn(params, mutable, batch, *args)` returns
                 `(loss, mutable)`, or `(loss, mutable, aux)` with `has_aux`.
             accumulate: As for `value_and_grad`. At stages 0 and 1, each device adds up full gradients, which are
-                reduced once per step. At stages 2 and 3, the gradients of each microbatch are reduce-scattered, so that
-                each device holds 1/N of the sum.
+                reduced once per step. At stages 2 and 3, the gradients of each microbatch are reduce-scattered.
             has_aux: As for `value_and_grad`. The combined aux is `metrics["aux"]`.
             weighted: As for `value_and_grad`. A step with a negative weight, or with weights that sum to zero, is
                 skipped. The first call after that step has finished raises an error.
@@ -263,24 +261,26 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
                 scans, without a `jax.checkpoint`) save as many activations as fit, and recompute all others. The first
                 call with new shapes compiles up to three times, and once more if none of these programs fits.
-            compiler_options: Options of XLA by name, but not for updates of offloaded state. With `"auto"`, a step on
-                GPUs whose mesh has several axes compiles twice, and keeps an option if that program is better.
+            compiler_options: Options of XLA by name. With `"auto"`, a step on GPUs whose mesh has several axes compiles
+                twice, and keeps an option if that program is better, but not for updates of offloaded state.
+            deterministic: Whether two runs on the same devices, and a resumed run, agree bit for bit. On CPUs they
+                always do. On GPUs, XLA compiles without atomics and without autotuning, and nothing is measured.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
 
         Raises:
             TypeError: If an option has a wrong type.
-            ValueError: If an option is out of range or not for parameters on disk, or `memory` does not suffice.
+            ValueError: If an option is out of range or not for this configuration, or `memory` does not suffice.
         """
-        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
-        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), options)
+        given = accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options, deterministic
+        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), StepOptions(*given))
 
     def shardings(self, params: Any) -> Shardings:
         """Return the shardings of parameters, gradients and optimizer state.
 
         Args:
-            params: Arrays or shapes. The mesh may consist of devices that this machine does not have.
+            params: Arrays or shapes.
 
         Returns:
             Trees of `NamedSharding`, with one `NamedSharding` instead of each `Padded` node.

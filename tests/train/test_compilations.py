@@ -1,7 +1,9 @@
 """Compiled programs are kept in a folder: the second start of a run compiles none."""
 
+import functools
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -15,6 +17,8 @@ import jax, jax.numpy as jnp, numpy as np, optax
 from zerojax import Offload, cache_compilations, zero_shard
 from zerojax.checkpoint import Checkpointer
 
+if sys.argv[4:]:
+    jax.distributed.initialize(f"localhost:{sys.argv[5]}", num_processes=2, process_id=int(sys.argv[4]))
 jax.jit(lambda x: x + 1)(1)  # compiled before the folder is known
 cache_compilations(sys.argv[1])
 events = collections.Counter()
@@ -35,18 +39,25 @@ print(json.dumps([events["cache_misses"], events["cache_hits"], float(tx.eval_st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("offload", ["", "host"])
-def test_the_second_start_of_a_run_compiles_nothing(tmp_path, offload):
+@pytest.mark.parametrize(("offload", "processes"), [("", 1), ("host", 1), ("host", 2)])
+def test_the_second_start_of_a_run_compiles_nothing(tmp_path, offload, processes):
     env = {key: x for key, x in os.environ.items() if not key.startswith("JAX_COMPILATION")}
-    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // processes}"}
 
     def run(checkpoints):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = str(free.getsockname()[1])
         command = [sys.executable, "-c", RUN, tmp_path / "programs", offload, tmp_path / checkpoints]
-        return json.loads(subprocess.run(command, env=env, check=True, capture_output=True, timeout=300).stdout)
+        start = functools.partial(subprocess.Popen, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        children = [start([*command, *([str(i), port] if processes > 1 else [])]) for i in range(processes)]
+        printed = [(*child.communicate(timeout=300), child.returncode) for child in children]
+        assert not any(status for *_, status in printed), printed
+        return [json.loads(out.splitlines()[-1]) for out, *_ in printed]  # the other lines are Gloo's
 
-    (misses, _, first), (again, hits, second) = run("a"), run("b")
-    assert misses > 5
-    assert (again, hits, second) == (0, misses, first)
+    for (misses, _, first), (again, hits, second) in zip(run("a"), run("b"), strict=True):
+        assert misses > 5
+        assert (again, hits, second) == (0, misses, first)
 
 
 def test_no_room_is_refused(tmp_path):

@@ -108,7 +108,7 @@ def test_a_loaded_step_compiles_nothing_and_gives_the_same_bits(file, compiled):
         ({"memory": "1 GB"}, "The file is of a step without memory=, and this is a step with it"),
         (
             {"compiler_options": {"xla_x": 1}},
-            r"with the options \{\}, and the step has compiler_options=\{'xla_x': 1\}",
+            r"with the options \{\}, and the step has the options \{'xla_x': 1\}",
         ),
     ],
     ids=["rate", "loss", "norms", "stage", "memory", "options"],

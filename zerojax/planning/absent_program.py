@@ -85,7 +85,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     loss = dataclasses.replace(step.program.loss, fn=observed)
     moved, shapes = Step(config, loss, options), state_shapes(ZeroTransformation.of(config), state)
     accumulate = options.accumulate
-    row = estimate_stage(config, shapes.plan, accumulate)
+    row, staged = estimate_stage(config, shapes.plan, accumulate), config.params_on_disk
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
         # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
@@ -94,10 +94,10 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         disk=row.disk,
         read=row.read,
         written=row.written,
-        notes=(*shapes.plan.update_in_words, *offload_notes(moved, shapes)),
+        notes=(*shapes.plan.update_in_words, *offload_notes(moved, shapes), *(moved.compiled_with if staged else ())),
     )
     multiple = config.data.workers * accumulate
-    if config.params_on_disk:
+    if staged:
 
         def compile_stages(batch: Any) -> CompiledStep:
             return compile_trace(trace_step(moved, shapes, abstract(batch), abstract(args)), config.mesh, facts.parts)

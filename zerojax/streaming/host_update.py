@@ -20,10 +20,11 @@ from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE
 from zerojax.streaming.chunk_programs import ProgramKey
 
 
-def update_on_host(config: Config, key: ProgramKey) -> Callable:
+def update_on_host(config: Config, key: ProgramKey, *, options: dict[str, Any] | None = None) -> Callable:
     """Return a function `f(params, grads, state, shared, consts) -> (params, state)` that updates a chunk on the host.
 
-    The results overwrite operands of the same type. New parameters have the type in which they are stored.
+    The results overwrite operands of the same type. New parameters have the type in which they are stored. The function
+    is compiled with the compiler's `options`.
     """
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
@@ -47,7 +48,8 @@ def update_on_host(config: Config, key: ProgramKey) -> Callable:
     overwritten = 0 if key.reads_params else 1
     same_type = all(x.dtype == dtype for x, dtype in zip(key.params, key.stored_dtypes, strict=True))
     outputs = shardings[: len(key.params)], shardings[len(key.params) :]
-    return jax.jit(run, donate_argnums=(overwritten, 2) if same_type else 2, out_shardings=outputs)
+    donated = (overwritten, 2) if same_type else 2
+    return jax.jit(run, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
 
 
 def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:

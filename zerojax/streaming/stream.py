@@ -15,8 +15,9 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -74,13 +75,15 @@ class StreamedUpdate:
     The attribute `update` says where chunks are updated: on the `"device"` or on the `"host"`.
     """
 
-    def __init__(self, config: Config, plan: ShardingPlan):
+    def __init__(self, config: Config, plan: ShardingPlan, compiler_options: Mapping[str, Any] = MappingProxyType({})):
+        """Plan the update. Its programs are compiled with `compiler_options`."""
         self.config = config
         self.plan = plan
         choice = plan.choice or choose_update(config, plan)
         self.update = choice and choice.update
         self.partition = partitioned_update(config, plan)
-        self.program = functools.cache(lambda make, *given: make(config, *given))
+        options = dict(compiler_options) or None
+        self.program = functools.cache(lambda make, *given: make(config, *given, options=options))
         self.key = functools.cache(lambda g, length: ProgramKey.of(plan, self.partition.groups[g], length))
         self._compiled: dict[Any, Callable] = {}
 

@@ -31,6 +31,7 @@ from zerojax.inspect.memory import peak_bytes
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.roofline import roofline
 from zerojax.inspect.timeline import simulate
+from zerojax.train.determinism import SENTENCE
 from zerojax.train.jitted_step import JittedStep
 from zerojax.train.same_run import signature_of
 from zerojax.train.state import ZeroState
@@ -52,20 +53,23 @@ class CompilerOptions:
         options: The options, by name. Empty if the compiler's defaults are kept.
         note: A sentence about the comparison. Empty if there was none.
         file: The file from which the executable was loaded. Empty if it was compiled.
+        deterministic: Whether runs of the step agree bit for bit.
     """
 
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     note: str = ""
     file: str = ""
+    deterministic: bool = False
 
     @property
     def in_words(self) -> tuple[str, ...]:
         """Return sentences for a plan and a report. There are none if the compiler's defaults were not compared."""
         given = ", ".join(f"{name}={value}" for name, value in self.options.items())
-        if self.file:
-            return (f"Loaded from {self.file!r}{f', compiled with the options {given}' if given else ''}.",)
-        if not self.note:
-            return (f"Compiled with the options {given}.",) if given else ()
+        if self.file or not self.note:
+            compiled = f"Compiled with the options {given}." if given else ""
+            if self.file:
+                compiled = f"Loaded from {self.file!r}{f', compiled with the options {given}' if given else ''}."
+            return tuple(filter(None, (compiled, SENTENCE if self.deterministic else "")))
         return (f"The step chose {f'the compiler options {given}' if given else 'no compiler options'}. {self.note}",)
 
 

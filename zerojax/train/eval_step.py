@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from zerojax import compat
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
 from zerojax.config import Config
@@ -21,6 +22,7 @@ from zerojax.placement.unusable import unusable_named
 from zerojax.staged.state import files_of
 from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import check_types, first_undivided, place_batch, placed
+from zerojax.train.determinism import check_devices, options_of
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.staged_eval import StagedFunction
 from zerojax.train.view import View
@@ -41,7 +43,7 @@ class Function:
         return call(self.fn, (params,), batch, args)
 
 
-def eval_step(config: Config, fn: Callable) -> Callable:
+def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> Callable:
     """Return the jitted function; see `ZeroTransformation.eval_step`."""
     # Error feedback is only for the gradients of a training step, whose state keeps the errors.
     wire = None if config.wire is None else dataclasses.replace(config.wire, error_feedback=False)
@@ -54,7 +56,9 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         shards = [StandIn(x, zeros_like(x)) if is_on_host(x) else x for x in stored]
         return view.loss_of_storage()(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
-    @jax.jit
+    options = dict(options_of(config)) if deterministic else {}
+
+    @functools.partial(jax.jit, compiler_options=options or None)
     def program(params, batch, *args):
         rows = batch if divides(config, batch) else ()
         shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
@@ -71,6 +75,13 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
     def run_on(params, batch, args):
         check_types(batch)
+        if deterministic:
+            check_devices(config)
+        if options and compat.is_tracing():
+            raise TypeError(
+                f"eval_step(deterministic=True) is for a program of its own, and here it is a part of another program. "
+                f"Pass the options to the jax.jit that calls it: compiler_options={options}."
+            )
         on_disk = files_of(params) is not None
         is_new = not on_disk and same.is_new(signature_of(params), batch, args)
         wait_if_simulated(config.mesh, (params, batch, args))

@@ -252,7 +252,8 @@ class ExecutableFile:
             )
         except jax.errors.JaxRuntimeError as error:
             raise NotLoaded(f"XLA does not load the executable: {str(error).splitlines()[0]}.") from error
-        options = CompilerOptions(header.options, file=os.fspath(self._path))
+        is_fixed = self._program.options.deterministic
+        options = CompilerOptions(header.options, file=os.fspath(self._path), deterministic=is_fixed)
         return jitted.with_executable(run), options, hashlib.sha256(executable).hexdigest()
 
     def _jitted(self, header: Header, memory: int | None) -> JittedStep:
@@ -262,9 +263,9 @@ class ExecutableFile:
             NotLoaded: If the choices are not those of the step.
         """
         program, fitting, options = self._program, self._fitting, header.options
-        if program.options.compiler_options != "auto" and program.users_options != options:
+        if not program.chooses_options and program.users_options != options:
             raise NotLoaded(
-                f"It was compiled with the options {options}, and the step has compiler_options="
+                f"It was compiled with the options {options}, and the step has the options "
                 f"{dict(program.users_options)}."
             )
         if (fitting is None) != (header.share is None):

@@ -30,6 +30,7 @@ from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
 from zerojax.train.compiling import CompilerOptions, OptionChoice
+from zerojax.train.determinism import check_choices, check_devices
 from zerojax.train.executables import ExecutableFile, Header, check_savable, write
 from zerojax.train.fitting import MOST_TRIALS, MemoryFit, StepFitting
 from zerojax.train.jitted_step import JittedStep, resident_state
@@ -74,8 +75,9 @@ class Step:
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
         """Wrap a loss function. It is traced at the first call."""
         self.program = program = StepProgram(config, options, loss)
-        self._jitted = JittedStep(program, program.users_options)
-        if program.users_options and config.params_on_disk:
+        if options.deterministic:
+            check_choices(config, options.memory, options.compiler_options)
+        if options.compiler_options not in ("auto", {}) and config.params_on_disk:
             raise ValueError(
                 'train_step(compiler_options=) is for one compiled program, and with Offload(params="disk") a step is '
                 "many. Set the options for all programs in the environment variable XLA_FLAGS."
@@ -86,9 +88,10 @@ class Step:
                 f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat."
             )
         self._fitting = None if options.memory is None else StepFitting(program)
-        self._choice = OptionChoice(config) if options.compiler_options == "auto" else None
+        self._choice = OptionChoice(config) if program.chooses_options else None
+        stream = lambda plan: StreamedUpdate(config, plan, program.users_options)
+        self._streamed = functools.lru_cache(maxsize=4)(stream)
         self._file: ExecutableFile | None = None
-        self._streamed = functools.lru_cache(maxsize=4)(functools.partial(StreamedUpdate, config))
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
         self._calls, self._placed = itertools.count(), PlacementCheck()
@@ -108,6 +111,11 @@ class Step:
     def options(self) -> StepOptions:
         """Return the options of the step."""
         return self.program.options
+
+    @functools.cached_property
+    def _jitted(self) -> JittedStep:
+        # Not in `__init__`, for the same reason as the watchdog.
+        return JittedStep(self.program, self.program.users_options)
 
     @functools.cached_property
     def _watchdog(self) -> Watchdog | None:
@@ -182,9 +190,11 @@ class Step:
                     "Call the step as it is, outside of jax.jit, or use zerojax.remat in the loss instead of memory=."
                 )
             if self.program.users_options:
+                given = "deterministic=True" if self.options.deterministic else "compiler_options="
                 raise TypeError(
-                    "train_step(compiler_options=) is for a program of its own, and here the step is a part of another "
-                    "program. Pass the options to the jax.jit that calls the step."
+                    f"train_step({given}) is for a program of its own, and here the step is a part of another program. "
+                    f"Pass the options to the jax.jit that calls the step: compiler_options="
+                    f"{dict(self.program.users_options)}."
                 )
             with remedies(self.config.view, of_refs=True):
                 return self._jitted.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
@@ -211,6 +221,8 @@ class Step:
     ) -> tuple[ZeroState, Metrics]:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
+        if is_new and self.options.deterministic:
+            check_devices(self.config)
         if is_new:
             self._loaded(state, rows, args)
         if is_new and not self.config.params_on_disk:
@@ -248,10 +260,14 @@ class Step:
         jitted = self._fitted(state, rows, args)
         fit = None if self._fitting is None else self._fitting.fit(state, rows, args)
         if self._choice is None:
-            return jitted, CompilerOptions(self.program.users_options)
+            return jitted, self._given
         if fit is not None and len(fit.trials) >= MOST_TRIALS:
             return jitted, CompilerOptions()
         return self._choice.best(jitted, state, rows, args, None if fit is None else fit.memory)
+
+    @property
+    def _given(self) -> CompilerOptions:
+        return CompilerOptions(self.program.users_options, deterministic=self.options.deterministic)
 
     def compiler_options(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> CompilerOptions:
         """Return the compiler options of the step: those of the user, or those that the step chose.
@@ -263,7 +279,7 @@ class Step:
     @property
     def compiled_with(self) -> tuple[str, ...]:
         """Return sentences about the compiler options of the programs that were compiled so far, for `report`."""
-        chosen = self._choice.found if self._choice else [CompilerOptions(self.program.users_options)]
+        chosen = self._choice.found if self._choice else [self._given]
         chosen = (self._file.found if self._file else []) or chosen
         return tuple(dict.fromkeys(sentence for one in chosen for sentence in one.in_words))
 

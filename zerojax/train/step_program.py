@@ -19,6 +19,7 @@ from zerojax.optim.state_forms import state_to_device, state_to_host
 from zerojax.optim.update import resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
+from zerojax.train.determinism import options_of
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.loss_scaling import ScalingState, update_scaling
@@ -53,6 +54,7 @@ class StepOptions:
     timeout: float | None = None
     memory: float | str | None = None
     compiler_options: Mapping[str, Any] | Literal["auto"] = "auto"
+    deterministic: bool = False
 
     def __post_init__(self):
         """Raise an error if a count, the timeout or the memory has a wrong type or is out of range."""
@@ -81,10 +83,16 @@ class StepProgram:
     loss: Loss
 
     @property
+    def chooses_options(self) -> bool:
+        """Return whether the step compares compiler options by itself."""
+        return self.options.compiler_options == "auto" and not self.options.deterministic
+
+    @property
     def users_options(self) -> Mapping[str, Any]:
-        """Return the compiler options that the user gave."""
+        """Return the compiler options that the user gave, and those of a deterministic step."""
         given = self.options.compiler_options
-        return {} if isinstance(given, str) else given
+        fixed = options_of(self.config) if self.options.deterministic else {}
+        return dict(fixed) if isinstance(given, str) else {**fixed, **given}
 
     @property
     def scales_loss(self) -> bool:
