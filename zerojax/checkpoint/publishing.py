@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -90,7 +90,7 @@ def publish(
     resolved = resolve(mapping, [(one.path, one.leaf.shape) for one in sources])
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
-    wanted = by_name(shardings, params if mapping is None else None)
+    wanted = by_name(shardings, params if mapping is None else None, resolved.tensors)
     tensors = []
     for name, sections in resolved.tensors.items():
         kinds = [sources[one.leaf].leaf.dtype for one in sections]
@@ -122,8 +122,11 @@ class Tensor(NamedTuple):
     mesh: Mesh
 
 
-def by_name(shardings: Any, like: Any) -> Callable[[str, tuple[int, ...]], Any]:
-    """Return a function of a tensor's name and shape that finds its sharding. `like` is the tree of parameters."""
+def by_name(shardings: Any, like: Any, names: Iterable[str]) -> Callable[[str, tuple[int, ...]], Any]:
+    """Return a function of a tensor's name and shape that finds its sharding. `like` is the tree of parameters.
+
+    Raise a ValueError if a sharding is for a tensor that is not in `names`, because its name is probably misspelt.
+    """
     if isinstance(shardings, Sharding):
         return lambda name, shape: shardings
     if callable(shardings):
@@ -132,6 +135,8 @@ def by_name(shardings: Any, like: Any) -> Callable[[str, tuple[int, ...]], Any]:
     if like is not None and not all(isinstance(one, Sharding) for one in found.values() or [None]):
         flat = jax.tree_util.tree_flatten_with_path(shardings)[0]
         found = {".".join(keys_of(path)): one for path, one in flat}
+    if unknown := [f"{name} has a sharding, and is no tensor" for name in found if name not in names]:
+        raise ValueError(f"shardings= does not fit the tensors {', '.join(names)}:{listed(unknown)}")
     return lambda name, shape: found.get(name)
 
 
