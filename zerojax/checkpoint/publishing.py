@@ -76,7 +76,7 @@ def publish(
         if it is larger than a bucket.
 
     Raises:
-        TypeError: If a sharding is neither of a mesh nor of one device.
+        TypeError: If a sharding is neither of a mesh nor of one device, or a leaf is a PRNG key or no array.
         ValueError: If the mapping does not fit, a tensor has no sharding or cannot be divided as it says, or `params`
             were used up. The iterator raises this error, too, if a step uses `params` up before they are taken.
 
@@ -87,6 +87,11 @@ def publish(
     if problem := problem_of(None, "params", params):
         raise ValueError(problem)
     sources = [Source(".".join(path), path, array, leaf) for path, array, leaf in params_of(to_auto(params))]
+    if keys := [one.name for one in sources if jnp.issubdtype(one.leaf.dtype, jax.dtypes.prng_key)]:
+        raise TypeError(
+            f"{keys[0]} is a PRNG key, which no other program reads. Leave it out of params=, as nnx.state(module, "
+            f"nnx.Param) does, or give jax.random.key_data of it."
+        )
     resolved = resolve(mapping, [(one.path, one.leaf.shape) for one in sources])
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
