@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
@@ -43,7 +44,9 @@ class RowBatches:
     goes on with the next rows: in each epoch, each row is in one batch. A batch that reaches the end of an epoch is
     filled from the next epoch, so no row is left out.
 
-    Give it to `shard_batches(..., rows="process")`, and the result to `Checkpointer.save(state, data=...)`.
+    Give it to `shard_batches(..., rows="process")`, and the result to `Checkpointer.save(state, data=...)`. Of a
+    pipeline of grain that ends with a `MapDataset`, leave out `repeat`, `batch` and the slice of a process. If reading
+    rows takes long, use `grain.experimental.ElasticIterator` instead, which reads in threads or processes.
 
     Examples:
         >>> batches = shard_batches(RowBatches(rows, 512, seed=0), tx, rows="process")
@@ -88,9 +91,17 @@ class RowBatches:
         """Return this process's rows of the next batch, stacked along a new dim 0."""
         length = self._batch // self._parts
         first = self._row + self._index * length
-        rows = [self._source[self._index_of(n)] for n in range(first, first + length)]
+        rows = [self._at(self._index_of(n)) for n in range(first, first + length)]
         self._row += self._batch
         return jax.tree.map(lambda *leaves: np.stack([np.asarray(x) for x in leaves]), *rows)
+
+    def _at(self, index: int) -> Any:
+        if (row := self._source[index]) is None:
+            raise ValueError(
+                f"Row {index} of the data set is None, so it has no numbers. A filter of grain's MapDataset does this. "
+                f"Leave such rows out before RowBatches counts them, such as in a list of the indices to keep."
+            )
+        return row
 
     def _index_of(self, n: int) -> int:
         """Return the index in the data set of row `n`, counted from the beginning of the run."""
@@ -145,8 +156,11 @@ def shard_batches(
 
     Returns:
         An iterator of trees of arrays. Its `get_state` returns the state that the loader's iterator had after the batch
-        that was returned last, and `set_state` restores it. Give it to `Checkpointer.save(state, data=...)`. If several
-        processes read their own rows, the state belongs to this number of processes, except for `RowBatches`.
+        that was returned last, and `set_state` restores it. Give it to `Checkpointer.save(state, data=...)`. If each
+        process reads its own rows, the state belongs to this number of processes, except for these loaders:
+        `RowBatches`; grain's `ElasticIterator`; and grain's `DataLoader` with a sampler of all rows
+        (`IndexSampler(..., shard_options=NoSharding())`, and `shard_options=ShardByJaxProcess()` for the loader). Its
+        position is a count of rows if all worker processes have read equally many batches.
 
     Raises:
         TypeError: If a count is not an integer. The iterator raises it if a leaf of a batch is not an array.
@@ -195,11 +209,6 @@ class ShardedBatches:
         batch, self._position = self._ahead.popleft()
         return batch
 
-    @property
-    def _is_part(self) -> bool:
-        """Return whether the loader's state makes sense only on this process, and among equally many processes."""
-        return self._placement.processes > 1 and not isinstance(self._source, RowBatches)
-
     def get_state(self) -> Any:
         """Return the loader's state after the batch that was returned last, not after the batches placed ahead.
 
@@ -211,8 +220,11 @@ class ShardedBatches:
                 f"A {type(self._source).__name__} has no get_state, so its position cannot be saved. Use an iterator "
                 f"that has get_state, such as grain's, or save the number of batches that were read."
             )
-        part = {"process": jax.process_index(), "of": jax.process_count()}
-        return {**part, "state": self._position} if self._is_part else self._position
+        if not self._placement.of_process:
+            return self._position
+        index, count = jax.process_index(), jax.process_count()
+        part = {"process": index, "of": count, "state": self._position}
+        return common_position(self._source, self._position, index, count) or part
 
     def set_state(self, state: Any) -> None:
         """Restore the position that the iterator had when `get_state` returned this state.
@@ -220,15 +232,18 @@ class ShardedBatches:
         Raises:
             ValueError: If the state belongs to another process, or to another number of processes.
         """
-        if self._is_part:
-            index, count = (state.get("process"), state.get("of")) if isinstance(state, dict) else (None, None)
-            if (index, count) != (jax.process_index(), jax.process_count()):
-                raise ValueError(
-                    f"The position belongs to process {index} of {count}, and this is process "
-                    f"{jax.process_index()} of {jax.process_count()}, which reads other rows. Restore on as many "
-                    f"processes, or read with zerojax.data.RowBatches, whose position does not depend on them."
-                )
+        index, count = jax.process_index(), jax.process_count()
+        of_part = isinstance(state, dict) and state.keys() == PART
+        if of_part and (self._placement.of_process, state["process"], state["of"]) == (True, index, count):
             state = state["state"]
+        elif of_part:
+            raise ValueError(
+                f"The position belongs to process {state['process']} of {state['of']}, and this is process {index} of "
+                f"{count}, which reads other rows. Restore on as many processes, or read with "
+                f"zerojax.data.RowBatches or grain.experimental.ElasticIterator, whose positions do not depend on them."
+            )
+        elif self._placement.of_process:
+            state = own_position(state, index, count)
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._ahead.clear()
         self._error = None
@@ -239,12 +254,57 @@ class ShardedBatches:
         return None if get_state is None else get_state()
 
 
+PART = {"process", "of", "state"}  # keys of a position that makes sense only on its process
+SEEN, LAST, WORKERS = "last_seen_indices", "last_worker_index", "worker_count"  # of grain's DataLoader
+
+
+def common_position(source: Any, position: Any, index: int, count: int) -> Any:
+    """Return a position that any number of processes can restore, or None if `position` makes sense only here.
+
+    The processes of grain's `DataLoader` take turns at the rows of a sampler, and so do the workers of a process. If
+    all have read equally many rows, one count describes what has been read.
+    """
+    if isinstance(source, RowBatches):
+        return position
+    if isinstance(position, dict) and position.keys() == {"global_next_index"}:  # grain's ElasticIterator
+        return position
+    found = json.loads(position) if isinstance(position, bytes) and SEEN.encode() in position else {}
+    if not isinstance(found, dict) or not found.keys() >= {SEEN, LAST, WORKERS}:
+        return None
+    firsts = firsts_of(found, index, count)
+    rows = {found[SEEN][str(worker)] - first + len(firsts) * count for worker, first in enumerate(firsts)}
+    is_turn = found[LAST] in (-1, len(firsts) - 1)  # worker 0 is the next one
+    if len(rows) > 1 or not is_turn or min(rows) % (len(firsts) * count):
+        return None
+    return {"row": rows.pop(), "grain": {key: x for key, x in found.items() if key not in (SEEN, LAST)}}
+
+
+def own_position(state: Any, index: int, count: int) -> Any:
+    """Return the position of this process that `common_position` described."""
+    if not (isinstance(state, dict) and state.keys() == {"row", "grain"}):
+        return state
+    firsts = firsts_of(state["grain"], index, count)
+    if state["row"] % (len(firsts) * count):
+        raise ValueError(
+            f"Grain's DataLoader cannot go on after {state['row']} rows on {count} processes with {len(firsts)} "
+            f"workers: each of these {len(firsts) * count} must have read equally many. Use another number of "
+            f"processes, or read with grain.experimental.ElasticIterator or zerojax.data.RowBatches."
+        )
+    seen = {str(worker): state["row"] + first - len(firsts) * count for worker, first in enumerate(firsts)}
+    return json.dumps({**state["grain"], SEEN: seen, LAST: -1}).encode()
+
+
+def firsts_of(found: dict[str, Any], index: int, count: int) -> list[int]:
+    """Return the first row of each worker of a process, for a position of grain's `DataLoader`."""
+    return [index + worker * count for worker in range(max(1, found[WORKERS]))]
+
+
 class Placement:
     """Turns batches of this process into arrays on the mesh. The first batch decides how many rows a batch has."""
 
     def __init__(self, tx: ZeroTransformation, of_process: bool, pads: bool, accumulate: int):
         """Keep the options of `shard_batches`."""
-        self._config, self._pads, self._accumulate = tx.config, pads, accumulate
+        self._config, self._pads, self._accumulate, self.of_process = tx.config, pads, accumulate, of_process
         self.processes = jax.process_count() if of_process else 1
         if self.processes > 1:
             check_rows_of_processes(tx.config.user_mesh, tx.config.axis)

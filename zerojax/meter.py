@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,8 @@ class Log:
             metrics: The metrics that the step returned. A nested metric is named `"grad_norms/layer/kernel"`. Arrays
                 that are no scalars, such as logits, are left out.
             tokens: Tokens in the step's batch, over all devices.
-            params: With `stats`, the parameters after the step, or an NNX module. All processes must make this call.
+            params: With `stats`, the parameters after the step, or the `ZeroState`, `TrainState` or NNX module that
+                contains them. Only its parameters are described. All processes must make this call.
 
         Raises:
             TypeError: If a metric is not a number, such as a string. The error names the metric. Also if `stats` is set
@@ -164,6 +166,7 @@ class Log:
         if self.throughput is not None:
             values |= self.throughput(steps=self._steps, tokens=self._tokens)
         if self.stats:
+            params = params_in(params)
             values |= update_ratios(values) | memory_in_use()
             values["parameters"] = float(sum(map(size_of, jax.tree.leaves(params, is_leaf=is_stored_node))))
             values |= scalars({"params": statistics(params)})
@@ -178,6 +181,14 @@ def update_ratios(values: Mapping[str, float]) -> dict[str, float]:
     pairs = {name: (x, values[f"param_norms{name}"]) for name, x in of.items() if f"param_norms{name}" in values}
     with np.errstate(divide="ignore", invalid="ignore"):  # a parameter may be zero: the ratio is then infinite
         return {f"update_ratios{name}": float(np.divide(*pair)) for name, pair in pairs.items()}
+
+
+def params_in(tree: PyTree) -> PyTree:
+    """Return the parameters of a training state or of an NNX module. Any other tree is returned unchanged."""
+    nnx = sys.modules.get("flax.nnx")  # imported by every program that has a module
+    if nnx is not None and isinstance(tree, nnx.Module):
+        return nnx.state(tree, nnx.Param)
+    return tree.params if hasattr(tree, "params") and hasattr(tree, "opt_state") else tree
 
 
 def size_of(x: Any) -> int:

@@ -6,9 +6,9 @@
     mpirun -n 2 python examples/launch/train.py                    Open MPI
 
 JAX asks Slurm, Open MPI or Kubernetes which processes take part; `local.py` says so in the environment. Every process
-runs this program on the same data, and keeps its own rows. The run continues from the last checkpoint on any number of
-devices, with the same batches in the same order. If a step hangs because a process is gone, this process ends after
-`--timeout` seconds, so that the launcher restarts the run.
+runs this program on the same data, and reads its own rows. The run continues from the last checkpoint on any number of
+processes, with the same batches in the same order, and reads each window once per epoch. If a step hangs because a
+process is gone, this process ends after `--timeout` seconds, so that the launcher restarts the run.
 """
 
 import argparse
@@ -23,11 +23,11 @@ import optax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpt import GPT, next_byte_loss
-from text import load, random_windows
+from text import load
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, on_preemption
-from zerojax.data import shard_batches
+from zerojax.data import RowBatches, shard_batches
 
 AGAIN = 75  # exit status that asks the launcher to restart; a step that hangs ends with it too
 
@@ -40,20 +40,21 @@ def main() -> int:
     model = GPT(width=32, layers=2, heads=2)
     state = tx.create(tx.init_params(lambda: model.init(jax.random.key(0), np.zeros((1, args.seq), np.int32))))
     step = tx.train_step(next_byte_loss(model), timeout=args.timeout)
-    corpus = load(args.data)
+    windows = RowBatches(windows_of(load(args.data).train, args.seq), args.batch, seed=0)
+    batches = shard_batches(windows, tx, rows="process")
     with Checkpointer(args.out, keep=2, every=args.save_every) as checkpoints, on_preemption() as preemption:
         start, history = 0, []
         if checkpoints.latest() is not None:
-            state, history, start, *_ = checkpoints.restore(state, fallback=True)
+            state, data, start, *_ = checkpoints.restore(state, data={"rows": batches, "losses": []}, fallback=True)
+            history = data["losses"]
         say(f"from step {start} on {jax.process_count()} processes, {jax.device_count()} devices")
-        numbers = range(start + 1, args.steps + 1)
-        windows = (random_windows(corpus.train, rows=args.batch, length=args.seq, seed=0, step=i) for i in numbers)
-        for number, batch in zip(numbers, shard_batches(map(own_rows, windows), tx, rows="process"), strict=True):
-            state, metrics = step(state, batch)
+        for number in range(start + 1, args.steps + 1):
+            state, metrics = step(state, next(batches))
             history.append(float(metrics["loss"]))
             say(f"step {number} loss {history[-1]:.6f}")
             stop = preemption.reached(number)
-            checkpoints.save(state, history, step=number, force=stop or number == args.steps)
+            data = {"rows": batches, "losses": history}
+            checkpoints.save(state, data, step=number, force=stop or number == args.steps)
             if stop:
                 say(f"preempted after step {number}")
                 return AGAIN
@@ -70,10 +71,9 @@ def begin() -> None:
         jax.distributed.initialize()
 
 
-def own_rows(rows: np.ndarray) -> np.ndarray:
-    """The rows of this process' devices: a loader would read no others."""
-    share = len(rows) // jax.process_count()
-    return rows[jax.process_index() * share :][:share]
+def windows_of(text: np.ndarray, length: int) -> np.ndarray:
+    """Cut a text into windows of `length` bytes and the byte that follows."""
+    return np.lib.stride_tricks.sliding_window_view(text, length + 1)[::length].astype(np.int32)
 
 
 def say(text: str) -> None:

@@ -182,10 +182,14 @@ def test_a_box_and_what_its_program_needs_are_at_most_a_bucket(mesh):
 def test_what_does_not_fit_is_named():
     params, where = {"w": jnp.ones((6, 4)), "b": jnp.ones(3)}, NamedSharding(engine(4), P("x"))
     one = SingleDeviceSharding(jax.devices()[0])
+    both = {"w": one, "b": one}
     for error, says, call in (
         (ValueError, "The tensor 'b' of the shape .3. cannot be divided", lambda: zerojax.publish(params, where)),
         (ValueError, "shardings= has no sharding for the tensor 'w'", lambda: zerojax.publish(params, {"b": one})),
+        (ValueError, "not fit the tensors b, w.*\n.*v has a sh", lambda: zerojax.publish(params, {**both, "v": one})),
         (ValueError, "'b' is a parameter, and no entry", lambda: zerojax.publish(params, where, mapping={"x": "w"})),
+        (TypeError, "drop.key is a PRNG key", lambda: zerojax.publish({"drop": {"key": jax.random.key(0)}}, one)),
+        (TypeError, r"params\['step'\] is of type int", lambda: zerojax.publish({"step": 3}, one)),
         (ValueError, "which would destroy weights", lambda: zerojax.publish(params, where, dtype=jnp.int8)),
     ):
         with pytest.raises(error, match=says):

@@ -311,7 +311,7 @@ def test_what_cannot_be_moved_is_named():
 
 
 @pytest.mark.slow
-def test_two_processes_move_a_state_together():
+def test_two_processes_move_a_state_together(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -319,8 +319,11 @@ def test_two_processes_move_a_state_together():
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
     options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, HELPERS / "reshard_child.py"]
-    for one in [subprocess.Popen([*command, str(i), port], **options) for i in range(2)]:
+    for one in [subprocess.Popen([*command, str(i), port, tmp_path], **options) for i in range(2)]:
         out, errors = one.communicate(timeout=600)
         assert one.returncode == 0, errors
         assert "of the processes [0, 1], and the new mesh has devices of the processes [0]" in out
+        assert "Process 1: " in out
+        assert f"{tmp_path / 'process_1'}" in out
+        assert "has the version 2, but not all of its files. Process 1: version_0000000002 is gone" in out
         assert out.endswith("done\n")

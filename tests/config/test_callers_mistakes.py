@@ -279,6 +279,16 @@ def test_a_state_that_grows(mesh):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+def test_a_state_whose_leaves_have_other_names():
+    """Equally many leaves would otherwise be stored under the names of others."""
+    trace = optax.trace(0.9)
+    renamed = lambda grads, state, params=None: (grads, {"b": state["c"], "z": state["a"]})
+    tx = optax.GradientTransformation(lambda params: {"a": trace.init(params), "c": jnp.zeros(())}, renamed)
+    tx = zero_shard(tx, stage=1)
+    with pytest.raises(ValueError, match=r"changes the tree of its state: what update returns lacks \['a'\]\.trace"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
 def test_an_update_inside_of_a_program_of_one_device(mesh):
     tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh)
     update = lambda grads: tx.update(grads, tx.init(PARAMS), PARAMS)[0]

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import zerojax.flax
-from zerojax import Padded, zero_shard
+from zerojax import Log, Offload, Padded, zero_shard
 
 STAGES = [0, 3]
 BATCH = {"x": jax.random.normal(jax.random.key(0), (16, 8)), "y": jnp.arange(16) % 4}
@@ -101,6 +101,34 @@ def test_in_tree_mode(stage):
     with nnx.set_graph_mode(False):
         found = trained(tx, zerojax.flax.value_and_grad(tx, loss_fn))
     assert_close(found, plainly_trained())
+
+
+def test_offloaded_moments_stay_offloaded_in_an_optimizer_of_nnx():
+    """After each update, it has their chunks in nested dicts. Log describes only the parameters of the model."""
+    tx, written, found = zero(3, offload=Offload(optimizer="host", chunk_bytes=256)), [], []
+    loss = lambda model: jnp.mean(jnp.square(model.outer(model.norm(model.inner(BATCH["x"])))))
+    ours = zerojax.flax.value_and_grad(tx, lambda model, _: loss(model))
+    plain = nnx.value_and_grad(lambda model, _: loss(model))
+    for optimizer_of, gradient in ((tx, ours), (optax.adam(1e-2), plain)):
+        model = Model(nnx.Rngs(0))
+        if optimizer_of is tx:
+            zerojax.flax.shard_module(model, tx)
+        optimizer = nnx.Optimizer(model, optimizer_of, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, gradient=gradient):
+            value, grads = gradient(model, BATCH)
+            optimizer.update(model, grads)
+            return value
+
+        found.append([step(model, optimizer) for _ in range(3)])
+        if optimizer_of is tx:
+            assert {x.sharding.memory_kind for x in jax.tree.leaves(optimizer.opt_state)} == {"device", "pinned_host"}
+            Log(lambda values, step: written.append(values), stats=True)(1, {}, params=model)
+    assert_close(*found)
+    assert written[0]["parameters"] == 8 * 32 + 2 * 32 + 33 * 8
+    assert "params/norm/scale/std" in written[0]
+    assert "params/norm/mean/std" not in written[0]
 
 
 def pair_loss(first, second, batch):

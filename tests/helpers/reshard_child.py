@@ -1,10 +1,13 @@
 """Run by test_reshard.py: a state goes around layouts on two processes, with half of each one's devices at the end.
 
-python reshard_child.py PROCESS PORT
+Then what only one process can do is an error on both, or is tried again on both.
+
+python reshard_child.py PROCESS PORT FOLDER
 """
 
 import itertools
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,7 +19,9 @@ jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_
 
 from models import awkward_batches, awkward_loss, awkward_params, floats_only  # noqa: E402
 
-from zerojax import publish, zero_shard  # noqa: E402
+from zerojax import Offload, publish, zero_shard  # noqa: E402
+from zerojax.checkpoint import publish_files, published_files, read_published  # noqa: E402
+from zerojax.offload.lock import DiskError  # noqa: E402
 
 
 def tx_of(devices=None, **options):
@@ -47,5 +52,35 @@ one = zero_shard(optax.adam(1e-2), stage=3, mesh=jax.make_mesh((4,), ("data",), 
 try:
     ways[-1].reshard(state, to=one)
 except ValueError as error:
+    print(error)
+
+# Process 1 has no folder.
+folder = Path(sys.argv[3])
+(folder / "process_1").touch()
+disk = tx_of(stage=3, offload=Offload(optimizer="disk", path=folder))
+try:
+    ways[-1].reshard(state, to=disk)
+except DiskError as error:
+    print(error)
+assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+
+# Process 1 does not find version 1, and version 2 is there when both look again. Version 3 does not appear.
+for version in (1, 2):
+    publish_files(state, folder / "weights", version=version)
+check, versions = published_files.check_digests, iter([[1], [1, 2], [1, 2], [1, 2]])
+
+
+def gone(path):
+    if process == 1 and path.name.endswith(bad):
+        raise FileNotFoundError(f"{path.name} is gone")
+    check(path)
+
+
+published_files.check_digests, published_files.versions_in, bad = gone, lambda folder: next(versions), "1"
+assert read_published(folder / "weights", state)[0] == 2
+bad = "2"
+try:
+    read_published(folder / "weights", state)
+except FileNotFoundError as error:
     print(error)
 print("done")

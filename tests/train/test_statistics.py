@@ -187,5 +187,14 @@ def test_a_step_tells_how_far_each_parameter_moved():
 
 
 def test_two_leaves_of_one_path_are_refused_and_not_joined():
-    with pytest.raises(ValueError, match="Two leaves have the path a/b"):
+    with pytest.raises(ValueError, match="Two leaves or modules have the path a/b"):
         zerojax.statistics({"a/b": jnp.ones(3), "a": {"b": jnp.zeros(4)}})
+
+
+def test_modules_of_one_name_are_refused_and_not_joined():
+    tree = {"a/b": {"c": jnp.ones(3)}, "a": {"b": {"d": jnp.zeros(4)}}}
+    assert zerojax.statistics(tree, depth=1).keys() == {"a/b", "a"}
+    with pytest.raises(ValueError, match="Two leaves or modules have the path a/b"):
+        zerojax.statistics({"a/b": jnp.ones(3), "a": {"b": {"d": jnp.zeros(4)}}}, depth=2)
+    with pytest.raises(ValueError, match="depth"):
+        zerojax.statistics(tree, depth=-1)

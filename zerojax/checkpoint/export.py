@@ -159,6 +159,9 @@ def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, 
         yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
         return
     for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)[0]:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise TypeError(f"{name} is of type {type(x).__name__}, not an array. Give parameters, as in state.params.")
         if is_chunked(x):
             yield keys_of(path), x, x.leaf
             continue

@@ -26,11 +26,13 @@ from zerojax.checkpoint.saving import record_of
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import replicated
+from zerojax.comm.processes import Processes
 from zerojax.config import Config
 from zerojax.display import advance, tracking
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.offload.host import KINDS, to_device
+from zerojax.offload.lock import DiskError
 from zerojax.placement import pieces
 from zerojax.placement.chunking import joined, replaced
 from zerojax.placement.unusable import problem_of
@@ -73,9 +75,7 @@ def moved_state(state: ZeroState, like: ZeroState, limit: int, donate: bool) -> 
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
     matched, fresh = matched_leaves(manifest, like, where=WHERE, words=OF_LIVE)
     wanted = state_leaves(like)
-    for node in (leaf.array for leaf in wanted.values()):
-        if is_chunked(node) and node.store is not None:
-            node.store.files.open()  # before anything is freed, because another state may use the folder
+    open_files([leaf.array for leaf in wanted.values()])
     if donate:  # narrow parameters are made again from the master weights
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
     moved: dict[str, Any] = {}
@@ -88,6 +88,29 @@ def moved_state(state: ZeroState, like: ZeroState, limit: int, donate: bool) -> 
             if donate:
                 free([given[name].array for name in bucket], keep=list(bucket.values()))
     return with_leaves(like, moved | {name: zeros_of(wanted[name].array) for name in fresh})
+
+
+def open_files(nodes: list[Any]) -> None:
+    """Open the files of leaves on disk, before anything is freed, because another state may use their folder.
+
+    Raises:
+        DiskError: On every process, if one of them cannot open its files. Otherwise the others would wait for it.
+    """
+    files = {id(node.store.files): node.store.files for node in nodes if is_chunked(node) and node.store is not None}
+    if not files:
+        return
+    problem = ""
+    try:
+        for one in files.values():
+            one.open()
+    except DiskError as error:
+        problem = str(error)
+    answers = enumerate(Processes("reshard").exchange("open the files of the new state", problem))
+    if not (failed := [(i, text) for i, text in answers if text]):
+        return
+    for one in files.values():
+        one.abandon()
+    raise DiskError("\n".join(f"Process {i}: {text}" for i, text in failed) if jax.process_count() > 1 else problem)
 
 
 def free(nodes: list[Any], *, keep: list[Any]) -> None:

@@ -97,6 +97,9 @@ def read_published(
 ) -> tuple[int, PyTree] | None:
     """Read the newest version of parameters that `publish_files` has written, after checking its digests.
 
+    If a version is removed while it is read, the newest one is read instead. With several processes, all processes must
+    call this function, and all of them read the same version.
+
     Args:
         folder: The folder of all versions.
         like: Parameters or a state whose layout is wanted, as for `import_params`.
@@ -108,22 +111,28 @@ def read_published(
 
     Raises:
         CheckpointError: If a file has other contents than were published.
+        FileNotFoundError: If a process does not find a file of the newest version, and no newer one appears.
         ValueError: As for `import_params`.
     """
-    processes = Processes(TIMEOUT)
+    processes, problem, last = Processes(TIMEOUT), "", -1
     while True:
         found = versions_in(folder := Path(folder).expanduser())
         newest = int(processes.agree("read published files", "", str(found[-1] if found else -1)))
         if newest < 0 or (after is not None and newest <= after):
             return None
+        if newest == last:
+            raise FileNotFoundError(f"{folder} has the version {newest}, but not all of its files. {problem}")
+        path, last, params, missing = folder / version_name(newest), newest, None, ""
         try:
-            path = folder / version_name(newest)
             check_digests(path)
-            return newest, import_params(path, like, mapping=mapping)
-        except FileNotFoundError:
-            if processes.count > 1 or versions_in(folder)[-1:] == [newest]:
-                raise
-            # Newer versions were published while this one was read, and it was removed.
+            params = import_params(path, like, mapping=mapping)
+        except FileNotFoundError as error:
+            missing = f"Process {processes.index}: {error}"
+        # A newer version may have been published while this one was read, so that this one was removed.
+        answers = processes.exchange("end reading published files", missing)
+        problem = next(filter(None, answers), "")
+        if not problem:
+            return newest, params
 
 
 def check_digests(path: Path) -> None:

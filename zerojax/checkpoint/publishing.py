@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -77,7 +77,7 @@ def publish(
         if it is larger than a bucket.
 
     Raises:
-        TypeError: If a sharding is neither of a mesh nor of one device.
+        TypeError: If a sharding is neither of a mesh nor of one device, or a leaf is a PRNG key or no array.
         ValueError: If the mapping does not fit, a tensor has no sharding or cannot be divided as it says, or `params`
             were used up. The iterator raises this error, too, if a step uses `params` up before they are taken.
 
@@ -88,10 +88,15 @@ def publish(
     if problem := problem_of(None, "params", params):
         raise ValueError(problem)
     sources = [Source(".".join(path), path, array, leaf) for path, array, leaf in params_of(to_auto(params))]
+    if keys := [one.name for one in sources if jnp.issubdtype(one.leaf.dtype, jax.dtypes.prng_key)]:
+        raise TypeError(
+            f"{keys[0]} is a PRNG key, which no other program reads. Leave it out of params=, as nnx.state(module, "
+            f"nnx.Param) does, or give jax.random.key_data of it."
+        )
     resolved = resolve(mapping, [(one.path, one.leaf.shape) for one in sources])
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
-    wanted = by_name(shardings, params if mapping is None else None)
+    wanted = by_name(shardings, params if mapping is None else None, resolved.tensors)
     tensors = []
     for name, sections in resolved.tensors.items():
         kinds = [sources[one.leaf].leaf.dtype for one in sections]
@@ -128,8 +133,11 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def by_name(shardings: Any, like: Any) -> Callable[[str, tuple[int, ...]], Any]:
-    """Return a function of a tensor's name and shape that finds its sharding. `like` is the tree of parameters."""
+def by_name(shardings: Any, like: Any, names: Iterable[str]) -> Callable[[str, tuple[int, ...]], Any]:
+    """Return a function of a tensor's name and shape that finds its sharding. `like` is the tree of parameters.
+
+    Raise a ValueError if a sharding is for a tensor that is not in `names`, because its name is probably misspelt.
+    """
     if isinstance(shardings, Sharding):
         return lambda name, shape: shardings
     if callable(shardings):
@@ -138,6 +146,8 @@ def by_name(shardings: Any, like: Any) -> Callable[[str, tuple[int, ...]], Any]:
     if like is not None and not all(isinstance(one, Sharding) for one in found.values() or [None]):
         flat = jax.tree_util.tree_flatten_with_path(shardings)[0]
         found = {".".join(keys_of(path)): one for path, one in flat}
+    if unknown := [f"{name} has a sharding, and is no tensor" for name in found if name not in names]:
+        raise ValueError(f"shardings= does not fit the tensors {', '.join(names)}:{listed(unknown)}")
     return lambda name, shape: found.get(name)
 
 

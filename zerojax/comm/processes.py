@@ -44,7 +44,7 @@ class Processes:
 
         Args:
             topic: A verb that says what this process is about to do, such as `"begin"`.
-            message: The message. It must not be empty.
+            message: The message.
 
         Returns:
             The message of each process, in the order of their indices.

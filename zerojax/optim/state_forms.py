@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -85,6 +86,28 @@ def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
         state, is_leaf=is_chunked
     )
     return planned if same else state
+
+
+def rechunked(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """Put `Chunked` nodes back into a state from which Flax's `nnx.update` has removed them.
+
+    `nnx.Optimizer` stores each node as nested dicts of its chunks after its first update. Any other state is returned
+    unchanged.
+    """
+    found = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    counts = [1 if one is None else len(one.extents) for one in plan.chunkings]
+    wanted = [
+        leaf.path if one is None else f"{leaf.path}['chunks'][{n}]"
+        for leaf, one, count in zip(plan.state, plan.chunkings, counts, strict=True)
+        for n in range(count)
+    ]
+    if not plan.offloaded or [name for name, _ in found] != wanted:
+        return state
+    arrays, leaves = iter(x for _, x in found), []
+    for leaf, one, count in zip(plan.state, plan.chunkings, counts, strict=True):
+        parts = list(itertools.islice(arrays, count))
+        leaves += parts if one is None else [chunked(config, parts, leaf, one)]
+    return as_returned(config, plan, jax.tree.unflatten(plan.state_def, leaves))
 
 
 def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:

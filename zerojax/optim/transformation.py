@@ -60,9 +60,9 @@ def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransform
 
 
 def check_new_state(leaves: Sequence[Leaf], state: PyTree) -> None:
-    """Raise a `ValueError` if `update` returned a state with more or fewer leaves than `init` made."""
+    """Raise a `ValueError` if `update` returned a state with other paths than the state that `init` made."""
     found = jax.tree_util.tree_leaves_with_path(state)
-    if len(found) != len(leaves):
+    if [jax.tree_util.keystr(path) for path, _ in found] != [leaf.path for leaf in leaves]:
         raise ValueError(
             f"The transformation changes the tree of its state: what update returns {tree_difference(found, leaves)}, "
             f"and init did not. How the state is sharded is planned from init: let it return a state of the same tree."

@@ -150,10 +150,11 @@ class OptionChoice:
         """
         if self._device is None:
             return jitted, CompilerOptions()
-        key = id(jitted), signature_of((state, rows, args))
+        given = state, rows, args
+        key = id(jitted), signature_of(given), *(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
         if key not in self._found:
             limit = memory_of(self._config.mesh, self._device) if memory is None else memory
-            changed, note = self._compare(jitted, (state, rows, args), self._device, limit)
+            changed, note = self._compare(jitted, given, self._device, limit)
             # The step keeps `jitted`, so no other object gets its `id`.
             self._found[key] = changed or jitted, CompilerOptions(CANDIDATE if changed else {}, note)
         return self._found[key]

@@ -71,6 +71,7 @@ def statistics(
         >>> zerojax.statistics(updates, of=params, depth=2)["params/Dense_0"]["ratio"]
     """
     check_count("bins", bins, "bins", least=0)
+    check_count("depth", depth or 0, "keys", least=0)
     parts = parts_of(tree)
     if bins and (large := [part for part in parts if part.size >= COUNTABLE]):
         raise ValueError(
@@ -78,9 +79,10 @@ def statistics(
             f"bins=, or pass the tree without this leaf."
         )
     below = None if of is None else same_leaves(parts, of)
-    modules: dict[str, list[int]] = {}
+    modules: dict[tuple[str, ...], list[int]] = {}
     for i, part in enumerate(parts):
-        modules.setdefault(part.module(depth), []).append(i)
+        modules.setdefault(part.keys[:depth], []).append(i)
+    names = names_of(list(modules))
     groups, sizes = tuple(map(tuple, modules.values())), tuple(part.size for part in parts)
     found = combined(groups, sizes, each(moments, parts))
     if bins:
@@ -92,7 +94,7 @@ def statistics(
     if below is not None:
         for one, other in zip(found, combined(groups, sizes, each(moments, below)), strict=True):
             one["ratio"] = one["norm"] / other["norm"]
-    return dict(zip(modules, found, strict=True))
+    return dict(zip(names, found, strict=True))
 
 
 class Part(NamedTuple):
@@ -120,10 +122,6 @@ class Part(NamedTuple):
         is_array = isinstance(self.stored, jax.Array) and not isinstance(self.stored, jax.core.Tracer)
         return is_array and is_on_host(self.stored)
 
-    def module(self, depth: int | None) -> str:
-        """Return the name of the module at `depth` that contains the leaf."""
-        return self.name if depth is None else "/".join(self.keys[:depth]) or WHOLE
-
     def loaded(self) -> Shaped[Array, "*storage"]:
         """Return the stored array on the devices."""
         return joined(self.stored) if is_chunked(self.stored) else to_device(self.stored)
@@ -147,10 +145,18 @@ def parts_of(tree: PyTree) -> list[Part]:
             leaf = x.leaf if is_chunked(x) else leaf
             part = Part(keys, x, tuple(x.shape if leaf is None else leaf.shape))
         parts += [part] if part.size else []
-    counts = collections.Counter(part.name for part in parts)
-    if doubled := [name for name, count in counts.items() if count > 1]:
-        raise ValueError(f"Two leaves have the path {doubled[0]}, because a key contains a slash. Rename one of them.")
+    names_of([part.keys for part in parts])
     return parts
+
+
+def names_of(paths: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return the keys of each path joined by slashes. Raise a ValueError if two paths have the same name."""
+    names = ["/".join(keys) or WHOLE for keys in paths]
+    if doubled := [name for name, count in collections.Counter(names).items() if count > 1]:
+        raise ValueError(
+            f"Two leaves or modules have the path {doubled[0]}, because a key contains a slash. Rename one of them."
+        )
+    return names
 
 
 def keys_of(path: Sequence[Any]) -> tuple[str, ...]:

@@ -25,7 +25,14 @@ from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.plan import plan_of_layout
-from zerojax.optim.state_forms import as_planned, as_returned, state_shardings, state_to_device, state_to_host
+from zerojax.optim.state_forms import (
+    as_planned,
+    as_returned,
+    rechunked,
+    state_shardings,
+    state_to_device,
+    state_to_host,
+)
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
 from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import (
@@ -197,7 +204,7 @@ def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict
     check_grads(grads, layout)
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
-    state = as_planned(plan, state)
+    state = as_planned(plan, rechunked(config, plan, state))
     check_state(plan, state, may_be_wider=not plan.offloaded)
     if params is None and config.has_master_weights:
         raise ValueError(
