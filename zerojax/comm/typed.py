@@ -97,7 +97,7 @@ class _Evaluation:
         return jaxprs.evaluate(jaxpr, consts, values, self._rule)
 
     def _rule(self, eqn: Any, values: Sequence) -> list:
-        name = eqn.primitive.name
+        name = compat.name_of(eqn)
         if name in _RESHARDS:
             aval = eqn.outvars[0].aval
             # If the result has Auto axes, as on entry to `auto_axes`, a type that names no axes requires nothing.
@@ -192,13 +192,14 @@ class _Evaluation:
 
         As in JAX, values that the function closes over have no derivative.
         """
-        count = eqn.params["num_consts"]
+        params = compat.params_of(eqn)
+        count = params["num_consts"]
         consts, args = values[:count], values[count:]
-        jaxpr, bound = compat.opened(eqn.params["call_jaxpr"])
+        jaxpr, bound = compat.opened(params["call_jaxpr"])
         value = lambda *xs: self.evaluate(jaxpr, bound, (*consts, *xs))
         value.__name__ = jaxpr.debug_info.func_name
         rule = _DerivativeRule(self, eqn, consts)
-        with_rule = rule.jvp_of if eqn.primitive.name == "custom_jvp_call" else rule.vjp_of
+        with_rule = rule.jvp_of if compat.name_of(eqn) == "custom_jvp_call" else rule.vjp_of
         return with_rule(value)(*args)
 
 
