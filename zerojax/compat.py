@@ -226,21 +226,16 @@ def like(closed, other):
 
 
 def evaluate_one(eqn, values: Sequence) -> list:
-    """Evaluate one equation on `values`. A dropped result is None.
+    """Evaluate one equation on `values`, which may have other shapes than in its trace. A dropped result is None.
 
-    This calls the public `jax.core.eval_jaxpr`, which binds any primitive correctly (custom derivatives, effects, the
-    name stack). The way to call `bind` itself differs between jax 0.10 and 0.12.
+    `jax.core.eval_jaxpr` does the same. With `jax_enable_checks`, it compares the shapes with those of the trace.
     """
-    operands = {var: value for var, value in zip(eqn.invars, values, strict=True) if not is_literal(var)}
-    read = [var for var in eqn.outvars if not is_dropped(var)]
-    one = part_of(_empty_jaxpr(), [eqn], list(operands), read)
-    results = iter(jax.core.eval_jaxpr(one, (), *operands.values()))
-    return [None if is_dropped(var) else next(results) for var in eqn.outvars]
-
-
-@functools.cache
-def _empty_jaxpr():
-    return opened(jax.make_jaxpr(lambda: ())())[0]
+    operands = [atom.val if is_literal(atom) else x for atom, x in zip(eqn.invars, values, strict=True)]
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with at_line_of(eqn), eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **params)
+    results = results if eqn.primitive.multiple_results else [results]
+    return [None if is_dropped(var) else x for var, x in zip(eqn.outvars, results, strict=True)]
 
 
 def in_host_memory(aval) -> bool:

@@ -18,6 +18,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs
@@ -202,9 +203,19 @@ class _Evaluation:
         with_rule = rule.jvp_of if compat.name_of(eqn) == "custom_jvp_call" else rule.vjp_of
         return with_rule(value)(*args)
 
+    def _remat(self, eqn: Any, values: Sequence) -> Sequence:
+        """Evaluate a `jax.checkpoint` of `jax_remat3`. Its parameter is an object whose jaxpr cannot be replaced."""
+        return jaxprs.evaluate_remat(eqn, values, self.evaluate)
+
+    def _name(self, eqn: Any, values: Sequence) -> Sequence:
+        """Evaluate a `checkpoint_name`, whose parameter may hold the type of the value."""
+        return [checkpoint_name(values[0], compat.params_of(eqn)["name"])]
+
 
 _RULES = {
     "shard_map": _Evaluation._shard_map,
+    "checkpoint": _Evaluation._remat,
+    "name": _Evaluation._name,
     "custom_jvp_call": _Evaluation._custom_rule,
     "custom_vjp_call": _Evaluation._custom_rule,
 }
