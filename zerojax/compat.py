@@ -5,6 +5,8 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 - Up to 0.11, a closed jaxpr is a `ClosedJaxpr` that holds a `Jaxpr`. From 0.12, both are one class.
 - Up to 0.11, the parameters of `scan` have the numbers of constants and carries. From 0.12, they have trees.
 - The primitives of `jax.jit` and `jax.checkpoint` have changed their names.
+- With `jax_remat3`, `jax_custom_vjp3` or `jax_custom_jvp3` (jax 0.12), `jax.checkpoint`, `checkpoint_name` and custom
+  derivatives are one primitive with an object (`HiPrim`) as its parameter. `name_of` and `params_of` hide that.
 - Up to 0.11, `compute_on` returns a context manager. From 0.12, it takes the function to run.
 - The functions of JAX and optax that sum over the leaves of a tree have moved to other modules.
 """
@@ -23,6 +25,14 @@ import jax.core
 MAPPED = "zerojax_mapped"  # the name of the primitive that `comm.mapped` defines
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", MAPPED})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
+# The classes of `HiPrim` that replace primitives, and the primitives' names.
+_REPLACED = {
+    "CheckpointName": "name",
+    "CheckpointNameFwd": "name",
+    "CustomJVPTraced": "custom_jvp_call",
+    "CustomVJPTraced": "custom_vjp_call",
+    "RematTraced": "checkpoint",
+}
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 
@@ -121,6 +131,24 @@ def is_high(atom) -> bool:
     return bool(getattr(atom.aval, "is_high", False))
 
 
+def name_of(eqn) -> str:
+    """Return the name of the primitive of `eqn`. If the primitive is `HiPrim`, return the name that it replaces."""
+    kind = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
+    return _REPLACED.get(kind, kind)
+
+
+def params_of(eqn) -> dict:
+    """Return the parameters of `eqn`. Those of a `HiPrim` get the names that they have in the primitive it replaces."""
+    if "_prim" not in eqn.params:
+        return eqn.params
+    prim = eqn.params["_prim"]
+    params = {name: getattr(value, "jaxpr", value) for name, value in prim.params.items()}
+    if "traced" in params:  # The first operands are values that the function or its derivative closes over.
+        bound = prim.in_avals[: 2 if name_of(eqn) == "custom_vjp_call" else 1]
+        params |= {"call_jaxpr": params.pop("traced"), "num_consts": len(jax.tree.leaves(bound))}
+    return params
+
+
 def called(eqn):
     """Return the closed jaxpr that `eqn` calls, for example through `jax.jit`. Return None if `eqn` is not a call."""
     if eqn.primitive.name not in _CALLS:
@@ -130,25 +158,25 @@ def called(eqn):
 
 def inner_jaxprs(eqn) -> list:
     """Return the jaxprs among the parameters of `eqn`, as open jaxprs."""
-    return [opened(inner)[0] for inner in _jex().jaxprs_in_params(eqn.params)]
+    return [opened(inner)[0] for inner in _jex().jaxprs_in_params(params_of(eqn))]
 
 
 def is_remat(eqn) -> bool:
     """Return whether the equation is a `jax.checkpoint`."""
-    return eqn.primitive.name in _REMATS
+    return name_of(eqn) in _REMATS
 
 
 def inlined_body(eqn):
     """Return the open jaxpr inside `eqn` if `eqn` is a call or a `jax.checkpoint`, or None."""
-    body = eqn.params["jaxpr"] if is_remat(eqn) else called(eqn)
+    body = params_of(eqn)["jaxpr"] if is_remat(eqn) else called(eqn)
     return None if body is None else opened(body)[0]
 
 
 def evaluated_body(eqn):
     """Return `inlined_body(eqn)`, or the jaxpr of the function if `eqn` calls a function with a custom derivative."""
-    if not eqn.primitive.name.startswith("custom_"):
+    if not name_of(eqn).startswith("custom_"):
         return inlined_body(eqn)
-    bodies = (eqn.params.get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+    bodies = (params_of(eqn).get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     return next((opened(body)[0] for body in bodies if is_jaxpr(body)), None)
 
 
@@ -199,21 +227,16 @@ def like(closed, other):
 
 
 def evaluate_one(eqn, values: Sequence) -> list:
-    """Evaluate one equation on `values`. A dropped result is None.
+    """Evaluate one equation on `values`, which may have other shapes than in its trace. A dropped result is None.
 
-    This calls the public `jax.core.eval_jaxpr`, which binds any primitive correctly (custom derivatives, effects, the
-    name stack). The way to call `bind` itself differs between jax 0.10 and 0.12.
+    `jax.core.eval_jaxpr` does the same. With `jax_enable_checks`, it compares the shapes with those of the trace.
     """
-    operands = {var: value for var, value in zip(eqn.invars, values, strict=True) if not is_literal(var)}
-    read = [var for var in eqn.outvars if not is_dropped(var)]
-    one = part_of(_empty_jaxpr(), [eqn], list(operands), read)
-    results = iter(jax.core.eval_jaxpr(one, (), *operands.values()))
-    return [None if is_dropped(var) else next(results) for var in eqn.outvars]
-
-
-@functools.cache
-def _empty_jaxpr():
-    return opened(jax.make_jaxpr(lambda: ())())[0]
+    operands = [atom.val if is_literal(atom) else x for atom, x in zip(eqn.invars, values, strict=True)]
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with at_line_of(eqn), eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **params)
+    results = results if eqn.primitive.multiple_results else [results]
+    return [None if is_dropped(var) else x for var, x in zip(eqn.outvars, results, strict=True)]
 
 
 def in_host_memory(aval) -> bool:

@@ -118,9 +118,10 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Sequence, Sequence], list]) -> list:
     """Evaluate a `jax.checkpoint` with its policy. `evaluate_body(jaxpr, consts, values)` evaluates its body."""
-    body = lambda *values: evaluate_body(*compat.opened(eqn.params["jaxpr"]), values)
-    run = jax.checkpoint(body, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
-    if not eqn.params["differentiated"]:
+    params = compat.params_of(eqn)
+    body = lambda *values: evaluate_body(*compat.opened(params["jaxpr"]), values)
+    run = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])
+    if not params.get("differentiated"):  # From `jax_remat3` on, the barrier is an equation before this one.
         return run(*values)
     # JAX lowers a derivative with a barrier. Without it, XLA may keep values instead of computing them again.
     closed, shape = jax.make_jaxpr(run, return_shape=True)(*values)
@@ -217,8 +218,8 @@ def equation_key(eqn: Any, same: Mapping, *, functions: bool = True) -> Any:
 
 
 def _of_equation(eqn: Any, operands: Sequence, functions: bool) -> tuple:
-    params = tuple((name, _of_param(value, functions)) for name, value in sorted(eqn.params.items()))
-    return eqn.primitive, eqn.ctx, params, *operands
+    params = tuple((name, _of_param(value, functions)) for name, value in sorted(compat.params_of(eqn).items()))
+    return eqn.primitive, compat.name_of(eqn), eqn.ctx, params, *operands
 
 
 def _of_operand(atom: Any, number: dict) -> Any:

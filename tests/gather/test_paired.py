@@ -74,5 +74,8 @@ def test_a_differentiated_checkpoint_stays_behind_a_barrier():
     w, x = weights(), jnp.ones((ROWS, TOKENS, WIDTH))
     y, pull = jax.vjp(jax.checkpoint(attention), w, x)
     jaxpr = compat.opened(jax.make_jaxpr(with_pairs(lambda values: pull(values[0]), [False]))([y]))[0]
-    assert [eqn.params["differentiated"] for eqn in jaxprs.equations(jaxpr) if compat.is_remat(eqn)] == [True]
-    assert barriers(jaxpr) == [[ROWS * TOKENS * WIDTH, ROWS * TOKENS * TOKENS]]
+    (again,) = (eqn for eqn in jaxprs.equations(jaxpr) if compat.is_remat(eqn))
+    behind = {var for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier" for var in eqn.outvars}
+    # With `jax_remat3`, the barrier is an equation. Otherwise the mark makes JAX lower one.
+    assert compat.params_of(again).get("differentiated") or behind.issuperset(again.invars)
+    assert barriers(jaxpr)[-1] == [ROWS * TOKENS * WIDTH, ROWS * TOKENS * TOKENS]

@@ -142,7 +142,7 @@ def repeated():
 
 def masked():
     """The masked weight is computed where it is read, and is not passed on like an activation."""
-    program = program_of(lambda w, x: jnp.sum(x @ (w * (x[0] > 0))), W)
+    program = program_of(lambda w, x: jnp.sum(x @ (w * (x[0] > 0).astype(w.dtype))), W)
     (use,) = [segment for segment in program.segments if segment.params]
     assert {"mul", "dot_general"} <= set(primitives(use))
     return program

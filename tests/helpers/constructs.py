@@ -95,12 +95,12 @@ def scan_everything(p, x):
     def layer(carry, xs):
         x, count = carry
         w, index, bias = xs
-        x = jnp.tanh(x @ w @ p["v"]) + bias + index * p["b"]
+        x = jnp.tanh(x @ w @ p["v"]) + bias + index.astype(x.dtype) * p["b"]
         return (x, count + 1), (x[:, 0], index)
 
     biases = jnp.ones((3, 8)) * p["b"]
     (x, count), (ys, ids) = lax.scan(layer, (x, 0), (p["stack"], jnp.arange(3), biases))
-    return mean(x) + mean(ys) + count + jnp.sum(ids)
+    return mean(x) + mean(ys) + count + jnp.sum(ids).astype(x.dtype)
 
 
 def scan_same_stack_twice(p, x):

@@ -19,7 +19,7 @@ _RANDOM_BITS = 100
 
 def flops_of(eqn: Any) -> int:
     """Return the FLOPs of one equation. A loop, a conditional or a call has the FLOPs of the equations inside it."""
-    name = eqn.primitive.name
+    name = compat.name_of(eqn)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape

@@ -108,7 +108,7 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
                 # Under these names the operands count as saved, so that the backward pass does not call back again.
                 values = [checkpoint_name(x, CALLED_BACK) for x in values]
             results = compat.evaluate_one(eqn, values)
-            if eqn.primitive.name == "name":
+            if compat.name_of(eqn) == "name":
                 return results
             return [_name(x, var, numbers) for x, var in zip(results, eqn.outvars, strict=True)]
 
@@ -148,20 +148,20 @@ def _graph(jaxpr: Any) -> Graph:
     in_memory = _in_memory(jaxpr)
     forms: set[int] = set()
     for i, eqn in enumerate(eqns):
-        if eqn.primitive.name in _FORMS and read_by[i] <= forms:
+        if compat.name_of(eqn) in _FORMS and read_by[i] <= forms:
             forms.add(i)
     return Graph(
         equations=tuple(map(_equation, eqns, read_by)),
         values=tuple(
             Value(
-                name=eqn.params["name"],
+                name=compat.params_of(eqn)["name"],
                 equation=i,
                 bytes=bytes_written(eqn),
-                users_name=not eqn.params["name"].startswith(PREFIX),
+                users_name=not compat.params_of(eqn)["name"].startswith(PREFIX),
                 is_form_of_argument=i in forms,
             )
             for i, eqn in enumerate(eqns)
-            if eqn.primitive.name == "name"
+            if compat.name_of(eqn) == "name"
         ),
         residuals=tuple(sorted({maker[var] for var in wanted})),
         bytes=sum(jaxprs.nbytes(var) for var in wanted if is_array(var)),
@@ -174,7 +174,7 @@ def _in_memory(jaxpr: Any) -> set:
     """Return the variables that XLA writes to memory: operands and results of products, and results of reductions."""
     same, found = {}, set()
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name = compat.name_of(eqn)
         if name in _VIEWS and not compat.is_literal(eqn.invars[0]):
             same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
         elif name not in _FUSED:
@@ -200,7 +200,7 @@ def _kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memo
 
 def _equation(eqn: Any, reads: set[int]) -> Equation:
     flops = flops_of(eqn)
-    written = 0 if eqn.primitive.name == "name" else bytes_written(eqn)
+    written = 0 if compat.name_of(eqn) == "name" else bytes_written(eqn)
     return Equation(tuple(sorted(reads)), flops + _FLOPS_PER_BYTE * written, flops, _is_collective(eqn))
 
 

@@ -113,7 +113,7 @@ def _without_remat(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     """Evaluate a jaxpr with its calls and the bodies of `jax.checkpoint` inlined."""
 
     def rule(eqn, values):
-        body = eqn.params["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)
+        body = compat.params_of(eqn)["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)
         return None if body is None else _without_remat(*compat.opened(body), *values)
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)

@@ -170,8 +170,9 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
         if body is not None:
             return _inlined(*compat.opened(body), *values)
         if compat.is_remat(eqn):
-            kept = lax.optimization_barrier(tuple(values)) if eqn.params["prevent_cse"] else values
-            return _inlined(*compat.opened(eqn.params["jaxpr"]), *kept)
+            params = compat.params_of(eqn)
+            kept = lax.optimization_barrier(tuple(values)) if params["prevent_cse"] else values
+            return _inlined(*compat.opened(params["jaxpr"]), *kept)
         return None
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)

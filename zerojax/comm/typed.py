@@ -18,6 +18,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs
@@ -97,7 +98,7 @@ class _Evaluation:
         return jaxprs.evaluate(jaxpr, consts, values, self._rule)
 
     def _rule(self, eqn: Any, values: Sequence) -> list:
-        name = eqn.primitive.name
+        name = compat.name_of(eqn)
         if name in _RESHARDS:
             aval = eqn.outvars[0].aval
             # If the result has Auto axes, as on entry to `auto_axes`, a type that names no axes requires nothing.
@@ -192,18 +193,29 @@ class _Evaluation:
 
         As in JAX, values that the function closes over have no derivative.
         """
-        count = eqn.params["num_consts"]
+        params = compat.params_of(eqn)
+        count = params["num_consts"]
         consts, args = values[:count], values[count:]
-        jaxpr, bound = compat.opened(eqn.params["call_jaxpr"])
+        jaxpr, bound = compat.opened(params["call_jaxpr"])
         value = lambda *xs: self.evaluate(jaxpr, bound, (*consts, *xs))
         value.__name__ = jaxpr.debug_info.func_name
         rule = _DerivativeRule(self, eqn, consts)
-        with_rule = rule.jvp_of if eqn.primitive.name == "custom_jvp_call" else rule.vjp_of
+        with_rule = rule.jvp_of if compat.name_of(eqn) == "custom_jvp_call" else rule.vjp_of
         return with_rule(value)(*args)
+
+    def _remat(self, eqn: Any, values: Sequence) -> Sequence:
+        """Evaluate a `jax.checkpoint` of `jax_remat3`. Its parameter is an object whose jaxpr cannot be replaced."""
+        return jaxprs.evaluate_remat(eqn, values, self.evaluate)
+
+    def _name(self, eqn: Any, values: Sequence) -> Sequence:
+        """Evaluate a `checkpoint_name`, whose parameter may hold the type of the value."""
+        return [checkpoint_name(values[0], compat.params_of(eqn)["name"])]
 
 
 _RULES = {
     "shard_map": _Evaluation._shard_map,
+    "checkpoint": _Evaluation._remat,
+    "name": _Evaluation._name,
     "custom_jvp_call": _Evaluation._custom_rule,
     "custom_vjp_call": _Evaluation._custom_rule,
 }

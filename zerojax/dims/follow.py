@@ -49,7 +49,7 @@ class Follower:
         """
         implied = dict(found)
         for eqn in reversed(jaxpr.eqns):
-            if eqn.primitive.name not in moves.IMPLIES:
+            if compat.name_of(eqn) not in moves.IMPLIES:
                 continue
             state = implied[eqn.outvars[0]]
             if state is None or not state.places:
@@ -71,7 +71,7 @@ class Follower:
 
     def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
         """Return the states of the results of `eqn`, given the states of its operands."""
-        name = eqn.primitive.name
+        name = compat.name_of(eqn)
         if (rule := RULES.get(name)) is not None:
             found = rule(eqn, states, context)
             return found if isinstance(found, list) else [found] * len(eqn.outvars)

@@ -58,7 +58,7 @@ def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
 
 
 def _rule(eqn, values: Sequence) -> Sequence | None:
-    name = eqn.primitive.name
+    name = compat.name_of(eqn)
     if (body := compat.called(eqn)) is not None:
         return evaluate(*compat.opened(body), values)
     if compat.is_remat(eqn):
@@ -95,7 +95,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
     """Return the narrower types to which the uses of `var` cast it, with None for any other use of `var`."""
     types: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
-        name = eqn.primitive.name
+        name = compat.name_of(eqn)
         if eqn.primitive is widen_p and index == 0:
             types.add(np.dtype(eqn.params["dtype"]))
         elif name == "convert_element_type" and narrower(eqn.params["new_dtype"], var.aval.dtype):

@@ -134,7 +134,7 @@ class _Level:
         of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
         if not (loop or is_remat or is_block) or not of_params:
             return None
-        body, _ = compat.opened(eqn.params["jaxpr"])
+        body, _ = compat.opened(compat.params_of(eqn)["jaxpr"])
         if compat.constvars_of(body) or not any(map(quantises, jaxprs.equations(body))):
             return None
         first = len(body.invars) if loop is None else loop.consts  # the first operand that is carried

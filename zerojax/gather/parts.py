@@ -53,7 +53,7 @@ def flat(closed: Any) -> Any:
         body = compat.evaluated_body(eqn)
         if body is None or compat.constvars_of(body):
             return None
-        consts = next((compat.opened(p)[1] for p in eqn.params.values() if compat.is_jaxpr(p)), ())
+        consts = next((compat.opened(p)[1] for p in compat.params_of(eqn).values() if compat.is_jaxpr(p)), ())
         return jaxprs.evaluate(body, consts, values, rule)
 
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
@@ -78,7 +78,7 @@ def dims_of(jaxpr: Any, given: Mapping[Any, int | None], *, layers: bool = False
 
 def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
     """Return, for each result of `eqn`, its divided dim, None if it has none, or `UNKNOWN`."""
-    name, reads = eqn.primitive.name, jaxprs.variables_in(eqn.invars)
+    name, reads = compat.name_of(eqn), jaxprs.variables_in(eqn.invars)
     unknown = [UNKNOWN] * len(eqn.outvars)
     if eqn.effects or name in _DEVICE_DEPENDENT or any(v not in dims for v in reads):
         return unknown
@@ -106,7 +106,7 @@ def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
 
 def _body(eqn: Any) -> Any:
     """Return the jaxpr of a function with a custom derivative."""
-    return compat.opened(eqn.params["call_jaxpr"])[0]
+    return compat.opened(compat.params_of(eqn)["call_jaxpr"])[0]
 
 
 def _moving(eqn: Any) -> list[int]:
@@ -290,7 +290,7 @@ def _dims_beside(eqn: Any, own: Sequence[int | None], after: int | None) -> list
 
 def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: Division) -> Sequence:
     """Return the results of `eqn` on parts. `own` and `after` have the divided dims of its operands and results."""
-    name, params = eqn.primitive.name, eqn.params
+    name, params = compat.name_of(eqn), eqn.params
     if (body := compat.called(eqn)) is not None:
         return evaluate_parts(body, values, own, division)
     if name == "custom_jvp_call":
@@ -320,7 +320,7 @@ def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) 
     # A function with a custom derivative must not close over traced values, such as the layer's index.
     @jax.custom_jvp
     def on_layer(start, *values):
-        return evaluate_parts(eqn.params["call_jaxpr"], values, own, dataclasses.replace(division, index=start))
+        return evaluate_parts(compat.params_of(eqn)["call_jaxpr"], values, own, dataclasses.replace(division, index=start))
 
     @on_layer.defjvp
     def _(given, tangents):

@@ -228,7 +228,7 @@ class Decisions:
             return False
         (var,) = eqn.outvars
         readers = self._uses.get(var, ())
-        may_move = len(readers) == 1 and var not in self._final and readers[0][0].primitive.name not in CONTROL
+        may_move = len(readers) == 1 and var not in self._final and compat.name_of(readers[0][0]) not in CONTROL
 
         def is_weight(atom) -> bool:
             if compat.is_literal(atom) or atom.aval.shape != var.aval.shape:
@@ -374,7 +374,7 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):
             return False
-    is_control = eqn.primitive.name in CONTROL - {"custom_jvp_call"}
+    is_control = compat.name_of(eqn) in CONTROL - {"custom_jvp_call"}
     if eqn.effects or is_control or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
     # A result of at most half the parameter's size (a norm, a row) is cheap to store. If it were repeated, a penalty on

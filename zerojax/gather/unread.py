@@ -42,7 +42,7 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
 
     Return None if `eqn` is another equation, or if nothing can be spared. `dims` is a result of `parts.dims_of`.
     """
-    if not eqn.primitive.name.startswith("custom_vjp"):
+    if not compat.name_of(eqn).startswith("custom_vjp"):
         return None
     given = [None if compat.is_literal(a) else dims.get(a, -1) for a in eqn.invars]
     divided = [i for i, dim in enumerate(given) if dim not in (None, -1)]

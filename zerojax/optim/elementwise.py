@@ -151,8 +151,8 @@ def of_constant(value) -> Known:
 
 def interpret(eqn, values: list[Known]) -> list[Known]:
     """Return the properties of one equation's results, given the properties of its operands."""
-    name = eqn.primitive.name
-    body = eqn.params.get("jaxpr") or eqn.params.get("call_jaxpr")
+    name, params = compat.name_of(eqn), compat.params_of(eqn)
+    body = params.get("jaxpr") or params.get("call_jaxpr")
     if name in INLINED and body is not None:
         return walk(*compat.opened(body), values)
     reads = frozenset().union(*(v.reads for v in values))

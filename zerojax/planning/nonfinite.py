@@ -80,7 +80,7 @@ class Walk:
             self.enter_loop(loop, values, line)
         elif eqn.primitive.name == "cond":
             self.run(*compat.opened(eqn.params["branches"][int(values[0])]), values[1:], line)
-        elif (body := eqn.params["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)) is not None:
+        elif (body := compat.params_of(eqn)["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)) is not None:
             self.run(*compat.opened(body), values, line)
 
     def enter_loop(self, loop: compat.LoopEqn, values: Sequence, line: str) -> None:

@@ -95,8 +95,9 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
             index, *rest = operands
             results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]
             return [lax.select_n(index, *jnp.broadcast_arrays(*cases)) for cases in zip(*results, strict=True)]
-        if eqn.primitive.name in INLINED:
-            body = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+        if compat.name_of(eqn) in INLINED:
+            params = compat.params_of(eqn)
+            body = params.get("jaxpr") or params["call_jaxpr"]
             return evaluate_as(*compat.opened(body), operands, shape)
         return None
 
