@@ -39,6 +39,7 @@ import sys
 import tempfile
 import time
 
+import gpu_expected
 import gpu_picture
 
 from zerojax.offload.host import CAP_VARIABLE, available_bytes
@@ -91,6 +92,9 @@ def main():
         if part == "check" and not bench.found["check"].get("ok"):
             sys.exit("The numbers of the check above are wrong, so nothing is measured.")
     print(table(bench.found))
+    bench.found["expected"] = gpu_expected.verdicts(bench.found)
+    bench.save()
+    print(gpu_expected.table(bench.found["expected"]))
     gpu_picture.draw(bench.found, args.out.with_suffix(".png"))
 
 
