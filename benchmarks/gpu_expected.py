@@ -238,7 +238,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = ["", "what the documentation says, and what would refute it"]
     for one in rows:
         value = "" if one["measured"] is None else f" {one['measured']:.4g}"
-        lines.append(f"{one['verdict']:13s}{one['part']}: {one['figure']}:{value}, within {one['low']:g} to {one['high']:g}")
+        agrees = f"within {one['low']:g} to {one['high']:g}"
+        lines.append(f"{one['verdict']:13s}{one['part']}: {one['figure']}:{value}, {agrees}")
         quote = " ".join(one["quote"].split())
         lines.append(f'{"":13s}docs/{one["page"]}: "{quote}"')
     return "\n".join(lines)
