@@ -35,11 +35,13 @@ import importlib.util
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 
+import gpu_expected
 import gpu_picture
 
 from zerojax.offload.host import CAP_VARIABLE, available_bytes
@@ -63,6 +65,7 @@ MODES = {
     "params": {"update": "device", "params": "host"},
 }
 SPEEDS = {"125M": "125M", "350M": "350M", "1.3B": "gpu"}  # names in `yardstick.SIZES`
+DRY_MODES = ("none", "auto", "params")  # a dry run's check runs the other modes
 GROWTH = 1.25
 
 
@@ -70,7 +73,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument(
-        "--modes", nargs="*", default=list(MODES), choices=list(MODES), help="of offload, in this order"
+        "--modes", nargs="*", choices=list(MODES), help="of offload, in this order (default: all; dry: three)"
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps, or rounds of ways that are compared")
     parser.add_argument("--rows", type=int, help="sequences of each device where offload is measured (8 on GPUs)")
@@ -84,7 +87,7 @@ def arguments():
 
 
 def main():
-    args = arguments()
+    args, begin = arguments(), time.monotonic()
     bench = Bench(args)
     bench.probe()
     for part in (part for part in PARTS if part in args.parts):
@@ -92,7 +95,12 @@ def main():
         if part == "check" and not bench.found["check"].get("ok"):
             sys.exit("The numbers of the check above are wrong, so nothing is measured.")
     print(table(bench.found))
+    bench.found["expected"] = gpu_expected.verdicts(bench.found)
+    bench.save()
+    print(gpu_expected.table(bench.found["expected"]))
     gpu_picture.draw(bench.found, args.out.with_suffix(".png"))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"took {time.monotonic() - begin:.0f} s, and {used.ru_utime + used.ru_stime:.0f} s of the host's processors")
 
 
 class Bench:
@@ -147,6 +155,8 @@ class Bench:
         self.small = found["platform"] == "cpu"
         if self.small:
             self.environment, self.sizes = environment(dry=True) | self.cached(), SMALL
+        if self.args.modes is None:
+            self.args.modes = list(DRY_MODES if self.small else MODES)
         self.hardware = found
         told = {name: self.environment.get(name) for name in SET}
         self.found |= {"dry run": self.small, "machine": found, "environment": told}
@@ -272,7 +282,7 @@ class Bench:
         ran = [r for r in self.found["rows"] if r["mode"] == mode and r["status"] == "ran" and r["model"] == "8B"]
         layers = self.sizes["8B"]["layers"]
         most, why = (ran[0]["parameters"] if ran else None), ""
-        tries = 2 if self.small else 20
+        tries = 1 if self.small else 20
         layers = round(layers * GROWTH) if ran else layers
         down = False
         while tries and not why:

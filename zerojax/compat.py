@@ -23,7 +23,7 @@ from typing import Any
 import jax.core
 
 MAPPED = "zerojax_mapped"  # the name of the primitive that `comm.mapped` defines
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", MAPPED})
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", MAPPED})
 _REMATS = frozenset({"checkpoint", "remat", "remat2"})
 # The classes of `HiPrim` that replace primitives, and the primitives' names.
 _REPLACED = {

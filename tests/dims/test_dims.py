@@ -45,6 +45,12 @@ def _loop(x, key):
     return lax.scan(lambda carry, row: (jnp.sin(carry + row), carry * row), jnp.zeros(x.shape[1:]), x)[1]
 
 
+def _layers(x):
+    """A loop under remat in a loop. In jax 0.11 and later, its derivative has equations named "eval_jaxpr"."""
+    twice = lambda row: lax.scan(lambda carry, i: (jnp.sin(carry + i), None), row, jnp.arange(2.0))[0]
+    return lax.scan(lambda _, row: (None, jax.checkpoint(twice, prevent_cse=False)(row)), None, x)[1]
+
+
 def _branch(x, key):
     return lax.cond(jnp.sum(jax.random.normal(key)) > 0, jnp.cos, lambda x: jnp.sin(x) + x, x)
 
@@ -64,6 +70,7 @@ STEPS = {
     "cumsum": lambda x, key: jnp.cumsum(x, axis=-1),
     "custom": lambda x, key: jax.nn.relu(x) + optax.safe_norm(x, 1e-3),
     "dropout": lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape),
+    "layers": lambda x, key: _layers(x),
     "lookup": lambda x, key: jnp.take(x, jnp.argsort(x[0].ravel())[:1] % x.shape[-1], axis=-1),
     "loop": _loop,
     "merge": lambda x, key: x.reshape(-1),
@@ -192,6 +199,7 @@ def cases():
             [image],
             UNKNOWN,
         ),
+        "a loop under remat in a loop": (lambda x: jax.vjp(_layers, x.T)[0], [x], (1,)),
         "an embedding": (lambda t, y: t[y], [table, labels], (0,)),
         "its gradient is a sum": (jax.grad(lambda t, y: jnp.sum(jnp.sin(t[y]))), [table, labels], ()),
         "messages of a graph": (

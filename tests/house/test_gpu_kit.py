@@ -1,5 +1,6 @@
 """The kit that measures on GPUs runs to its end without one, and measures nothing where numbers are wrong."""
 
+import dataclasses
 import importlib.util
 import json
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from pathlib import Path
 
 import gpu
+import gpu_expected
 import gpu_picture
 import gpu_work
 import jax
@@ -103,3 +105,63 @@ def test_the_picture_says_what_was_not_measured(tmp_path):
     machine = {"devices": ["NVIDIA H200", 1], "versions": {"jax": "0.12"}}
     gpu_picture.draw({"rows": [], "date": "", "dry run": False, "machine": machine} | nothing, tmp_path / "a.png")
     assert (tmp_path / "a.png").exists()
+
+
+# What a kit on one GPU finds if each page is right, and with one figure that is not.
+AS_DOCUMENTED = {
+    "machine": {"devices": ["NVIDIA H200", 1], "device_limit": 140e9},
+    "check": {"rows": [{"precision": "fp32", "to plain optax": 7e-7}, {"precision": "bf16"}]},
+    "speed": {"1.3B": {"status": "ran", "ways": {"stage 3": {"to replicated": 1.01}}}},
+    "plan": {
+        "1.3B": {
+            "planned_peak": 25e9,
+            "peak_device": 25.5e9,
+            "create_peak_device": 20e9,
+            "planned_s": 0.3,
+            "step_s": [0.4, 0.4, 0.4],
+        }
+    },
+    "rows": [
+        {"model": "1.5B", "mode": mode, "status": "ran", "step_s": [seconds], "state_host": 18e9, "parameters": 1.5e9}
+        | {"bytes_to_device": 18e9, "bytes_to_host": 18e9, "link": {"each of both": 40e9}}
+        for mode, seconds in {"none": 1.0, "device": 1.5, "auto": 1.4}.items()
+    ],
+    "torch": {"FSDP2": {"step_s": [1.1]}, "FSDP2, offload": {"step_s": [3.3]}},
+    "activations": {"on the device": {"peak_device": 30e9}, "in host memory": {"peak_device": 29.2e9}},
+    "checkpoint": {
+        "4000 MB": {
+            "seconds": {"save: the loop is blocked": {"median": 0.8}, "copy to host memory": {"median": 0.75}},
+        }
+    },
+    "largest": {"none": {"parameters": 8e9}},
+}
+
+
+def judged(found):
+    return {one["figure"]: (one["verdict"], one["measured"]) for one in gpu_expected.verdicts(found)}
+
+
+def test_each_part_has_a_documented_figure_that_a_measurement_can_refute():
+    docs = BENCHMARKS.parent / "docs"
+    assert {one.part for one in gpu_expected.EXPECTED} == set(gpu.PARTS)
+    for one in gpu_expected.EXPECTED:
+        assert one.quote in (docs / one.page).read_text(), (one.part, one.page)
+        assert one.low < one.high
+    table = (docs / "gpu.md").read_text()
+    assert all(one.figure in table for one in gpu_expected.EXPECTED)
+
+
+def test_what_the_pages_say_holds_and_all_other_figures_are_refuted():
+    several = [one.figure for one in gpu_expected.EXPECTED if one.figure.startswith("several GPUs")]
+    found = judged(AS_DOCUMENTED)
+    assert {verdict for figure, (verdict, _) in found.items() if figure not in several} == {"holds"}, found
+    assert [found[figure] for figure in several] == [("not measured", None)]
+    for one in gpu_expected.EXPECTED:
+        beyond = dataclasses.replace(one, measured=lambda found, one=one: one.high + 0.01 * (one.high - one.low))
+        assert beyond.judge({})[0] == "REFUTED"
+    eight = {"machine": {"devices": ["NVIDIA H200", 8], "device_limit": 140e9}}
+    eight |= {"speed": {"1.3B": {"status": "ran", "ways": {"stage 3": {"to gathered": 1.2}}}}}
+    assert judged(eight)[several[0]] == ("REFUTED", 1.2)
+    wrong = AS_DOCUMENTED | {"check": {"rows": [{"precision": "fp32", "to plain optax": 1e-3}]}}
+    assert [verdict for verdict, _ in judged(wrong).values()].count("REFUTED") == 1
+    assert {verdict for verdict, _ in judged(AS_DOCUMENTED | {"dry run": True}).values()} == {"not measured"}

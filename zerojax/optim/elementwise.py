@@ -27,7 +27,9 @@ ZERO_AT_ZERO = frozenset(
     "abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square "
     "stop_gradient tan tanh reduce_precision".split()
 )
-INLINED = frozenset("pjit jit closed_call core_call custom_jvp_call custom_vjp_call remat checkpoint".split())
+INLINED = frozenset(
+    "pjit jit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call remat checkpoint".split()
+)
 SHAPE_ONLY = frozenset(("shape", "broadcast_dimensions", "sharding", "out_sharding", "axes"))
 SCALAR, LEAF, MIXED = "scalar", "leaf", "mixed"
 

@@ -325,8 +325,9 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
         yield f"The FLOPs of {', '.join(unknown)} are not counted."
     if gpus.per_host > GPUS_PER_HOST:
         yield (
-            f"{gpus.per_host} devices count as one host, although hosts have {GPUS_PER_HOST}, and links between hosts "
-            f"are slower. Give hosts x devices, such as {gpus.kind}:2x{-(-gpus.per_host // 2)}."
+            f"{gpus.per_host} devices count as one host, as in a rack whose GPUs NVLink connects. Usual hosts have "
+            f"{GPUS_PER_HOST}, and links between hosts are slower: give hosts x devices, such as "
+            f"{gpus.kind}:2x{-(-gpus.per_host // 2)}."
         )
     if any(count.conditional for count in module.executions.values()):
         yield "Of a conditional, every branch is counted as executed."
