@@ -65,7 +65,9 @@ class Planner:
                 GPU within its host (default: NVLink). `network`: sent by a GPU to other hosts (default: its network
                 adapter). `host_link`: in each direction between a GPU and its host (default: PCIe). `disk`: read and
                 written by a GPU's share of the disk, together. `host_link` and `disk` count only with
-                `Offload(params="disk")`. Without `disk`, the time of the disk is left out.
+                `Offload(params="disk")`. Without `disk`, the time of the disk is left out. `rates`: achievable rates,
+                as a dict, or as the path of a file that `zerojax doctor --json` wrote on such a GPU (default: the usual
+                shares of the peak rates).
 
         Returns:
             A `Plan`, which prints as tables.
@@ -73,8 +75,8 @@ class Planner:
         Raises:
             TypeError: If `step` cannot be lowered, the state of a step is not a `ZeroState`, or an option is unknown.
             ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch, a speed
-                is not above 0, or the leaves of the batch have different numbers of rows (for a step, or with
-                `largest_batch`).
+                is not above 0, `rates` has no rates or those of another GPU, or the leaves of the batch have different
+                numbers of rows (for a step, or with `largest_batch`).
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         given = Hardware(**hardware)
@@ -93,8 +95,8 @@ class Planner:
         compiled, row = program.compile(batch), program.row
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
-        limits = {"usable": usable, "largest_batch": largest, "transfers": seconds}
-        return read_plan(compiled, topology, device, program.facts, batch=rows, **limits)
+        limits = {"largest_batch": largest, "transfers": seconds}
+        return read_plan(compiled, topology, given, program.facts, batch=rows, **limits)
 
     @auto_context()
     def fit(
@@ -137,7 +139,8 @@ class Planner:
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
                 a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
                 activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `link`, `network`,
-                `host_link`, `disk`. `host_link` counts with every offload. As for `train_step`: `has_aux`, `weighted`.
+                `host_link`, `disk`, `rates`. Candidates are compared at peak rates, or at the given `rates`.
+                `host_link` counts with every offload. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
