@@ -3,7 +3,7 @@
 References:
     Products: the largest rates found by mamf-finder, github.com/stas00/ml-engineering, compute/accelerator.
     Links: github.com/NVIDIA/nccl-tests/issues/212 and github.com/NVIDIA/nccl/issues/1281, without SHARP: NCCL's
-    protocol takes a fifth of NVLink's bandwidth.
+    protocol takes a fifth of NVLink's bandwidth. Network: github.com/NVIDIA/nccl/issues/1229.
     Slowdown: arXiv 2507.03114, which measures 19% on average and 40% at most; large models are near the upper end.
 """
 

@@ -208,7 +208,7 @@ class Plan:
     def _times(self, line: Callable[..., str]) -> Iterator[str]:
         """Yield table rows with times at peak and at achievable rates. `line` makes a row from its cells."""
         peak, expected = self.roofline, self.expected
-        yield line("time", "peak", "achievable")
+        yield "time" + line("", "peak", "achievable")[4:]
         for name, part in TIMES.items():
             yield line(name, *(format_seconds(getattr(at, part)) for at in (peak, expected.roofline)))
         if self.collectives:
