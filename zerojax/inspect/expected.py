@@ -38,7 +38,7 @@ class Expected:
 
     @classmethod
     def of(cls, module: Module, moved: Overlap, device: Device) -> Expected:
-        """Simulate a program on a device at achievable rates. `moved` has the program's collectives."""
+        """Return the simulated run of a program on a device at achievable rates. `moved` has its collectives."""
         simulated = simulate(module, device)
         return cls(roofline(module, moved, device), sum(simulated.waits.values()), simulated.slowed)
 

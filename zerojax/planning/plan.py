@@ -139,8 +139,8 @@ class Planner:
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
                 a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
                 activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `link`, `network`,
-                `host_link`, `disk`, `rates`. Candidates are compared at peak rates, or at the given `rates`.
-                `host_link` counts with every offload. As for `train_step`: `has_aux`, `weighted`.
+                `host_link`, `disk`, `rates`. Costs are at peak rates, or at `rates`. `host_link` counts with every
+                offload. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
