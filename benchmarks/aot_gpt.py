@@ -95,16 +95,14 @@ COMPILER_OPTIONS = {
     **dict.fromkeys(AXES, TWO_AT_ONCE),
     "tensor": TWO_AT_ONCE,
     "pipelined-combined": COMBINED,
-    "pipelined-ordered-combined": COMBINED,
     "gathered-O1": {"optimization_level": "O1"},
     "gathered-double": {"xla_gpu_enable_latency_hiding_scheduler": True, **DOUBLE},
 }
 PIPELINED = {
     "pipelined": {},
-    "pipelined-ordered": {"ordered": True},
-    "pipelined-unroll": {"unroll": 2},
     "pipelined-combined": {},
-    "pipelined-ordered-combined": {"ordered": True},
+    "pipelined-unordered": {"ordered": False},
+    "pipelined-unroll": {"unroll": 2},
 }
 WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-double", *PIPELINED]
 

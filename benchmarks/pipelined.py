@@ -18,7 +18,7 @@ import yardstick
 AXIS = "data"
 
 
-def value_and_grad(size, scan, mesh, specs, *, ordered=False, unroll=1):
+def value_and_grad(size, scan, mesh, specs, *, ordered=True, unroll=1):
     """`f(params, tokens) -> (loss, grads)` for jit. `specs` has the `PartitionSpec` of each parameter.
 
     With `ordered`, layers that are not scanned are ordered by `program_order`. `unroll` is that of the scans.

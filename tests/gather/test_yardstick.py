@@ -89,6 +89,6 @@ def test_the_rival_that_is_pipelined_by_hand_gives_the_plain_models_gradient(sty
     init, loss, (_, length) = yardstick.build("tiny", scan=scan, layers=3)
     params, tokens = jax.jit(init)(jax.random.key(0)), jax.random.randint(jax.random.key(1), (8, length), 0, 128)
     specs = jax.tree.map(lambda x: x.spec, tx.shardings(params).params)
-    rival = pipelined.value_and_grad(size, scan, tx.config.mesh, specs, ordered=not scan)
+    rival = pipelined.value_and_grad(size, scan, tx.config.mesh, specs)
     got, want = jax.jit(rival)(params, tokens), jax.jit(jax.value_and_grad(loss))(params, tokens)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)

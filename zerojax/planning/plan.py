@@ -139,21 +139,20 @@ class Planner:
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
                 a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
                 activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `link`, `network`,
-                `host_link`, `disk`, `rates`. Costs are at peak rates, or at `rates`. `host_link` counts with every
+                `host_link`, `disk`, `rates`. Without `rates`, costs are at peak rates. `host_link` counts with every
                 offload. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
 
         Raises:
-            ValueError: If nothing fits, the GPU is unknown, an option is out of range, there is no loss, or the leaves
-                of the batch have different numbers of rows.
+            ValueError: If nothing fits, the GPU is unknown, an option is invalid, there is no loss, or the leaves of
+                the batch have different numbers of rows.
             TypeError: If a number of rows or of devices is not an integer, or an option is unknown.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        named = loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
-        losses = {str(name): loss for name, loss in named.items()}
-        if not losses:
+        named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
+        if not (losses := {str(name): loss for name, loss in named}):
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
         gpu, hosts, counts = gpus_of(gpu, devices)
         if not rows_of(batch):
