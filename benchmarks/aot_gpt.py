@@ -6,6 +6,7 @@
     python benchmarks/aot_gpt.py --topology h200:2x8 --ways hybrid hybrid-device      shards within a host (HSDP)
     python benchmarks/aot_gpt.py --ways tensor           ZeRO over 4, tensor and sequence parallel over 2 (Megatron)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
+    python benchmarks/aot_gpt.py --prefetch 1 --ways stage3 pipelined pipelined-combined      ours, and the best rival
 
 It needs the extra `aot`, and no GPU. The ways:
 
@@ -14,6 +15,9 @@ It needs the extra `aot`, and no GPU. The ways:
 - `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each layer by hand in its rematerialised
   body. `-O1` adds XLA's level O1, which overlaps collectives within a loop. `-double` adds double buffered loops and
   combined collectives.
+- `pipelined` is the strongest rival: stage 3 written out by hand for this model (`pipelined.py`), its layers ordered by
+  JAX's `program_order`. `-combined` adds combined collectives, `-unroll` loops of two layers per iteration.
+  `-unordered` is without `program_order`.
 - `hybrid` shards everything within hosts, `inside` only the parameters. They are compiled so that two collectives may
   be in flight, one over NVLink and one over the network. Otherwise XLA's scheduler takes them one after the other.
 - `tensor` has a second mesh axis for the model.
@@ -28,6 +32,10 @@ The figures:
 - `float8`: the share of the products' FLOPs that have float8 operands.
 - `waiting`: the share of the step, simulated at peak rates, in which kernels wait for collectives. `for` is what they
   wait for most.
+- `step ms` and `exposed ms`: the expected time of the program, and its exposed time, simulated at the rates that such
+  GPUs usually achieve (docs/plan.md). `waits ms` is the part of the exposed time in which kernels wait. In the other
+  part, collectives slow products.
+- `lines`: lines of code that a user adds to the plain model.
 - `all-in`: temporary memory, arguments and results over the parameters.
 """
 
@@ -155,8 +163,6 @@ def measure(
     traced = time.perf_counter() - start
     compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(way))
     memory, text = compiled.memory_analysis(), compiled.as_text()
-    if d := os.environ.get("DUMP"):
-        pathlib.Path(d, f"{style}-{way}-{prefetch}.hlo").write_text(text)
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=axes).create(shapes).plan.grads
     gpu = Device.of(Topology.parse(topology))

@@ -21,7 +21,7 @@ AXIS = "data"
 def value_and_grad(size, scan, mesh, specs, *, ordered=True, unroll=1):
     """`f(params, tokens) -> (loss, grads)` for jit. `specs` has the `PartitionSpec` of each parameter.
 
-    With `ordered`, layers that are not scanned are ordered by `program_order`. `unroll` is that of the scans.
+    With `ordered`, the parts of the program are ordered by `program_order`. `unroll` is that of the scans.
     """
     layers = specs["blocks"] if scan else specs["block_0"]
     within = jax.tree.map(lambda spec: jax.P(*spec[1:]), layers) if scan else layers
