@@ -6,7 +6,7 @@
     python benchmarks/aot_gpt.py --topology h200:2x8 --ways hybrid hybrid-device      shards within a host (HSDP)
     python benchmarks/aot_gpt.py --ways tensor           ZeRO over 4, tensor and sequence parallel over 2 (Megatron)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
-    python benchmarks/aot_gpt.py --prefetch 1 --ways stage3 pipelined pipelined-combined      ours, and the best rival
+    python benchmarks/aot_gpt.py --prefetch 1 --ways stage3 pipelined pipelined-unordered      ours, and the best rival
 
 It needs the extra `aot`, and no GPU. The ways:
 
@@ -15,9 +15,9 @@ It needs the extra `aot`, and no GPU. The ways:
 - `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each layer by hand in its rematerialised
   body. `-O1` adds XLA's level O1, which overlaps collectives within a loop. `-double` adds double buffered loops and
   combined collectives.
-- `pipelined` is the strongest rival: stage 3 written out by hand for this model (`pipelined.py`), its layers ordered by
-  JAX's `program_order`. `-combined` adds combined collectives, `-unroll` loops of two layers per iteration.
-  `-unordered` is without `program_order`.
+- `pipelined` is the strongest rival: stage 3 written out by hand for this model (`pipelined.py`), its parts ordered by
+  JAX's `program_order`, and the collectives of a layer combined. `-unordered` is without `program_order`, `-unroll` the
+  same with two layers per iteration of a scan, `-uncombined` with XLA's default sizes of collectives.
 - `hybrid` shards everything within hosts, `inside` only the parameters. They are compiled so that two collectives may
   be in flight, one over NVLink and one over the network. Otherwise XLA's scheduler takes them one after the other.
 - `tensor` has a second mesh axis for the model.
@@ -102,15 +102,15 @@ DOUBLE = {"xla_gpu_enable_while_loop_double_buffering": True, **COMBINED}
 COMPILER_OPTIONS = {
     **dict.fromkeys(AXES, TWO_AT_ONCE),
     "tensor": TWO_AT_ONCE,
-    "pipelined-combined": COMBINED,
+    **dict.fromkeys(("pipelined", "pipelined-unordered", "pipelined-unroll"), COMBINED),
     "gathered-O1": {"optimization_level": "O1"},
     "gathered-double": {"xla_gpu_enable_latency_hiding_scheduler": True, **DOUBLE},
 }
 PIPELINED = {
     "pipelined": {},
-    "pipelined-combined": {},
+    "pipelined-uncombined": {},
     "pipelined-unordered": {"ordered": False},
-    "pipelined-unroll": {"unroll": 2},
+    "pipelined-unroll": {"ordered": False, "unroll": 2},
 }
 WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-double", *PIPELINED]
 
