@@ -6,6 +6,7 @@
     python benchmarks/aot_gpt.py --topology h200:2x8 --ways hybrid hybrid-device      shards within a host (HSDP)
     python benchmarks/aot_gpt.py --ways tensor           ZeRO over 4, tensor and sequence parallel over 2 (Megatron)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
+    python benchmarks/aot_gpt.py --prefetch 1 --ways stage3 pipelined pipelined-unordered      ours, and the best rival
 
 It needs the extra `aot`, and no GPU. The ways:
 
@@ -14,6 +15,9 @@ It needs the extra `aot`, and no GPU. The ways:
 - `gathered` is the strongest simple rival: `jax.jit` of a model that gathers each layer by hand in its rematerialised
   body. `-O1` adds XLA's level O1, which overlaps collectives within a loop. `-double` adds double buffered loops and
   combined collectives.
+- `pipelined` is the strongest rival: stage 3 written out by hand for this model (`pipelined.py`), its parts ordered by
+  JAX's `program_order`, and the collectives of a layer combined. `-unordered` is without `program_order`, `-unroll` the
+  same with two layers per iteration of a scan, `-uncombined` with XLA's default sizes of collectives.
 - `hybrid` shards everything within hosts, `inside` only the parameters. They are compiled so that two collectives may
   be in flight, one over NVLink and one over the network. Otherwise XLA's scheduler takes them one after the other.
 - `tensor` has a second mesh axis for the model.
@@ -28,13 +32,19 @@ The figures:
 - `float8`: the share of the products' FLOPs that have float8 operands.
 - `waiting`: the share of the step, simulated at peak rates, in which kernels wait for collectives. `for` is what they
   wait for most.
+- `step ms` and `exposed ms`: the expected time of the program, and its exposed time, simulated at the rates that such
+  GPUs usually achieve (docs/plan.md). `waits ms` is the part of the exposed time in which kernels wait. In the other
+  part, collectives slow products.
+- `lines`: lines of code that a user adds to the plain model.
 - `all-in`: temporary memory, arguments and results over the parameters.
 """
 
 import argparse
+import ast
 import dataclasses
 import datetime
 import functools
+import inspect
 import json
 import os
 import pathlib
@@ -45,6 +55,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import optax
+import pipelined
 import yardstick
 from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -52,7 +63,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax import Wire, zero_shard
 from zerojax.comm.collectives import LABEL
 from zerojax.gpus.devices import Device
+from zerojax.gpus.rates import Rates
 from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.inspect.expected import Expected
 from zerojax.inspect.hlo import read
 from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import roofline
@@ -81,18 +94,25 @@ AXES = {
     "wire-inside": {"wire": WIRE, "params_axis": "gpu"},
 }
 TWO_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-DOUBLE = {
-    "xla_gpu_enable_while_loop_double_buffering": True,
+COMBINED = {
     "xla_gpu_all_gather_combine_threshold_bytes": 2**27,
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**26,
 }
+DOUBLE = {"xla_gpu_enable_while_loop_double_buffering": True, **COMBINED}
 COMPILER_OPTIONS = {
     **dict.fromkeys(AXES, TWO_AT_ONCE),
     "tensor": TWO_AT_ONCE,
+    **dict.fromkeys(("pipelined", "pipelined-unordered", "pipelined-unroll"), COMBINED),
     "gathered-O1": {"optimization_level": "O1"},
     "gathered-double": {"xla_gpu_enable_latency_hiding_scheduler": True, **DOUBLE},
 }
-WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-double"]
+PIPELINED = {
+    "pipelined": {},
+    "pipelined-uncombined": {},
+    "pipelined-unordered": {"ordered": False},
+    "pipelined-unroll": {"ordered": False, "unroll": 2},
+}
+WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-double", *PIPELINED]
 
 
 # A bucket holds the gradients of one layer, as it does for the other sizes by default.
@@ -130,8 +150,12 @@ def measure(
         lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(shapes), tokens)
     else:
         where = tx.shardings(shapes).params
+        gradient = jax.value_and_grad(loss)
+        if way in PIPELINED:
+            chosen, specs = dataclasses.replace(yardstick.SIZES[size], **changes), jax.tree.map(lambda s: s.spec, where)
+            gradient = pipelined.value_and_grad(chosen, scan, mesh, specs, **PIPELINED[way])
         program = jax.jit(
-            jax.value_and_grad(loss),
+            gradient,
             in_shardings=(where, batch),
             out_shardings=(NamedSharding(mesh, PartitionSpec()), where),
         )
@@ -148,6 +172,7 @@ def measure(
     own = [one for one in moved.in_flight if one not in beside]
     inside = [one for one in own if one not in across]
     waits = waits_by_cause(module, gpu)
+    expected = Expected.of(module, moved, Rates().of(gpu, Topology.parse(topology).kind))
     least = roofline(module, moved, gpu)
     kernels, operations = least.kernels, least.operations
     float8 = sum(count for dtype, count in operations.items() if dtype.startswith("f8"))
@@ -168,11 +193,29 @@ def measure(
         "float8": round(float8 / sum(operations.values()), 4),
         "waiting": round(sum(waits.values()) / (kernels + sum(waits.values())), 4),
         "for": next(iter(waits), ""),
+        "step ms": round(1e3 * expected.seconds, 1),
+        "exposed ms": round(1e3 * expected.exposed, 2),
+        "waits ms": round(1e3 * expected.waits, 2),
+        "lines": code_lines(way),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),
         "temp MiB": round(memory.temp_size_in_bytes / 2**20, 1),
         "trace s": round(traced, 1),
         "compile s": round(time.perf_counter() - start - traced, 1),
     }
+
+
+def code_lines(way: str) -> int:
+    """Lines of code, without comments and docstrings, that a user adds to the plain model for one way."""
+    if way in OURS:
+        return 2  # zero_shard(...), and tx.value_and_grad(loss) for jax.value_and_grad(loss)
+    written = {"gathered": yardstick.gathered_by_hand, "pipelined": pipelined}.get(way.partition("-")[0])
+    if written is None:
+        return 1  # in_shardings=
+    tree = ast.parse(inspect.getsource(written))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return sum(bool(line.strip()) for line in ast.unparse(tree).split("\n"))
 
 
 def main():

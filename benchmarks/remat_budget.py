@@ -30,8 +30,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.planning.compiled_plan import read_plan
@@ -182,7 +181,7 @@ def measure(block, shapes, scan: bool) -> dict[str, float]:
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.bfloat16, sharding=rows)
     compiled: Any = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), x).compile()
-    plan = read_plan(compiled, TOPOLOGY, Device.of(Topology.parse(TOPOLOGY)), batch=ROWS)
+    plan = read_plan(compiled, TOPOLOGY, batch=ROWS)
     return {
         "memory": plan.memory["temporary"] / 2**20,
         "host": compiled.memory_analysis().host_temp_size_in_bytes / 2**20,

@@ -173,6 +173,13 @@ def plan(
     topology: Annotated[
         str, typer.Option(help="The GPUs to compile for: h200:8, h100:64, a100-80:16, or hosts of GPUs, b200:8x8.")
     ] = "h200:8",
+    rates: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file that zerojax doctor --json wrote on such a GPU: the rates that it achieves.",
+            show_default="usual shares of the peak rates",
+        ),
+    ] = None,
     batch: Annotated[int | None, typer.Option(help="Rows of the global batch.", show_default="as in FILE")] = None,
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Find the largest batch that fits, by compiling several times.")
@@ -192,11 +199,11 @@ def plan(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with errors_in_one_line(as_json):
         from zerojax import user_code
-        from zerojax.gpus.topology import Topology
         from zerojax.planning import plan as plans
+        from zerojax.planning.hardware import Hardware
         from zerojax.planning.shapes import rows_of, with_rows
 
-        Topology.parse(topology)  # fails before the file is run
+        Hardware(rates=rates).achievable(topology)  # fails before the file is run
         check_folder("--png", png)
         check_folder("--save", save)
         if batch is not None and batch < 1:
@@ -210,7 +217,7 @@ def plan(
         rows = rows if batch is None else with_rows(rows, batch)
         try:
             with user_code.running(user_code.split_reference(file)[0]):  # tracing runs the file's code
-                given = {"topology": topology, "largest_batch": largest_batch, "save": save}
+                given = {"topology": topology, "largest_batch": largest_batch, "rates": rates, "save": save}
                 compiled = plans.plan(step, state, rows, *args, **given)
         except (ValueError, ModuleNotFoundError):
             raise
@@ -274,7 +281,8 @@ def doctor(
     """Check versions, devices, bandwidths, and whether offloading is correct on this machine.
 
     It also prints the number of tokens per step, for each TFLOP/s of the devices, below which a disk limits a step with
-    parameters on disk. The exit status is 1 if a check fails.
+    parameters on disk. With --json, it prints the measured rates, too, for `zerojax plan --rates FILE`. The exit status
+    is 1 if a check fails.
     """
     findings = []
     with errors_in_one_line(as_json, on_cpu=False):

@@ -1,4 +1,4 @@
-"""Check versions, devices and bandwidths, and whether offloading is correct here, for the command `zerojax doctor`."""
+"""Check versions, devices and rates, and whether offloading is correct here, for the command `zerojax doctor`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import dataclasses
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from zerojax.config import Offload, Precision
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
 from zerojax.offload.host import host_kind, host_sharding
-from zerojax.offload.measure import measure
+from zerojax.offload.measure import measure, timed
 from zerojax.offload.remat import remat_policy
 from zerojax.planning.estimate import estimate
 from zerojax.units import format_bytes
@@ -30,15 +31,19 @@ PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 CHUNKS, CHUNK_BYTES, PREFETCH = 16, 16 << 20, 3
 MOST_SECONDS = 5  # then no further chunk is written, so that a slow disk does not take long
+# The width of the measured products, their number in a chain, and the bytes that are gathered and that memory copies.
+# A product chain takes longer than a gather, so that a gather can run during the chain.
+WORK = {"gpu": (8192, 16, 1 << 30), "cpu": (256, 2, 1 << 20)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The name of a check, its result or error, and whether it passed."""
+    """The name of a check, its result or error, whether it passed, and the rates that it measured (see `Rates`)."""
 
     name: str
     result: str
     ok: bool = True
+    measured: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def examine(path: Path) -> Iterator[Finding]:
@@ -47,10 +52,12 @@ def examine(path: Path) -> Iterator[Finding]:
     yield from (Finding(name, version) for name in PACKAGES if (version := version_of(name)))
     yield from plugins()
     devices = jax.devices()
-    yield Finding("devices", f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})")
+    kind = devices[0].device_kind
+    yield Finding("devices", f"{len(devices)} x {kind} ({devices[0].platform})", measured={"device": kind})
     kinds = sorted({memory.kind for memory in devices[0].addressable_memories()})
     yield Finding("memory kinds", ", ".join(kinds), ok="pinned_host" in kinds)
     yield run_check("link and host memory", bandwidths)
+    yield run_check("products and collectives", device_rates)
     yield run_check("update on the host", host_compute)
     yield run_check("offloaded activations", offloaded_activations)
     yield run_check(f"disk at {path}", lambda: disk_bandwidth(path))
@@ -74,21 +81,69 @@ def plugins() -> Iterator[Finding]:
             yield Finding(name, result, ok)
 
 
-def run_check(name: str, check: Callable[[], str]) -> Finding:
-    """Return the result of a check. A check that raises an error did not pass."""
+def run_check(name: str, check: Callable[[], str | tuple[str, dict[str, Any]]]) -> Finding:
+    """Return the result of a check, and the rates that it measured. A check that raises an error did not pass."""
     try:
-        return Finding(name, check())
+        found = check()
+        text, measured = (found, {}) if isinstance(found, str) else found
+        return Finding(name, text, measured=measured)
     except Exception as error:
         return Finding(name, " ".join(f"{type(error).__name__}: {error}".split()), ok=False)
 
 
-def bandwidths() -> str:
+def bandwidths() -> tuple[str, dict[str, Any]]:
     """Measure the bandwidths of the link between host and device, and of host memory."""
     speed = measure(resolve_mesh(None, ("data",)), ("data",))
-    return (
+    text = (
         f"{format_bytes(speed.link)}/s each way per device, {format_bytes(speed.host)}/s of host memory per device "
         f"in updates, all devices at once"
     )
+    return text, {"host_link": speed.link}
+
+
+def device_rates() -> tuple[str, dict[str, Any]]:
+    """Measure products, memory and collectives of this process's devices, all at once, and how products are slowed."""
+    devices = jax.local_devices()
+    width, chain, size = WORK.get(devices[0].platform, WORK["cpu"])
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+    count = len(devices)
+    normal = lambda shape, spec: jax.jit(  # zeros or ones would take less power, and so run at a higher clock
+        lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16),
+        out_shardings=jax.NamedSharding(mesh, spec),
+    )()
+    split, whole = jax.P("data"), jax.P()
+    x, w = normal((count * width, width), split), normal((width, width), whole) / width**0.5
+    wide, many = normal((size // 2,), split), normal((count, size // 2), split)
+    multiply = lambda x, w: jax.lax.fori_loop(0, chain, lambda _, x: x @ w, x)
+    gather = lambda wide: jax.lax.all_gather(wide, "data", tiled=True)
+    specs = {"mesh": mesh, "check_vma": False}
+    products = jax.jit(jax.shard_map(multiply, in_specs=(split, whole), out_specs=split, **specs))
+    gathered = jax.jit(jax.shard_map(gather, in_specs=split, out_specs=whole, **specs))
+    both = lambda x, w, wide: (multiply(x, w), gather(wide))
+    together = jax.jit(jax.shard_map(both, in_specs=(split, whole, split), out_specs=(split, whole), **specs))
+    multiplying = timed(lambda: products(x, w))
+    rate, memory = 2 * width**3 * chain / multiplying, 2 * size / timed(lambda: jax.jit(jnp.negative)(many))
+    text = f"{rate / 1e12:.3g} TFLOP/s in bfloat16 and {format_bytes(memory)}/s of memory per device"
+    measured: dict[str, Any] = {"products": {"bf16": rate}, "memory": memory}
+    if count == 1:
+        return f"{text}; collectives need several devices", measured
+    gathering = timed(lambda: gathered(wide))
+    measured["link"] = size * (count - 1) / count / gathering
+    text += f", gathers at {format_bytes(measured['link'])}/s"
+    slowed = slowdown(multiplying, gathering, timed(lambda: together(x, w, wide)))
+    if slowed is None:
+        return f"{text}, which do not overlap with products here", measured
+    return f"{text}, which slow products by {slowed:.0%}", measured | {"slowdown": slowed}
+
+
+def slowdown(products: float, gather: float, both: float) -> float | None:
+    """Return the share by which products take longer during a gather, from the seconds of each alone and of both.
+
+    Products that take `(1 + s)` times as long lose `s / (1 + s)` of the gather's time. None: the gather does not
+    overlap with products, or not measurably.
+    """
+    lost = max(0.0, both - products) / gather
+    return lost / (1 - lost) if lost < 0.9 else None
 
 
 def host_compute() -> str:

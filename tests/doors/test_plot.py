@@ -15,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from models import awkward_params
 
 from zerojax import Offload, collectives, estimate, plot, zero_shard
-from zerojax.gpus.devices import Device
+from zerojax.gpus.devices import Device, Links
 from zerojax.gpus.topology import Topology
-from zerojax.inspect.overlap import Overlap
+from zerojax.inspect.expected import Expected
+from zerojax.inspect.hlo import read
+from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import Roofline
 from zerojax.inspect.timeline import Span, merge_short, simulate
 from zerojax.planning.compiled_plan import Plan
@@ -180,10 +182,30 @@ def test_a_collective_in_flight_around_a_loop_progresses_during_all_iterations()
     alone = begun.replace("%zero, %a, %first", "%zero, %a, %a").replace("  ROOT %z", awaited)
     still = "\n".join(line for line in alone.split("\n") if "%ag" not in line).replace("%i, %y, %got", "%i, %y, %y")
     simulated = simulate(still, H200)
+    assert simulate(still, dataclasses.replace(H200, slowdown=0.5)).waits == simulated.waits  # slowed once, not 5 times
     (waiting,) = (span for span in simulated.spans if span.kind == "waiting")
     assert waiting.end - waiting.begin == pytest.approx(MOVES - 5 * MULTIPLIES)
     (gather,) = (span for span in simulated.spans if span.lane == "gather")
     assert (gather.begin, gather.end, gather.done) == (0, pytest.approx(waiting.end), pytest.approx(waiting.end))
+
+
+@pytest.mark.parametrize("speed", [1, 1000])
+def test_a_collective_slows_the_products_that_run_meanwhile(speed):
+    """A product inside of a longer gather takes half as long again. A shorter gather costs a product a third of it."""
+    fast = dataclasses.replace(H200, slowdown=0.5, links=Links(speed * H200.links.link, H200.links.network))
+    moves, module = MOVES / speed, read(SCHEDULE)
+    found = Expected.of(module, overlap(module), fast)
+    slowed = 5 * (MULTIPLIES / 2 if speed == 1 else moves / 3)
+    left = 5 * (moves - 1.5 * MULTIPLIES) if speed == 1 else 0
+    assert found.slowed == pytest.approx(slowed)
+    assert found.waits == pytest.approx(moves + left)
+    assert found.exposed == pytest.approx(moves + left + slowed)
+    assert (
+        found.seconds == found.roofline.kernels + found.exposed == pytest.approx(6 * MULTIPLIES + found.exposed, 1e-4)
+    )
+    twice = Expected.total([(found, 2)])
+    assert (twice.slowed, twice.seconds) == (pytest.approx(2 * slowed), pytest.approx(2 * found.seconds))
+    assert Expected.of(module, overlap(module), H200).slowed == 0
 
 
 def test_collectives_share_one_link():
@@ -284,7 +306,7 @@ def test_a_frontier_has_a_line_of_budgets_and_a_point_for_every_other_plan():
     def planned(gigabytes, seconds):
         figures = Roofline({}, 0, 0.0, 0.0, seconds, 0.0, 0.0)
         memory = {"temporary": int(gigabytes * 1e9)}
-        return Plan("h200:8", 8, 64, memory, 141 * 10**9, 134 * 10**9, Overlap(()), figures)
+        return Plan("h200:8", 8, 64, memory, 141 * 10**9, 134 * 10**9, Overlap(()), figures, Expected(figures, 0, 0))
 
     budgets, policy, chosen = [planned(90, 1.2), planned(30, 1.5)], planned(60, 1.4), planned(50, 1.3)
     figure = plot.frontier(budgets, policies={"dots_saveable": policy}, chosen=chosen, memory=55e9)

@@ -1,11 +1,13 @@
 """The GPT yardstick on simulated devices: stage 3's memory, volume and gradients, read from the compiled program."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pipelined
 import pytest
 import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
@@ -76,3 +78,17 @@ def test_gradients_equal_the_replicated_ones(style):
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(plain))
     for a, b in zip(jax.tree.leaves(tx.unshard(grads)), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * max(1, largest))  # sums over devices in another order
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="the rival needs program_order of jax 0.12")
+@pytest.mark.parametrize("style", ["scan", pytest.param("unrolled", marks=pytest.mark.slow)])
+def test_the_rival_that_is_pipelined_by_hand_gives_the_plain_models_gradient(style):
+    """Otherwise its figures in benchmarks/aot_gpt.py would be those of another model."""
+    scan, size = style == "scan", dataclasses.replace(yardstick.SIZES["tiny"], layers=3)
+    tx = zero_shard(optax.sgd(1.0), stage=3, persist_below=0)
+    init, loss, (_, length) = yardstick.build("tiny", scan=scan, layers=3)
+    params, tokens = jax.jit(init)(jax.random.key(0)), jax.random.randint(jax.random.key(1), (8, length), 0, 128)
+    specs = jax.tree.map(lambda x: x.spec, tx.shardings(params).params)
+    rival = pipelined.value_and_grad(size, scan, tx.config.mesh, specs)
+    got, want = jax.jit(rival)(params, tokens), jax.jit(jax.value_and_grad(loss))(params, tokens)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, want)

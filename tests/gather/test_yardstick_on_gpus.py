@@ -47,6 +47,8 @@ def test_communication_hides_behind_products(style, way):
     found = figures(style, 1, way=way)
     assert found["hidden"] >= 0.95
     assert 0 < found["waiting"] <= 0.03
+    assert 0 < found["waits ms"] <= 0.005 * found["step ms"]  # at achievable rates
+    assert found["waits ms"] < found["exposed ms"] <= 0.03 * found["step ms"]
     assert found["for"].startswith("['Embed_0']['embedding']")
 
 

@@ -173,7 +173,7 @@ def waiting(x, w):
 def test_what_the_program_does_not_fix_is_noted(f, products, note):
     """On one device, where no collective says so."""
     compiled = jax.jit(f).lower(jnp.zeros((8, 64)), jnp.zeros((64, 64))).compile()
-    found = read_plan(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    found = read_plan(compiled, "h200:1", batch=8)
     assert sum(found.roofline.operations.values()) == products * 2 * 8 * 64 * 64
     assert [note in said for said in found.notes] == [True]
 
@@ -181,7 +181,7 @@ def test_what_the_program_does_not_fix_is_noted(f, products, note):
 @pytest.mark.parametrize(("topology", "told"), [("h200:7", False), ("h200:12", True), ("h200:2x6", False)])
 def test_a_host_of_more_than_eight_is_noted(topology, told):
     compiled = jax.jit(jnp.tanh).lower(jnp.zeros(8)).compile()
-    found = read_plan(compiled, topology, Device.of(Topology.parse(topology)), batch=8)
+    found = read_plan(compiled, topology, batch=8)
     assert [("h200:2x6" in note) for note in found.notes] == [True] * told
 
 
@@ -193,8 +193,7 @@ def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
     found = read_plan(
         compiled,
         "h200:8",
-        Device.of(Topology.parse("h200:8")),
-        StepFacts(parts={**STATE_PARTS, "batch": "batch"}),
+        facts=StepFacts(parts={**STATE_PARTS, "batch": "batch"}),
         batch=16,
     )
     held = report(state).bytes
@@ -208,7 +207,7 @@ def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
 def test_arguments_may_be_called_like_parts():
     f = jax.jit(lambda temporary, results: results @ temporary)
     compiled = f.lower(jnp.ones((64, 64)), jnp.ones((8, 64))).compile()
-    found = read_plan(compiled, "h200:1", Device.of(Topology.parse("h200:1")), batch=8)
+    found = read_plan(compiled, "h200:1", batch=8)
     assert found.memory["temporary"] >= 64 * 64 * 4
     assert found.peak == peak_bytes(compiled)
 

@@ -64,6 +64,7 @@ class Device:
         scalar: FLOP/s in float32 outside the matrix units.
         links: Link bandwidths.
         per_host: The number of GPUs in a host.
+        slowdown: The share of its time by which a product takes longer while a collective runs. It is 0 at peak rates.
     """
 
     memory: int
@@ -72,6 +73,7 @@ class Device:
     scalar: float
     links: Links
     per_host: int
+    slowdown: float = 0.0
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":

@@ -215,7 +215,7 @@ class Executions(NamedTuple):
 
 
 def read(compiled: Any) -> Module:
-    """Parse a compiled program.
+    """Parse a compiled program. A parsed program is returned unchanged.
 
     Args:
         compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
@@ -224,6 +224,8 @@ def read(compiled: Any) -> Module:
         TypeError: If `compiled` is not a compiled program.
         ValueError: If the text is not HLO.
     """
+    if isinstance(compiled, Module):
+        return compiled
     if not isinstance(compiled, str) and not (hasattr(compiled, "as_text") and hasattr(compiled, "memory_analysis")):
         remedy = "Give what jax.jit(f).lower(...).compile() returns, or its as_text()"
         if hasattr(compiled, "compile"):

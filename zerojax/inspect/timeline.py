@@ -1,7 +1,8 @@
-"""Simulate when a compiled program computes and communicates, at a device's peak rates.
+"""Simulate when a compiled program computes and communicates, at a device's peak or achievable rates.
 
 Order and overlap come from the program, and durations from the roofline. Kernels run in order on one stream, and
 collectives in order on another. The compute stream waits if the program reads the result of an incomplete collective.
+If the device has a slowdown, matrix products run slower while a collective runs, because both use the same processors.
 """
 
 import math
@@ -32,6 +33,7 @@ class Span:
         done: When the program reads the result of a collective, at `end` or later. For kernels and stalls, `end`.
         name: The name of the HLO instruction.
         collective: The collective, or the collective that a stall waits for. None: the span is a kernel.
+        slowed: Seconds by which a matrix product takes longer because collectives run.
     """
 
     lane: str
@@ -41,6 +43,7 @@ class Span:
     done: float
     name: str
     collective: Collective | None = None
+    slowed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,11 @@ class Timeline:
                 found[span.collective] = found.get(span.collective, 0) + (span.end - span.begin) * self._times(span)
         return found
 
+    @property
+    def slowed(self) -> float:
+        """Return the seconds by which products take longer because collectives run, in all iterations of loops."""
+        return sum(span.slowed * self._times(span) for span in self.spans if span.slowed)
+
     def _times(self, span: Span) -> int:
         """Return how often a span runs. A loop of unknown trip count counts as one iteration."""
         around = (loop for loop in self.loops if loop.begin <= span.begin and span.end <= loop.end)
@@ -94,17 +102,18 @@ def simulate(compiled: Any, device: Device) -> Timeline:
     """Run a simulation of a compiled program on a device.
 
     For a conditional, the longest branch is simulated, and for a loop, one iteration. A collective that is in flight
-    around a loop progresses during all iterations.
+    around a loop progresses during all iterations, and slows no product of the loop.
 
     Args:
-        compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
+        compiled: The result of `jax.jit(f).lower(...).compile()`, its HLO text, or the module that `read` returned.
         device: The GPU.
 
     Raises:
         TypeError: If `compiled` is not a compiled program.
         ValueError: If the text is not HLO, is truncated, or is not scheduled.
     """
-    module, hidden = read(compiled), overlap(compiled)
+    module = read(compiled)
+    hidden = overlap(module)
     in_flight = {(f.collective.computation, f.collective.name): f for f in hidden.in_flight}
     streams = _Streams(module, device, in_flight, {kernel.name: kernel for kernel in kernels(module)})
     for entry in module.entries:
@@ -135,7 +144,10 @@ def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
 
 @dataclass
 class _Streams:
-    """The two streams. The compute stream has reached the time `now`. The last collective completes at `link_free`."""
+    """The two streams. The compute stream has reached the time `now`. The last collective completes at `link_free`.
+
+    Until the time `unslowed`, collectives slow no product.
+    """
 
     module: Module
     device: Device
@@ -145,6 +157,7 @@ class _Streams:
     loops: list[Loop] = field(default_factory=list)
     now: float = 0.0
     link_free: float = 0.0
+    unslowed: float = 0.0
 
     def computation(self, name: str, *, depth: int) -> None:
         """Run one computation from its first instruction to its last."""
@@ -201,18 +214,27 @@ class _Streams:
         """Append a kernel to the compute stream."""
         kernel = self.kernels[i.name]
         kind = "kernel" if not kernel.operations else "backward" if "transpose(" in i.op_name else "forward"
-        self.compute(kind, kernel.seconds(self.device), i.name)
+        seconds, slowdown = kernel.seconds(self.device), self.device.slowdown if kernel.operations else 0.0
+        # A collective starts when it is issued or when the one before it ends, so the link is busy without a gap.
+        begin = max(self.now, self.unslowed)
+        busy, work = max(0.0, self.link_free - begin), max(0.0, seconds - (begin - self.now))
+        slowed = slowdown * min(work, busy / (1 + slowdown))
+        self.compute(kind, seconds + slowed, i.name, slowed=slowed)
 
-    def compute(self, kind: str, seconds: float, name: str, collective: Collective | None = None) -> None:
+    def compute(
+        self, kind: str, seconds: float, name: str, collective: Collective | None = None, *, slowed: float = 0.0
+    ) -> None:
         """Append a span to the compute stream."""
         begin, self.now = self.now, self.now + seconds
-        self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective))
+        self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective, slowed))
 
     def loop(self, i: Instruction, called: list[Call], pending: Iterable[Span], depth: int) -> None:
         """Run one iteration of a loop. Collectives in flight around it also progress during the skipped iterations."""
         body = next(call for call in called if call.callee == dict(i.callees)["body"])
-        begin = self.now
+        begin, unslowed = self.now, self.unslowed
+        self.unslowed = max(unslowed, self.link_free)
         self.computation(body.callee, depth=depth + 1)
+        self.unslowed = unslowed
         if body.trip_count != 1:
             self.loops.append(Loop(begin, self.now, body.trip_count, depth))
         skipped = ((body.trip_count or 1) - 1) * (self.now - begin)

@@ -3,7 +3,7 @@
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,16 +12,21 @@ from zerojax.gather import Decided
 from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
+from zerojax.inspect.expected import Expected
 from zerojax.inspect.hlo import Module, read
 from zerojax.inspect.memory import memory_analysis, peak_bytes
 from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import Roofline, roofline, total
 from zerojax.inspect.timeline import simulate
+from zerojax.planning.hardware import Hardware
 from zerojax.planning.stage_bytes import LINK
 from zerojax.units import format_bytes, format_seconds
 
-DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "disk_bandwidth")
+DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "expected_seconds")
+DERIVED += ("disk_bandwidth",)
+EXPECTED = ("seconds", "exposed", "waits", "slowed")
 MOST_WAITS = 3
+USUAL = Hardware()
 # A plan has a note if the temporary memory exceeds this share of the limit of XLA's scheduler.
 NEAR = 0.9
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
@@ -51,9 +56,12 @@ class Plan:
         capacity: Bytes of a device's memory.
         usable: Bytes of a device's memory that the program may take.
         overlap: Every collective, with the number of matrix products that run during the collective.
-        roofline: The least time of a step, and its parts.
+        roofline: The least time of a step at peak rates, and its parts.
+        expected: The expected time of a step, which is simulated at achievable rates, and its parts. Its `exposed` is
+            the time by which collectives lengthen the step.
+        rates: A sentence that says which rates count as achievable.
         waits: Seconds that kernels wait for collectives in a step, by the collective's leaf and line, the longest
-            first. The waits are simulated with the speeds of `roofline`.
+            first. The waits are simulated at peak rates.
         sent_formula: Bytes that a device sends per step by the stage's formula. None if the program is not a step of
             zerojax, or the mesh has axes that do not divide the batch.
         host: Bytes per device in host memory, as `estimate` computes them.
@@ -82,6 +90,8 @@ class Plan:
     usable: int
     overlap: Overlap
     roofline: Roofline
+    expected: Expected
+    rates: str = ""
     waits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     sent_formula: float | None = None
     host: int = 0
@@ -135,7 +145,7 @@ class Plan:
 
     @property
     def waiting(self) -> float:
-        """Return the share of the simulated step in which kernels wait for collectives."""
+        """Return the share of the step, simulated at peak rates, in which kernels wait for collectives."""
         waits = sum(self.waits.values())
         return waits / (self.roofline.kernels + waits) if waits else 0.0
 
@@ -143,6 +153,11 @@ class Plan:
     def seconds(self) -> float:
         """Return the least time of a step: the longest of the roofline's time and of all `transfers`."""
         return max(self.roofline.seconds, *self.transfers.values(), 0.0)
+
+    @property
+    def expected_seconds(self) -> float:
+        """Return the expected time of a step: the longest of the simulated time and of all `transfers`."""
+        return max(self.expected.seconds, *self.transfers.values(), 0.0)
 
     @property
     def disk_bandwidth(self) -> float:
@@ -164,6 +179,7 @@ class Plan:
             for f in self.overlap.in_flight
         ]
         del fields["text"], fields["overlap"]
+        fields["expected"] = {name: getattr(self.expected, name) for name in EXPECTED} | fields["expected"]
         return fields | derived | {"collectives": listed}
 
     def __str__(self) -> str:
@@ -186,17 +202,25 @@ class Plan:
             lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
             lines += [line(*row) for row in self._kinds()]
             lines.append(line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
-        lines.append("time, at least")
-        lines += [line(name, format_seconds(getattr(self.roofline, part))) for name, part in TIMES.items()]
-        lines += [line(name, format_seconds(seconds)) for name, seconds in self.transfers.items()]
-        limit = f"  the disk is the limit below {format_bytes(self.disk_bandwidth)}/s" if self.transfers else ""
-        lines.append(line("step", format_seconds(self.seconds)) + limit)
-        if self.waits:
-            most = ", ".join(f"{cause} {format_seconds(time)}" for cause, time in list(self.waits.items())[:MOST_WAITS])
-            waits = line("kernels wait", format_seconds(sum(self.waits.values())))
-            lines.append(f"{waits}  {self.waiting:.1%}: {most}")
-        lines += self.decided.in_words()
+        lines += [*self._times(line), *self.decided.in_words()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _times(self, line: Callable[..., str]) -> Iterator[str]:
+        """Yield table rows with times at peak and at achievable rates. `line` makes a row from its cells."""
+        peak, expected = self.roofline, self.expected
+        yield "time" + line("", "peak", "achievable")[4:]
+        for name, part in TIMES.items():
+            yield line(name, *(format_seconds(getattr(at, part)) for at in (peak, expected.roofline)))
+        if self.collectives:
+            waits = ", ".join(f"{cause} {format_seconds(time)}" for cause, time in [*self.waits.items()][:MOST_WAITS])
+            cells = format_seconds(sum(self.waits.values())), format_seconds(expected.waits)
+            yield line("kernels wait", *cells) + (f"  {self.waiting:.1%}: {waits}" if waits else "")
+            yield line("products slowed", format_seconds(0.0), format_seconds(expected.slowed))
+        for name, seconds in self.transfers.items():
+            yield line(name, format_seconds(seconds), format_seconds(seconds))
+        limit = f"  the disk is the limit below {format_bytes(self.disk_bandwidth)}/s" if self.transfers else ""
+        yield line("step", format_seconds(self.seconds), format_seconds(self.expected_seconds)) + limit
+        yield from [f"  {self.rates}"] if self.rates else []
 
     def _kinds(self) -> list[tuple[str, ...]]:
         """Return table rows with count, bytes and hidden share, by kind and type of collective, in and across hosts."""
@@ -262,22 +286,20 @@ class CompiledStep(NamedTuple):
 def read_plan(
     compiled: Any,
     topology: str,
-    device: Device,
+    hardware: Hardware = USUAL,
     facts: StepFacts = StepFacts(),
     *,
     batch: int | None,
-    usable: float | None = None,
     largest_batch: int | None = None,
     transfers: Mapping[str, float] = MappingProxyType({}),
 ) -> Plan:
-    """Read a plan from a `CompiledStep` or from one compiled program. See `Plan` for the arguments.
-
-    `device` is one GPU of the topology. By default, 95% of its memory is usable.
-    """
+    """Read a plan from a `CompiledStep` or from one compiled program. See `Plan` for the arguments."""
+    device, achievable = hardware.device(topology), hardware.achievable(topology)
     step = compiled if isinstance(compiled, CompiledStep) else CompiledStep(((compiled, 1),))
     modules = [(read(program), times) for program, times in step.programs]
-    hiding = [overlap(module.text) for module, _ in modules]
-    figures = total((roofline(m, o, device), times) for (m, times), o in zip(modules, hiding, strict=True))
+    hiding = [overlap(module) for module, _ in modules]
+    programs = [(m, o, times) for (m, times), o in zip(modules, hiding, strict=True)]
+    figures = total((roofline(m, o, device), times) for m, o, times in programs)
     gpus, waits = Topology.parse(topology), Counter[str]()
     for module, times in modules:
         waits.update({cause: times * seconds for cause, seconds in waits_by_cause(module, device).items()})
@@ -292,9 +314,11 @@ def read_plan(
         batch=batch,
         memory=memory,
         capacity=device.memory,
-        usable=int(USABLE * device.memory if usable is None else usable),
-        overlap=Overlap(tuple(f for (_, times), o in zip(modules, hiding, strict=True) for f in o.repeated(times))),
+        usable=int(hardware.usable(device)),
+        overlap=Overlap(tuple(f for _, o, times in programs for f in o.repeated(times))),
         roofline=figures,
+        expected=Expected.total((Expected.of(m, o, achievable), times) for m, o, times in programs),
+        rates=hardware.rates.described(gpus.kind),
         waits=dict(waits.most_common()),
         sent_formula=facts.sent_formula,
         host=facts.host,
@@ -314,7 +338,7 @@ def read_plan(
 def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
     """Return the seconds per step that kernels wait for collectives, by cause of the collective."""
     waits = Counter[str]()
-    for collective, seconds in simulate(module.text, device).waits.items():
+    for collective, seconds in simulate(module, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
     return dict(waits)
 

@@ -161,8 +161,9 @@ class SearchSpace:
             check_count("rows", count, "rows of the global batch", least=1)
 
     def device(self, count: int) -> Device:
-        """Return the description of one GPU among `count` GPUs."""
-        return self.hardware.device(self.topology(count))
+        """Return the description of one GPU among `count` GPUs: at measured rates if they are given, else at peak."""
+        hardware, topology = self.hardware, self.topology(count)
+        return hardware.achievable(topology) if hardware.rates.device else hardware.device(topology)
 
     def topology(self, count: int) -> str:
         """Return the text of the topology, such as `"h200:8x8"`."""

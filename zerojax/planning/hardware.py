@@ -1,4 +1,4 @@
-"""Describe the memory and the links of one GPU, where the caller's figures replace the usual figures."""
+"""Describe the memory and the rates of one GPU, where the caller's figures replace the usual figures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from zerojax.gpus.devices import HOST_LINKS, SCHEDULED, USABLE, Device
+from zerojax.gpus.rates import Rates
 from zerojax.gpus.topology import Topology
 from zerojax.units import parse_bytes
 
@@ -21,6 +22,7 @@ class Hardware:
         host_link: Bytes per second in each direction between the GPU and its host.
         disk: Bytes per second of the disk, for reading and writing together. This is the GPU's share, if several GPUs
             use the disk. There is no usual figure.
+        rates: Measured rates, in a form that `Rates.parse` reads. They become `Rates`.
     """
 
     memory: Any = None  # float, once it is parsed
@@ -28,9 +30,11 @@ class Hardware:
     network: float | None = None
     host_link: float | None = None
     disk: float | None = None
+    rates: Any = None  # Rates, once it is parsed
 
     def __post_init__(self):
-        """Raise an error if `memory`, `host_link` or `disk` is not above 0. `Device` checks the other links."""
+        """Raise an error if `memory`, `host_link`, `disk` or a rate is invalid. `Device` checks the other links."""
+        object.__setattr__(self, "rates", Rates.parse(self.rates))
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_bytes("memory=", self.memory, least=1))
         for name, unit in (("memory", ""), ("host_link", " per second"), ("disk", " per second")):
@@ -39,8 +43,12 @@ class Hardware:
                 raise ValueError(f"{name}= is in bytes{unit} of one GPU and must be above 0, not {given}.")
 
     def device(self, topology: str) -> Device:
-        """Return the description of one GPU of a topology."""
+        """Return the description of one GPU of a topology, at peak rates."""
         return Device.of(Topology.parse(topology), link=self.link, network=self.network)
+
+    def achievable(self, topology: str) -> Device:
+        """Return the description of one GPU of a topology, at achievable rates."""
+        return self.rates.of(self.device(topology), Topology.parse(topology).kind)
 
     def usable(self, device: Device) -> float:
         """Return the bytes of memory that a program may use."""
@@ -52,4 +60,4 @@ class Hardware:
 
     def to_host(self, topology: str) -> float:
         """Return the bytes per second in each direction between a GPU of a topology and its host."""
-        return self.host_link or HOST_LINKS[Topology.parse(topology).kind]
+        return self.host_link or self.rates.host_link or HOST_LINKS[Topology.parse(topology).kind]

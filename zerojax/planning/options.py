@@ -38,6 +38,7 @@ class HardwareOptions(TypedDict, total=False):
     network: float | None
     host_link: float | None
     disk: float | None
+    rates: Any
 
 
 class FitOptions(LossOptions, HardwareOptions, total=False):

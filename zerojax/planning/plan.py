@@ -68,7 +68,9 @@ class Planner:
                 GPU within its host (default: NVLink). `network`: sent by a GPU to other hosts (default: its network
                 adapter). `host_link`: in each direction between a GPU and its host (default: PCIe). `disk`: read and
                 written by a GPU's share of the disk, together. `host_link` and `disk` count only with
-                `Offload(params="disk")`. Without `disk`, the time of the disk is left out.
+                `Offload(params="disk")`. Without `disk`, the time of the disk is left out. `rates`: achievable rates,
+                as a dict, or as the path of a file that `zerojax doctor --json` wrote on such a GPU (default: the usual
+                shares of the peak rates).
 
         Returns:
             A `Plan`, which prints as tables.
@@ -76,8 +78,8 @@ class Planner:
         Raises:
             TypeError: If `step` cannot be lowered, the state of a step is not a `ZeroState`, or an option is unknown.
             ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch, a speed
-                is not above 0, or the leaves of the batch have different numbers of rows (for a step, or with
-                `largest_batch`).
+                is not above 0, `rates` has no rates or those of another GPU, or the leaves of the batch have different
+                numbers of rows (for a step, or with `largest_batch`).
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         given = Hardware(**hardware)
@@ -104,8 +106,8 @@ class Planner:
             program.save(save, batch, compiled)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
-        limits = {"usable": usable, "largest_batch": largest, "transfers": seconds}
-        return read_plan(compiled, topology, device, program.facts, batch=rows, **limits)
+        limits = {"largest_batch": largest, "transfers": seconds}
+        return read_plan(compiled, topology, given, program.facts, batch=rows, **limits)
 
     @auto_context()
     def fit(
@@ -148,20 +150,20 @@ class Planner:
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
                 a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
                 activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `link`, `network`,
-                `host_link`, `disk`. `host_link` counts with every offload. As for `train_step`: `has_aux`, `weighted`.
+                `host_link`, `disk`, `rates`. Without `rates`, costs are at peak rates. `host_link` counts with every
+                offload. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
 
         Raises:
-            ValueError: If nothing fits, the GPU is unknown, an option is out of range, there is no loss, or the leaves
-                of the batch have different numbers of rows.
+            ValueError: If nothing fits, the GPU is unknown, an option is invalid, there is no loss, or the leaves of
+                the batch have different numbers of rows.
             TypeError: If a number of rows or of devices is not an integer, or an option is unknown.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        named = loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
-        losses = {str(name): loss for name, loss in named.items()}
-        if not losses:
+        named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
+        if not (losses := {str(name): loss for name, loss in named}):
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
         gpu, hosts, counts = gpus_of(gpu, devices)
         if not rows_of(batch):

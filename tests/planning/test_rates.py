@@ -1,0 +1,91 @@
+"""Achievable rates: the usual shares of a GPU's peak rates, or what was measured on such a GPU."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from command_line import run
+
+from zerojax.doctor import slowdown
+from zerojax.gpus.devices import Links
+from zerojax.planning.compiled_plan import read_plan
+from zerojax.planning.hardware import Hardware
+
+MEASURED = {"device": "NVIDIA H200", "products": {"bf16": 7e14}, "memory": 4e12, "link": 3.5e11, "slowdown": 0.25}
+
+
+@pytest.mark.parametrize(("kind", "bf16", "link"), [("h200", 794.5e12, 360e9), ("b200", 1745e12, 720e9)])
+def test_usual_rates_are_published_shares_of_the_peak(kind, bf16, link):
+    given = Hardware()
+    peak, usual = given.device(f"{kind}:8"), given.achievable(f"{kind}:8")
+    assert usual.rates["bf16"] == pytest.approx(bf16, rel=1e-3)
+    assert usual.links == (pytest.approx(link), pytest.approx(40e9))
+    assert (usual.bandwidth, usual.memory, usual.slowdown, peak.slowdown) == (peak.bandwidth, peak.memory, 0.35, 0)
+    assert f"usual rates of {kind}" in given.rates.described(kind)
+
+
+def test_what_the_doctor_measured_replaces_the_usual_rates(tmp_path):
+    file = tmp_path / "doctor.json"
+    values = MEASURED | {"host_link": 4e10}
+    found = [{"name": name, "result": "", "ok": True, "measured": {name: value}} for name, value in values.items()]
+    file.write_text(json.dumps([{"name": "python", "result": "3.13", "ok": True}, *found]))
+    given = Hardware(rates=file)
+    device, usual = given.achievable("h200:8"), Hardware().achievable("h200:8")
+    assert (device.rates["bf16"], device.rates["f32"]) == (7e14, usual.rates["f32"])
+    assert (device.bandwidth, device.links, device.slowdown) == (4e12, Links(3.5e11, usual.links.network), 0.25)
+    assert (given.to_host("h200:8"), Hardware(rates=file, host_link=1e10).to_host("h200:8")) == (4e10, 1e10)
+    said = given.rates.described("h200")
+    assert said.startswith("Achievable rates were measured on NVIDIA H200: products, memory, link, slowdown.")
+    assert said.endswith("Usual: network 80% of peak.")
+    assert given.device("h200:8") == Hardware().device("h200:8")  # peak rates stay
+
+
+def test_a_plan_prints_both_times_and_which_rates_it_uses():
+    compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((512, 512), jnp.float32)).compile()
+    found = read_plan(compiled, "h200:1", Hardware(rates=MEASURED | {"products": {"f32": 1e12}}), batch=None)
+    assert found.expected.roofline.products == pytest.approx(2 * 512**3 / 1e12)
+    assert found.expected_seconds == found.expected.seconds == pytest.approx(2 * 512**3 / 1e12)
+    assert found.roofline.products == pytest.approx(2 * 512**3 / 494.7e12, rel=1e-3)
+    assert found.to_dict()["expected"]["seconds"] == found.expected.seconds
+    (row,) = (line.split() for line in str(found).splitlines() if line.startswith("  matrix products"))
+    assert row == ["matrix", "products", "0.543", "us", "268", "us"]
+    assert "measured on NVIDIA H200" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (MEASURED | {"speed": 1}, "unknown rate: speed. Known are device, products"),
+        ({"link": 1e9}, "does not name the device on which it was measured"),
+        (MEASURED | {"link": 0}, "link must be a number above 0, per second, not 0"),
+        (MEASURED | {"memory": "4 TB"}, "memory must be a number above 0, per second, not '4 TB'"),
+        (MEASURED | {"products": 7e14}, "products must be FLOP/s by type"),
+        (MEASURED | {"products": {"bf16": -1}}, "products bf16 must be a number above 0"),
+        (MEASURED | {"slowdown": -0.1}, "slowdown is a share of a product's time, such as 0.35, not -0.1"),
+        (MEASURED | {"device": "cpu"}, "measured on 'cpu', and this plan is for h200"),
+        (MEASURED | {"device": "NVIDIA B200"}, "measured on 'NVIDIA B200', and this plan is for h200"),
+        (MEASURED | {"link": 9e11}, "link is 9e.11 per second, and the peak rate of h200 is 4.5e.11"),
+        (7e14, "must be a path or a dict of measured rates, not a float"),
+        ("nowhere.json", "rates='nowhere.json' cannot be read: No such file"),
+        (__file__, "is not JSON"),
+    ],
+)
+def test_wrong_rates_are_refused_by_name(given, said):
+    with pytest.raises(ValueError, match=said):
+        Hardware(rates=given).achievable("h200:8")
+
+
+def test_the_command_refuses_rates_before_it_runs_the_file(tmp_path):
+    file = tmp_path / "doctor.json"
+    file.write_text(json.dumps([{"name": "devices", "result": "", "ok": True, "measured": {"device": "cpu"}}]))
+    outcome = run("plan", "nowhere.py", "--rates", file)
+    assert outcome.exit_code == 2
+    assert "has no measured rates. Write the file with `zerojax doctor --json`" in outcome.output
+
+
+def test_the_slowdown_is_what_products_lose_of_a_gathers_time():
+    """Products of 10 s, of which 2 s run beside a gather at 3/4 of their speed, take 10.5 s."""
+    assert slowdown(10, 2, 10.5) == pytest.approx(1 / 3)
+    assert slowdown(10, 2, 9.9) == 0
+    assert slowdown(10, 2, 12) is None  # one after the other

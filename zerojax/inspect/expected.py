@@ -1,0 +1,50 @@
+"""Compute the expected time of a compiled program: a simulation at the rates that a device achieves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from zerojax.gpus.devices import Device
+from zerojax.inspect.hlo import Module
+from zerojax.inspect.overlap import Overlap
+from zerojax.inspect.roofline import Roofline, roofline, total
+from zerojax.inspect.timeline import simulate
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """The simulated run of a program at achievable rates.
+
+    Attributes:
+        roofline: The times of kernels and collectives, if none waited for or slowed another.
+        waits: Seconds that kernels wait for collectives.
+        slowed: Seconds by which matrix products take longer because collectives run.
+    """
+
+    roofline: Roofline
+    waits: float
+    slowed: float
+
+    @property
+    def exposed(self) -> float:
+        """Return the exposed time: the seconds by which collectives lengthen the run."""
+        return self.waits + self.slowed
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of the run."""
+        return self.roofline.kernels + self.exposed
+
+    @classmethod
+    def of(cls, module: Module, moved: Overlap, device: Device) -> Expected:
+        """Return the simulated run of a program on a device at achievable rates. `moved` has its collectives."""
+        simulated = simulate(module, device)
+        return cls(roofline(module, moved, device), sum(simulated.waits.values()), simulated.slowed)
+
+    @classmethod
+    def total(cls, parts: Iterable[tuple[Expected, int]]) -> Expected:
+        """Return the expected time of programs that run one after the other, each with its number of executions."""
+        parts = list(parts)
+        sums = {name: sum(getattr(one, name) * times for one, times in parts) for name in ("waits", "slowed")}
+        return cls(total((one.roofline, times) for one, times in parts), **sums)
