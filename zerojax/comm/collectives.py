@@ -53,6 +53,8 @@ class Collectives(abc.ABC):
         bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, each is alone.
         encoding: The types and formats in which collectives send values.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
+        shared_bytes: Consecutive blocks of stage 3 share a gather if they gather at most this many logical bytes
+            together. If 0, each block has its own.
 
     Raises:
         ValueError: If `bucket_bytes` is negative.
@@ -63,6 +65,7 @@ class Collectives(abc.ABC):
     bucket_bytes: int = BUCKET_BYTES
     encoding: Encoding = dataclasses.field(default_factory=Encoding)
     defers: bool = False
+    shared_bytes: int = 0
 
     def __post_init__(self):
         """Check `bucket_bytes`."""

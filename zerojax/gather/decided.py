@@ -1,12 +1,14 @@
 """Describe what the planner decided about the equations on parameters. `check`, `plan` and `report` print it."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax import compat
 from zerojax.gather.nested import NestedSegment
 from zerojax.gather.rules import RULES, RUN_IN_PLACE
+from zerojax.gather.run import groups_of
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, HeldSegment, Program
 
@@ -21,21 +23,28 @@ class Decided:
         rules: For each rule of the planner, by name, the equations on parameters that it took, with their lines.
         separate: For each reason, the paths of the parameters that are gathered once more for equations on parameters
             alone. The reason says why these equations cannot share the gather of another block.
+        shared: For each gather that several small blocks share, the number of these blocks (`run.groups_of`).
     """
 
     rules: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     separate: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    shared: tuple[int, ...] = ()
 
     def in_words(self) -> list[str]:
-        """Return a line with the number of equations per rule, and a line with the separate gathers, if any."""
+        """Return a line with the number of equations per rule, and lines with shared and separate gathers, if any."""
         counts = ", ".join(f"{name} {len(places)}" for name, places in self.rules.items())
         named = lambda leaves: ", ".join([*leaves[:_MOST], *["..."] * (len(leaves) > _MOST)])
         separate = "; ".join(f"{len(x)}, as {why}: {named(x)}" for why, x in self.separate.items())
-        return [f"{name:18} {text}" for name, text in {"rules": counts, "separate gathers": separate}.items() if text]
+        shared = f"{sum(self.shared)} small blocks in {len(self.shared)}" if self.shared else ""
+        lines = {"rules": counts, "shared gathers": shared, "separate gathers": separate}
+        return [f"{name:18} {text}" for name, text in lines.items() if text]
 
 
-def decided_of(program: Program, alike: Sequence[bool]) -> Decided:
-    """Return the decisions of a program. `alike` says which of its first arguments are alike on all devices."""
+def decided_of(program: Program, alike: Sequence[bool], shared_bytes: int = 0) -> Decided:
+    """Return the decisions of a program. `alike` says which of its first arguments are alike on all devices.
+
+    `shared_bytes` is as in `Collectives`.
+    """
     inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
     decisions = [decision for each in (program, *inner) for decision in each.decisions]
     by_rule = {rule.name: tuple(named(eqn) for eqn, name in decisions if name == rule.name) for rule in RULES}
@@ -43,7 +52,8 @@ def decided_of(program: Program, alike: Sequence[bool]) -> Decided:
     separate: dict[str, tuple[str, ...]] = {}
     for why, leaf in dict.fromkeys(_separate(program, alike)):
         separate[why] = (*separate.get(why, ()), leaf)
-    return Decided(rules, separate)
+    counts = Counter(groups_of([segment for segment in program.segments if segment.params], shared_bytes))
+    return Decided(rules, separate, tuple(count for count in counts.values() if count > 1))
 
 
 def _separate(program: Program, alike: Sequence[bool]) -> Iterator[tuple[str, str]]:

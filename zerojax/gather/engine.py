@@ -14,10 +14,10 @@ import numpy as np
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, Follower, State, at
+from zerojax.gather.options import Options
 from zerojax.gather.planner import BLOCK_NAME, planned
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.run import as_function
-from zerojax.gather.schedule import Options
 from zerojax.gather.segments import Program
 from zerojax.layout.leaf import Leaf
 

@@ -14,7 +14,7 @@ from jax import lax
 from zerojax import compat
 from zerojax.comm.barriers import barrier
 from zerojax.gather.evaluate import as_gathered, evaluate
-from zerojax.gather.schedule import Options
+from zerojax.gather.options import Options
 from zerojax.gather.sharded_param import ShardedParam
 
 

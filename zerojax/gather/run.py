@@ -12,9 +12,10 @@ import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
 from zerojax.comm.barriers import barrier
+from zerojax.gather.options import Options
 from zerojax.gather.residuals import Static
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
-from zerojax.gather.segments import Gathered, Program
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Uses
+from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
 from zerojax.offload.host import to_device
 
 
@@ -62,7 +63,9 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     live = program.live(active or (), program.outs)
     gathering = [segment for segment in program.segments if segment.params]
     computes = [segment.computes for segment in gathering]
-    uses = Uses([segment.first_gather for segment in gathering], computes, frozenset(program.given), program.rows)
+    groups = groups_of(gathering, options.comm.shared_bytes)
+    first = [segment.first_gather for segment in gathering]
+    uses = Uses(first, computes, frozenset(program.given), program.rows, groups)
     gathers = GatherScheduler(env, uses, options)
     residuals: list = []
     last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
@@ -86,6 +89,23 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
         gathers.frontier = [v for v in reached if last_read.get(v, 0) > index]
         residuals.append(new)
     return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], residuals
+
+
+def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
+    """Return the number of each segment's group, if the segments gather in this order.
+
+    Consecutive blocks that gather at most `limit` bytes together are one group, and share one gather. Loops and values
+    that are gathered for several segments are alone in their group.
+    """
+    groups: list[int] = []
+    held: dict | None = None  # the bytes of what the last group gathers; None if the group takes no more blocks
+    for segment in segments:
+        is_block = type(segment) is BlockSegment and not any(isinstance(key, Gathered) for key in segment.results)
+        new = {param.key: param.leaf.bytes for param in segment.params}
+        joins = limit > 0 and is_block and held is not None and sum((held | new).values()) <= limit
+        groups.append((groups[-1] if groups else -1) + (not joins))
+        held = (held or {}) | new if joins else new if is_block else None
+    return groups
 
 
 def _env(program: Program, args: Sequence, options: Options) -> dict:
@@ -145,7 +165,9 @@ def run_backward(
         if segment.operands:
             env.update(zip(segment.operands, kept.operands, strict=True))
     computes, last = [segment.computes for segment, _ in gathering], [s.last_gather(kept) for s, kept in gathering]
-    gathers = GatherScheduler(env, Uses(last, computes, frozenset(program.given), program.rows), options)
+    groups = groups_of([segment for segment, _ in gathering], options.comm.shared_bytes)
+    uses = Uses(last, computes, frozenset(program.given), program.rows, groups)
+    gathers = GatherScheduler(env, uses, options)
     for segment, kept in pairs:
         segment.backward(kept, gathers, grads)
         gathers.position += bool(segment.params)

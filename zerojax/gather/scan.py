@@ -29,8 +29,8 @@ from zerojax.gather import scan_backward
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import Segment, bytes_of, carried_by
-from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.segments import Segment
+from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 

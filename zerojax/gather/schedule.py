@@ -15,11 +15,16 @@ segment that gathers.
 - A block's gradients must be computed when the next block's backward pass starts, and reduce-scattered when that pass
   ends. They pass a barrier together with the next block's cotangents (`GradScheduler.due` and `settle`).
 - In hybrid sharding, a gradient is also reduced across hosts. This must end one block later.
+
+Consecutive small blocks are one group (`run.groups_of`), which has one gather and one reduction. The rules hold for the
+group as if it were one block, except that each block's gradients are still computed when the next block starts.
 """
 
+import bisect
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,58 +34,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.barriers import barrier
-from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, State
+from zerojax.gather.options import Options
 from zerojax.gather.sharded_param import ShardedParam
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options for gathering parameters and reducing gradients.
-
-    Attributes:
-        comm: The collectives that gather shards and reduce gradients.
-        prefetch: How many uses ahead a gather may start; 0 disables prefetch.
-        reshard_after_forward: Whether gathered parameters are dropped after the forward pass.
-    """
-
-    comm: Collectives
-    prefetch: int
-    reshard_after_forward: bool
-
-    def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        """Return shards in the form that `gather` takes."""
-        encode = self.comm.encoding.encode_param
-        return [encode(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
-
-    def gather(
-        self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
-    ) -> list[jax.Array]:
-        """Gather encoded shards, and return the full parameters."""
-        return self.comm.all_gather(shards, [param.leaf for param in params], exposed=exposed)
-
-    def reduce_scatter(
-        self, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
-    ) -> list[jax.Array]:
-        """Reduce-scatter gradients whose dims are in the `order` of their parameter; see `Collectives`."""
-        leaves = [param.grad_leaf for param in params]
-        shards = self.comm.reduce_scatter(grads, leaves, exposed=exposed)
-        return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
-
-    def is_across(self, param: ShardedParam) -> bool:
-        """Return whether a result of `reduce_scatter` must be reduced across groups during this pass, too."""
-        return not self.comm.defers and bool(self.comm.across(param.leaf))
-
-    def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        """Reduce gradients' shards across groups; see `Collectives`."""
-        return self.comm.reduce_across(shards, [param.leaf for param in params])
-
-    def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
-        """Add the gradient of one more use to a total, in a wide type. The first gradient keeps its type."""
-        if total is None:
-            return grad
-        wide = self.comm.encoding.sum_dtype(grad.dtype)
-        return self.comm.add(total.astype(wide), grad.astype(wide))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,12 +48,14 @@ class Uses:
         computes: For each use, whether it has work that hides communication (`Segment.computes`).
         arguments: The program's arguments, and the scales of quantised weights (`Program.given`).
         rows: For each variable of the program, which dims hold the rows of the batch.
+        groups: For each use, the number of its group, counted from 0. If empty, each use is a group.
     """
 
     params: Sequence[Sequence[ShardedParam]]
     computes: Sequence[bool]
     arguments: Collection
     rows: Mapping[Any, State]
+    groups: Sequence[int] = ()
 
 
 class GatherScheduler:
@@ -124,6 +82,7 @@ class GatherScheduler:
         self.options = options
         self.position = 0
         self.frontier: Sequence = ()
+        self._groups = uses.groups or range(len(uses.params))
         self._next = 0
         self._gathered: dict[int, list] = {}
 
@@ -148,7 +107,7 @@ class GatherScheduler:
         Args:
             *anchors: Lists of arrays. The segment must read the first list as it is returned (see the class).
             rows: Which dims of the arrays of the first list hold the rows of the batch.
-            ahead: Whether to start the gathers of the next `prefetch` segments, too. A loop starts them during its last
+            ahead: Whether to start the gathers of the next `prefetch` groups, too. A loop starts them during its last
                 iteration instead.
             beside: A mapping from variables to values, given if the first list does not depend on the previous segment
                 that gathered. The gathers then also wait for a variable of the `frontier`, whose value in `beside` is
@@ -157,8 +116,8 @@ class GatherScheduler:
         Returns:
             The anchors, as the barrier returns them.
         """
-        due = []
-        for place in range(self._next, min(self.position + ahead * self.options.prefetch + 1, len(self.uses.params))):
+        due, last = [], self._groups[self.position] + ahead * self.options.prefetch
+        for place in range(self._next, bisect.bisect_right(self._groups, last)):
             # A later gather must wait if it reads a slice whose index is not computed yet.
             if place > self.position and not all(v in self.env for p in self.uses.params[place] for v in p.operands):
                 break
@@ -174,26 +133,38 @@ class GatherScheduler:
             beside.update(zip(keys, waited, strict=True))
             rows_waited = self.rows_of(keys)
         behind = {**self.env, **dict(zip(roots, values, strict=True))}
-        for place in due:
-            self._gathered[place] = self._gather(place, behind, first or waited, rows if first else rows_waited)
+        for _, places in itertools.groupby(due, self._groups.__getitem__):
+            self._gather([*places], behind, first or waited, rows if first else rows_waited)
         return [first, *others]
 
-    def _gather(self, place: int, env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> list[jax.Array]:
-        unique = {p.key: p for p in self.uses.params[place]}
+    def _gather(self, places: Sequence[int], env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> None:
+        """Gather the parameters of some uses of one group."""
+        unique = {p.key: p for place in places for p in self.uses.params[place]}
         params = list(unique.values())
         # The shards passed a barrier, but XLA:CPU removes barriers. It would then slice a layer at a constant index
         # early. So the index depends on the anchor.
         zero = functools.cache(lambda: self.options.comm.zero_after(anchor, rows))
         shards = self.options.encode([p.shard(env, zero) for p in params], params)
         # If no work hides this gather, its buckets are smaller, so that the use can start on the first of them.
-        exposed = not any(self.uses.computes[max(0, place - self.options.prefetch) : place])
+        start = bisect.bisect_left(self._groups, self._groups[places[0]] - self.options.prefetch)
+        exposed = not any(self.uses.computes[start : places[0]])
         gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
-        return [gathered[p.key] for p in self.uses.params[place]]
+        self._gathered |= {place: [gathered[p.key] for p in self.uses.params[place]] for place in places}
 
     @property
     def is_last(self) -> bool:
-        """Return whether no later segment gathers."""
-        return self.position == len(self.uses.params) - 1
+        """Return whether no later group gathers."""
+        return self._groups[self.position] == self._groups[-1]
+
+    @property
+    def ends_group(self) -> bool:
+        """Return whether this segment is the last segment of its group."""
+        return self.position + 1 not in self._group(self.position)
+
+    def _group(self, place: int) -> range:
+        """Return the uses in the group of one use."""
+        number = self._groups[place]
+        return range(bisect.bisect_left(self._groups, number), bisect.bisect_right(self._groups, number))
 
     @property
     def is_hidden_after(self) -> bool:
@@ -201,13 +172,16 @@ class GatherScheduler:
         return any(self.uses.computes[self.position + 1 :])
 
     def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return this segment's results, delayed until the next segment's gathers are done."""
-        following = self.position + 1
+        """Return this segment's results. The last results of a group are delayed until the next group's gathers end."""
+        if self.position + 1 == len(self.uses.params) or not self.ends_group:
+            return list(results)
+        following = [place for place in self._group(self.position + 1) if place in self._gathered]
         # Without the barrier, XLA moves the gather down to its use. But a segment without products does not hide the
         # gather, so there the barrier would only delay the results.
-        if following not in self._gathered or not self.uses.computes[self.position]:
+        if not any(self.uses.computes[place] for place in self._group(self.position)):
             return list(results)
-        results, (self._gathered[following],) = barrier(results, self._gathered[following])
+        results, gathered = barrier(results, *(self._gathered[place] for place in following))
+        self._gathered |= dict(zip(following, gathered, strict=True))
         return results
 
 
@@ -229,12 +203,14 @@ class PendingGrad:
         value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
         state: The last step that the gradient has gone through.
         stack: The number of the scan's stack (`add_stack`), if the gradient is one layer of this stack.
+        waits: Whether a later block of the group has the gradients with which this gradient is reduced.
     """
 
     key: Any
     value: jax.Array
     state: GradState
     stack: int | None = None
+    waits: bool = False
 
 
 class GradScheduler:
@@ -259,14 +235,18 @@ class GradScheduler:
         self.options = options
         self._stacks: list[tuple[ShardedParam, jax.Array]] = []
         self._queue: list[PendingGrad] = []
+        self._waiting: list[PendingGrad] = []  # gradients that passed a barrier, and wait for the rest of their group
 
     @property
     def due(self) -> list[jax.Array]:
         """Return the gradients that must be computed before the next block's backward pass starts."""
         return [pending.value for pending in self._queue]
 
-    def settle(self, due: Sequence[jax.Array]) -> None:
-        """Take the gradients that `due` returned, after a barrier, and do the next step for each of them."""
+    def settle(self, due: Sequence[jax.Array], *, flush: bool = False) -> None:
+        """Take the gradients that `due` returned, after a barrier, and do the next step for each of them.
+
+        If `flush` is true, gradients do not wait for the rest of their group.
+        """
         queue = [dataclasses.replace(pending, value=x) for pending, x in zip(self._queue, due, strict=True)]
         for pending in queue:
             if pending.state is GradState.REDUCED:
@@ -275,7 +255,11 @@ class GradScheduler:
             [pending for pending in queue if pending.state is state]
             for state in (GradState.SCATTERED, GradState.COMPUTED)
         )
-        self._queue = [*self._reduced_across(scattered), *self._scattered(computed)]
+        waits = not flush and all(pending.waits for pending in computed)
+        together, self._waiting = [*self._waiting, *computed], []
+        if waits:
+            together, self._waiting = [], together
+        self._queue = [*self._reduced_across(scattered), *self._scattered(together)]
 
     def add_others(self, variables: Sequence, cotangents: Sequence) -> None:
         """Add the cotangents of a block's inputs that are not gathered."""
@@ -298,11 +282,12 @@ class GradScheduler:
         *,
         exposed: bool,
         stacks: Mapping[tuple, int] = MappingProxyType({}),
+        waits: bool = False,
     ) -> None:
         """Add the gradients of one block's gathered parameters. They are not summed over devices yet.
 
         `exposed` says that no later block of this pass can hide the reduction. `stacks` maps the key of a scan's layer
-        to the number that `add_stack` returned for its stack.
+        to the number that `add_stack` returned for its stack. `waits` is as in `PendingGrad`.
         """
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):
@@ -310,11 +295,12 @@ class GradScheduler:
             totals[param.key] = first, self.options.add(total, grad)
         computed = [
             # Before the barrier, the compiler sees that this transpose undoes the transpose of the product.
-            PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key))
+            PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key), waits)
             for key, (param, total) in totals.items()
         ]
-        at_once = exposed or not self.options.prefetch
-        self._queue += self._scattered(computed, exposed=exposed) if at_once else computed
+        if not waits and (exposed or not self.options.prefetch):
+            computed, self._waiting = self._scattered([*self._waiting, *computed], exposed=exposed), []
+        self._queue += computed
 
     def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
         """Add shards of a scan's layers that must be reduced across groups. `stacks` are numbers from `add_stack`."""
@@ -328,8 +314,8 @@ class GradScheduler:
 
     def drain(self) -> None:
         """Accumulate all gradients except the gradients of stacks."""
-        while self._queue:
-            self.settle(self.due)
+        while self._queue or self._waiting:
+            self.settle(self.due, flush=True)
 
     def finish(self) -> None:
         """Accumulate all remaining gradients."""

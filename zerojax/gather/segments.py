@@ -31,7 +31,6 @@ from typing import Any
 
 import jax
 import jax.core
-import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
@@ -39,10 +38,14 @@ from zerojax.dims import State
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.sharded_param import ShardedParam
+from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.shardwise import Shardwise
 from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes, traced_passes
 
+# The derivatives of these primitives make no array of zeros.
+_WITHOUT_ZEROS = frozenset(
+    "add broadcast_in_dim convert_element_type div jit mul neg pjit reshape sub transpose".split()
+)
 _PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
 
 
@@ -219,7 +222,9 @@ class Segment(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class PlainSegment(Segment):
-    """Equations that use no sharded parameter."""
+    """Equations that use no sharded parameter. `shared` is as in `BlockSegment`."""
+
+    shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
@@ -229,8 +234,8 @@ class PlainSegment(Segment):
         live = set(self.live_results(moving))
         active = [v in moving for v in self.others]
         wanted = [i for i, key in enumerate(self.results) if key in live]
-        rows = self.row_states(gathers)
-        passes = traced_passes(self.run, (), others, trained=(), active=active, wanted=wanted, rows=rows)
+        trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
+        passes = trace(self.run, (), others, active=active, wanted=wanted, rows=self.row_states(gathers))
         results, saved = passes.run((), others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         return results, BlockResiduals(saved, others, [], [], Static(passes))
@@ -301,7 +306,8 @@ class BlockSegment(Segment):
         comm = gathers.options.comm
         # A segment without products may be a lookup, whose gradient is added into zeros. Without this seed, XLA could
         # allocate these zeros at the start of the program.
-        zero = None if self.computes else comm.zero_after(cotangents, passes.result_rows)
+        makes_none = self.computes or _WITHOUT_ZEROS.issuperset(e.primitive.name for e in jaxprs.equations(self.jaxpr))
+        zero = None if makes_none else comm.zero_after(cotangents, passes.result_rows)
         later = self.summed_later(gathers, grads)
 
         def pull(comm: Collectives, cotangents: Sequence) -> tuple[list, list]:
@@ -313,7 +319,8 @@ class BlockSegment(Segment):
         to_params, to_others = comm.each_worker(pull, cotangents, shapes)
         to_others = gathers.finish(to_others)
         grads.add_others([self.others[i] for i in passes.active_others], to_others)
-        grads.add_params([self.params[i] for i in passes.active_params], to_params, exposed=not gathers.is_hidden_after)
+        exposed, waits = not gathers.is_hidden_after, not gathers.ends_group
+        grads.add_params([self.params[i] for i in passes.active_params], to_params, exposed=exposed, waits=waits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,18 +378,11 @@ class Program:
         return [*self.invars, *(v for computation in self.shardwise for v in computation.scales)]
 
 
-def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
-    """Return the type of a parameter's cotangent, by its index in `params`, where it is not the gathered type."""
-    dtypes = (param.cotangent_dtype for param in params)
-    return {i: dtype for i, dtype in enumerate(dtypes) if dtype is not None}
-
-
 def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Let blocks that have the same equations on different parameters share their passes. Return all segments."""
+    """Let segments that have the same equations on different values share their passes. Return all segments."""
     segments = list(segments)
-    signatures = [_signature(segment) if isinstance(segment, BlockSegment) else None for segment in segments]
-    counts = Counter(signatures)
-    shared: dict[Any, dict] = {signature: {} for signature, count in counts.items() if signature and count > 1}
+    signatures = [_signature(s) if isinstance(s, BlockSegment | PlainSegment) else None for s in segments]
+    shared: dict[Any, dict] = {key: {} for key, count in Counter(signatures).items() if key and count > 1}
     return tuple(
         dataclasses.replace(segment, shared=shared[signature]) if signature in shared else segment
         for segment, signature in zip(segments, signatures, strict=True)
@@ -392,9 +392,3 @@ def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 def _signature(segment: Segment) -> Any:
     jaxpr = jaxprs.signature(segment.jaxpr)
     return jaxpr and (jaxpr, tuple((param.leaf.dtype, param.wide, param.cotangent_dtype) for param in segment.params))
-
-
-def bytes_of(params: Iterable[ShardedParam]) -> int:
-    """Return the bytes of gathered parameters, in the types in which they are gathered. Each gather counts once."""
-    leaves = {param.key: param.leaf for param in params}.values()
-    return sum(leaf.bytes for leaf in leaves)

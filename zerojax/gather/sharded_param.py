@@ -9,7 +9,7 @@ equations run on the gathered parameter; `_SHARDWISE` has the exceptions.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -142,6 +142,18 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
     dtype = np.dtype(var.aval.dtype)
     leaf = dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype)
     return ShardedParam(var, leaf, leaf, dtype)
+
+
+def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
+    """Return the type of a parameter's cotangent, by its index in `params`, where it is not the gathered type."""
+    dtypes = (param.cotangent_dtype for param in params)
+    return {i: dtype for i, dtype in enumerate(dtypes) if dtype is not None}
+
+
+def bytes_of(params: Iterable[ShardedParam]) -> int:
+    """Return the bytes of gathered parameters, in the types in which they are gathered. Each gather counts once."""
+    leaves = {param.key: param.leaf for param in params}.values()
+    return sum(leaf.bytes for leaf in leaves)
 
 
 def can_be_stacked(params: Sequence[ShardedParam]) -> bool:

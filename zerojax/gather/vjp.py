@@ -211,8 +211,8 @@ def traced_passes(
     params: Sequence,
     others: Sequence,
     *,
-    trained: Sequence[bool],
     active: Sequence[bool],
+    trained: Sequence[bool] = (),
     wanted: Collection[int] | None = None,
     rows: RowStates = NO_ROWS,
     carried: Mapping[int, np.dtype] = MappingProxyType({}),
@@ -223,8 +223,8 @@ def traced_passes(
         function: Takes two lists of arrays, and returns a list of arrays.
         params: The gathered parameters, or their shapes.
         others: The other arguments, or their shapes.
-        trained: For each parameter, whether its cotangent is wanted.
         active: For each other argument, whether its cotangent is wanted.
+        trained: For each parameter, whether its cotangent is wanted.
         wanted: Indices of the results to differentiate. If None, all results that have cotangents.
         rows: Which dims hold the rows of the batch.
         carried: For a parameter whose gathered type has no useful cotangents (int8, float8), by its index, the type of
@@ -284,16 +284,15 @@ def shared_passes(
     params: Sequence,
     others: Sequence,
     *,
-    trained: Sequence[bool],
-    active: Sequence[bool],
     rows: RowStates,
-    carried: Mapping[int, np.dtype],
+    **options: Any,
 ) -> Passes:
     """Call `traced_passes` once for all segments that share `known` and have inputs of the same types."""
     types = tuple(jax.typeof(x) for x in (*params, *others))
-    key = types, tuple(trained), tuple(active), tuple(rows.others), tuple(rows.results), tuple(carried.items())
+    chosen = (x if x is None else tuple(x.items() if isinstance(x, Mapping) else x) for x in options.values())
+    key = types, tuple(rows.others), tuple(rows.results), *options, *chosen
     if key not in known:
-        passes = traced_passes(function, params, others, trained=trained, active=active, rows=rows, carried=carried)
+        passes = traced_passes(function, params, others, rows=rows, **options)
         known[key] = dataclasses.replace(passes, is_shared=True)
     return known[key]
 

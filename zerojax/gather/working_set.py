@@ -16,8 +16,9 @@ from zerojax import compat, jaxprs
 from zerojax.gather.decided import named
 from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
-from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment, bytes_of
-from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam
+from zerojax.gather.run import groups_of
+from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
+from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam, bytes_of
 from zerojax.layout.leaf import Leaf
 
 _IN_THE_BODY = "Do it in the loop's body, to one layer"
@@ -67,18 +68,22 @@ class WorkingSet(NamedTuple):
     recomputed: tuple[str, ...] = ()
 
 
-def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> WorkingSet:
+def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared_bytes: int = 0) -> WorkingSet:
     """Find which parameters of `fn` the engine would gather at once, and how many bytes they have.
 
     The parameters have the types of the leaves of `layout`. `args` may be arrays or shapes. The first of them is the
-    batch, and devices have the others in full.
+    batch, and devices have the others in full. `shared_bytes` is as in `Collectives`.
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     program, *_ = trace_loss(fn, tree, leaves, full, args, differing=[0])
     lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
     passing = [s for s in program.segments if s.params and s not in lasting]
-    uses = list(itertools.chain.from_iterable(segment.gathered_bytes for segment in passing))
+    numbered = zip(groups_of(passing, shared_bytes), passing, strict=True)
+    groups = [[segment for _, segment in group] for _, group in itertools.groupby(numbered, lambda pair: pair[0])]
+    shared = [bytes_of(p for segment in group for p in segment.params) * (len(group) > 1) for group in groups]
+    pairs = zip(groups, shared, strict=True)
+    uses = [size for group, together in pairs for size in ([together] if together else group[0].gathered_bytes)]
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
     stacks = {param.root for segment in passing for param in segment.stacks}
     nested = [s for s in program.segments if isinstance(s, NestedSegment)]
@@ -87,7 +92,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1) -> Wor
     return WorkingSet(
         sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
         frozenset(i for i, var in enumerate(program.invars) if var in stacks),
-        max(map(_layer_bytes, program.segments, whole), default=0),
+        max([*map(_layer_bytes, program.segments, whole), *shared], default=0),
         {i: repeats[var] for i, var in enumerate(program.invars) if var in repeats},
         tuple(itertools.chain.from_iterable(whole)),
         tuple(recomputed(program)),

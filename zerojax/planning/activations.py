@@ -124,7 +124,7 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
         return typed.call(params, None, batch, args)
 
     tree, typed = jax.tree.unflatten(layout.treedef, layout.params), TypedLoss(on_one_device(config), layout, loss)
-    return working_set(value, tree, batch, *args, prefetch=config.prefetch)
+    return working_set(value, tree, batch, *args, prefetch=config.prefetch, shared_bytes=config.shared_bytes)
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:

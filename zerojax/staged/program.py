@@ -10,8 +10,8 @@ from typing import Any
 
 from zerojax import compat
 from zerojax.dims import NOWHERE
+from zerojax.gather.options import Options
 from zerojax.gather.scan import ScanSegment
-from zerojax.gather.schedule import Options
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates

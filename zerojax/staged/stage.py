@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.mesh import constrain
+from zerojax.gather.options import Options
 from zerojax.gather.residuals import BlockResiduals, Static
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Uses
 from zerojax.gather.segments import BlockSegment, PlainSegment, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, traced_passes

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.mesh import constrain
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
+from zerojax.gather.options import Options
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Uses
 from zerojax.gather.segments import Program, Segment
 from zerojax.layout.chunked import MOST_ROWS
 from zerojax.staged.sources import Source

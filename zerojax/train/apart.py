@@ -20,7 +20,7 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather import Decided, as_function, decided_of, taken_apart
-from zerojax.gather.schedule import Options
+from zerojax.gather.options import Options
 from zerojax.layout.leaf import Leaf
 from zerojax.train.loss import at_least_float32
 

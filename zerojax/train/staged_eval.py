@@ -10,7 +10,7 @@ import jax.core
 
 from zerojax.config import Config
 from zerojax.gather.engine import split_arrays, trace_loss
-from zerojax.gather.schedule import Options
+from zerojax.gather.options import Options
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.placement.storage import leaves_of, storage_leaves

@@ -119,7 +119,7 @@ class View:
     @functools.cached_property
     def comm(self) -> Collectives:
         """Return the implementation of collectives for this view."""
-        return self._comm(self.config.bucket_bytes)
+        return self._comm(self.config.bucket_bytes, self.config.shared_bytes)
 
     @property
     def reduces_across_once(self) -> bool:
@@ -128,10 +128,10 @@ class View:
         waits = self.accumulate > 1 or (wire is not None and wire.error_feedback)
         return waits and self.reduces_each and bool(self.config.data.across)
 
-    def _comm(self, bucket_bytes: int) -> Collectives:
+    def _comm(self, bucket_bytes: int, shared_bytes: int = 0) -> Collectives:
         precision = self.config.precision
         encoding = Encoding(None if precision is None else precision.reduce, self.config.wire)
-        options = self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once
+        options = self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once, shared_bytes
         is_global = self.config.view == "global"
         return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else ManualCollectives(*options)
 
@@ -182,7 +182,7 @@ class View:
             reshard_after_forward=config.reshard_after_forward,
             of_rows=_OF_ROWS,
             differing=_DIFFERING,
-            record=lambda program, alike: self._record(decided_of(program, alike)),
+            record=lambda program, alike: self._record(decided_of(program, alike, self.comm.shared_bytes)),
         )
 
     def traced_loss(self, given: LossInputs) -> TracedLoss | None:

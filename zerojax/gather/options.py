@@ -1,0 +1,58 @@
+"""The options of a pass: its collectives, and how far ahead it gathers. Schedules, segments and loops read them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from zerojax.comm.collectives import Collectives
+from zerojax.gather.sharded_param import ShardedParam
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options for gathering parameters and reducing gradients.
+
+    Attributes:
+        comm: The collectives that gather shards and reduce gradients.
+        prefetch: How many uses ahead a gather may start; 0 disables prefetch.
+        reshard_after_forward: Whether gathered parameters are dropped after the forward pass.
+    """
+
+    comm: Collectives
+    prefetch: int
+    reshard_after_forward: bool
+
+    def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
+        """Return shards in the form that `gather` takes."""
+        encode = self.comm.encoding.encode_param
+        return [encode(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
+
+    def gather(
+        self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
+    ) -> list[jax.Array]:
+        """Gather encoded shards, and return the full parameters."""
+        return self.comm.all_gather(shards, [param.leaf for param in params], exposed=exposed)
+
+    def reduce_scatter(
+        self, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
+    ) -> list[jax.Array]:
+        """Reduce-scatter gradients whose dims are in the `order` of their parameter; see `Collectives`."""
+        leaves = [param.grad_leaf for param in params]
+        shards = self.comm.reduce_scatter(grads, leaves, exposed=exposed)
+        return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
+
+    def is_across(self, param: ShardedParam) -> bool:
+        """Return whether a result of `reduce_scatter` must be reduced across groups during this pass, too."""
+        return not self.comm.defers and bool(self.comm.across(param.leaf))
+
+    def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
+        """Reduce gradients' shards across groups; see `Collectives`."""
+        return self.comm.reduce_across(shards, [param.leaf for param in params])
+
+    def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
+        """Add the gradient of one more use to a total, in a wide type. The first gradient keeps its type."""
+        if total is None:
+            return grad
+        wide = self.comm.encoding.sum_dtype(grad.dtype)
+        return self.comm.add(total.astype(wide), grad.astype(wide))
