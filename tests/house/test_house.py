@@ -15,8 +15,8 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "compat", "compilations", "display", "gpus", "units"},
-    {"config", "jaxprs"},
+    {"version", "compat", "display", "gpus", "units"},
+    {"compilations", "config", "jaxprs"},
     {"layout"},
     {"dims"},
     {"comm"},

@@ -320,7 +320,9 @@ def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) 
     # A function with a custom derivative must not close over traced values, such as the layer's index.
     @jax.custom_jvp
     def on_layer(start, *values):
-        return evaluate_parts(compat.params_of(eqn)["call_jaxpr"], values, own, dataclasses.replace(division, index=start))
+        return evaluate_parts(
+            compat.params_of(eqn)["call_jaxpr"], values, own, dataclasses.replace(division, index=start)
+        )
 
     @on_layer.defjvp
     def _(given, tangents):

@@ -142,3 +142,22 @@ def ready_state(config: Config, state: ZeroState) -> ZeroState:
             f"Checkpointer.restore can place it. Save and restore the state with zerojax.checkpoint."
         )
     return jax.device_put(state, to_explicit(config.user_mesh, ZeroState.shardings(config, state.plan)))
+
+
+def check_is_state(state: Any, mutable: bool) -> None:
+    """Raise an error if `state` is no state of a step whose loss has mutable state or not, as `mutable` says."""
+    if not isinstance(state, ZeroState):
+        raise TypeError(
+            f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params), or use "
+            f"tx.value_and_grad and tx.update in a hand-written loop."
+        )
+    if mutable and state.mutable is None:
+        raise ValueError(
+            "The loss function updates a mutable state, and this ZeroState has none. Give the initial one: "
+            "tx.create(params, mutable=...)."
+        )
+    if not mutable and state.mutable is not None:
+        raise ValueError(
+            "The state has a mutable state, which this step would not update. Pass mutable=True to train_step, or "
+            "make the state without it."
+        )

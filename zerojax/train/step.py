@@ -39,7 +39,7 @@ from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.remedies import remedies
 from zerojax.train.same_run import SameCalls
 from zerojax.train.staged_step import StagedStep
-from zerojax.train.state import ZeroState, ready_state
+from zerojax.train.state import ZeroState, check_is_state, ready_state
 from zerojax.train.step_program import Metrics, StepOptions, StepProgram
 from zerojax.train.watchdog import Watchdog, limit_of
 
@@ -176,7 +176,7 @@ class Step:
                 step does not fit into `memory`, or an earlier step had weights that were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
-        self._check(state)
+        check_is_state(state, self.program.loss.mutable)
         state = ready_state(self.config, state)
         watched = self.options.max_skips is not None or self.program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
@@ -303,7 +303,7 @@ class Step:
 
     def _placed_rows(self, state: ZeroState, batch: Any, args: tuple, keywords: dict[str, Any]) -> tuple[Any, tuple]:
         """Check the arguments of a step that is one program. Return the placed rows and the further arguments."""
-        self._check(state)
+        check_is_state(state, self.program.loss.mutable)
         self._check_one_program()
         _, batch, args = separated((batch, *args), keywords)
         return place_batch(self.config, batch, self.options.accumulate), args
@@ -388,24 +388,7 @@ class Step:
 
         Equal chunks share one program. The leaves of `state` may be shapes. If nothing is offloaded, the list is empty.
         """
-        self._check(state)
+        check_is_state(state, self.program.loss.mutable)
         if not state.plan.offloaded:
             return []
         return on_auto_mesh(self.config.user_mesh, self._streamed(state.plan).lower)
-
-    def _check(self, state: ZeroState) -> None:
-        if not isinstance(state, ZeroState):
-            raise TypeError(
-                f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params), or use "
-                f"tx.value_and_grad and tx.update in a loop of your own."
-            )
-        if self.program.loss.mutable and state.mutable is None:
-            raise ValueError(
-                "The loss function updates a mutable state, and this ZeroState has none. Give the initial one: "
-                "tx.create(params, mutable=...)."
-            )
-        if not self.program.loss.mutable and state.mutable is not None:
-            raise ValueError(
-                "The state has a mutable state, which this step would not update. Pass mutable=True to train_step, or "
-                "make the state without it."
-            )
