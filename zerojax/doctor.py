@@ -33,7 +33,7 @@ CHUNKS, CHUNK_BYTES, PREFETCH = 16, 16 << 20, 3
 MOST_SECONDS = 5  # then no further chunk is written, so that a slow disk does not take long
 # The width of the measured products, their number in a chain, and the bytes that are gathered and that memory copies.
 # A product chain takes longer than a gather, so that a gather can run during the chain.
-WORK = {"gpu": (8192, 16, 1 << 30), "cpu": (256, 2, 1 << 20)}
+WORK = {"gpu": (8192, 4, 1 << 30), "cpu": (256, 2, 1 << 20)}
 
 
 @dataclasses.dataclass(frozen=True)

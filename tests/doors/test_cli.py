@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from zerojax import estimate
 from zerojax.cli import app, main
+from zerojax.planning.hardware import Hardware
 
 MODELS = """
 from __future__ import annotations
@@ -194,7 +195,13 @@ def test_a_file_that_fails_says_how(tmp_path):
 def test_the_doctor_passes_a_healthy_machine(tmp_path):
     outcome = run("doctor", "--path", tmp_path, "--json")
     assert outcome.exit_code == 0, outcome.output
-    results = {finding["name"]: finding["result"] for finding in json.loads(outcome.output)}
+    findings = json.loads(outcome.output)
+    measured = {name: rate for finding in findings for name, rate in finding["measured"].items()}
+    assert set(measured) >= {"device", "products", "memory", "link", "host_link"}
+    assert min(measured["products"]["bf16"], measured["memory"], measured["link"], measured["host_link"]) > 0
+    with pytest.raises(ValueError, match="measured on 'cpu', and this plan is for h200"):
+        Hardware(rates=measured).achievable("h200:8")
+    results = {finding["name"]: finding["result"] for finding in findings}
     assert results["devices"] == "8 x cpu (cpu)"
     assert "pinned_host" in results["memory kinds"]
     assert "B/s each way per device" in results["link and host memory"]

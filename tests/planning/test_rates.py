@@ -10,6 +10,7 @@ from command_line import run
 from zerojax.doctor import slowdown
 from zerojax.gpus.devices import Links
 from zerojax.planning.compiled_plan import read_plan
+from zerojax.planning.fit import SearchSpace
 from zerojax.planning.hardware import Hardware
 
 MEASURED = {"device": "NVIDIA H200", "products": {"bf16": 7e14}, "memory": 4e12, "link": 3.5e11, "slowdown": 0.25}
@@ -51,6 +52,13 @@ def test_a_plan_prints_both_times_and_which_rates_it_uses():
     (row,) = (line.split() for line in str(found).splitlines() if line.startswith("  matrix products"))
     assert row == ["matrix", "products", "0.543", "us", "268", "us"]
     assert "measured on NVIDIA H200" in str(found)
+
+
+def test_a_fit_compares_at_peak_rates_or_at_those_that_were_measured():
+    space = lambda given: SearchSpace("h200", (3,), (None,), (8,), given)
+    usual, measured = Hardware(), Hardware(rates=MEASURED)
+    assert space(usual).device(8) == usual.device("h200:8")
+    assert space(measured).device(8) == measured.achievable("h200:8")
 
 
 @pytest.mark.parametrize(
