@@ -177,6 +177,7 @@ class Run:
     differs: str
     offload: Offload | None = None
     accumulate: int = 1
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
     attention: Callable = kernel
 
 
@@ -214,6 +215,8 @@ LLAMA = {
         "The published H100 has 96 GB and 500 W"
     ),
 }
+# XLA's scheduler hides no collective where a program takes more than 76% of the memory; these GPUs may give it 95%.
+HIGHER_LIMIT = {"xla_gpu_memory_limit_slop_factor": 125}
 RUNS = {
     "8B": Run(**LLAMA),
     "8B, blocks": Run(**LLAMA, attention=blockwise),
@@ -228,6 +231,7 @@ RUNS = {
     ),
     "MoE": Run(**MOE),
     "MoE, offload": Run(**MOE, offload=Offload(optimizer="host"), accumulate=2),
+    "MoE, offload, higher limit": Run(**MOE, offload=Offload(optimizer="host"), accumulate=2, options=HIGHER_LIMIT),
 }
 
 
@@ -247,7 +251,8 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
         options["precision"] = Precision.bf16()
     tx = zero_shard(optax.adamw(3e-4), stage=3, **options)
     batch = jax.ShapeDtypeStruct((run.rows * mesh.size, run.tokens + 1), jnp.int32)
-    found = plan(tx.train_step(loss, accumulate=run.accumulate), tx.create(shapes), batch, topology=run.topology)
+    step = tx.train_step(loss, accumulate=run.accumulate, compiler_options=run.options or None)
+    found = plan(step, tx.create(shapes), batch, topology=run.topology)
     took = time.perf_counter() - begin
     count = sum(x.size for x in jax.tree.leaves(shapes))
     moved = {
@@ -267,6 +272,7 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
         "fits": found.fits,
         "host GB": gigabytes(found.host),
         "microbatches": run.accumulate,
+        "compiler options": run.options,
         "memory GB": {part: gigabytes(size) for part, size in found.memory.items()},
         "passes": {kind: round(passes, 3) for kind, passes in moved.items()},
         "sent GB": gigabytes(found.sent),
