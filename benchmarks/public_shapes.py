@@ -41,6 +41,7 @@ from long_context import LLAMA_8B, blockwise
 from zerojax import Offload, Precision, plan, tiled, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.planning.compiled_plan import Plan
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "public_shapes.json"
 
@@ -235,6 +236,13 @@ RUNS = {
 }
 
 
+def exposed_of(found: Plan) -> list[str]:
+    """Return the collectives that no product hides, if they are at least 1% of all bytes sent, largest first."""
+    each = [f.collective for f in found.overlap.exposed]
+    large = sorted((c for c in each if c.sent * c.times_if_once > 0.01 * found.sent), key=lambda c: -c.sent)
+    return [f"{c.kind} {c.dtype} {c.sent / 1e9:.2f} GB, {c.times_if_once} times: {c.op_name[-150:]}" for c in large]
+
+
 def measure(run: Run, *, layers: int | None = None) -> dict:
     """Compile one step of a run, and read its figures off the program."""
     config = run.config if layers is None else dataclasses.replace(run.config, layers=layers)
@@ -251,7 +259,7 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
         options["precision"] = Precision.bf16()
     tx = zero_shard(optax.adamw(3e-4), stage=3, **options)
     batch = jax.ShapeDtypeStruct((run.rows * mesh.size, run.tokens + 1), jnp.int32)
-    step = tx.train_step(loss, accumulate=run.accumulate, compiler_options=run.options or None)
+    step = tx.train_step(loss, accumulate=run.accumulate, compiler_options=run.options or "auto")
     found = plan(step, tx.create(shapes), batch, topology=run.topology)
     took = time.perf_counter() - begin
     count = sum(x.size for x in jax.tree.leaves(shapes))
@@ -278,6 +286,7 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
         "sent GB": gigabytes(found.sent),
         "across hosts GB": gigabytes(found.across_hosts),
         "hidden": round(found.hidden, 4),
+        "exposed, most first": exposed_of(found),
         "products s": round(least.products, 3),
         "kernels s": round(least.kernels, 3),
         "communication s": round(least.communication, 3),
