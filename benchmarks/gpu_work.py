@@ -432,8 +432,8 @@ def torch_offload(notes, *, size, rounds, offload):
     notes.add(step_s=spread(seconds[2:]), peak_device=trainer.device_peak(), status="ran")
 
 
-def check(notes, *, stages=(1, 2, 3)):
-    """Compare stages with every way of offloading to plain optax and to no offload, on a tiny model."""
+def check(notes, *, stages=(1, 2, 3), only=None):
+    """Compare stages with every way of offloading, or those of `only`, to plain optax and to no offload."""
     notes.add(doing="the self-test of remat_policy")
     try:
         remat_policy("x")
@@ -449,9 +449,10 @@ def check(notes, *, stages=(1, 2, 3)):
     tx = functools.partial(optax.adamw, 1e-2, eps=1e-3)
     params = jax.jit(init)(jax.random.key(0))
     plain = jax.device_get(train_plain(tx(), loss, params, batches)[0])
+    cases = [(s, p, name) for s, p, name in CHECKED if s in stages and (only is None or name in only)]
     rows, reference = [], {}
     with tempfile.TemporaryDirectory() as folder:
-        for stage, precision, name in (case for case in CHECKED if case[0] in stages):
+        for stage, precision, name in cases:
             notes.add(doing=f"checking {name} at stage {stage} in {precision}")
             row = {"stage": stage, "precision": precision, "offload": name}
             try:
