@@ -145,6 +145,10 @@ def test_other_versions_and_files_are_named(file, tmp_path):
     step, state = begun(mesh_of(4))
     step.load(path, required=True)
     step(state, BATCH)  # the program is the same, so another version of optax does not matter
+    path = changed(file, tmp_path / "g", options={"xla_cpu_enable_fast_math": True})
+    assert "with the options {'xla_cpu_enable_fast_math': True}, and the step has the options {} or" in why(
+        path, *begun(mesh_of(4))
+    )
     assert "Its format is 99, and this version reads 1." in why(
         changed(file, tmp_path / "c", format=99), *begun(mesh_of(4))
     )
