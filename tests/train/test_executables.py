@@ -155,9 +155,12 @@ def test_other_versions_and_files_are_named(file, tmp_path):
     (tmp_path / "d").write_bytes(file.read_bytes()[:-100])
     assert "It is no intact file of step.save" in why(tmp_path / "d", *begun(mesh_of(4)))
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "e").write_bytes(content)
-    assert "It is no intact file of step.save" in why(tmp_path / "e", *begun(mesh_of(4)))
+    with zipfile.ZipFile(file) as whole:
+        info = whole.getinfo(executables.EXECUTABLE)
+    for place in (200, info.compress_size // 2):  # a wrong code, or a wrong checksum
+        changed_byte = info.header_offset + 30 + len(info.filename) + place
+        (tmp_path / "e").write_bytes(content[:changed_byte] + b"\xff\0\xff" + content[changed_byte + 3 :])
+        assert "It is no intact file of step.save" in why(tmp_path / "e", *begun(mesh_of(4)))
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import os
 import re
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ class ExecutableFile:
                 text, executable = file.read(PROGRAM).decode(), file.read(EXECUTABLE)
         except OSError as error:
             raise NotLoaded(f"It cannot be read: {error}.") from error
-        except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
             raise NotLoaded(f"It is no intact file of step.save: {error}.") from error
         config = self._program.config
         if state.plan.offloaded or config.params_on_disk:
