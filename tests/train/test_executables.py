@@ -145,15 +145,22 @@ def test_other_versions_and_files_are_named(file, tmp_path):
     step, state = begun(mesh_of(4))
     step.load(path, required=True)
     step(state, BATCH)  # the program is the same, so another version of optax does not matter
+    path = changed(file, tmp_path / "g", options={"xla_cpu_enable_fast_math": True})
+    assert "with the options {'xla_cpu_enable_fast_math': True}, and the step has the options {} or" in why(
+        path, *begun(mesh_of(4))
+    )
     assert "Its format is 99, and this version reads 1." in why(
         changed(file, tmp_path / "c", format=99), *begun(mesh_of(4))
     )
     (tmp_path / "d").write_bytes(file.read_bytes()[:-100])
     assert "It is no intact file of step.save" in why(tmp_path / "d", *begun(mesh_of(4)))
     content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "e").write_bytes(content)
-    assert "It is no intact file of step.save" in why(tmp_path / "e", *begun(mesh_of(4)))
+    with zipfile.ZipFile(file) as whole:
+        info = whole.getinfo(executables.EXECUTABLE)
+    for place in (200, info.compress_size // 2):  # a wrong code, or a wrong checksum
+        changed_byte = info.header_offset + 30 + len(info.filename) + place
+        (tmp_path / "e").write_bytes(content[:changed_byte] + b"\xff\0\xff" + content[changed_byte + 3 :])
+        assert "It is no intact file of step.save" in why(tmp_path / "e", *begun(mesh_of(4)))
 
 
 @pytest.mark.slow

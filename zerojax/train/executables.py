@@ -17,6 +17,7 @@ import os
 import re
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from zerojax.comm.events import is_of_all
 from zerojax.comm.processes import Processes
 from zerojax.gpus.devices import kind_of
 from zerojax.inspect.memory import peak_bytes
-from zerojax.train.compiling import CompilerOptions
+from zerojax.train.compiling import CANDIDATE, CompilerOptions
 from zerojax.train.fitting import StepFitting
 from zerojax.train.jitted_step import JittedStep
 from zerojax.train.same_run import (
@@ -232,7 +233,7 @@ class ExecutableFile:
                 text, executable = file.read(PROGRAM).decode(), file.read(EXECUTABLE)
         except OSError as error:
             raise NotLoaded(f"It cannot be read: {error}.") from error
-        except (zipfile.BadZipFile, KeyError, TypeError, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
             raise NotLoaded(f"It is no intact file of step.save: {error}.") from error
         config = self._program.config
         if state.plan.offloaded or config.params_on_disk:
@@ -263,10 +264,11 @@ class ExecutableFile:
             NotLoaded: If the choices are not those of the step.
         """
         program, fitting, options = self._program, self._fitting, header.options
-        if not program.chooses_options and program.users_options != options:
+        allowed = ({}, dict(CANDIDATE)) if program.chooses_options else (dict(program.users_options),)
+        if options not in allowed:
             raise NotLoaded(
                 f"It was compiled with the options {options}, and the step has the options "
-                f"{dict(program.users_options)}."
+                f"{' or '.join(map(str, allowed))}."
             )
         if (fitting is None) != (header.share is None):
             raise NotLoaded(
