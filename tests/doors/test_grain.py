@@ -101,6 +101,8 @@ def test_workers_have_a_common_position_when_each_had_its_turn():
     assert [one["row"] for one in found] == [16, 16]
     assert [json.loads(own_position(found[0], i, 2)) for i in range(2)] == [json.loads(one) for one in ends]
     assert json.loads(own_position(found[0], 1, 4))["last_seen_indices"] == {"0": 9, "1": 13}
-    assert common_position(None, position({"0": 12, "1": 6}, 0), 0, 2) is None  # worker 1 has read less
+    for last in (-1, 0):
+        assert common_position(None, position({"0": 12, "1": 10}, last), 0, 2) is None  # worker 1 has read less
+    assert common_position(None, position({"0": 12, "1": 14}, 0), 0, 2) is None  # worker 1 is the next one
     with pytest.raises(ValueError, match="cannot go on after 16 rows on 3 processes with 2 workers: each of these 6"):
         own_position(found[0], 0, 3)

@@ -105,7 +105,7 @@ def test_in_tree_mode(stage):
 
 def test_offloaded_moments_stay_offloaded_in_an_optimizer_of_nnx():
     """After each update, it has their chunks in nested dicts. Log describes only the parameters of the model."""
-    tx, written, found = zero(3, offload=Offload(optimizer="host", chunk_bytes=256)), [], []
+    tx, written, found = zero(3, offload=Offload(optimizer="host", chunk_bytes=48)), [], []
     loss = lambda model: jnp.mean(jnp.square(model.outer(model.norm(model.inner(BATCH["x"])))))
     ours = zerojax.flax.value_and_grad(tx, lambda model, _: loss(model))
     plain = nnx.value_and_grad(lambda model, _: loss(model))

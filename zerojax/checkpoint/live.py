@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,8 @@ def moved_state(state: ZeroState, like: ZeroState, limit: int, donate: bool) -> 
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
     moved: dict[str, Any] = {}
     moves = [(given[saved.name], saved, leaf) for saved, leaf in matched.pairs]
+    # Leaves that shrink come first. Otherwise devices would hold the grown leaves and those that are still to shrink.
+    moves.sort(key=lambda move: bytes_on_device(move[2].array) - bytes_on_device(move[0].array))
     with tracking("Resharding the state", sum(one.leaf.bytes for one, _, _ in moves)):
         for bucket in moved_by_bucket(moves, limit, donate):
             jax.block_until_ready(jax.tree.leaves(bucket))
@@ -88,6 +91,13 @@ def moved_state(state: ZeroState, like: ZeroState, limit: int, donate: bool) -> 
             if donate:
                 free([given[name].array for name in bucket], keep=list(bucket.values()))
     return with_leaves(like, moved | {name: zeros_of(wanted[name].array) for name in fresh})
+
+
+def bytes_on_device(x: Any) -> int:
+    """Return the bytes of a leaf, or of its shape, on each device that holds it. Offloaded leaves have none."""
+    if is_chunked(x) or x.sharding.memory_kind in KINDS:
+        return 0
+    return x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
 
 
 def open_files(nodes: list[Any]) -> None:

@@ -41,7 +41,14 @@ def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False
             raise ValueError(f"opt_state{leaf.path} is {where}, and this transformation has it {wanted}. {remedy}")
         changed = x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating)
         changed = changed and not (may_be_wider and common_dtype(x.dtype, leaf.dtype) == x.dtype)
-        if tuple(x.shape) != leaf.storage_shape or changed:
+        if changed and tuple(x.shape) == leaf.storage_shape:
+            raise ValueError(
+                f"opt_state{leaf.path} is {x.dtype}, and init made it {leaf.dtype}. If an update returned this state, "
+                f"the transformation changes the type of its state, as optax.inject_hyperparams does for parameters of "
+                f"several types. Give all parameters one type, or let the transformation keep it, as mu_dtype= of "
+                f"optax.adamw does."
+            )
+        if tuple(x.shape) != leaf.storage_shape:
             raise ValueError(
                 f"The optimizer state does not belong to these parameters: opt_state{leaf.path} is "
                 f"{x.dtype}{list(x.shape)}, and {leaf.dtype}{list(leaf.storage_shape)} is required (storage shape; "
