@@ -130,7 +130,7 @@ def test_functions_of_weights_with_derivatives_of_their_own_move_no_more_than_th
         twice = clipped(p["d"])  # its two cotangents are added before they are clipped
         return jnp.mean(((x @ jax.nn.relu(p["c"])) @ twice) @ twice)
 
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10, bucket_bytes=0)
     gradient = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
     moved, size = collectives(gradient), 64 * 64
     assert moved.moved("all-gather").elements == 7 * size  # the backward pass begins with `d`
