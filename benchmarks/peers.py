@@ -268,16 +268,17 @@ def table(rows, style):
 
 
 def markdown(results):
-    """The table of docs/peers.md: of each style ms a step, overhead (least and most of the rounds), MiB a worker."""
+    """The table of docs/peers.md: of each style ms a step, overhead (least and most of the rounds), of CPU seconds, MiB."""
     names = dict.fromkeys(name for rows in results.values() for name in rows)
-    print("\n| | " + " | ".join(f"ms, {style} | overhead | MiB" for style in results) + " |")
-    print("|---|" + "---|" * 3 * len(results))
+    print("\n| | " + " | ".join(f"ms, {style} | overhead | of CPU | MiB" for style in results) + " |")
+    print("|---|" + "---|" * 4 * len(results))
     for name in names:
         cells = [f"`{name}`"]
         for rows in results.values():
             row, over = rows[name], rows[name].get("overhead")
             ratio = f"{over['median']:.2f} ({over['least']:.2f}–{over['most']:.2f})" if over else ""
-            cells += [f"{1e3 * row['seconds']['median']:.0f}", ratio, f"{row['MiB a worker']['resident']:.0f}"]
+            busy = f"{row['CPU overhead']['median']:.2f}" if over else ""
+            cells += [f"{1e3 * row['seconds']['median']:.0f}", ratio, busy, f"{row['MiB a worker']['resident']:.0f}"]
         print("| " + " | ".join(cells) + " |")
 
 

@@ -1,4 +1,4 @@
-"""Derivatives of what `value_and_grad` returns: Hessian-vector products, forward mode."""
+"""Derivatives of what `value_and_grad` returns, and rules of the user: Hessian-vector products, forward mode."""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
+from jax.ad_checkpoint import checkpoint_name
 
-from zerojax import zero_shard
+from zerojax import collectives, zero_shard
 
 
 def weights(key):
@@ -88,3 +89,56 @@ def test_what_passes_stop_gradient_has_no_backward_pass(mesh):
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     # sums over rows and devices are made in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), tx.unshard(grads), wanted)
+
+
+NEXT = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
+
+
+@pytest.fixture(params=["today", "next"])
+def internals(request):
+    """The internals that JAX uses today, and those that it will use (jax 0.12)."""
+    if request.param == "next" and not hasattr(jax.config, NEXT[0]):
+        pytest.skip("this version of JAX has no other internals")
+    before = {name: getattr(jax.config, name, None) for name in NEXT}
+    for name in NEXT * (request.param == "next"):
+        jax.config.update(name, True)
+    yield
+    for name in NEXT * (request.param == "next"):
+        jax.config.update(name, before[name])
+
+
+def with_rule(backward):
+    """A function of a weight whose backward pass is `backward(weight, cotangent)`."""
+    fn = jax.custom_vjp(jnp.sin)
+    fn.defvjp(lambda w: (jnp.sin(w), w), lambda w, ct: (backward(w, ct),))
+    return fn
+
+
+straight_through = with_rule(lambda w, ct: jnp.where(jnp.abs(w) < 0.2, ct, 0))
+clipped = with_rule(lambda w, ct: jnp.clip(ct, -1e-4, 1e-4))  # not linear: clipped terms do not add up to a clipped sum
+
+
+def test_functions_of_weights_with_derivatives_of_their_own_move_no_more_than_the_weights(mesh, internals):
+    policy = jax.checkpoint_policies.save_only_these_names("product")
+    params = {name: jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i, name in enumerate("abcd")}
+    batch = jax.random.normal(jax.random.key(9), (16, 64))
+
+    def loss(p, x):
+        x = jnp.tanh(x @ straight_through(p["a"]))
+        block = jax.checkpoint(lambda x, w: jnp.tanh(checkpoint_name(x @ jax.nn.silu(w), "product")), policy=policy)
+        x = block(x, p["b"])
+        twice = clipped(p["d"])  # its two cotangents are added before they are clipped
+        return jnp.mean(((x @ jax.nn.relu(p["c"])) @ twice) @ twice)
+
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10, bucket_bytes=0)
+    gradient = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
+    moved, size = collectives(gradient), 64 * 64
+    assert moved.moved("all-gather").elements == 7 * size  # the backward pass begins with `d`
+    assert moved.moved("reduce-scatter").elements == 3 * size
+    # Both cotangents of `clipped`, because their sum must be complete before it is clipped.
+    assert sum(c.elements for c in moved if c.kind == "all-reduce") < 2.01 * size
+    (value, grads), (wanted, plain) = gradient(tx.shard(params), batch), jax.value_and_grad(loss)(params, batch)
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    assert (np.abs(plain["d"]) == 1e-4).any()
+    # sums over rows and devices are made in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), tx.unshard(grads), plain)

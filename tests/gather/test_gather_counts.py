@@ -250,7 +250,7 @@ def test_unused_and_integer_parameters_have_zero_gradients_in_their_layout():
     dims = {"w": 0, "unused": 1, "steps": 0, "q": 0}
 
     def fn(p, x):
-        return jnp.mean(x @ p["w"] @ p["q"].astype(jnp.float32)) * jnp.sum(p["steps"])
+        return jnp.mean(x @ p["w"] @ p["q"].astype(jnp.float32)) * jnp.sum(p["steps"].astype(jnp.float32))
 
     assert_same(fn, params, X[:, :8], dims)
     setup = lay_out(params, dims)

@@ -50,7 +50,8 @@ def loss_by(wrap, tiles):
     def loss(params, batch):
         x = batch["x"] + wrap(mlp, tiles=tiles)(params["mlp"], batch["x"])
         each = wrap(nll, tiles=tiles)(params["head"], x, batch["targets"])
-        return jnp.sum(each * batch["real"]) / jnp.sum(batch["real"])
+        real = batch["real"].astype(each.dtype)
+        return jnp.sum(each * real) / jnp.sum(real)
 
     return loss
 

@@ -147,11 +147,12 @@ class Attributes(dict):
 def test_nodes_that_answer_for_any_attribute(stage, mesh):
     params = Attributes(layers=[Attributes(w=jnp.ones((4, 8)))], head=Attributes(w=jnp.ones((8, 3)), b=jnp.ones(3)))
     loss = lambda p, rows: jnp.mean((rows @ p.layers[0].w @ p.head.w + p.head.b) ** 2)
-    tx = zero_shard(optax.adam(0.1), stage=stage, mesh=mesh, persist_below=0)
+    inner = optax.sgd(0.1, momentum=0.9)
+    tx = zero_shard(inner, stage=stage, mesh=mesh, persist_below=0)
     state, metrics = tx.train_step(loss)(tx.create(params), ROWS)
     assert metrics["loss"] == pytest.approx(float(loss(params, ROWS)), rel=1e-5)
     assert "head" in str(report(state))
     stored = tx.shard(params)
     updates, _ = tx.update(tx.value_and_grad(loss)(stored, ROWS)[1], tx.init(stored), stored)
-    expected = optax.adam(0.1).update(jax.grad(loss)(params, ROWS), optax.adam(0.1).init(params), params)[0]
+    expected, _ = inner.update(jax.grad(loss)(params, ROWS), inner.init(params), params)
     chex.assert_trees_all_close(tx.unshard(updates), expected, rtol=1e-4, atol=1e-6)

@@ -222,9 +222,14 @@ class Decisions:
         return seen.isdisjoint(self._final)
 
     def is_masked(self, site: Site) -> bool:
-        """Return whether an equation applies a mask or another value to a weight, and one equation reads the result."""
+        """Return whether an equation applies a mask or another value to a weight, and one equation reads the result.
+
+        A `jax.custom_vjp` of weights alone is alike. Its backward pass may be nonlinear (it may clip), so that it must
+        get the sum over all readers. With more than one reader, the call is therefore a segment.
+        """
         eqn = site.eqn
-        if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.ndim < 2:
+        is_rule = compat.name_of(eqn) == "custom_vjp_call" and self.is_of_params_alone(site)
+        if not (is_rule or eqn.primitive.name in WEIGHT_ARITHMETIC) or [v.aval.ndim > 1 for v in eqn.outvars] != [True]:
             return False
         (var,) = eqn.outvars
         readers = self._uses.get(var, ())
