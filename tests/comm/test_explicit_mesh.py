@@ -256,3 +256,13 @@ def test_a_loss_that_closes_over_an_explicit_array():
     device = sharded(mesh, view="device")
     with pytest.raises(ValueError, match="closes over an array of an Explicit mesh"):
         device.value_and_grad(loss)(device.shard(params()), batch())
+
+
+@pytest.mark.parametrize("train", [with_train_step, with_jitted_loop])
+def test_under_a_mesh_that_a_library_has_set(train, expected):
+    """With another axis than the optimizer's. Some libraries call `jax.set_mesh` when they are imported."""
+    tx = sharded(explicit(AUTO))
+    with jax.set_mesh(jax.make_mesh((8,), ("chains",), axis_types=(AUTO,))):
+        found, losses, _ = train(tx, params())
+    np.testing.assert_allclose(losses, expected[1], rtol=1e-5)
+    assert_params(tx, found, expected[0])

@@ -100,7 +100,7 @@ def zero(stage, mesh=None):
         by_batch = lambda params, data, normalizer, key: loss_fn(params, normalizer, data, key)
         grad_fn = tx.value_and_grad(by_batch, has_aux=True)
         (_, metrics), grads = grad_fn(params, data, normalizer, key_loss)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state)
         return (optax.apply_updates(params, updates), opt_state, key), metrics
 
     def sgd_step(data, normalizer, carry, _):

@@ -83,15 +83,17 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes, even inside `jax.set_mesh`. Also usable as a decorator.
+    """Enter a context without Explicit axes or another mesh, even inside `jax.set_mesh`. Also usable as a decorator.
 
-    Code that may be traced must pass the caller's mesh.
+    A library may have called `jax.set_mesh` when it was imported, and no `shard_map` accepts another mesh than the
+    context's. Code that may be traced must pass the caller's mesh.
     """
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    context = jax.sharding.get_abstract_mesh()
+    other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)
     if not compat.is_tracing():
-        with jax.set_mesh(None) if explicit else contextlib.nullcontext():
+        with jax.set_mesh(None) if context.explicit_axes or other else contextlib.nullcontext():
             yield
-    elif mesh is not None and (explicit or mesh.explicit_axes):
+    elif mesh is not None and (context.explicit_axes or mesh.explicit_axes or other):
         with jax.sharding.use_abstract_mesh(with_auto_axes(mesh).abstract_mesh):
             yield
     else:
