@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
-from zerojax.gather import block
+from zerojax.gather import block, working_set
 
 SIZE, DEVICES = 64, 8
 WEIGHT = SIZE * SIZE
@@ -201,6 +201,42 @@ def test_a_layers_leaves_share_a_bucket_unless_told_otherwise(style):
     # its `w` would be needed. The bias is not needed backward.
     assert together == ((4 + 3, 4) if style == "unrolled" else (4 + 4, 4))
     assert one_by_one == ((3 * 4 + 2 * 3 - 1, 3 * 4) if style == "unrolled" else (3 * 4 + 2 * 4, 3 * 4))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_small_blocks_share_gathers_and_reductions_up_to_the_limit(prefetch):
+    arguments = model("unrolled", "remat", 4)
+    pairs, all_five = ({"prefetch": prefetch, "shared_bytes": 4 * count * WEIGHT} for count in (2, 5))
+    # Forward the layers are in pairs, and the head is alone and stays. Backward the last layer is in the head's group.
+    assert calls(*arguments, **pairs) == (3 + 3, 3)
+    assert passes(*arguments, **pairs) == (two_passes(4), 1)
+    assert calls(*arguments, **all_five) == (1, 1)
+    assert passes(*arguments, **all_five) == (1, 1)
+    found = [assert_same(*arguments[:2], X, arguments[2], **options) for options in (pairs, all_five)]
+    assert found == pytest.approx([assert_same(*arguments[:2], X, arguments[2], prefetch=prefetch)] * 2)
+
+
+def test_a_loop_and_a_large_block_share_no_gather():
+    def loss(p, x):
+        x = jnp.tanh(x @ p["first"] @ p["wide"]) @ p["back"]
+        x, _ = lax.scan(lambda x, w: (x @ w, None), x, p["stack"])
+        return jnp.mean((x @ p["last"]) ** 2)
+
+    w = jnp.ones((SIZE, SIZE)) / SIZE
+    wide = jnp.ones((SIZE, 4 * SIZE)) / SIZE
+    params = {"first": w, "wide": wide, "back": wide.T, "stack": jnp.stack([w] * 3), "last": w}
+    dims = {"first": 0, "wide": 0, "back": 1, "stack": 1, "last": 0}
+    assert calls(loss, params, dims, X, shared_bytes=8 * WEIGHT) == calls(loss, params, dims, X)
+    found = working_set(loss, lay_out(params, dims).layout, X, shared_bytes=4 * WEIGHT)
+    assert found == working_set(loss, lay_out(params, dims).layout, X)
+
+
+def test_the_working_set_has_the_blocks_that_share_a_gather():
+    loss, params, dims, x = model("unrolled", "remat", 4)
+    layout = lay_out(params, dims).layout
+    found = [working_set(loss, layout, x, shared_bytes=4 * count * WEIGHT) for count in (0, 2, 5)]
+    assert [each.layer for each in found] == [4 * WEIGHT, 8 * WEIGHT, 20 * WEIGHT]
+    assert [each.bytes for each in found] == [8 * WEIGHT, 16 * WEIGHT, 20 * WEIGHT]
 
 
 def test_a_tied_embedding_is_gathered_for_the_lookup_and_for_the_head():

@@ -79,9 +79,10 @@ def padding_of(tree, setup):
     return np.concatenate([*jax.tree.leaves(setup.each(one, tree)), np.zeros(0)])
 
 
-def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, **options):
+def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, shared_bytes=0, **options):
     """`gather_on_use` inside a `shard_map` over the helpers' mesh."""
-    return gather_on_use(fn, layout, comm=ManualCollectives(("data",), bucket_bytes), **options)
+    comm = ManualCollectives(("data",), bucket_bytes, shared_bytes=shared_bytes)
+    return gather_on_use(fn, layout, comm=comm, **options)
 
 
 def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):

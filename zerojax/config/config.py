@@ -276,8 +276,14 @@ class Config:
 
     @property
     def shared_bytes(self) -> int:
-        """Return the most logical bytes that blocks with one shared gather may gather together."""
-        return min(SHARED_BYTES, self.bucket_bytes)
+        """Return the most logical bytes that blocks with one shared gather may gather together; 0 on CPUs.
+
+        On simulated devices, a collective starts at once. The copies that divide a bucket take as long to compile: the
+        gradient of 64 small layers compiled in 1.6 s instead of 1.8 s with jax 0.12, and in 6.0 s instead of 1.7 s with
+        jax 0.10.
+        """
+        is_cpu = isinstance(self.mesh, jax.sharding.AbstractMesh) or self.mesh.devices.flat[0].platform == "cpu"
+        return 0 if is_cpu else min(SHARED_BYTES, self.bucket_bytes)
 
     @property
     def has_master_weights(self) -> bool:

@@ -24,6 +24,7 @@ A loss becomes a program:
 
 A program runs:
     residuals       defines the records that go from the forward pass to the backward pass
+    options         has the collectives of a pass, and how far ahead it gathers
     schedule        decides when each gather starts, and when each gradient is reduced
     run             runs a program forward, and backward over the residuals
     vjp             makes the two passes of a segment, and chooses the residuals to store
