@@ -6,6 +6,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import peak_bytes
 from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
-from zerojax.planning.compiled_plan import STATE_PARTS, StepFacts, read_plan
+from zerojax.planning.compiled_plan import STATE_PARTS, StepFacts, near_limit, read_plan
 from zerojax.planning.largest_batch import largest_that_fits, next_round
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -622,3 +623,11 @@ def test_the_example_moves_what_the_formula_says():
     assert found["sent"] == pytest.approx(found["sent_formula"], rel=0.02)
     assert sum(found["memory"].values()) == found["peak"]
     assert found["fits"]
+
+
+def test_the_note_about_the_schedulers_limit_reads_the_option_that_raises_it():
+    held = {"argument_size_in_bytes": 20e9, "output_size_in_bytes": 0, "alias_size_in_bytes": 0}
+    analysis, device = SimpleNamespace(**held, temp_size_in_bytes=100e9), SimpleNamespace(memory=150e9)
+    (note,) = near_limit(analysis, device)
+    assert "The limit of XLA's scheduler is 95 GB" in note
+    assert not list(near_limit(analysis, device, {"xla_gpu_memory_limit_slop_factor": 125}))

@@ -307,7 +307,9 @@ def read_plan(
     if memory is None:
         memory = memory_by_part(first[0], memory_analysis(step.programs[0][0]), facts.parts)
     notes = [note for module, _ in modules for note in limitations(module, figures.unknown, gpus)]
-    notes += [note for program, _ in step.programs for note in near_limit(memory_analysis(program), device)]
+    notes += [
+        note for program, _ in step.programs for note in near_limit(memory_analysis(program), device, step.options)
+    ]
     return Plan(
         topology=topology,
         devices=gpus.size,
@@ -359,10 +361,11 @@ def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Ite
         yield "A loop of unknown trip count is counted as one iteration."
 
 
-def near_limit(analysis: Any, device: Device) -> Iterator[str]:
+def near_limit(analysis: Any, device: Device, options: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
     """Yield a sentence if the temporary memory is near or above the limit of XLA's scheduler; see `SCHEDULED`."""
     held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    limit, temporary = USABLE * (SCHEDULED * device.memory - held), analysis.temp_size_in_bytes
+    share = float(options.get("xla_gpu_memory_limit_slop_factor", 100 * USABLE)) / 100
+    limit, temporary = share * (SCHEDULED * device.memory - held), analysis.temp_size_in_bytes
     if temporary > NEAR * limit:
         yield (
             f"The limit of XLA's scheduler is {format_bytes(max(limit, 0))} of temporary memory, and this program has "
