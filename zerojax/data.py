@@ -121,8 +121,13 @@ class RowBatches:
 
         Raises:
             ValueError: If the data set has another number of rows, or the seed differs. Then rows would be repeated or
-                left out.
+                left out. Or if the state belongs to another loader.
         """
+        if not isinstance(state, dict):
+            raise ValueError(
+                f"The position is {state!r}, and not one of RowBatches, which is a dict. Give the state that get_state "
+                f"returned, or restore without data=."
+            )
         for name, now in (("rows", len(self._source)), ("seed", self._seed)):
             if state.get(name) != now:
                 raise ValueError(
@@ -242,8 +247,8 @@ class ShardedBatches:
                 f"{count}, which reads other rows. Restore on as many processes, or read with "
                 f"zerojax.data.RowBatches or grain.experimental.ElasticIterator, whose positions do not depend on them."
             )
-        elif self._placement.of_process:
-            state = own_position(state, index, count)
+        else:
+            state = own_position(state, *((index, count) if self._placement.of_process else (0, 1)))
         self._source.set_state(state)  # pyright: ignore[reportAttributeAccessIssue]
         self._ahead.clear()
         self._error = None

@@ -107,6 +107,7 @@ def device_rates() -> tuple[str, dict[str, Any]]:
     width, chain, size = WORK.get(devices[0].platform, WORK["cpu"])
     mesh = jax.sharding.Mesh(np.array(devices), ("data",))
     count = len(devices)
+    size -= size % (2 * count)
     normal = lambda shape, spec: jax.jit(  # zeros or ones would take less power, and so run at a higher clock
         lambda: jax.random.normal(jax.random.key(0), shape, jnp.bfloat16),
         out_shardings=jax.NamedSharding(mesh, spec),

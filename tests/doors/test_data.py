@@ -236,6 +236,8 @@ def test_positions_of_other_data_are_refused(monkeypatch):
     for other in (RowBatches(range(9), 4, seed=0), RowBatches(range(8), 4, seed=1)):
         with pytest.raises(ValueError, match="some rows would be repeated and others left out"):
             other.set_state(position)
+    with pytest.raises(ValueError, match="not one of RowBatches"):
+        RowBatches(range(8), 4).set_state(b"of grain")
     with pytest.raises(ValueError, match="each of 3 processes an equal part of a batch, and a batch has 4"):
         RowBatches(range(8), 4, part=(0, 3))
     with pytest.raises(ValueError, match="no rows to read"):

@@ -85,6 +85,9 @@ def test_positions_that_belong_to_their_processes_are_refused(monkeypatch):
         data_loader(0, 1, 8).set_state(own_position(common_position(first, first.get_state(), 0, 2), 0, 1))
     position = common_position(one := data_loader(0, 3, 12), next(one) is None or one.get_state(), 0, 3)
     assert position["row"] == 12
+    every = shard_batches(data_loader(0, 1, 8), TX, rows="global")  # a process that reads the rows of all processes
+    every.set_state(position)
+    assert json.loads(every.get_state())["last_seen_indices"] == {"0": 11}
     with pytest.raises(ValueError, match="cannot go on after 12 rows on 5 processes with 1 workers"):
         own_position(position, 0, 5)
     with pytest.raises(ValueError, match="Row 1 of the data set is None"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from command_line import run
 
-from zerojax.doctor import slowdown
+from zerojax.doctor import device_rates, slowdown
 from zerojax.gpus.devices import Links
 from zerojax.planning.compiled_plan import read_plan
 from zerojax.planning.fit import SearchSpace
@@ -90,6 +90,13 @@ def test_the_command_refuses_rates_before_it_runs_the_file(tmp_path):
     outcome = run("plan", "nowhere.py", "--rates", file)
     assert outcome.exit_code == 2
     assert "has no measured rates. Write the file with `zerojax doctor --json`" in outcome.output
+
+
+def test_rates_are_measured_on_any_number_of_devices(monkeypatch):
+    three = jax.local_devices()[:3]  # three do not divide a power of two
+    monkeypatch.setattr(jax, "local_devices", lambda: three)
+    text, measured = device_rates()
+    assert measured.keys() - {"slowdown"} == {"products", "memory", "link"}, text
 
 
 def test_the_slowdown_is_what_products_lose_of_a_gathers_time():

@@ -57,6 +57,9 @@ def test_on_cpu_nothing_is_chosen_and_nothing_compiled(mesh, monkeypatch):
 def test_options_are_checked_where_they_are_given(mesh, tmp_path):
     with pytest.raises(TypeError, match='compiler_options is "auto", or a dict'):
         begun(mesh, compiler_options="O2")
+    for wrong in {1: 2}, {"xla_backend_optimization_level": None}:
+        with pytest.raises(TypeError, match=r"compiler_options has .* values are str, bool, int or float"):
+            begun(mesh, compiler_options=wrong)
     step, state = begun(mesh, compiler_options=LEVEL)
     with pytest.raises(TypeError, match=r"Pass the options to the jax\.jit"):
         jax.jit(step)(state, BATCH)

@@ -1,6 +1,7 @@
 """A step loads its executable from a file if it is that of the step, and otherwise says why not."""
 
 import collections
+import dataclasses
 import io
 import json
 import os
@@ -60,11 +61,11 @@ def file(tmp_path_factory):
     return path
 
 
-def changed(file, path, **header):
-    """A copy of `file` with other entries in its header."""
+def changed(file, path, executable=None, **header):
+    """A copy of `file` with other entries in its header, or another executable."""
     with zipfile.ZipFile(file) as old, zipfile.ZipFile(path, "w") as new:
         for name in old.namelist():
-            data = old.read(name)
+            data = old.read(name) if executable is None or name != executables.EXECUTABLE else executable
             new.writestr(name, json.dumps(json.loads(data) | header) if name == executables.HEADER else data)
     return path
 
@@ -89,6 +90,7 @@ def test_a_loaded_step_compiles_nothing_and_gives_the_same_bits(file, compiled):
     for _ in range(2):
         other, found = again(other, rows)
     assert compiled() == before
+    assert len(again._file.found) == 1  # the second call is not traced, though its state is the result of a program
     assert all(x.is_deleted() for x in jax.tree.leaves(given.params))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((other, found)), jax.device_get((state, metrics)))
     assert f"Loaded from '{file}'." in str(zerojax.report(other, again))
@@ -154,6 +156,11 @@ def test_other_versions_and_files_are_named(file, tmp_path):
     )
     (tmp_path / "d").write_bytes(file.read_bytes()[:-100])
     assert "It is no intact file of step.save" in why(tmp_path / "d", *begun(mesh_of(4)))
+    for header in {"environment": None}, {"arguments": ["w"]}:
+        assert "It is no intact file of step.save" in why(changed(file, tmp_path / "h", **header), *begun(mesh_of(4)))
+    for executable in b"", b"other" * 9:  # what unpickling raises
+        path = changed(file, tmp_path / "i", executable)
+        assert "The executable does not load: " in why(path, *begun(mesh_of(4)))
     content = bytearray(file.read_bytes())
     with zipfile.ZipFile(file) as whole:
         info = whole.getinfo(executables.EXECUTABLE)
@@ -198,6 +205,19 @@ def test_all_processes_load_or_none(file, monkeypatch, reason):
     assert told in why(file, *begun(mesh_of(4)))
 
 
+def test_a_state_with_other_shardings_is_compiled(file):
+    step, state = begun(mesh_of(4))
+    state, _ = step(state, BATCH)
+    step.load(file)
+    state, _ = step(state, BATCH)
+    assert step.compiled_with == (f"Loaded from '{file}'.",)
+    whole = jax.NamedSharding(mesh_of(4), jax.P())
+    moved = jax.tree.map(lambda x: jax.device_put(x, whole), state.params)
+    with pytest.warns(UserWarning, match="The step does not load .* the programs differ") as told:
+        state, _ = step(dataclasses.replace(state, params=moved), BATCH)
+    assert [one.filename for one in told] == [__file__]  # the caller's line, also if the step has run before
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path):
     def printing(params, batch):
         jax.debug.print("{}", batch[0, 0])
@@ -216,6 +236,10 @@ def test_what_cannot_be_saved_is_refused(tmp_path):
             zerojax.plan(other, state, BATCH, save=tmp_path / "step.zip")
     with pytest.raises(ValueError, match=r"state\.step is a shape without a sharding"):
         step.save(tmp_path / "step.zip", jax.eval_shape(lambda: state), BATCH)
+    for path, said in (tmp_path / "none" / "step.zip", "There is no folder"), (tmp_path, "is a folder"):
+        for save in (step.save, lambda path, *given: zerojax.plan(step, *given, save=path)):  # before it is compiled
+            with pytest.raises(ValueError, match=said):
+                save(path, state, BATCH)
     assert not list(tmp_path.iterdir())
 
 
@@ -293,7 +317,7 @@ def test_an_executable_for_absent_gpus_comes_back(tmp_path, monkeypatch):
             step.lower(state, jax.ShapeDtypeStruct((8, 16), jnp.float32))
         return str(told.value)
 
-    assert "XLA does not load the executable: " in why("h200:4")  # everything else agrees
+    assert "The executable does not load: " in why("h200:4")  # everything else agrees
     assert "for the kind h200, and this is the kind h100" in why("h100:4")
     assert "for the mesh {'data': 4}, and this is the mesh {'data': 8}" in why("h200:8")
     assert "the programs differ" in why("h200:4", rate=2e-2)

@@ -20,6 +20,7 @@ from zerojax.planning.hardware import Hardware
 from zerojax.planning.largest_batch import largest_that_fits
 from zerojax.planning.options import FitOptions, HardwareOptions, split_options
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
+from zerojax.train.executables import check_path
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
@@ -98,6 +99,8 @@ class Planner:
                 "in host memory of absent GPUs, and other programs have no step.load. On the GPUs, step.save and "
                 "zerojax.cache_compilations keep what was compiled."
             )
+        if save is not None:
+            check_path(save)
         program_of = program_of_step if isinstance(step, Step) else program_of_function
         usable = given.usable(device)
         program = program_of(step, state, batch, args, topology, int(given.fitted(device)))

@@ -33,7 +33,7 @@ from zerojax.inspect.roofline import roofline
 from zerojax.inspect.timeline import simulate
 from zerojax.train.determinism import SENTENCE
 from zerojax.train.jitted_step import JittedStep
-from zerojax.train.same_run import signature_of
+from zerojax.train.same_run import placed_signature_of
 from zerojax.train.state import ZeroState
 from zerojax.units import format_bytes
 
@@ -151,7 +151,7 @@ class OptionChoice:
         if self._device is None:
             return jitted, CompilerOptions()
         given = state, rows, args
-        key = id(jitted), signature_of(given), *(getattr(x, "sharding", None) for x in jax.tree.leaves(given))
+        key = id(jitted), placed_signature_of(given)
         if key not in self._found:
             limit = memory_of(self._config.mesh, self._device) if memory is None else memory
             changed, note = self._compare(jitted, given, self._device, limit)

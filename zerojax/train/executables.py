@@ -40,7 +40,7 @@ from zerojax.train.same_run import (
     first_difference,
     lines_of,
     origin,
-    signature_of,
+    placed_signature_of,
 )
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepProgram
@@ -123,6 +123,14 @@ def name_of(path: tuple) -> str:
     return f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
 
 
+def check_path(path: str | os.PathLike) -> None:
+    """Raise an error, before a step is compiled for minutes, if its executable cannot be written to this path."""
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"There is no folder {Path(path).parent} for the executable. Make it first.")
+    if Path(path).is_dir():
+        raise ValueError(f"{os.fspath(path)} is a folder, and an executable is a file. Give a path such as step.zip.")
+
+
 def check_savable(state: ZeroState) -> None:
     """Raise an error if a step with this state is several programs, or if the shapes of a state have no shardings."""
     if state.plan.offloaded:
@@ -193,8 +201,8 @@ class ExecutableFile:
         Raises:
             ValueError: If the executable is required, and the file is not that of the step for these arguments.
         """
-        # The step places the state and the rows. The user places the other arguments, which changes the program.
-        key = signature_of((state, rows, args)), *(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+        # An executable does not place its arguments anew. The user may have placed the state and the arguments.
+        key = placed_signature_of((state, rows, args))
         if key not in self._found:
             self._found[key] = self._load(state, rows, args)
         return self._found[key]
@@ -224,6 +232,7 @@ class ExecutableFile:
         self, state: ZeroState, rows: Any, args: tuple, memory: int | None
     ) -> tuple[JittedStep, CompilerOptions, str]:
         """Return the functions with the executable, the compiler options, and a digest of the file."""
+        config = self._program.config
         try:
             with zipfile.ZipFile(self._path) as file:
                 fields = json.loads(file.read(HEADER))
@@ -231,15 +240,15 @@ class ExecutableFile:
                     raise NotLoaded(f"Its format is {fields['format']}, and this version reads {FORMAT}.")
                 header = Header(**fields | {"devices": tuple(fields["devices"])})
                 text, executable = file.read(PROGRAM).decode(), file.read(EXECUTABLE)
+            here = Header.of(config.mesh, (state, rows, args), header.options)
+            differences = list(header.differences(here))
         except OSError as error:
             raise NotLoaded(f"It cannot be read: {error}.") from error
-        except (zipfile.BadZipFile, zlib.error, EOFError, KeyError, TypeError, ValueError) as error:
+        except (zipfile.BadZipFile, zlib.error, EOFError, AttributeError, KeyError, TypeError, ValueError) as error:
             raise NotLoaded(f"It is no intact file of step.save: {error}.") from error
-        config = self._program.config
         if state.plan.offloaded or config.params_on_disk:
             raise NotLoaded("With offloaded state a step is several programs, and a file has one.")
-        here = Header.of(config.mesh, (state, rows, args), header.options)
-        if differences := list(header.differences(here)):
+        if differences:
             raise NotLoaded(" ".join(differences))
         jitted = self._jitted(header, memory)
         lowered = jitted.trace(state, rows, args).lower()
@@ -251,8 +260,9 @@ class ExecutableFile:
             run = serialize_executable.deserialize_and_load(
                 executable, lowered.in_tree, lowered.out_tree, devices[0].client, devices
             )
-        except jax.errors.JaxRuntimeError as error:
-            raise NotLoaded(f"XLA does not load the executable: {str(error).splitlines()[0]}.") from error
+        except Exception as error:  # unpickling raises errors of any type, and the other processes wait for an answer
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise NotLoaded(f"The executable does not load: {said}.") from error
         is_fixed = self._program.options.deterministic
         options = CompilerOptions(header.options, file=os.fspath(self._path), deterministic=is_fixed)
         return jitted.with_executable(run), options, hashlib.sha256(executable).hexdigest()

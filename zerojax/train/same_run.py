@@ -244,6 +244,27 @@ class SameCalls:
             return returned
 
 
+def placed_signature_of(tree: Any) -> Hashable:
+    """Return `signature_of` a tree, and how each array is placed, as one hashable value.
+
+    Shardings themselves are not compared: those that a program returns have other axis types, or fewer dims that are
+    not sharded, than equal ones that `create` made.
+    """
+    return signature_of(tree), *map(placement_of, jax.tree.leaves(tree))
+
+
+def placement_of(x: Any) -> Hashable:
+    """Return the devices, the sharded dims and the memory kind of an array. None: it has no sharding."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
+        return sharding
+    spec = tuple(sharding.spec)
+    while spec and spec[-1] is None:
+        spec = spec[:-1]
+    devices = sharding.mesh.devices.tobytes()  # their addresses, in order, because this is faster than a tuple of them
+    return tuple(sharding.mesh.shape.items()), devices, spec, sharding.memory_kind
+
+
 def signature_of(tree: Any) -> Hashable:
     """Return the structure of a tree, and the shape and type of each array, as one hashable value."""
     leaves, structure = jax.tree.flatten(tree)

@@ -31,7 +31,7 @@ from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
 from zerojax.train.compiling import CompilerOptions, OptionChoice
 from zerojax.train.determinism import check_choices, check_devices
-from zerojax.train.executables import ExecutableFile, Header, check_savable, write
+from zerojax.train.executables import ExecutableFile, Header, check_path, check_savable, write
 from zerojax.train.fitting import MOST_TRIALS, MemoryFit, StepFitting
 from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
@@ -223,14 +223,13 @@ class Step:
         wait_if_simulated(self.config.mesh, state)
         if is_new and self.options.deterministic:
             check_devices(self.config)
-        if is_new:
-            self._loaded(state, rows, args)
+        loaded = self._loaded(state, rows, args)
         if is_new and not self.config.params_on_disk:
             self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
         with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
             if self.config.params_on_disk:
                 return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
-            jitted, _ = self._chosen(state, rows, args)
+            jitted, _ = loaded or self._choose(state, rows, args)
             if not state.plan.offloaded:
                 return jitted.run(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
@@ -340,9 +339,10 @@ class Step:
 
         Raises:
             ValueError: If the step calls Python functions, such as `jax.debug.print`, has offloaded state, or the
-                shapes of a state have no shardings.
+                shapes of a state have no shardings; or if the folder of the file does not exist.
         """
         rows, args = self._placed_rows(state, batch, args, keywords)
+        check_path(path)
         check_savable(state)
         self.write_executable(path, state, rows, args)
 

@@ -63,6 +63,13 @@ class StepOptions:
                 f'compiler_options is "auto", or a dict of XLA\'s options, such as {{"xla_gpu_..._limit": 2}}, and not '
                 f"{self.compiler_options!r}. With {{}} the step chooses no options."
             )
+        given = {} if isinstance(self.compiler_options, str) else self.compiler_options
+        for name, value in given.items():
+            if not (isinstance(name, str) and isinstance(value, str | bool | int | float)):
+                raise TypeError(
+                    f"compiler_options has {name!r}: {value!r}. Names of options are str, and their values are str, "
+                    f"bool, int or float."
+                )
         if self.memory is not None and self.memory != "auto":
             object.__setattr__(self, "memory", parse_bytes("train_step(memory=)", self.memory, least=1))
         check_count("accumulate", self.accumulate, "microbatches", least=1)
