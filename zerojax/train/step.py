@@ -363,7 +363,7 @@ class Step:
         options, and the program itself. If something differs, a warning says what, and the step is compiled. All
         processes load the file, or none does.
 
-        An executable is code. Load only files that you trust.
+        An executable is code. Load only files that you trust. A pickled or copied step does not load the file.
 
         Args:
             path: A file of `save` or `zerojax.plan(save=)`.
