@@ -287,8 +287,8 @@ class GradScheduler:
         """Add the gradients of one block's gathered parameters. They are not summed over devices yet.
 
         `exposed` says that no later block of this pass can hide the reduction. `stacks` maps the key of a scan's layer
-        to the number that `add_stack` returned for its stack. `waits` says that a later block of the group has gradients
-        with which these are reduced.
+        to the number that `add_stack` returned for its stack. `waits` says that a later block of the group runs,
+        with whose gradients these are reduced.
         """
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):
