@@ -231,6 +231,36 @@ def test_a_loop_and_a_large_block_share_no_gather():
     assert found == working_set(loss, lay_out(params, dims).layout, X)
 
 
+def test_a_frozen_block_that_ends_a_group_does_not_delay_the_groups_gradients():
+    def loss(p, x):
+        for name in ("first", "wide", "back", "frozen", "small", "last"):
+            x = x @ (lax.stop_gradient(p[name]) if name == "frozen" else p[name])
+        return jnp.mean(x**2)
+
+    w, wide = jnp.ones((SIZE, SIZE)) / SIZE, jnp.ones((SIZE, 4 * SIZE)) / SIZE
+    params = {"first": w, "wide": wide, "back": wide.T, "frozen": w, "small": w, "last": w}
+    dims = {"first": 0, "wide": 0, "back": 1, "frozen": 0, "small": 0, "last": 0}
+    # Backward: (last, small, frozen), back, wide, first. `back` has its own reduction.
+    assert calls(loss, params, dims, X, shared_bytes=12 * WEIGHT)[1] == 4
+
+
+@pytest.mark.parametrize("shared_bytes", [0, 12 * WEIGHT])
+def test_iterations_of_a_loop_keep_no_gathered_parameters(shared_bytes):
+    def loss(p, x):
+        def body(total, rows):
+            for w in (p["wide"], p["back"], p["small"], p["last"]):
+                rows = jnp.tanh(rows @ w)
+            return total + jnp.mean(rows), None
+
+        return lax.scan(body, 0.0, x.reshape(2, 4, SIZE))[0]
+
+    w, wide = jnp.ones((SIZE, SIZE)) / SIZE, jnp.ones((SIZE, 4 * SIZE)) / SIZE
+    params, dims = {"wide": wide, "back": wide.T, "small": w, "last": w}, {"wide": 0, "back": 1, "small": 0, "last": 0}
+    x = jnp.ones((8 * DEVICES, SIZE))
+    assert max(kept_sizes(loss, params, dims, x, shared_bytes=shared_bytes)) < WEIGHT
+    assert_same(loss, params, x, dims, shared_bytes=shared_bytes)
+
+
 def test_the_working_set_has_the_blocks_that_share_a_gather():
     loss, params, dims, x = model("unrolled", "remat", 4)
     layout = lay_out(params, dims).layout

@@ -9,6 +9,7 @@ from engine_helpers import lay_out
 from jax import lax
 
 import zerojax
+from zerojax.gather.decided import decided_of
 from zerojax.gather.engine import trace_loss
 from zerojax.gather.nested import NestedSegment
 from zerojax.gather.reduced import ReducedSegment
@@ -262,3 +263,19 @@ def test_an_equation_without_results_may_read_a_parameter():
         return jnp.sum(x @ w)
 
     assert under(program_of(loss, W), "use") == ["debug_callback", "dot_general"]
+
+
+def test_blocks_in_the_body_of_a_loop_that_share_a_gather_are_counted():
+    def loss(*args):
+        *weights, x = args
+
+        def body(total, row):
+            for w in weights:
+                row = jnp.tanh(row @ w)
+            return total + jnp.sum(row), None
+
+        return lax.scan(body, 0.0, x.reshape(2, 4, SIZE))[0]
+
+    program = program_of(loss, *[W] * 4)
+    assert [kind for kind in kinds(program) if kind is not PlainSegment] == [NestedSegment]
+    assert [decided_of(program, [True] * 5, n * BYTES).shared for n in (4, 2, 1)] == [(4,), (2, 2), ()]

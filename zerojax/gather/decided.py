@@ -46,14 +46,16 @@ def decided_of(program: Program, alike: Sequence[bool], shared_bytes: int = 0) -
     `shared_bytes` is as in `Collectives`.
     """
     inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
-    decisions = [decision for each in (program, *inner) for decision in each.decisions]
+    programs = (program, *inner)
+    decisions = [decision for each in programs for decision in each.decisions]
     by_rule = {rule.name: tuple(named(eqn) for eqn, name in decisions if name == rule.name) for rule in RULES}
     rules = {name: places for name, places in by_rule.items() if places and name != RUN_IN_PLACE}
     separate: dict[str, tuple[str, ...]] = {}
     for why, leaf in dict.fromkeys(_separate(program, alike)):
         separate[why] = (*separate.get(why, ()), leaf)
-    counts = Counter(groups_of([segment for segment in program.segments if segment.params], shared_bytes))
-    return Decided(rules, separate, tuple(count for count in counts.values() if count > 1))
+    numbers = [groups_of([segment for segment in each.segments if segment.params], shared_bytes) for each in programs]
+    counts = [count for groups in numbers for count in Counter(groups).values()]
+    return Decided(rules, separate, tuple(count for count in counts if count > 1))
 
 
 def _separate(program: Program, alike: Sequence[bool]) -> Iterator[tuple[str, str]]:

@@ -77,7 +77,8 @@ class NestedSegment(Segment):
         # A shard in host memory is copied to the device before the loop, because the loop adds up its gradient there.
         roots = {param.root: to_device(gathers.env[param.root]) for param in self.params}
         env = {**gathers.env, **roots, **dict(zip(self.others, others, strict=True))}
-        program = as_function(self.program, gathers.options, zeros={})
+        # The backward pass begins after the last iteration, so that each iteration would keep gathered parameters.
+        program = as_function(self.program, dataclasses.replace(gathers.options, keeps_last=False), zeros={})
         if not moving:
             return self._loop(program, env), None
         live = set(self.live_results(moving))

@@ -170,7 +170,9 @@ def run_backward(
     gathers = GatherScheduler(env, uses, options)
     for segment, kept in pairs:
         segment.backward(kept, gathers, grads)
-        gathers.position += bool(segment.params)
+        if segment.params:
+            grads.group_continues = not gathers.ends_group
+            gathers.position += 1
         reached = segment.others if segment.params else [*gathers.frontier, *segment.behind(gathers.frontier)]
         gathers.frontier = [v for v in reached if v not in segment.results]
     grads.finish()

@@ -203,14 +203,12 @@ class PendingGrad:
         value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
         state: The last step that the gradient has gone through.
         stack: The number of the scan's stack (`add_stack`), if the gradient is one layer of this stack.
-        waits: Whether a later block of the group has the gradients with which this gradient is reduced.
     """
 
     key: Any
     value: jax.Array
     state: GradState
     stack: int | None = None
-    waits: bool = False
 
 
 class GradScheduler:
@@ -226,10 +224,12 @@ class GradScheduler:
         cotangents: The accumulated cotangents, by variable or `Gathered`. For the variable of a sharded parameter, it
             is the gradient of the shard.
         options: How to reduce.
+        group_continues: Whether the next block is in the group of the block that ran last. Gradients then wait for it.
     """
 
     def __init__(self, env: Mapping, arguments: Collection, options: Options):
         self.env = env
+        self.group_continues = False
         self.arguments = dict.fromkeys(arguments)
         self.cotangents: dict = {}
         self.options = options
@@ -255,9 +255,9 @@ class GradScheduler:
             [pending for pending in queue if pending.state is state]
             for state in (GradState.SCATTERED, GradState.COMPUTED)
         )
-        waits = not flush and all(pending.waits for pending in computed)
+        # A block of frozen parameters may end the group, so the gradients cannot say whether they must wait.
         together, self._waiting = [*self._waiting, *computed], []
-        if waits:
+        if self.group_continues and not flush:
             together, self._waiting = [], together
         self._queue = [*self._reduced_across(scattered), *self._scattered(together)]
 
@@ -287,7 +287,8 @@ class GradScheduler:
         """Add the gradients of one block's gathered parameters. They are not summed over devices yet.
 
         `exposed` says that no later block of this pass can hide the reduction. `stacks` maps the key of a scan's layer
-        to the number that `add_stack` returned for its stack. `waits` is as in `PendingGrad`.
+        to the number that `add_stack` returned for its stack. `waits` says that a later block of the group runs,
+        with whose gradients these are reduced.
         """
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):
@@ -295,7 +296,7 @@ class GradScheduler:
             totals[param.key] = first, self.options.add(total, grad)
         computed = [
             # Before the barrier, the compiler sees that this transpose undoes the transpose of the product.
-            PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key), waits)
+            PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key))
             for key, (param, total) in totals.items()
         ]
         if not waits and (exposed or not self.options.prefetch):

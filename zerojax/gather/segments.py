@@ -284,7 +284,8 @@ class BlockSegment(Segment):
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
         # gathering them again would save no memory.
-        keeps = gathers.is_last or not gathers.options.reshard_after_forward
+        options = gathers.options
+        keeps = (gathers.is_last and options.keeps_last) or not options.reshard_after_forward
         kept = [x if i in passes.needed else None for i, x in enumerate(gathered)] if keeps else None
         return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(passes))
 

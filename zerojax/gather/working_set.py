@@ -77,15 +77,16 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     program, *_ = trace_loss(fn, tree, leaves, full, args, differing=[0])
-    lasting = [s for s in program.segments if any(isinstance(result, Gathered) for result in s.results)]
-    passing = [s for s in program.segments if s.params and s not in lasting]
-    numbered = zip(groups_of(passing, shared_bytes), passing, strict=True)
-    groups = [[segment for _, segment in group] for _, group in itertools.groupby(numbered, lambda pair: pair[0])]
+    gathering = [s for s in program.segments if s.params]
+    lasting = [s for s in gathering if any(isinstance(result, Gathered) for result in s.results)]
+    numbered = [*zip(groups_of(gathering, shared_bytes), gathering, strict=True)]
+    passing = [(number, segment) for number, segment in numbered if segment not in lasting]
+    groups = [[segment for _, segment in group] for _, group in itertools.groupby(passing, lambda pair: pair[0])]
     shared = [bytes_of(p for segment in group for p in segment.params) * (len(group) > 1) for group in groups]
     pairs = zip(groups, shared, strict=True)
     uses = [size for group, together in pairs for size in ([together] if together else group[0].gathered_bytes)]
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
-    stacks = {param.root for segment in passing for param in segment.stacks}
+    stacks = {param.root for _, segment in passing for param in segment.stacks}
     nested = [s for s in program.segments if isinstance(s, NestedSegment)]
     repeats = Counter({param.root: s.loop.length for s in nested for param in s.params})
     whole = [list(_of_segment(program, segment)) for segment in program.segments]
