@@ -1,11 +1,14 @@
 """Measure the seconds to trace and compile a step and a gradient, compared with plain jit and replicated parameters.
 
     python benchmarks/compile.py                     12, 48, 96 and 192 layers, with and without remat
-    python benchmarks/compile.py --layers 12 --rounds 1 --ways plain stage3
+    python benchmarks/compile.py --layers 12 --rounds 1 --ways plain "stage 3"
+    python benchmarks/compile.py --model small --layers 64 --remat no      dense layers of width 32
+    python benchmarks/compile.py --layers 24 --remat yes --topology h200:8     for absent GPUs (extra `aot`)
 
 Each round does each way once, in turn, after JAX's caches were cleared. Tracing includes lowering. "rows / trace" is
-the share of tracing in which zerojax follows the rows of the batch through the program. The model is the tiny
-yardstick, unrolled, on 8 simulated devices; only the number of layers grows.
+the share of tracing in which zerojax follows the rows of the batch through the program. "processor s" is the processor
+time of both, in all threads. The model is the tiny yardstick, unrolled, on 8 devices; only the number of layers grows.
+"alone" is the plain program on one device.
 """
 
 import argparse
@@ -19,7 +22,8 @@ import time
 
 import machine
 
-WAYS = ["plain gradient", "stage 3 gradient", "plain step", "stage 1 step", "stage 3 step"]
+WAYS = ["alone gradient", "plain gradient", "stage 3 gradient"]
+WAYS += ["alone step", "plain step", "stage 1 step", "stage 3 step"]
 
 
 def arguments():
@@ -29,6 +33,8 @@ def arguments():
     parser.add_argument("--ways", nargs="+", default=WAYS, help="words that the ways have in their names")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--model", default="tiny", choices=["tiny", "small"])
+    parser.add_argument("--topology", help="absent GPUs to compile for, such as h200:8, instead of simulated devices")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     return parser.parse_args()
 
@@ -41,7 +47,7 @@ def main():
     wanted = [way for way in WAYS if any(word in way for word in args.ways)]
     rows = []
     for layers, remat in itertools.product(args.layers, args.remat):
-        programs = {way: make(way, layers, remat == "yes") for way in wanted}
+        programs = {way: make(way, model(args.model, layers, remat == "yes"), args.topology) for way in wanted}
         seconds: dict = {way: [] for way in wanted}
         for _, way in itertools.product(range(args.rounds), wanted):
             seconds[way].append(timed(programs[way]))
@@ -58,23 +64,25 @@ def main():
         result = {
             **machine.described(),
             "rounds": args.rounds,
+            "model": args.model,
+            "topology": args.topology or f"{args.devices} simulated devices",
             "seconds": rows,
         }
         args.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def timed(program):
-    """`(seconds to trace and lower, to compile, to follow rows)`, nothing of it from a cache."""
+    """`(seconds to trace and lower, to compile, of processors, to follow rows)`, nothing of it from a cache."""
     import jax
 
     jax.clear_caches()
     function, operands = program
     with following() as spent:
-        start = time.perf_counter()
+        start, processors = time.perf_counter(), time.process_time()
         lowered = function.lower(*operands)
         traced = time.perf_counter()
     lowered.compile()
-    return traced - start, time.perf_counter() - traced, sum(spent)
+    return traced - start, time.perf_counter() - traced, time.process_time() - processors, sum(spent)
 
 
 @contextlib.contextmanager
@@ -98,7 +106,7 @@ def following():
 
         return call
 
-    names = ("states", "results", "into_scan", "with_implied")
+    names = ("states", "results", "into_loop", "with_implied")
     methods = {name: getattr(Follower, name) for name in names}
     for name, method in methods.items():
         setattr(Follower, name, measured(method))
@@ -111,35 +119,62 @@ def following():
 
 def figures(way, seconds):
     kind = way.split()[-1]
-    parts = list(zip(*seconds[way], strict=True))[:2]
-    found = {f"{name} s": statistics.median(part) for name, part in zip(("trace", "compile"), parts, strict=True)}
-    if not way.startswith("plain"):
-        found["rows / trace"] = statistics.median(rows / trace for trace, _, rows in seconds[way])
+    names = "trace", "compile", "processor"
+    parts = list(zip(*seconds[way], strict=True))[:3]
+    found = {f"{name} s": statistics.median(part) for name, part in zip(names, parts, strict=True)}
+    if way.startswith("stage"):
+        found["rows / trace"] = statistics.median(rows / trace for trace, *_, rows in seconds[way])
     if (plain := f"plain {kind}") in seconds:
         pairs = list(zip(seconds[way], seconds[plain], strict=True))
-        for i, name in enumerate(("trace", "compile")):
+        for i, name in enumerate(names):
             found[f"{name} / plain"] = statistics.median(own[i] / other[i] for own, other in pairs)
-        found["both / plain"] = statistics.median(sum(own[:2]) / sum(other[:2]) for own, other in pairs)
+        both = [sum(own[:2]) / sum(other[:2]) for own, other in pairs]
+        found |= {"both / plain": statistics.median(both), "least": min(both), "most": max(both)}
     return found
 
 
-def make(way, layers, remat):
+def model(name, layers, remat):
+    """`(init, loss, shape of a device's rows, dtype of the rows)` of a model."""
+    import jax
+    import jax.numpy as jnp
+    import yardstick
+
+    if name == "tiny":
+        init, loss, rows = yardstick.build("tiny", scan=False, remat=remat, layers=layers)
+        return init, loss, rows, "int32"
+
+    def dense(x, p):
+        return jnp.tanh(x @ p["w"] + p["b"])
+
+    def loss(params, x):
+        for p in params:
+            x = (jax.checkpoint(dense) if remat else dense)(x, p)
+        return jnp.mean(x**2)
+
+    return lambda key: [{"w": jnp.ones((32, 32)), "b": jnp.ones(32)} for _ in range(layers)], loss, (2, 32), "float32"
+
+
+def make(way, model, topology):
     """A jitted function and the shapes it takes."""
     import jax
     import optax
-    import yardstick
-    from jax.sharding import NamedSharding
+    from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
     from zerojax import zero_shard
+    from zerojax.gpus.topology import absent_mesh
 
-    init, loss, (rows, length) = yardstick.build("tiny", scan=False, remat=remat, layers=layers)
+    init, loss, (rows, length), dtype = model
     shapes = jax.eval_shape(init, jax.random.key(0))
     kind, stage = way.split()[-1], 3 if "3" in way else 1
-    tx = zero_shard(optax.adamw(3e-4), stage=stage, persist_below=1000)
+    given = absent_mesh(topology) if topology else None
+    tx = zero_shard(optax.adamw(3e-4), stage=stage, persist_below=1000, mesh=given)
     mesh = tx.config.mesh
-    batch = jax.ShapeDtypeStruct((rows * mesh.size, length), "int32", sharding=NamedSharding(mesh, P("data")))
-    if way.startswith("plain"):
+    if way.startswith("alone"):
+        mesh = Mesh(mesh.devices.reshape(-1)[:1], "data")
+    shape = (rows * tx.config.mesh.size, length)
+    batch = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
+    if not way.startswith("stage"):
         whole = lambda tree: jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), tree
         )
