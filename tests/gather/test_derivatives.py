@@ -99,6 +99,8 @@ def internals(request):
     """The internals that JAX uses today, and those that it will use (jax 0.12)."""
     if request.param == "next" and not hasattr(jax.config, NEXT[-1]):
         pytest.skip("this version of JAX has no other internals")
+    if request.param == "next" and jax.config.jax_check_tracer_leaks:
+        pytest.skip("with jax_remat3 and a policy, JAX itself leaves a tracer behind")
     before = {name: getattr(jax.config, name, None) for name in NEXT}
     for name in NEXT * (request.param == "next"):
         jax.config.update(name, True)
