@@ -70,6 +70,7 @@ def test_a_fit_compares_at_peak_rates_or_at_those_that_were_measured():
         (MEASURED | {"memory": "4 TB"}, "memory must be a number above 0, per second, not '4 TB'"),
         (MEASURED | {"products": 7e14}, "products must be FLOP/s by type"),
         (MEASURED | {"products": {"bf16": -1}}, "products bf16 must be a number above 0"),
+        (MEASURED | {"products": {"bfloat16": 7e14}}, "products name bfloat16, a type without .*Known are .*bf16"),
         (MEASURED | {"slowdown": -0.1}, "slowdown is a share of a product's time, such as 0.35, not -0.1"),
         (MEASURED | {"device": "cpu"}, "measured on 'cpu', and this plan is for h200"),
         (MEASURED | {"device": "NVIDIA B200"}, "measured on 'NVIDIA B200', and this plan is for h200"),

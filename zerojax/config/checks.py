@@ -15,6 +15,12 @@ def check_count(name: str, value: Any, unit: str, *, least: int) -> None:
         raise ValueError(f"{name} counts {unit} and must be at least {least}, but is {value}.")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise a TypeError if `value` is not a bool. Text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is True or False, not {value!r}.")
+
+
 def check_word(name: str, value: Any, known: tuple) -> None:
     """Raise a ValueError if `value` is not one of the `known` words."""
     if value not in known:

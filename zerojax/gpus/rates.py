@@ -89,6 +89,11 @@ class Rates:
         """
         if self.device and kind_of(self.device) != kind:
             raise ValueError(f"The rates were measured on {self.device!r}, and this plan is for {kind}. {MEASURE}.")
+        if unknown := [dtype for dtype in self.products if dtype not in device.rates]:
+            raise ValueError(
+                f"The rates of products name {', '.join(unknown)}, a type without matrix units on {kind}. Known are "
+                f"{', '.join(device.rates)}."
+            )
         share, links = PRODUCTS[kind], device.links
         pairs = {f"products {dtype}": (rate, device.rate(dtype)) for dtype, rate in self.products.items()}
         pairs |= {"memory": (self.memory, device.bandwidth), "link": (self.link, links.link)}

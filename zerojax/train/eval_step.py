@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from zerojax import compat
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
-from zerojax.config import Config
+from zerojax.config import Config, check_flag
 from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import is_on_host, to_device
@@ -56,6 +56,7 @@ def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> C
         shards = [StandIn(x, zeros_like(x)) if is_on_host(x) else x for x in stored]
         return view.loss_of_storage()(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
+    check_flag("eval_step(deterministic=)", deterministic)
     options = dict(options_of(config)) if deterministic else {}
 
     @functools.partial(jax.jit, compiler_options=options or None)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from zerojax.comm.collectives import UPDATE
-from zerojax.config import Config, check_count
+from zerojax.config import Config, check_count, check_flag
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.plan import ShardingPlan
@@ -73,6 +73,8 @@ class StepOptions:
         if self.memory is not None and self.memory != "auto":
             object.__setattr__(self, "memory", parse_bytes("train_step(memory=)", self.memory, least=1))
         check_count("accumulate", self.accumulate, "microbatches", least=1)
+        for name in ("skip_nonfinite", "leaf_norms", "deterministic"):
+            check_flag(f"train_step({name}=)", getattr(self, name))
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
         if self.timeout is not None and (isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float)):
