@@ -7,6 +7,9 @@
     python benchmarks/aot_gpt.py --ways tensor           ZeRO over 4, tensor and sequence parallel over 2 (Megatron)
     python benchmarks/aot_gpt.py --ways stage3 device gspmd replicated gathered gathered-O1 gathered-double
     python benchmarks/aot_gpt.py --prefetch 1 --ways stage3 pipelined pipelined-unordered      ours, and the best rival
+    python benchmarks/aot_gpt.py --prefetch 1 --attention xla cudnn pallas shard_map custom_partitioning
+    python benchmarks/aot_gpt.py --prefetch 1 --layers 4 --attention cudnn --precision bf16        sums in float32
+    python benchmarks/aot_gpt.py --kernels --prefetch 1 --layers 8 --ways stage3 gathered pipelined-unordered
 
 It needs the extra `aot`, and no GPU. The ways:
 
@@ -26,6 +29,7 @@ It needs the extra `aot`, and no GPU. The ways:
 The figures:
 
 - `passes`: bytes all-gathered over the bytes of the sharded parameters in the compute type.
+- `reduced MiB`: what a device sends to reduce gradients, by kind and type.
 - `hidden`: the share of all collective bytes with a matrix product in flight. `inside` and `across` are the same within
   hosts and between them. With `tensor` these cover ZeRO's collectives, and `beside` the model's, for which its next
   product waits.
@@ -37,6 +41,9 @@ The figures:
   part, collectives slow products.
 - `lines`: lines of code that a user adds to the plain model.
 - `all-in`: temporary memory, arguments and results over the parameters.
+
+`--kernels` prints no figures, but the kernels that the first way launches beyond each other way, and the times of all
+kernels (`aot_kernels.py`).
 """
 
 import argparse
@@ -44,14 +51,19 @@ import ast
 import dataclasses
 import datetime
 import functools
+import importlib.metadata
 import inspect
+import itertools
 import json
 import os
 import pathlib
 import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
+import aot_kernels
 import jax
 import jax.numpy as jnp
 import optax
@@ -60,7 +72,7 @@ import yardstick
 from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import Wire, zero_shard
+from zerojax import Precision, Wire, zero_shard
 from zerojax.comm.collectives import LABEL
 from zerojax.gpus.devices import Device
 from zerojax.gpus.rates import Rates
@@ -69,6 +81,7 @@ from zerojax.inspect.expected import Expected
 from zerojax.inspect.hlo import read
 from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import roofline
+from zerojax.planning.compat import kernels_for
 from zerojax.planning.compiled_plan import waits_by_cause
 
 OURS = {
@@ -119,10 +132,47 @@ WAYS = [*OURS, "gspmd", "replicated", "gathered", "gathered-O1", "gathered-doubl
 BUCKETS = {"13B": {"bucket_bytes": 2**30}}
 
 
-def measure(
-    style: str, way: str = "stage3", *, prefetch: int = 1, topology: str = "h200:8", size: str = "gpu", **changes
-) -> dict:
-    """Compile one training gradient and read its figures off the program."""
+class Built(NamedTuple):
+    """A gradient of the yardstick, compiled.
+
+    Attributes:
+        compiled: The program.
+        mesh: The mesh of absent GPUs.
+        axes: The data axes.
+        shapes: The shapes of the parameters.
+        traced: Seconds to trace and lower it.
+        seconds: Seconds to compile it.
+    """
+
+    compiled: Any
+    mesh: Mesh
+    axes: tuple[str, ...]
+    shapes: Any
+    traced: float
+    seconds: float
+
+
+def measure(style: str, way: str = "stage3", *, topology: str = "h200:8", **options) -> dict:
+    """Compile one training gradient, and read its figures off the program. `options` are those of `build`."""
+    with kernels_for(absent_mesh(topology)):
+        return figures(build(style, way, topology=topology, **options), style, way, topology=topology, **options)
+
+
+def build(
+    style: str,
+    way: str = "stage3",
+    *,
+    prefetch: int = 1,
+    topology: str = "h200:8",
+    size: str = "gpu",
+    attention: str = "xla",
+    precision: Precision | None = None,
+    **changes,
+) -> Built:
+    """Compile one training gradient.
+
+    Without a `precision`, the model casts its own parameters, and gradients are summed in its type, bfloat16.
+    """
     scan, axes = style == "scan", ("host", "gpu") if way in AXES else ("data",)
     mesh = absent_mesh(topology, axes=axes)
     tensor_parallel = way == "tensor"
@@ -130,13 +180,19 @@ def measure(
         changes["dot_general"] = fp8_ops.Fp8DirectDotGeneralOp
     if tensor_parallel:
         mesh = Mesh(mesh.devices.reshape(-1, 2), (*axes, "model"))
-    init, loss, (rows, length) = yardstick.build(size, scan=scan, **changes)
+    init, loss, (rows, length) = yardstick.build(size, scan=scan, attention=attention, mesh=mesh, **changes)
     if tensor_parallel:
         loss = yardstick.tensor_parallel(loss, mesh)
     if way.startswith("gathered"):
         loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES[size], **changes), scan, mesh)
     stage = 0 if way == "replicated" else 3
-    options = {"mesh": mesh, "axis": axes, "prefetch": prefetch, "view": OURS.get(way, "global")}
+    options = {
+        "mesh": mesh,
+        "axis": axes,
+        "prefetch": prefetch,
+        "view": OURS.get(way, "global"),
+        "precision": precision,
+    }
     options |= BUCKETS.get(size, {})
     tx = zero_shard(optax.adamw(1e-4), stage=stage, **AXES.get(way, {}), **options)
     shapes = jax.eval_shape(init, jax.random.key(0))
@@ -162,9 +218,27 @@ def measure(
         lowered = program.lower(shapes, tokens)
     traced = time.perf_counter() - start
     compiled = lowered.compile(compiler_options=COMPILER_OPTIONS.get(way))
+    seconds = time.perf_counter() - start - traced
+    return Built(compiled, mesh, axes, shapes, traced, seconds)
+
+
+def figures(
+    built: Built,
+    style: str,
+    way: str,
+    *,
+    topology: str,
+    prefetch: int = 1,
+    size: str = "gpu",
+    attention: str = "xla",
+    precision: Precision | None = None,
+    **changes,
+) -> dict:
+    """Return the figures of a compiled gradient, with the options that it was built with."""
+    compiled, mesh, tensor_parallel = built.compiled, built.mesh, way == "tensor"
     memory, text = compiled.memory_analysis(), compiled.as_text()
     held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=axes).create(shapes).plan.grads
+    parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=built.axes).create(built.shapes).plan.grads
     gpu = Device.of(Topology.parse(topology))
     module, moved = read(text), overlap(text)
     across = [one for one in moved.in_flight if gpu.ring_bandwidth(one.collective.group) < gpu.links.link]
@@ -181,10 +255,13 @@ def measure(
     return {
         "style": style,
         "way": way,
+        "attention": attention,
+        **({"precision": "bf16"} if precision else {}),
         "size": size,
         "topology": topology,
         "prefetch": prefetch,
         "passes": round(Overlap(tuple(own)).of("all-gather").bytes / sharded, 4),
+        "reduced MiB": reduced_by_type(moved),
         "hidden": round(Overlap(tuple(own)).hidden_share, 4),
         "inside": round(Overlap(tuple(inside)).hidden_share, 4),
         "across": round(Overlap(tuple(across)).hidden_share, 4),
@@ -199,9 +276,30 @@ def measure(
         "lines": code_lines(way),
         "all-in": round(held / sum(leaf.bytes for leaf in parts), 4),
         "temp MiB": round(memory.temp_size_in_bytes / 2**20, 1),
-        "trace s": round(traced, 1),
-        "compile s": round(time.perf_counter() - start - traced, 1),
+        "trace s": round(built.traced, 1),
+        "compile s": round(built.seconds, 1),
     }
+
+
+def compare_kernels(styles: Sequence[str], ways: Sequence[str], *, topology: str, **options) -> dict[str, dict]:
+    """Return, for each style, the kernels that the first way has beyond each other way, at achievable rates."""
+    named = Topology.parse(topology)
+    gpu, found = Rates().of(Device.of(named), named.kind), {}
+    for style in styles:
+        with kernels_for(absent_mesh(topology)):
+            texts = {way: build(style, way, topology=topology, **options).compiled.as_text() for way in ways}
+        found[style] = aot_kernels.compare(texts, gpu)
+    return found
+
+
+def reduced_by_type(moved: Overlap) -> dict[str, float]:
+    """MiB per device that are reduce-scattered and all-reduced, by type."""
+    found: dict[str, float] = {}
+    for kind in ("reduce-scatter", "all-reduce"):
+        for one in moved.of(kind).in_flight:
+            key = f"{kind} {one.collective.dtype}"
+            found[key] = found.get(key, 0) + one.collective.sent * one.collective.times_if_once / 2**20
+    return {key: round(size, 1) for key, size in found.items()}
 
 
 def code_lines(way: str) -> int:
@@ -218,27 +316,55 @@ def code_lines(way: str) -> int:
     return sum(bool(line.strip()) for line in ast.unparse(tree).split("\n"))
 
 
-def main():
+def write(out: pathlib.Path, **figures) -> None:
+    """Write figures to a JSON file, with the date and the versions."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax")}
+    found = {"date": datetime.date.today().isoformat(), **versions, "compiled only": True, **figures}
+    out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def show_kernels(args: argparse.Namespace) -> None:
+    """Print what the first way launches beyond the others, and write it to `args.out`."""
+    changes = {} if args.layers is None else {"layers": args.layers}
+    options = {"prefetch": args.prefetch[0], "size": args.size, "attention": args.attention[0]}
+    options["precision"] = Precision.bf16() if args.precision else None
+    styles = compare_kernels(args.styles, args.ways, topology=args.topology, **options, **changes)
+    print(json.dumps(styles, indent=2))
+    if args.out:
+        write(args.out, topology=args.topology, layers=args.layers, styles=styles)
+    print(aot_kernels.totals(styles))
+    if "gathered" in args.ways[1:]:
+        print(aot_kernels.table(styles))
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="h200:8")
     parser.add_argument("--styles", nargs="+", default=["unrolled", "scan"], choices=["unrolled", "scan"])
     parser.add_argument("--ways", nargs="+", default=["stage3"], choices=WAYS)
     parser.add_argument("--size", default="gpu", choices=yardstick.SIZES)
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1, 0])
+    parser.add_argument("--attention", nargs="+", default=["xla"], choices=yardstick.ATTENTION)
+    parser.add_argument("--precision", choices=["bf16"], help="Precision.bf16(): gradients are summed in float32")
+    parser.add_argument("--layers", type=int, help="layers of the model, if not those of its size")
+    parser.add_argument("--kernels", action="store_true", help="list the kernels that only the first of the ways has")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     args = parser.parse_args()
-    rows = []
+    if args.kernels:
+        show_kernels(args)
+        return
+    rows: list[dict] = []
     show = functools.partial(print, sep="  ", flush=True)
-    for style in args.styles:
-        for way in args.ways:
-            for prefetch in args.prefetch if way in OURS else [0]:
-                row = measure(style, way, prefetch=prefetch, topology=args.topology, size=args.size)
-                rows.append(row)
-                show(*(f"{key} {value}" for key, value in row.items()))
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        found = {"date": datetime.date.today().isoformat(), "jax": jax.__version__, "compiled only": True, "rows": rows}
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+    changes = {} if args.layers is None else {"layers": args.layers}
+    for style, way, attention in itertools.product(args.styles, args.ways, args.attention):
+        for prefetch in args.prefetch if way in OURS else [0]:
+            options = {"prefetch": prefetch, "topology": args.topology, "size": args.size, "attention": attention}
+            row = measure(style, way, **options, precision=Precision.bf16() if args.precision else None, **changes)
+            rows.append(row)
+            if args.out:  # after each row, because the next one may take minutes
+                write(args.out, rows=rows)
+            show(*(f"{key} {value}" for key, value in row.items()))
 
 
 if __name__ == "__main__":

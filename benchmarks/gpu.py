@@ -2,6 +2,7 @@
 
     python benchmarks/gpu.py                                    all parts, results/gpu.json and results/gpu.png
     python benchmarks/gpu.py --parts speed plan --resume        some parts, added to what the file has
+    python benchmarks/gpu.py --parts check speed --budget 120   a piece of two minutes; --resume adds the next
     python benchmarks/gpu.py --dry-run                          tiny models on two simulated CPU devices
 
 If JAX finds no GPU, or with --dry-run, tiny models run on simulated devices. That only tries the script: its figures
@@ -10,13 +11,17 @@ parts it left out:
 
 check        each stage with every way of offloading against plain optax, on a tiny model; if one differs nothing
              is measured
-speed        GPTs of 125M, 350M and 1.3B parameters: stage 3, plain jit with optax, and on several GPUs jit's own
-             sharding and a model that gathers each layer by hand; round by round in one process, after their
-             losses over three steps were found equal
-plan         `zerojax.plan`'s peak and least time against the allocator's peak and the step's time; and the time of
-             the executable that the plan saved
-offload      1.5B with optimizer state on the device, offloaded in several ways, and with parameters offloaded too
-torch        FSDP2 with and without its offload to the CPU (one GPU, if torch is installed)
+speed        a GPT of 1.3B parameters, with attention of Pallas and of cuDNN: stage 3, plain jit with optax, and on
+             several GPUs jit's own sharding and a model that gathers each layer by hand; round by round in one
+             process, after their losses over three steps were found equal
+offload      1.5B with optimizer state on the device, offloaded in several ways, and with parameters offloaded too.
+             All begin from the same values, and their losses are compared with those without offload
+mocked       a program of eight devices on one GPU, whose collectives do nothing: its memory and its time
+torch        FSDP2 with its blocks compiled, eager, and with its offload to the CPU (one GPU, if torch is installed)
+fp8          stage 3 with Flax's FP8 layers against bfloat16
+memory       `train_step(memory=)`: the compiled peak against the allocator's
+disk         parameters on disk against in memory
+plan         `zerojax.plan`'s peak and least time against the allocator's peak and the step's time
 activations  layers' inputs in host memory between the passes, against on the device
 checkpoint   how long a save blocks the loop (`checkpoint.py`)
 largest      the largest model that trains, with and without offloaded optimizer state
@@ -43,11 +48,14 @@ import time
 
 import gpu_expected
 import gpu_picture
+import gpu_text
 
 from zerojax.offload.host import CAP_VARIABLE, available_bytes
 
 HERE = pathlib.Path(__file__).parent
-PARTS = ("check", "speed", "plan", "offload", "torch", "activations", "checkpoint", "largest")
+# After the check and the speed, what is known least comes first.
+MORE = ("mocked", "torch", "fp8", "memory", "disk", "plan", "activations", "checkpoint", "largest")
+PARTS = ("check", "speed", "offload", *MORE)
 SIZES = {
     "1.5B": {"base": "gpu", "width": 2048, "layers": 28},
     "8B": {"base": "gpu", "width": 4096, "layers": 39},
@@ -64,8 +72,12 @@ MODES = {
     "half": {"update": "device", "fraction": 0.5},
     "params": {"update": "device", "params": "host"},
 }
-SPEEDS = {"125M": "125M", "350M": "350M", "1.3B": "gpu"}  # names in `yardstick.SIZES`
+ATTENTION = ("pallas", "cudnn")  # of `yardstick.attention_of`; verdicts are about the last
+GPU_MODES = ("none", "device", "host", "params")  # "auto" chose "device" on an H100, and "half" is between
 DRY_MODES = ("none", "params")
+CACHE = pathlib.Path(tempfile.gettempdir(), "zerojax-gpu-programs")
+BUDGET = "left out: the budget was used up; --resume goes on"
+SAME_LOSSES = 1e-3  # relative; two ways of offloading were 1e-4 apart on an H100 after six steps in bfloat16
 GROWTH = 1.25
 
 
@@ -73,7 +85,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument(
-        "--modes", nargs="*", choices=list(MODES), help="of offload, in this order (default: all; dry: two)"
+        "--modes", nargs="*", choices=list(MODES), help="of offload, in this order (default: four; dry: two)"
     )
     parser.add_argument("--steps", type=int, default=5, help="timed steps, or rounds of ways that are compared")
     parser.add_argument("--rows", type=int, help="sequences of each device where offload is measured (8 on GPUs)")
@@ -94,7 +106,7 @@ def main():
         getattr(bench, part)()
         if part == "check" and not bench.found["check"].get("ok"):
             sys.exit("The numbers of the check above are wrong, so nothing is measured.")
-    print(table(bench.found))
+    print(gpu_text.table(bench.found))
     bench.found["expected"] = gpu_expected.verdicts(bench.found)
     bench.save()
     print(gpu_expected.table(bench.found["expected"]))
@@ -108,10 +120,9 @@ class Bench:
     def __init__(self, args):
         self.args = args
         self.end = time.monotonic() + args.budget
-        parts = {part: {} for part in ("speed", "plan", "torch", "activations", "checkpoint", "largest")}
-        self.found = {"date": datetime.date.today().isoformat(), "rows": [], **parts}
+        self.found = {"date": datetime.date.today().isoformat(), "rows": []} | {part: {} for part in ("speed", *MORE)}
         if args.resume and args.out.exists():
-            self.found = json.loads(args.out.read_text())
+            self.found |= json.loads(args.out.read_text())
         self.environment = environment(dry=args.dry_run)
         self.sizes, self.small = SIZES, False
 
@@ -153,10 +164,12 @@ class Bench:
             sys.exit(f"JAX found no device: {found}")
         self.small = found["platform"] == "cpu"
         if self.small:
-            self.environment, self.sizes = environment(dry=True) | self.cached(), SMALL
+            self.environment, self.sizes = environment(dry=True), SMALL
+        self.environment |= self.cached()
         if self.args.modes is None:
-            self.args.modes = list(DRY_MODES if self.small else MODES)
+            self.args.modes = list(DRY_MODES if self.small else GPU_MODES)
         self.hardware = found
+        self.size, self.named = ("tiny", "tiny") if self.small else ("gpu", "1.3B")
         told = {name: self.environment.get(name) for name in SET}
         self.found |= {"dry run": self.small, "machine": found, "environment": told}
         self.save()
@@ -170,15 +183,20 @@ class Bench:
             print(found["error"])
 
     def cached(self):
-        """Compiled programs kept for the session: a dry run is nearly all compilation."""
-        self.cache = tempfile.TemporaryDirectory()
+        """Compiled programs are kept between the parts, and on GPUs between the pieces of a session.
+
+        A kernel that XLA chose by measuring is chosen once, so programs that are compared run the same kernels.
+        """
+        self.cache = tempfile.TemporaryDirectory() if self.small else None
+        folder = self.cache.name if self.cache else str(CACHE)
         least = {"MIN_COMPILE_TIME_SECS": "0", "MIN_ENTRY_SIZE_BYTES": "-1"}
         kept = {f"JAX_PERSISTENT_CACHE_{name}": value for name, value in least.items()}
-        return {"JAX_COMPILATION_CACHE_DIR": self.cache.name, **kept}
+        return {"JAX_COMPILATION_CACHE_DIR": folder, **kept}
 
     def check(self):
-        # A dry run checks the kit. The tests compare every stage and every way.
-        given = {"stages": [3], "only": ["host/device half"]} if self.small else {}
+        # The tests compare every stage and every way on CPUs. A dry run checks only the kit.
+        given = {"stages": [3], "only": ["none", "host/device", "host/host"]}
+        given |= {"only": ["host/device half"]} if self.small else {}
         self.found["check"] = found = self.child("check", limit=self.args.budget, **given)
         self.save()
         print(f"remat_policy: {found.get('remat_policy')}")
@@ -194,25 +212,50 @@ class Bench:
         if self.found[part].get(name, {}).get("status") == "ran":
             return
         if self.left() < (5 if self.small else 30):
-            row = {"status": "left out: the budget was used up"}
+            row = {"status": BUDGET}
         else:
             row = self.child(work, **given)
         self.found[part][name] = row
         self.save()
-        print(f"{part}, {name}: {summary(row)}", flush=True)
+        print(f"{part}, {name}: {gpu_text.summary(row)}", flush=True)
 
     def speed(self):
-        for name, size in ({"tiny": "tiny"} if self.small else SPEEDS).items():
-            self.measured("speed", name, "speed", size=size, rounds=self.args.steps)
+        for kind in ("auto",) if self.small else ATTENTION:
+            # The compiler knows nothing of a kernel: on several GPUs, it is in a `shard_map`.
+            given = "shard_map" if kind == "pallas" and self.hardware["devices"][1] > 1 else kind
+            name = f"{self.named}, {kind}"
+            self.measured("speed", name, "speed", size=self.size, rounds=self.args.steps, attention=given)
+
+    def mocked(self):
+        # 24 layers and the allocator: an eighth of 1.3B's state takes 2 GB
+        given = {"size": self.size, "rounds": 3, "layers": 2 if self.small else 24}
+        self.measured("mocked", "eight devices", "mocked", **given)
+
+    def fp8(self):
+        layers = 1 if self.small else 24
+        self.measured("fp8", self.named, "fp8", size=self.size, rounds=self.args.steps, layers=layers)
+
+    def memory(self):
+        given = {"size": self.size, "rounds": self.args.steps, "memory": "64 MB" if self.small else "40 GB"}
+        self.measured("memory", given["memory"], "budget", **given)
+
+    def disk(self):
+        given = {"size": self.size, "rounds": 1 if self.small else 3, "layers": 2 if self.small else 6}
+        self.measured("disk", f"{given['layers']} layers", "disk", **given)
 
     def plan(self):
         topology = self.args.topology or ("h200:2" if self.small else None)
-        size = "tiny" if self.small else "gpu"
-        self.measured("plan", "1.3B", "planned", size=size, rounds=self.args.steps, topology=topology)
+        self.measured("plan", self.named, "planned", size=self.size, rounds=self.args.steps, topology=topology)
 
     def offload(self):
         for mode in self.args.modes:
-            self.one("1.5B", self.sizes["1.5B"], mode, self.args.steps)
+            self.one("1.5B", self.sizes["1.5B"], mode, min(3, self.args.steps))
+        ran = {row["mode"]: row for row in self.found["rows"] if (row["model"], row["status"]) == ("1.5B", "ran")}
+        for mode, row in ran.items() if "none" in ran else ():
+            row["to no offload"] = largest_difference(row["losses"], ran["none"]["losses"])
+            agree = "WRONG" if row["to no offload"] > SAME_LOSSES else "ok"
+            print(f"{agree}: losses with {mode} differ from those without offload by {row['to no offload']:.2g}")
+        self.save()
 
     def torch(self):
         left_out = None
@@ -220,19 +263,25 @@ class Bench:
             left_out = "left out: torch is not installed (extra peers)"
         elif not self.small and self.hardware["devices"][1] > 1:
             left_out = "left out: there are several GPUs, which need a process each: peers.py"
-        for name, offload in (("FSDP2", False), ("FSDP2, offload", True)):
-            if left_out:
-                self.found["torch"][name] = {"status": left_out}
-                continue
-            size = "tiny" if self.small else "gpu"
-            self.measured("torch", name, "torch_offload", size=size, rounds=self.args.steps, offload=offload)
+        ways = {"FSDP2": "fsdp2", "FSDP2, offload": "fsdp2_offload", "FSDP2, compiled": "fsdp2_compiled"}
+        missing = [name for name in ways if self.found["torch"].get(name, {}).get("status") != "ran"]
+        if left_out or self.left() < 30:
+            self.found["torch"] |= {name: {"status": left_out or BUDGET} for name in missing}
+        elif missing:
+            # One process: making the weights takes longer than the steps.
+            given = {"size": self.size, "rounds": self.args.steps, "ways": [ways[name] for name in missing]}
+            row = self.child("torch_steps", **given)
+            ran = row.pop("ways_of_torch", {})
+            self.found["torch"] |= {name: ran.get(ways[name], row) for name in missing}
+        for name in missing:
+            print(f"torch, {name}: {gpu_text.summary(self.found['torch'][name])}", flush=True)
         self.save()
 
     def activations(self):
         ways = {"in host memory": True} if self.small else {"on the device": False, "in host memory": True}
         for name, offload in ways.items():
-            size = "tiny" if self.small else "gpu"
-            self.measured("activations", name, "activations", size=size, rounds=self.args.steps, offload=offload)
+            given = {"size": self.size, "rounds": self.args.steps, "offload": offload}
+            self.measured("activations", name, "activations", **given)
 
     def checkpoint(self):
         megabytes = 8 if self.small else 4000
@@ -262,7 +311,7 @@ class Bench:
         rows = [r for r in self.found["rows"] if (r["model"], r["mode"]) != (name, mode)]
         self.found["rows"] = [*rows, row]
         self.save()
-        print(line(row), flush=True)
+        print(gpu_text.line(row), flush=True)
         return row
 
     def refusal(self, needs):
@@ -301,6 +350,11 @@ class Bench:
                 why = f"{parameters(model) / 1e9:.2f}B: {row['status']}"
         self.found["largest"][mode] = {"parameters": most, "the next": why or "not tried"}
         self.save()
+
+
+def largest_difference(losses, others):
+    """Largest relative difference of losses that belong together."""
+    return max(abs(a / b - 1) for a, b in zip(losses, others, strict=True))
 
 
 def processor_seconds():
@@ -347,44 +401,6 @@ def floors(count, mode, devices):
     resident, on_host = 12 * (1 - offloaded), 2 if "params" in mode else 0
     device = round(count * (resident - on_host + max(2 + 4, 2 + 2 + 4 * offloaded)) / devices)
     return {"device": device, "host": round((12 * offloaded + on_host) * count)}
-
-
-def summary(row):
-    """What was found of a configuration, on one line."""
-    if row["status"] != "ran":
-        return row["status"] + (f" ({row['error'].splitlines()[0]})" if "error" in row else "")
-    if "ways" in row:
-        share = lambda way: "" if way["MFU"] is None else f", MFU {way['MFU']:.1%}"
-        return "; ".join(f"{name} {way['tokens/s']:,.0f} tokens/s{share(way)}" for name, way in row["ways"].items())
-    if "seconds" in row:
-        return f"a save blocks {row['seconds']['save: the loop is blocked']['median']:.3f} s"
-    peak = "" if row.get("peak_device") is None else f", peak {row['peak_device'] / 1e9:.2f} GB"
-    planned = f", planned {row['planned_s']:.3f} s, {row['planned_peak'] / 1e9:.2f} GB" if "planned_s" in row else ""
-    return f"{row['step_s'][0]:.3f} s a step{peak}{planned}"
-
-
-def line(row):
-    """One configuration on one line."""
-    gigabytes = lambda key: f"{row[key] / 1e9:8.2f}" if row.get(key) is not None else f"{'-':>8s}"
-    speed = f"{row['tokens/s']:9.0f}" if "tokens/s" in row else f"{'-':>9s}"
-    seconds = "{:.3f} ({:.3f}-{:.3f})".format(*row["step_s"]) if "step_s" in row else "-"
-    update = f"{row['update_s'][0]:7.3f}" if "update_s" in row else f"{'-':>7s}"
-    reached = f"{row['achieved each way'] / 1e9:6.1f}" if "achieved each way" in row else f"{'-':>6s}"
-    share = f"{row['share of link']:6.2f}" if "share of link" in row else f"{'-':>6s}"
-    memory = " ".join(gigabytes(k) for k in ("peak_device", "compiled_device", "state_host", "peak_rss"))
-    end = "" if row["status"] == "ran" else f"  {row['status']}"
-    return f"{row['model']:20s} {row['mode']:7s} {speed}  {seconds:22s} {memory} {update} {reached} {share}{end}"
-
-
-def table(found):
-    """All that was found."""
-    heads = " ".join(f"{head:>8s}" for head in ("peak GB", "compiled", "host GB", "RSS GB"))
-    head = f"\n{'model':20s} {'mode':7s} {'tokens/s':>9s}  {'s a step (spread)':22s} {heads}  update   GB/s  share"
-    largest = [
-        f"largest, {mode}: {(x['parameters'] or 0) / 1e9:.2f}B trains; {x['the next']}"
-        for mode, x in found["largest"].items()
-    ]
-    return "\n".join([head, *map(line, found["rows"]), *largest])
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ stopped or killed leaves its earlier results.
 """
 
 import argparse
-import dataclasses
 import functools
 import importlib.metadata
 import json
@@ -15,8 +14,6 @@ import math
 import os
 import pathlib
 import platform
-import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +25,9 @@ import numpy as np
 import optax
 import step
 import yardstick
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from gpu_common import batch_of, data_mesh, peak_device, peak_rss, shapes_of, spread, timed_steps
+from gpu_options import budget, disk, fp8, mocked, torch_steps
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, Precision, plan, report, zero_shard
 from zerojax.gpus.devices import Device
@@ -37,7 +36,6 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.offload import measure, remat_policy
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
-from zerojax.testing import train_plain
 from zerojax.train.step import resident_state
 
 CHECKED = [(stage, "fp32", name) for stage in (3, 2, 1) for name in ("none", "host/device", "host/host")]
@@ -60,7 +58,7 @@ class Notes(dict):
 
 def main():
     given, notes = json.loads(sys.argv[1]), Notes(sys.argv[2])
-    works = (probe, check, speed, planned, train, activations, blocking, torch_offload)
+    works = (probe, check, speed, planned, train, activations, blocking, torch_steps, mocked, fp8, budget, disk)
     work = {work.__name__: work for work in works}[given.pop("work")]
     try:
         work(notes, **given)
@@ -71,16 +69,6 @@ def main():
             status=("out of memory" if memory else "failed") + at, error=f"{type(error).__name__}: {str(error)[:600]}"
         )
     notes.add(peak_rss=peak_rss())
-
-
-def peak_rss():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-
-
-def peak_device():
-    """Of the fullest device so far; None where the backend does not say, as on CPU."""
-    found = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    return max((x for x in found if x is not None), default=None)
 
 
 def probe(notes, *, link_bytes):
@@ -112,10 +100,6 @@ def version_of(name):
         return None
 
 
-def data_mesh():
-    return Mesh(np.array(jax.devices()), ("data",))
-
-
 def link(mesh, size):
     """Bytes per second of one device, all asking at once: to it, from it, and each way with both at once."""
     on_host = jax.device_put(np.ones(mesh.size * size // 4, np.float32), host_sharding(mesh, PartitionSpec("data")))
@@ -140,9 +124,8 @@ def train(notes, *, model, mode, steps, link_bytes):
     batch = jax.device_put(tokens, NamedSharding(tx.config.mesh, PartitionSpec("data")))
 
     notes.add(doing="making the state")
-    params = tx.init_params(init, jax.random.key(0))
-    if offload:
-        params = narrowed(params)
+    params = narrowed(tx.init_params(init, jax.random.key(0)))
+    # `create` makes master weights of these values, with offload or without: all modes begin from the same.
     state = tx.create(params)
     del params
     jax.block_until_ready(jax.tree.leaves(state))
@@ -199,7 +182,8 @@ def train(notes, *, model, mode, steps, link_bytes):
 def narrowed(params):
     """Parameters in the type they are computed in, the wider ones freed one by one.
 
-    `create` copies its arguments, while it makes the optimizer's state: at 8B this saves 2 x 16 GB.
+    `create` copies its arguments, while it makes the optimizer's state: at 8B this saves 2 x 16 GB. Master weights are
+    made of the rounded values. A run from values that were not rounded has other losses, by 2% after six steps.
     """
 
     def one(x):
@@ -208,10 +192,6 @@ def narrowed(params):
         return narrow
 
     return jax.tree.map(one, params)
-
-
-def shapes_of(state):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def update_seconds(taken, tx, state, batch, steps):
@@ -253,16 +233,11 @@ def share(notes):
     return {"achieved each way": most / seconds, "share of link": most / notes["link"]["each of both"] / seconds}
 
 
-def spread(values):
-    """Median, least and most."""
-    return [statistics.median(values), min(values), max(values)]
-
-
-def speed(notes, *, size, rounds):
+def speed(notes, *, size, rounds, attention="auto"):
     """One model each way, round by round, once their losses agree: seconds a step, tokens/s and MFU."""
     notes.add(doing="compiling")
-    ways, tokens, batch = step.make_ways(argparse.Namespace(size=size, style="scan", stages=[3]))
-    ways.pop(step.device_view("stage 3"))
+    given = argparse.Namespace(size=size, style="scan", stages=[3], attention=attention)
+    ways, tokens, batch = step.make_ways(given, views=False)
     losses = {name: [float(run(batch)) for _ in range(3)] for name, run in ways.items()}
     found = disagreements(losses, yardstick.SIZES[size].dtype)
     notes.add(losses=losses)
@@ -326,7 +301,7 @@ def rate():
 
 
 def planned(notes, *, size, rounds, topology):
-    """`zerojax.plan`'s peak and least time of a step of stage 3, the measured ones, and the time of its executable."""
+    """`zerojax.plan`'s peak and least time of a step of stage 3, and the measured ones."""
     init, loss, (rows, length) = yardstick.build(size, scan=True)
     tx = zero_shard(optax.adamw(1e-4), stage=3, precision=Precision.bf16())
     taken = tx.train_step(loss)
@@ -334,9 +309,7 @@ def planned(notes, *, size, rounds, topology):
     shapes = tx.create(jax.eval_shape(init, jax.random.key(0)))
     tokens = jax.ShapeDtypeStruct((rows * jax.device_count(), length), jnp.int32)
     given = topology or f"{kind()}:{jax.device_count()}"
-    folder = tempfile.TemporaryDirectory()
-    file = pathlib.Path(folder.name, "step.zip")
-    found = plan(taken, shapes, tokens, topology=given, save=file)
+    found = plan(taken, shapes, tokens, topology=given)
     notes.add(topology=given, planned_peak=found.peak, planned_s=found.roofline.seconds)
     notes.add(doing="making the state")
     state = jax.block_until_ready(tx.create(tx.init_params(init, jax.random.key(0))))
@@ -346,37 +319,7 @@ def planned(notes, *, size, rounds, topology):
     memory = taken.lower(shapes, batch).compile().memory_analysis()
     kept = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     kept += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    notes.add(step_s=spread(seconds), peak_device=peak_device(), compiled_device=kept, doing="loading the plan's file")
-    del state
-    loaded = tx.train_step(loss)
-    loaded.load(file, required=True)
-    try:
-        seconds = timed_steps(loaded, tx.create(tx.init_params(init, jax.random.key(0))), batch, rounds)
-        notes.add(loaded="ran", loaded_step_s=spread(seconds))
-    except (ValueError, jax.errors.JaxRuntimeError) as error:  # such as: this is the kind cpu
-        notes.add(loaded=str(error)[:600])
-    folder.cleanup()
-    notes.add(status="ran")
-
-
-def batch_of(tx, size, rows, length):
-    tokens = jax.random.randint(
-        jax.random.key(1), (rows * jax.device_count(), length), 0, yardstick.SIZES[size].vocabulary
-    )
-    return jax.device_put(tokens, NamedSharding(tx.config.mesh, PartitionSpec("data")))
-
-
-def timed_steps(taken, state, batch, rounds):
-    """Seconds of each of some steps, after two that are not counted."""
-    seconds = []
-    for _ in range(rounds + 2):
-        begin = time.perf_counter()
-        state, metrics = taken(state, batch)
-        jax.block_until_ready((state, metrics))
-        seconds.append(time.perf_counter() - begin)
-    if not np.isfinite(metrics["loss"]):
-        raise FloatingPointError(f"The loss is {metrics['loss']}.")
-    return seconds[2:]
+    notes.add(step_s=spread(seconds), peak_device=peak_device(), compiled_device=kept, status="ran")
 
 
 def activations(notes, *, size, rounds, offload):
@@ -409,29 +352,6 @@ def blocking(notes, *, megabytes, rounds):
     notes.add(bytes=found["bytes"], seconds=found["seconds"], status="ran")
 
 
-def torch_offload(notes, *, size, rounds, offload):
-    """FSDP2 on one GPU, with its offload to the CPU or without: seconds a step."""
-    import peer_torch
-
-    init, _, _ = yardstick.build(size, scan=False)
-    made = dataclasses.asdict(yardstick.SIZES[size]) | {"gpu": jax.default_backend() == "gpu"}
-    made.pop("dtype")
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        leaves = jax.tree_util.tree_leaves_with_path(jax.jit(init)(jax.random.key(0)))
-    weights = {"/".join(key.key for key in path): np.asarray(leaf) for path, leaf in leaves}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-    notes.add(doing="torch's steps")
-    trainer = peer_torch.Trainer("fsdp2_offload" if offload else "fsdp2", made, weights, rank=0, workers=1)
-    seconds = []
-    for i in range(rounds + 2):
-        begin = time.perf_counter()
-        trainer.step(i)
-        trainer.wait()
-        seconds.append(time.perf_counter() - begin)
-    trainer.end()
-    notes.add(step_s=spread(seconds[2:]), peak_device=trainer.device_peak(), status="ran")
-
-
 def check(notes, *, stages=(1, 2, 3), only=None):
     """Compare stages with every way of offloading, or those of `only`, to plain optax and to no offload."""
     notes.add(doing="the self-test of remat_policy")
@@ -448,7 +368,7 @@ def check(notes, *, stages=(1, 2, 3), only=None):
     jax.config.update("jax_default_matmul_precision", "highest")
     tx = functools.partial(optax.adamw, 1e-2, eps=1e-3)
     params = jax.jit(init)(jax.random.key(0))
-    plain = jax.device_get(train_plain(tx(), loss, params, batches)[0])
+    plain = jax.device_get(train_plain(tx(), loss, params, batches))
     cases = [(s, p, name) for s, p, name in CHECKED if s in stages and (only is None or name in only)]
     rows, reference = [], {}
     with tempfile.TemporaryDirectory() as folder:
@@ -471,6 +391,20 @@ def check(notes, *, stages=(1, 2, 3), only=None):
             notes.add(rows=rows)
     notes.add(status="ran", ok=all(row["ok"] for row in rows))
     notes.pop("doing")
+
+
+def train_plain(tx, loss, params, batches):
+    """The parameters after training with optax alone, on one device."""
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for batch in batches:
+        params, state = step(params, state, batch)
+    return params
 
 
 def checked_modes(folder):

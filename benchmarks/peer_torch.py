@@ -103,6 +103,12 @@ class Trainer:
 
         return self.fsdp2(model, offload_policy=CPUOffloadPolicy(pin_memory=self.bf16))
 
+    def fsdp2_compiled(self, model):
+        """FSDP2 with each block compiled by torch, as torchtitan does it; not among the ways of `peers.py`."""
+        for block in model.blocks:
+            block.compile()
+        return self.fsdp2(model)
+
     def fsdp2(self, model, **policy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -147,6 +153,12 @@ class Trainer:
     def device_peak(self):
         """Bytes this rank's GPU held; None on a CPU."""
         return torch.cuda.max_memory_allocated() if self.bf16 else None
+
+    def begin_peak(self):
+        """Forget the peak of earlier trainers."""
+        if self.bf16:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
 
     def end(self):
         if dist.is_initialized() and self.way != "deepspeed":

@@ -213,7 +213,7 @@ def train_alike(ways, curves, args):
 
 
 def measured(ways, args):
-    """Seconds a step by way and round: of the clock, and of the processors."""
+    """Return the seconds per step, for each way and round: elapsed time, and time of the processors."""
     for way in ways.values():
         way.turn(1)
         way.counts_anew = all(answer["forgotten"] for answer in way.tell(do="forget peak"))

@@ -10,6 +10,7 @@ and say nothing about a GPU.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -88,7 +89,7 @@ def figures(name, tokens, seconds):
     }
 
 
-def make_ways(args):
+def make_ways(args, views=True):
     """Each way as a function of the batch that does one step, waits for it and gives its loss.
 
     `GSPMD` is as `jit` has it; `gathered` a model that gathers each layer by hand, with what XLA has to hide it.
@@ -101,10 +102,11 @@ def make_ways(args):
 
     from zerojax import zero_shard
 
-    init, loss, (rows, length) = yardstick.build(args.size, scan=args.style == "scan")
     count = jax.device_count()
     inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4))
     mesh = zero_shard(inner, stage=0).config.mesh
+    attention, scan = getattr(args, "attention", "auto"), args.style == "scan"
+    init, loss, (rows, length) = yardstick.build(args.size, scan=scan, attention=attention, mesh=mesh)
     vocabulary = yardstick.SIZES[args.size].vocabulary
     tokens = jax.random.randint(jax.random.key(1), (rows * count, length), 0, vocabulary)
     batch = jax.device_put(tokens, NamedSharding(mesh, P("data")))
@@ -151,10 +153,13 @@ def make_ways(args):
 
     ways = {}
     for stage in args.stages:
-        ways[f"stage {stage}"], ways[device_view(f"stage {stage}")] = zero(stage), zero(stage, "device")
+        ways[f"stage {stage}"] = zero(stage)
+        if views:
+            ways[device_view(f"stage {stage}")] = zero(stage, "device")
     ways["replicated"] = plain(0)
     if count > 1:
-        by_hand = yardstick.gathered_by_hand(yardstick.SIZES[args.size], args.style == "scan", mesh)
+        size = dataclasses.replace(yardstick.SIZES[args.size], attention=yardstick.attention_of(attention, mesh))
+        by_hand = yardstick.gathered_by_hand(size, scan, mesh)
         ways |= {"GSPMD": plain(3), "gathered": plain(3, by_hand, TUNED if jax.default_backend() == "gpu" else None)}
     return ways, tokens.size, batch
 

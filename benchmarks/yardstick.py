@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import custom_partitioning
 
 LAYER_INPUT = "layer_input"
 OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection of the scales and histories of FP8 layers
@@ -23,6 +24,7 @@ class Size:
     """What a yardstick model is made of; `rows` is each device's share of the batch.
 
     `dot_general` is a class of Flax's for the products of the layers, such as `fp8_ops.Fp8DirectDotGeneralOp`.
+    `attention` is a function of queries, keys and values, of which `attention_of` makes several. None: `fastest`.
     """
 
     width: int
@@ -33,6 +35,7 @@ class Size:
     dtype: Any
     head: int = 64
     dot_general: Any = None
+    attention: Any = None
 
 
 SIZES = {
@@ -43,6 +46,67 @@ SIZES = {
     "gpu": Size(width=2048, layers=24, tokens=1024, rows=8, vocabulary=32768, dtype=jnp.bfloat16),
     "13B": Size(width=5120, layers=40, tokens=2048, rows=4, vocabulary=50257, dtype=jnp.bfloat16, head=128),
 }
+
+
+ATTENTION = ("auto", "xla", "cudnn", "pallas", "shard_map", "custom_partitioning")
+
+
+@functools.cache
+def attention_of(kind: str, mesh: jax.sharding.Mesh | None = None):
+    """Causal attention `f(q, k, v)` of one of `ATTENTION`.
+
+    `auto` is cuDNN's on GPUs that are there, in bfloat16 or float16, and XLA's everywhere else. `cudnn` is cuDNN's, as
+    JAX wraps it. The others are JAX's kernel in Pallas for Triton: `pallas` alone, of which the compiler knows nothing,
+    `shard_map` inside of a `jax.shard_map` over the rows, and `custom_partitioning` with a rule that says that its
+    operands share their rows. On CPUs, and without a mesh, the kernel is interpreted.
+    """
+    if kind == "auto":
+        return fastest
+    if kind in ("xla", "cudnn"):
+        return functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=kind)
+    interpret = mesh is None or mesh.devices.flat[0].platform == "cpu"
+
+    def kernel(q, k, v):
+        from jax.experimental.pallas.ops.gpu.attention import mha
+
+        scale = q.shape[-1] ** -0.5
+        return mha(q, k, v, segment_ids=None, sm_scale=scale, causal=True, interpret=interpret)
+
+    if kind == "pallas":
+        return kernel
+    if mesh is None:
+        raise ValueError(f"Attention in a {kind} divides rows over a mesh. Give the mesh.")
+    rows = jax.P("data")
+    if kind == "shard_map":
+        return jax.shard_map(kernel, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+    assert kind == "custom_partitioning", f"The yardstick knows {ATTENTION}, not {kind!r}."
+    return partitioned(kernel)
+
+
+def fastest(q, k, v):
+    fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
+
+
+def partitioned(kernel):
+    """The attention, under `custom_partitioning` forward and backward. Rows and heads may be divided."""
+
+    def divided(f, operands, results):
+        divided = custom_partitioning(f)
+
+        def partition(mesh, arguments, outputs):
+            shardings = lambda tree: jax.tree.map(lambda x: x.sharding, tree)
+            return mesh, f, shardings(outputs), shardings(arguments)
+
+        one = "b t h d"
+        rule = f"{', '.join([one] * operands)} -> {', '.join([one] * results)}"
+        divided.def_partition(partition=partition, sharding_rule=rule, need_replication_factors=("t", "d"))
+        return divided
+
+    backward = divided(lambda q, k, v, g: jax.vjp(kernel, q, k, v)[1](g), 4, 3)
+    attention = jax.custom_vjp(divided(kernel, 3, 1))
+    attention.defvjp(lambda q, k, v: (attention(q, k, v), (q, k, v)), lambda kept, g: backward(*kept, g))
+    return attention
 
 
 class Block(nn.Module):
@@ -59,7 +123,7 @@ class Block(nn.Module):
         split = (size.width // size.head, size.head)
         options = {"dtype": size.dtype, "dot_general_cls": size.dot_general}
         q, k, v = (nn.DenseGeneral(split, **options, name=name)(h) for name in "qkv")
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        attended = (size.attention or fastest)(q, k, v)
         x = x + nn.DenseGeneral(size.width, axis=(-2, -1), **options, name="o")(attended)
         h = nn.Dense(4 * size.width, **options)(nn.LayerNorm(dtype=size.dtype)(x))
         return x + nn.Dense(size.width, **options)(nn.gelu(h)), None
@@ -163,18 +227,30 @@ def next_token_loss(logits, tokens):
     return -jnp.mean(jnp.take_along_axis(logits, tokens[:, 1:, None], -1))
 
 
-def build(name: str, *, scan: bool, remat: bool = True, policy: Any = None, **changes: Any):
+def build(
+    name: str,
+    *,
+    scan: bool,
+    remat: bool = True,
+    policy: Any = None,
+    attention: str = "auto",
+    mesh: jax.sharding.Mesh | None = None,
+    **changes: Any,
+):
     """`(init, loss, tokens)`: `init(key) -> params`, `loss(params, tokens)`, shape of one device's tokens.
 
     With FP8 layers, `params` are all variables: the collections "params" and `OVERWRITTEN`.
 
-    A policy of `jax.checkpoint` knows each layer's input as `LAYER_INPUT`.
+    A policy of `jax.checkpoint` knows each layer's input as `LAYER_INPUT`. For `attention` and `mesh`, see
+    `attention_of`.
     """
-    size = dataclasses.replace(SIZES[name], **changes)
+    plain = dataclasses.replace(SIZES[name], **changes)
+    size = dataclasses.replace(plain, attention=attention_of(attention, mesh))
     model = GPT(size, scan, remat, policy)
 
     def init(key):
-        variables = model.init(key, jnp.zeros((1, size.tokens), jnp.int32))
+        # One row, which no mesh divides: parameters do not depend on the attention.
+        variables = GPT(plain, scan, remat, policy).init(key, jnp.zeros((1, size.tokens), jnp.int32))
         return variables["params"] if size.dot_general is None else variables
 
     def loss(params, tokens):

@@ -23,6 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from gpt import causal_attention
 from jax.ad_checkpoint import checkpoint_name
 from train_gpt import mesh_of, positive
 
@@ -45,11 +46,6 @@ class Config:
     theta: float
     scaling: tuple[float, float, float, int] | None = None
     tied: bool = False
-
-
-def causal(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Compute causal attention, in which groups of query heads share one head of keys and values."""
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 class FeedForward(nn.Module):
@@ -101,7 +97,7 @@ class Llama(nn.Module):
     config: Config
     loss_tiles: int = 1
     mlp_tiles: int = 1
-    attention: Callable = causal
+    attention: Callable = causal_attention
     policy: Callable | None = None
 
     @nn.compact

@@ -23,7 +23,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from gpt import rotate
+from gpt import causal_attention, rotate
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -147,7 +147,7 @@ class Block(nn.Module):
         q, k, v = (dense(name)(h).reshape(*h.shape[:2], self.heads, -1) for name in ("query", "key", "value"))
         if self.way in ("tensor", "sequence"):
             q, k, v = (divided(a, self.mesh, "data", None, WAYS[self.way].axis, None) for a in (q, k, v))
-        attended = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True).reshape(x.shape)
+        attended = causal_attention(rotate(q), rotate(k), v).reshape(x.shape)
         x = x + nn.Dense(width, use_bias=False, kernel_init=kernel(axis, None), name="out")(attended)
         h = nn.RMSNorm()(x)
         if self.way == "expert":

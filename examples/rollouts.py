@@ -3,8 +3,8 @@
     python examples/rollouts.py
 
 Half of the devices (8 simulated ones without GPUs) train at stage 3. The other half has the policy in bfloat16, with
-the names and shapes of another framework, and samples actions. Both work at the same time: `zerojax.publish(hold=True)`
-keeps the shards of the old parameters while the step replaces them, and sends them bucket by bucket.
+the names and shapes of another framework, and samples actions. Both work at the same time: each trainer keeps its shard
+of the old parameters in bfloat16 while the step replaces them, and `jax.device_put` copies the shards to the workers.
 
 The task: of the first four of eight numbers, name the largest.
 """
@@ -16,16 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from zerojax import publish, zero_shard
+from zerojax import logical, zero_shard
 
 NUMBERS, ACTIONS, WIDTH, ROWS, STEPS = 8, 4, 64, 256, 120
 CLIP = 0.2
-# The names of the workers' tensors, and how they are made from the leaves of the trained parameters.
-MAPPING = {
-    "net.0.weight": ("up", "out in -> in out"),
-    "net.0.bias": "shift",
-    "net.2.weight": ("down", "out in -> in out"),
-}
 
 
 def init(key: jax.Array) -> dict:
@@ -44,6 +38,13 @@ def loss(params: dict, batch: dict) -> jax.Array:
     ratio = jnp.exp(chosen - batch["logp"])
     advantage = batch["reward"] - batch["reward"].mean()
     return -jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage).mean()
+
+
+@jax.jit
+def renamed(params: dict) -> dict:
+    """The parameters in the names, shapes and type of the workers, sharded over the trainers as before."""
+    up, shift, down = (logical(params)[name].astype(jnp.bfloat16) for name in ("up", "shift", "down"))
+    return {"net.0.weight": up.T, "net.0.bias": shift, "net.2.weight": down.T}
 
 
 @jax.jit
@@ -76,24 +77,24 @@ class Loop:
         self.rows = NamedSharding(trainers, PartitionSpec("data"))
         self.everywhere = NamedSharding(workers, PartitionSpec())
 
-    def published(self, state, *, hold: bool = False):
-        """The workers' tensors, one after the other."""
-        return publish(state.params, self.everywhere, mapping=MAPPING, dtype=jnp.bfloat16, hold=hold)
+    def handed_over(self, weights: dict) -> dict:
+        """Copy tensors to the workers."""
+        return jax.device_put(weights, self.everywhere)
 
     def iterate(self, state, weights: dict, batch: dict, key: jax.Array) -> tuple:
         """Train on a batch while the workers sample the next one with weights that are one step old."""
         sampled = rollout(weights, jax.device_put(key, self.everywhere))
-        pending = self.published(state, hold=True)
+        held = renamed(state.params)
         # The step uses up the old parameters, but not the held ones.
         state, _ = self.step(state, jax.device_put(batch, self.rows))
-        return state, dict(pending), sampled
+        return state, self.handed_over(held), sampled
 
 
 def train(key: jax.Array, steps: int = STEPS) -> list[float]:
     """The mean reward of each batch."""
     loop = Loop()
     state = loop.tx.create(loop.tx.init_params(init, key))
-    weights, rewards = dict(loop.published(state)), []
+    weights, rewards = loop.handed_over(renamed(state.params)), []
     batch = rollout(weights, jax.device_put(key, loop.everywhere))
     for i in range(steps):
         rewards.append(float(batch["reward"].mean()))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import averaged, weight_ema, zero_shard
+from zerojax import zero_shard
 
 WIDTH, ROWS, STEPS = 64, 32, 150
 zero = partial(zero_shard, stage=3, persist_below=1)
@@ -22,12 +22,12 @@ zero = partial(zero_shard, stage=3, persist_below=1)
 
 def average(key: jax.Array) -> tuple[float, float]:
     """The loss of noisy weights, and of their moving average."""
-    tx = zero(optax.chain(optax.sgd(0.1), weight_ema(0.95)))
-    state = tx.create(tx.init_params(network(4, 1), key))
-    step, judge = tx.train_step(square_loss), tx.eval_step(square_loss)
+    tx = zero(optax.sgd(0.1))
+    state, move = tx.create(tx.init_params(network(4, 1), key)), jax.jit(optax.incremental_update)
+    step, judge, weights = tx.train_step(square_loss), tx.eval_step(square_loss), jax.tree.map(jnp.copy, state.params)
     for k in jax.random.split(key, STEPS):
         state, _ = step(state, noisy(k))
-    weights = tx.as_params(averaged(state.opt_state), state.params)
+        weights = jax.block_until_ready(move(state.params, weights, 0.05))
     return float(judge(state.params, noisy(key, 0.0))), float(judge(weights, noisy(key, 0.0)))
 
 

@@ -22,9 +22,12 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import collections
 import contextlib
 import functools
+import gc
 import itertools
+import math
 import pathlib
 import subprocess
 import sys
@@ -32,6 +35,8 @@ import sys
 import jax
 import pytest
 from jax.sharding import AxisType
+
+gc.set_threshold(50_000, 20, 10)  # tracing makes many objects; collecting them as often as usual takes 6% of the time
 
 HELPERS = pathlib.Path(__file__).parent / "helpers"  # modules that several folders import, and children that they run
 
@@ -62,22 +67,67 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def quick_or_slow(cases, quick):
-    """The cases in `quick`, and the others, marked slow. Of a grid of two dims or more, half of the others.
+# By default, a part of a grid's cases runs, and four of a long list of slow ones. `ZEROJAX_GRIDS=all` runs every case.
+ALL_CASES = os.environ.get("ZEROJAX_GRIDS") == "all"
 
-    Of two neighbours one is taken, the first and the second in the order of Thue and Morse: so no value of a product
-    is left out. With `ZEROJAX_GRIDS=all`, all are taken.
-    """
-    others = [case for case in dict.fromkeys(cases) if case not in quick]
-    if os.environ.get("ZEROJAX_GRIDS") != "all" and any(len(case) > 1 for case in others):
-        others = [case for i, case in enumerate(others) if i.bit_count() % 2 == 0]
+
+def covering(cases):
+    """The cases that are needed to show each value at each position, in order. `cases` gives the values of each."""
+    shown = {case: {(i, repr(x)) for i, x in enumerate(values)} for case, values in cases.items()}
+    missing, chosen = set().union(*shown.values()), set()
+    while missing and not ALL_CASES:
+        best = max(shown, key=lambda case: len(shown[case] & missing))
+        chosen.add(best)
+        missing -= shown[best]
+    return [case for case in shown if ALL_CASES or case in chosen]
+
+
+def quick_or_slow(cases, quick):
+    """The cases in `quick`, and the others, or as many as show each of their values, marked slow."""
+    others = covering({case: case for case in cases if case not in quick})
     return [*(pytest.param(*case) for case in quick), *(pytest.param(*case, marks=pytest.mark.slow) for case in others)]
 
 
 def fraction(k, *dims):
-    """The k-th part of a grid in which any two values of two dims still meet, where a third has k values or more."""
+    """The k-th part of a grid in which any two values of two dims still meet, where a third has k values or more.
+
+    Without `ZEROJAX_GRIDS=all`, as many cases of it as show each value.
+    """
     grid = itertools.product(*(enumerate(values) for values in dims))
-    return [tuple(value for _, value in case) for case in grid if sum(i for i, _ in case) % k == 0]
+    cases = [tuple(value for _, value in case) for case in grid if sum(i for i, _ in case) % k == 0]
+    return covering({case: case for case in cases})
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of a test that several parametrizations or fixtures make a grid, keep the cases that show each value of each.
+
+    Of a slow test that still has more than five cases, keep about four. Pages of the documentation all run.
+    Of a test that is marked `quick(n)`, all cases but the first n are slow.
+    """
+    grids = collections.defaultdict(dict)
+    for item in items:
+        if hasattr(item, "callspec"):
+            name = item.nodeid.partition("[")[0], item.get_closest_marker("slow") is not None
+            grids[name][item] = parts_of(item)
+    kept = set()
+    for (name, is_slow), grid in grids.items():
+        cases = covering(grid)
+        many = is_slow and len(cases) > 5 and not ALL_CASES and "house" not in name
+        kept.update(cases[:: 2 * math.ceil(len(cases) / 8)] if many else cases)
+        quick = cases[0].get_closest_marker("quick")
+        for item in cases[quick.args[0] if quick and not is_slow else len(cases) :]:
+            item.add_marker("slow")
+    dropped = {item for grid in grids.values() for item in grid if item not in kept}
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
+
+
+def parts_of(item):
+    """The values that a test's case has from each of its parametrizations and fixtures."""
+    rest = dict(item.callspec.params)
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    lists = [[x.strip() for x in each.split(",")] if isinstance(each, str) else each for each in names]
+    return [*([rest.pop(name) for name in each] for each in lists), *rest.values()]
 
 
 @contextlib.contextmanager

@@ -5,19 +5,16 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from zerojax import checkpoint, data, deepspeed, offload, plot
+    from zerojax import checkpoint, data, offload, plot
     from zerojax.budget.remat import Remat, remat
-    from zerojax.checkpoint.publishing import publish
     from zerojax.compilations import cache_compilations
     from zerojax.config import DynamicScale, Offload, Precision, Wire
-    from zerojax.deepspeed import from_deepspeed
+    from zerojax.dims.declared import rows
     from zerojax.display import progress
     from zerojax.gather import block, tiled
     from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
-    from zerojax.meter import Log, Throughput
-    from zerojax.optim.weight_ema import averaged, weight_ema
     from zerojax.planning.check import check
     from zerojax.planning.compare import compare
     from zerojax.planning.comparison import Comparison
@@ -29,24 +26,20 @@ if _TYPE_CHECKING:
     from zerojax.train.logical import logical
     from zerojax.train.optax_pair import Shardings
     from zerojax.train.state import ZeroState
-    from zerojax.train.statistics import statistics
     from zerojax.zero import ZeroTransformation, zero_shard
 
 # Each name is imported at its first use. So `zerojax --help` does not import JAX, and training does not import the
 # code for checkpoints or for the inspection of compiled programs.
 _MODULES = {
     "budget.remat": "Remat remat",
-    "checkpoint.publishing": "publish",
     "compilations": "cache_compilations",
     "config": "DynamicScale Offload Precision Wire",
-    "deepspeed": "from_deepspeed",
+    "dims.declared": "rows",
     "display": "progress",
     "gather": "block tiled",
     "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
-    "meter": "Log Throughput",
-    "optim.weight_ema": "averaged weight_ema",
     "planning.check": "check",
     "planning.compare": "compare",
     "planning.comparison": "Comparison",
@@ -58,7 +51,6 @@ _MODULES = {
     "train.logical": "logical",
     "train.optax_pair": "Shardings",
     "train.state": "ZeroState",
-    "train.statistics": "statistics",
     "zero": "ZeroTransformation zero_shard",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
@@ -69,7 +61,6 @@ __all__ = [
     "CompiledCollectives",
     "DynamicScale",
     "Estimate",
-    "Log",
     "Mean",
     "Offload",
     "Padded",
@@ -81,11 +72,9 @@ __all__ = [
     "Same",
     "Shardings",
     "Sum",
-    "Throughput",
     "Wire",
     "ZeroState",
     "ZeroTransformation",
-    "averaged",
     "block",
     "cache_compilations",
     "check",
@@ -93,21 +82,17 @@ __all__ = [
     "collectives",
     "compare",
     "data",
-    "deepspeed",
     "estimate",
-    "from_deepspeed",
     "logical",
     "offload",
     "plan",
     "plot",
     "progress",
-    "publish",
     "remat",
     "report",
-    "statistics",
+    "rows",
     "tiled",
     "value_and_grad_from_state",
-    "weight_ema",
     "zero_shard",
 ]
 
@@ -116,7 +101,7 @@ def __getattr__(name: str) -> _Any:
     """Import a public name at its first use."""
     if name == "__version__":
         found = _import_module(f"{__name__}.version").version()
-    elif name in ("checkpoint", "data", "deepspeed", "offload", "plot"):
+    elif name in ("checkpoint", "data", "offload", "plot"):
         return _import_module(f"{__name__}.{name}")
     elif name in _MODULE_OF:
         found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
@@ -127,5 +112,4 @@ def __getattr__(name: str) -> _Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
     return sorted([*__all__, "__version__", "__doc__", "__name__", "__file__", "__path__"])

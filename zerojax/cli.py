@@ -21,7 +21,6 @@ app = typer.Typer(add_completion=False)
 
 
 def argument(metavar: str, text: str) -> Any:
-    """Make an argument of a command."""
     return typer.Argument(metavar=metavar, help=text, show_default=False)
 
 
@@ -158,12 +157,12 @@ def estimate(
             shard_axis=shard_axis,
             params_axis=params_axis,
         )
-        save_plot("memory", estimated, png)
     if as_json:
         totals = [{**dataclasses.asdict(row), "total": row.total} for row in estimated.rows]
         print_result({**dataclasses.asdict(estimated), "rows": totals}, as_json=True)
     else:
         print_result(estimated)
+    save_plot("memory", estimated, png)
 
 
 @app.command()
@@ -185,10 +184,6 @@ def plan(
         bool, typer.Option("--largest-batch", help="Find the largest batch that fits, by compiling several times.")
     ] = False,
     png: Annotated[Path | None, typer.Option(help="Draw the step's timeline to this file.", show_default=False)] = None,
-    save: Annotated[
-        Path | None,
-        typer.Option(help="Write the executable to this file, which step.load reads.", show_default=False),
-    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile the step in FILE for GPUs that this machine does not have, and print its memory and least time.
@@ -205,7 +200,6 @@ def plan(
 
         Hardware(rates=rates).achievable(topology)  # fails before the file is run
         check_folder("--png", png)
-        check_folder("--save", save)
         if batch is not None and batch < 1:
             raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
         step, state, rows, *args = user_code.load_program(file, options or ())
@@ -217,14 +211,14 @@ def plan(
         rows = rows if batch is None else with_rows(rows, batch)
         try:
             with user_code.running(user_code.split_reference(file)[0]):  # tracing runs the file's code
-                given = {"topology": topology, "largest_batch": largest_batch, "rates": rates, "save": save}
+                given = {"topology": topology, "largest_batch": largest_batch, "rates": rates}
                 compiled = plans.plan(step, state, rows, *args, **given)
         except (ValueError, ModuleNotFoundError):
             raise
         except Exception as error:
             raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
-        save_plot("timeline", compiled, png)
     print_result(compiled.to_dict() if as_json else compiled, as_json=as_json)
+    save_plot("timeline", compiled, png)
 
 
 @app.command()
@@ -247,30 +241,6 @@ def compare(file: File, options: Options = None, stage: Stages = None, as_json: 
     print_result({**dataclasses.asdict(comparison), "ok": comparison.ok} if as_json else comparison, as_json=as_json)
     if not comparison.ok:
         raise typer.Exit(1)
-
-
-@app.command()
-def deepspeed(
-    config: Annotated[Path, argument("CONFIG", "A DeepSpeed configuration, such as ds_config.json.")],
-    auto: Annotated[
-        list[str] | None,
-        typer.Option(
-            help='A value for a key that is "auto", such as optimizer.params.lr=3e-4. May be repeated.',
-        ),
-    ] = None,
-    devices: Annotated[int | None, typer.Option(help="Number of data-parallel workers.", show_default=False)] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="Python code of an optax transformation, if CONFIG has no optimizer.")
-    ] = None,
-) -> None:
-    """Print a Python program for a DeepSpeed configuration, and say how each key was translated."""
-    with errors_in_one_line(as_json=False):
-        from zerojax import user_code
-        from zerojax.deepspeed import from_deepspeed
-
-        given = dict(map(user_code.parse_setting, auto or []))
-        translated = from_deepspeed(config, auto=given, devices=devices, optimizer=optimizer)
-    typer.echo(str(translated))
 
 
 @app.command()
@@ -318,11 +288,19 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def save_plot(name: str, data: Any, png: Path | None) -> None:
-    """Draw `data` with the function `name` of the module `plot`, and save the picture unless `png` is None."""
-    if png is not None:
+    """Draw `data` with the function `name` of the module `plot`, and save the picture unless `png` is None.
+
+    Call this after the result is printed, which needs no matplotlib.
+    """
+    if png is None:
+        return
+    with errors_in_one_line(as_json=False):
         from zerojax import plot
 
-        getattr(plot, name)(data).savefig(png, dpi=150)
+        try:
+            getattr(plot, name)(data).savefig(png, dpi=150)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--png {png} needs {error.name}: pip install 'zerojax[plot]'.") from error
 
 
 @contextlib.contextmanager

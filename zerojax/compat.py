@@ -78,7 +78,6 @@ def is_jaxpr(x) -> bool:
 
 
 def constvars_of(jaxpr) -> Sequence:
-    """Return the variables of a jaxpr's constants."""
     return tuple(getattr(jaxpr, "constvars", ()))
 
 
@@ -91,14 +90,6 @@ def line_of(eqn) -> str:
         if is_users(frame.file_name):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
     return ""
-
-
-def at_line_of(eqn) -> Any:
-    """Enter a context in which all equations that are traced get the source line of `eqn`."""
-    from jax._src import source_info_util
-
-    name_stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    return source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack)
 
 
 def is_users(file: str) -> bool:
@@ -157,12 +148,27 @@ def called(eqn):
 
 
 def inner_jaxprs(eqn) -> list:
-    """Return the jaxprs among the parameters of `eqn`, as open jaxprs."""
     return [opened(inner)[0] for inner in _jex().jaxprs_in_params(params_of(eqn))]
 
 
+def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
+    """Replace open jaxprs among the parameters of `eqn`, given by their `id`. Return None if JAX allows no change."""
+    if "_prim" in eqn.params:
+        return None
+
+    def replaced(value):
+        if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+            return type(value)(map(replaced, value))
+        if not is_jaxpr(value) or id(opened(value)[0]) not in new:
+            return value
+        closed: Any = value
+        inner = new[id(opened(closed)[0])]
+        return inner if closed is opened(closed)[0] else closed.replace(jaxpr=inner)
+
+    return eqn.replace(params={name: replaced(value) for name, value in eqn.params.items()})
+
+
 def is_remat(eqn) -> bool:
-    """Return whether the equation is a `jax.checkpoint`."""
     return name_of(eqn) in _REMATS
 
 
@@ -178,6 +184,15 @@ def evaluated_body(eqn):
         return inlined_body(eqn)
     bodies = (params_of(eqn).get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
     return next((opened(body)[0] for body in bodies if is_jaxpr(body)), None)
+
+
+def opaque_body(eqn):
+    """Return the open jaxpr of the function that `eqn` stands for, if `eqn` cannot run on other shapes. Otherwise None.
+
+    These are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`.
+    """
+    name = {"remat_opt": "fwd_jaxpr", "custom_vmap_call": "call"}.get(eqn.primitive.name)
+    return None if name is None else opened(eqn.params[name])[0]
 
 
 def loop_of(eqn) -> LoopEqn | None:
@@ -206,6 +221,16 @@ def in_force(eqn):
         return eqn.replace(ctx=type(eqn.ctx)())
 
 
+def all_in_force(jaxpr):
+    """Return an open jaxpr in which every equation, also of inner jaxprs, is changed by `in_force`."""
+
+    def changed(eqn):
+        inner = {id(body): all_in_force(body) for body in inner_jaxprs(eqn)}
+        return in_force(with_inner_jaxprs(eqn, inner) or eqn)
+
+    return jaxpr.replace(eqns=[*map(changed, jaxpr.eqns)])
+
+
 def eval_shape(fn: Callable, *args: Any) -> Any:
     """Return `jax.eval_shape(fn, *args)`, without a cache entry that would exist as long as `fn` exists."""
     return jax.eval_shape(lambda *args: fn(*args), *args)
@@ -229,11 +254,12 @@ def like(closed, other):
 def evaluate_one(eqn, values: Sequence) -> list:
     """Evaluate one equation on `values`, which may have other shapes than in its trace. A dropped result is None.
 
-    `jax.core.eval_jaxpr` does the same. With `jax_enable_checks`, it compares the shapes with those of the trace.
+    `jax.core.eval_jaxpr` does the same. With `jax_enable_checks`, it compares the shapes with those of the trace. The
+    caller enters the equation's context (`contexts`), as `jaxprs.evaluate` does.
     """
     operands = [atom.val if is_literal(atom) else x for atom, x in zip(eqn.invars, values, strict=True)]
     params = eqn.primitive.get_bind_params(eqn.params)
-    with at_line_of(eqn), eqn.ctx.manager:
+    with eqn.ctx.manager:
         results = eqn.primitive.bind(*operands, **params)
     results = results if eqn.primitive.multiple_results else [results]
     return [None if is_dropped(var) else x for var, x in zip(eqn.outvars, results, strict=True)]
@@ -274,12 +300,12 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
 
 def on_host(fn: Callable) -> Callable:
     """Return a function that runs on the host's processor, on arrays in host memory. Call the function under jit."""
-    from jax.experimental.compute_on import compute_on
+    from jax.experimental import compute_on
 
-    if "out_memory_spaces" in inspect.signature(compute_on).parameters:
-        newer: Any = compute_on
-        return newer(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
-    return compute_on("device_host")(jax.jit(fn))
+    of_jax: Any = compute_on.compute_on  # which takes the function itself in newer versions
+    if "out_memory_spaces" in inspect.signature(of_jax).parameters:
+        return of_jax(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return of_jax("device_host")(jax.jit(fn))
 
 
 def makes_refs(effects: Any) -> bool:

@@ -7,11 +7,12 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from zerojax import compat
+from zerojax.units import parse_bytes
 
 __all__ = ["cache_compilations"]
 
 
-def cache_compilations(folder: str | os.PathLike, *, max_bytes: int | None = None) -> None:
+def cache_compilations(folder: str | os.PathLike, *, max_bytes: float | str | None = None) -> None:
     """Keep all programs that JAX compiles from now on in a folder, and read them from there.
 
     This sets up JAX's persistent compilation cache. By default, JAX keeps only programs that took a second to compile.
@@ -24,21 +25,24 @@ def cache_compilations(folder: str | os.PathLike, *, max_bytes: int | None = Non
 
     Args:
         folder: The folder. It and its parents are made if they do not exist.
-        max_bytes: The size of the folder. The entries that were not used for the longest time are removed first. None:
-            entries are never removed.
+        max_bytes: The size of the folder, such as `"20 GB"`. The entries that were not used for the longest time are
+            removed first. None: entries are never removed.
 
     Raises:
-        ValueError: If `max_bytes` is below 1.
+        ValueError: If `folder` is empty, or `max_bytes` is no size of at least 1 byte.
         OSError: If the folder cannot be made.
     """
-    if max_bytes is not None and max_bytes < 1:
-        raise ValueError(f"cache_compilations(max_bytes={max_bytes}) has no room for a program. Give a larger number.")
-    path = Path(folder).absolute()
+    if not os.fspath(folder):
+        raise ValueError(
+            'cache_compilations("") names no folder. Give one, such as "~/.cache/jax", or "." for this one.'
+        )
+    size = -1 if max_bytes is None else parse_bytes("cache_compilations(max_bytes=)", max_bytes, least=1)
+    path = Path(folder).expanduser().absolute()
     path.mkdir(parents=True, exist_ok=True)
     compilation_cache.reset_cache()  # JAX keeps the first folder otherwise
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no least size
-    jax.config.update("jax_compilation_cache_max_size", -1 if max_bytes is None else max_bytes)
+    jax.config.update("jax_compilation_cache_max_size", size)
     compat.cache_on_every_cpu()

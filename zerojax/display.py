@@ -1,7 +1,7 @@
-"""`zerojax.progress`: show how far saves, restores, exports, reshards, publishing and first compilations are.
+"""`zerojax.progress`: show how far saves, restores, exports, reshards and first compilations are.
 
-Code that takes long calls `tracking`, and `advance` while it goes on; a generator calls `showing`. Without a display,
-they do nothing. The display only reads what it is told, so results do not depend on it.
+Code that takes long calls `tracking`, and `advance` while it goes on. Without a display, they do nothing. The
+display only reads what it is told, so results do not depend on it.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def is_terminal(stream: Any) -> bool:
 def progress(console: Console | None = None) -> Iterator[None]:
     """Show bars for all long work of zerojax and for first compilations, while the block runs.
 
-    Long work is saves, restores, exports, imports, `tx.reshard` and `zerojax.publish`.
+    Long work is saves, restores, exports, imports and `tx.reshard`.
 
     Only process 0 shows them, on standard error. If standard error is no terminal, such as a log file, nothing is
     shown, unless `console` is given. Bars disappear when their work ends. How long a compilation takes is unknown, so
@@ -131,14 +131,8 @@ def progress(console: Console | None = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def showing(description: str, total: float | None = None) -> Iterator[Callable[..., None]]:
-    """Show a task while the block runs, if there is a display. Generators use this, and everything else `tracking`.
-
-    A generator is left and entered again at each `yield`, so `advance` in the caller's code would find its task.
-
-    Yields:
-        `Display.update` of the task. Without a display, a function that does nothing.
-    """
+def _showing(description: str, total: float | None = None) -> Iterator[Callable[..., None]]:
+    """Show a task while the block runs. Yield `Display.update` of it, which does nothing if there is no display."""
     # Asked here, and not by `progress`, which a program may call before `jax.distributed.initialize`.
     if not _DISPLAYS or jax.process_index() > 0:
         yield lambda **_: None
@@ -148,9 +142,6 @@ def showing(description: str, total: float | None = None) -> Iterator[Callable[.
     try:
         yield functools.partial(display.update, task)
         failed = False
-    except GeneratorExit:  # the caller of a generator takes no more
-        failed = False
-        raise
     finally:
         display.end(task, failed=failed)
 
@@ -168,7 +159,7 @@ def tracking(
             calls `advance`.
     """
     over = threading.Event()
-    with showing(description, total) as update:
+    with _showing(description, total) as update:
 
         def watch(measure: Callable[[], float]) -> None:
             while not over.wait(MEASURED_EVERY_S):

@@ -21,7 +21,7 @@ from zerojax.comm.mesh import resolve_mesh
 from zerojax.config import Offload, Precision
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
-from zerojax.offload.host import host_kind, host_sharding
+from zerojax.offload.host import CAP_VARIABLE, available_bytes, host_kind, host_sharding, pinned_cap
 from zerojax.offload.measure import measure, timed
 from zerojax.offload.remat import remat_policy
 from zerojax.planning.estimate import estimate
@@ -56,6 +56,7 @@ def examine(path: Path) -> Iterator[Finding]:
     yield Finding("devices", f"{len(devices)} x {kind} ({devices[0].platform})", measured={"device": kind})
     kinds = sorted({memory.kind for memory in devices[0].addressable_memories()})
     yield Finding("memory kinds", ", ".join(kinds), ok="pinned_host" in kinds)
+    yield Finding("host memory", host_memory(devices[0].platform))
     yield run_check("link and host memory", bandwidths)
     yield run_check("products and collectives", device_rates)
     yield run_check("update on the host", host_compute)
@@ -99,6 +100,18 @@ def bandwidths() -> tuple[str, dict[str, Any]]:
         f"in updates, all devices at once"
     )
     return text, {"host_link": speed.link}
+
+
+def host_memory(device: str) -> str:
+    """Describe how much host memory is free, and on GPUs how much of it JAX may pin."""
+    available = available_bytes()
+    free = "an unknown amount is free" if available is None else f"{format_bytes(available)} is free"
+    if device != "gpu":
+        return free
+    return (
+        f"{free}, and JAX pins up to twice what offloaded arrays need, but at most {format_bytes(pinned_cap())} "
+        f"({CAP_VARIABLE}, in GB)"
+    )
 
 
 def device_rates() -> tuple[str, dict[str, Any]]:

@@ -6,17 +6,19 @@ unchanged, and a loss can return batch statistics with `has_aux`.
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax import compat, jaxprs
+from zerojax import compat
 from zerojax.budget.linen import remat
 from zerojax.train.arguments import has_rows
 from zerojax.train.aux import Same
+from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 
 TAG = "zerojax"
@@ -25,7 +27,6 @@ __all__ = ["init_module", "remat", "shard_module", "value_and_grad"]
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
@@ -52,7 +53,8 @@ def init_module(init: Callable[..., nnx.Module], tx: ZeroTransformation, *args: 
         with nnx.use_eager_sharding(False):
             return nnx.split(init(*args), wrt, ...)
 
-    graph, _, _ = jax.eval_shape(parts, *args)
+    graph, _, others = jax.eval_shape(parts, *args)
+    warn_of_whole(tx, others)
     params = tx.init_params(lambda *args: parts(*args)[1], *args)
     return nnx.merge(graph, params, jax.jit(lambda *args: parts(*args)[2])(*args))
 
@@ -64,13 +66,30 @@ def shard_module(module: nnx.Module, tx: ZeroTransformation, *, wrt: Any = nnx.P
         module: The module. Its parameters must be logical arrays. A parameter that needs padding in storage becomes a
             `Padded`, which the module's code can use like the logical array.
         tx: A transformation that `zero_shard` returned.
-        wrt: NNX filter that selects the variables that are parameters.
+        wrt: NNX filter that selects the variables that are parameters. All others stay as they are, on every device. To
+            train a part of the parameters and shard all of them, as for LoRA, leave `wrt` out and give `zero_shard` a
+            `trainable=` that chooses this part.
 
     Examples:
         >>> model = Model(rngs=nnx.Rngs(0))
         >>> shard_module(model, tx)
     """
-    nnx.update(module, tx.shard(nnx.state(module, wrt)))
+    chosen, others = nnx.split_state(nnx.state(module), wrt, ...)
+    warn_of_whole(tx, others)
+    nnx.update(module, tx.shard(chosen))
+
+
+def warn_of_whole(tx: ZeroTransformation, others: nnx.State) -> None:
+    """Warn about parameters that `wrt=` does not choose, because every device would have all of them."""
+    found = jax.tree.leaves(nnx.split_state(others, nnx.Param, ...)[0])
+    if tx.config.stage == 3 and found:
+        whole = format_bytes(sum(x.size * x.dtype.itemsize for x in found))
+        warnings.warn(
+            f"wrt= leaves {whole} of other parameters whole on every device. To shard them as frozen parameters, leave "
+            f"wrt= out, and give zero_shard a trainable= that chooses the parameters to train, such as "
+            f'trainable=lambda path, leaf: "lora" in path.',
+            stacklevel=3,
+        )
 
 
 def value_and_grad(
@@ -82,6 +101,7 @@ def value_and_grad(
     has_aux: bool = False,
     weighted: bool = False,
     accumulate: int = 1,
+    reduction: Literal["mean", "sum"] | None = None,
 ) -> Callable:
     """Return a function that computes loss and gradient of modules in storage, like `nnx.value_and_grad`.
 
@@ -96,6 +116,7 @@ def value_and_grad(
         has_aux: Whether `loss_fn` returns `(loss, aux)`.
         weighted: Whether the loss is `(total, weight)`, as for `tx.value_and_grad`.
         accumulate: Number of microbatches per device, as for `tx.value_and_grad`.
+        reduction: As for `tx.value_and_grad`.
 
     Returns:
         `f(module, batch, *args) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. `grads` is an
@@ -120,9 +141,8 @@ def value_and_grad(
     ]
     filters = {x.argnum: nnx.filterlib.to_predicate(x.filter) for x in numbers}
     module_loss = ModuleLoss(loss_fn, filters, several, has_aux, tx.config.view == "device")
-    differentiate = tx.value_and_grad(
-        module_loss.pure, has_aux=True, weighted=weighted, mutable=True, accumulate=accumulate
-    )
+    combined: Any = {"weighted": weighted, "accumulate": accumulate, "reduction": reduction}
+    differentiate = tx.value_and_grad(module_loss.pure, has_aux=True, mutable=True, **combined)
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def wrapped(*args, **keywords):
@@ -265,7 +285,7 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
 
     closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
     # For each array after the loss, `sources` has the index of the array with the same value before it, or None.
-    sources = jax.tree.unflatten(jax.tree.structure(shapes), jaxprs.passed_on(compat.opened(closed)[0]))
+    sources = jax.tree.unflatten(jax.tree.structure(shapes), passed_on(compat.opened(closed)[0]))
     ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
     unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}
     return different - unchanged
@@ -299,3 +319,31 @@ def check_integers(assigned: Collection, after: nnx.State) -> None:
 def named(path: Sequence) -> str:
     """Describe a variable by the index of its argument and its path in that argument."""
     return f"{'.'.join(str(key) for key in path[1:]) or 'itself'} of argument {path[0]}"
+
+
+def passed_on(jaxpr: Any) -> list[int | None]:
+    """Return, for each result of `jaxpr`, the index of the argument that it equals, or None for a computed result."""
+    given = {var: i for i, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        for out, index in zip(eqn.outvars, _operands_passed_on(eqn) or (), strict=False):
+            source = None if index is None else eqn.invars[index]
+            if source is not None and not compat.is_literal(source) and source in given:
+                given[out] = given[source]
+    return [None if compat.is_literal(atom) else given.get(atom) for atom in jaxpr.outvars]
+
+
+def _operands_passed_on(eqn: Any) -> list[int | None] | None:
+    """Return, for each result of a call, a loop or a branch, the index of the operand that it equals, or None."""
+    name = eqn.primitive.name
+    if (loop := compat.loop_of(eqn)) is not None:
+        found = passed_on(compat.opened(loop.body)[0])
+        first = loop.consts + loop.carry  # the index of the first operand that is sliced
+        return [
+            i if i is not None and (i == loop.consts + k if k < loop.carry else i >= first) else None
+            for k, i in enumerate(found)
+        ]
+    if name == "cond":
+        branches = zip(*(passed_on(compat.opened(branch)[0]) for branch in eqn.params["branches"]), strict=True)
+        return [1 + found[0] if found[0] is not None and len({*found}) == 1 else None for found in branches]
+    body = compat.evaluated_body(eqn)
+    return None if body is None else passed_on(body)

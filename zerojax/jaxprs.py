@@ -3,6 +3,7 @@
 To evaluate a jaxpr, every part of this library calls `evaluate` with a rule.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import compat
+from zerojax import compat, names
 
 # Primitives that compute each element of their result from the same element of each operand, or from scalars.
 ELEMENTWISE = frozenset(
@@ -58,7 +59,8 @@ def evaluate(
         jaxpr: An open jaxpr, as `compat.opened` gives it.
         consts: The values of the jaxpr's constants.
         args: The values of the jaxpr's arguments: arrays, tracers, or other objects that `rule` understands.
-        rule: `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`.
+        rule: `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`. It is
+            called in the equation's context, so what it traces gets the equation's name scopes and source line.
         literal: Converts the value of a literal. By default the value is used as it is.
 
     Returns:
@@ -70,13 +72,26 @@ def evaluate(
     def read(atom):
         return literal(atom.val) if compat.is_literal(atom) else env[atom]
 
+    context_of = names.contexts()
     for eqn in jaxpr.eqns:
         values = [read(atom) for atom in eqn.invars]
-        results = rule(eqn, values)
-        if results is None:
-            results = compat.evaluate_one(eqn, values)
+        with context_of(eqn):
+            results = rule(eqn, values)
+            if results is None:
+                results = compat.evaluate_one(eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def run(jaxpr: Any, consts: Sequence, *args: Any) -> list:
+    return evaluate(jaxpr, consts, args, lambda eqn, values: None)
+
+
+def evaluate_call(eqn: Any, values: Sequence, rule: Rule) -> list:
+    """Evaluate the body of a call or a remat in place, under the call's name. `rule` is as in `evaluate`."""
+    body = compat.params_of(eqn)["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)
+    with names.inside_call(eqn):
+        return evaluate(*compat.opened(body), values, rule)
 
 
 def as_jax_values(consts: Sequence) -> list:
@@ -85,17 +100,21 @@ def as_jax_values(consts: Sequence) -> list:
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
 
 
+def is_on_numpy(eqn: Any) -> bool:
+    """Return whether `on_numpy` can compute the result of an equation, given the operands."""
+    is_numpys = getattr(eqn.outvars[0].aval.dtype, "kind", "") in tuple("biuf")  # not a PRNG key or a bfloat16
+    return is_numpys and eqn.primitive.name in _ON_NUMPY
+
+
 def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
     """Compute the result of an equation with NumPy, for an analysis that needs the values of indices.
 
     `values` has None for an unknown operand. Return None if an operand is unknown, or if `_ON_NUMPY` does not have the
     primitive.
     """
-    compute = _ON_NUMPY.get(eqn.primitive.name)
-    if compute is None or any(value is None for value in values):
+    if not is_on_numpy(eqn) or any(value is None for value in values):
         return None
-    is_numpys = getattr(eqn.outvars[0].aval.dtype, "kind", "") in tuple("biuf")  # not a PRNG key or a bfloat16
-    return compute(eqn, *values) if is_numpys else None
+    return _ON_NUMPY[eqn.primitive.name](eqn, *values)
 
 
 def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
@@ -108,11 +127,7 @@ def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> 
 
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     """Evaluate a jaxpr with the calls in it (such as `jax.jit`) inlined."""
-
-    def rule(eqn, values):
-        body = compat.called(eqn)
-        return None if body is None else inline_calls(*compat.opened(body), *values)
-
+    rule = lambda eqn, values: None if compat.called(eqn) is None else evaluate_call(eqn, values, rule)
     return evaluate(jaxpr, consts, args, rule)
 
 
@@ -144,7 +159,6 @@ def identity_of(name: str, dtype: Any) -> Any:
 
 
 def variables_in(atoms: Iterable) -> list:
-    """Return the elements of `atoms` that are variables and not literals."""
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
 
@@ -155,8 +169,13 @@ def differentiable(dtype: Any) -> bool:
 
 
 def nbytes(var: Any) -> int:
-    """Return the size of a variable's value in bytes."""
     return var.aval.size * var.aval.dtype.itemsize
+
+
+def dot_flops(eqn: Any) -> int:
+    """Return the FLOPs of a `dot_general`, with two per multiply-add."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
 def expands(eqn: Any) -> bool:
@@ -178,15 +197,33 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
 def equations(jaxpr: Any) -> Iterator[Any]:
     """Yield the equations of a jaxpr. After each equation, yield the equations of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in compat.inner_jaxprs(eqn):
-            yield from equations(inner)
+        yield from with_inner(eqn)
+
+
+def with_inner(eqn: Any) -> Iterator[Any]:
+    """Yield an equation, and the equations of the jaxprs inside it."""
+    yield eqn
+    for inner in compat.inner_jaxprs(eqn):
+        yield from equations(inner)
 
 
 def has_effects(jaxpr: Any) -> bool:
-    """Return whether an equation in a jaxpr, or in a jaxpr inside it, has an effect or uses a ref."""
+    """Return whether an equation in a jaxpr, or in a jaxpr inside it, has an effect or uses a ref.
+
+    A kernel (a Pallas call) has none: its body writes to refs, but the call takes arrays and returns arrays.
+    """
     uses_ref = lambda eqn: any(map(compat.is_ref, [*eqn.invars, *eqn.outvars]))
-    return any(eqn.effects or uses_ref(eqn) for eqn in equations(jaxpr))
+    return any(
+        eqn.effects
+        or uses_ref(eqn)
+        or any(has_effects(inner) for inner in compat.inner_jaxprs(eqn) if not _of_refs(inner))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _of_refs(jaxpr: Any) -> bool:
+    """Return whether a jaxpr takes refs. If the equation around it has none, it is the body of a kernel."""
+    return any(map(compat.is_ref, jaxpr.invars))
 
 
 def signature(jaxpr: Any, *, functions: bool = True) -> Any:
@@ -198,7 +235,7 @@ def signature(jaxpr: Any, *, functions: bool = True) -> Any:
     number = {var: i for i, var in enumerate([*compat.constvars_of(jaxpr), *jaxpr.invars])}
     avals, eqns = [var.aval for var in number], []
     for eqn in jaxpr.eqns:
-        if eqn.effects:
+        if eqn.effects and not _of_refs(jaxpr):
             return None
         eqns.append(_of_equation(eqn, [_of_operand(atom, number) for atom in eqn.invars], functions))
         for var in eqn.outvars:
@@ -231,7 +268,8 @@ def _of_operand(atom: Any, number: dict) -> Any:
 def _of_param(value: Any, functions: bool) -> Any:
     if compat.is_jaxpr(value):
         jaxpr, consts = compat.opened(value)
-        return signature(jaxpr, functions=functions), tuple(map(id, consts))
+        inner = signature(jaxpr, functions=functions)
+        return id(value) if inner is None else inner, tuple(map(id, consts))
     if isinstance(value, list | tuple):
         return type(value), tuple(_of_param(x, functions) for x in value)
     if isinstance(value, dict):
@@ -266,11 +304,15 @@ def alive(jaxpr: Any) -> list:
     return [eqn for eqn in jaxpr.eqns if id(eqn) in ids]
 
 
-def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, bool], Sequence]) -> set:
+def dependent_on(
+    variables: Collection,
+    eqns: Sequence,
+    results: Callable[[Any, bool], Sequence] = lambda eqn, reads: eqn.outvars if reads else (),
+) -> set:
     """Return the set of `variables` and all variables that depend on them.
 
     `results(eqn, reads)` returns the results of `eqn` that belong to the set. `reads` says whether any operand of `eqn`
-    belongs to the set.
+    belongs to the set. By default, all results of an equation that reads from the set belong to it.
     """
     dependent = set(variables)
     for eqn in eqns:
@@ -281,29 +323,48 @@ def dependent_on(variables: Collection, eqns: Sequence, results: Callable[[Any, 
     return dependent
 
 
-def passed_on(jaxpr: Any) -> list[int | None]:
-    """Return, for each result of `jaxpr`, the index of the argument that it equals, or None for a computed result."""
-    given = {var: i for i, var in enumerate(jaxpr.invars)}
+def moved_by(variables: Collection, jaxpr: Any) -> set:
+    """Return the values through which cotangents may flow to `variables`, including `variables`."""
+    live = set(variables)
     for eqn in jaxpr.eqns:
-        for out, index in zip(eqn.outvars, _operands_passed_on(eqn) or (), strict=False):
-            source = None if index is None else eqn.invars[index]
-            if source is not None and not compat.is_literal(source) and source in given:
-                given[out] = given[source]
-    return [None if compat.is_literal(atom) else given.get(atom) for atom in jaxpr.outvars]
+        reads = [not compat.is_literal(atom) and atom in live for atom in eqn.invars]
+        if not any(reads) or eqn.primitive.name == "stop_gradient":
+            continue
+        outs, inside = eqn.outvars, _part_of_call(eqn, reads)
+        if inside is not None:
+            found = moved_by([var for var, on in zip(inside.invars, reads, strict=True) if on], inside)
+            outs = [v for v, atom in zip(outs, inside.outvars, strict=True) if _is_in(atom, found)]
+        live.update(v for v in outs if differentiable(v.aval.dtype))
+        live.update(filter(compat.is_ref, eqn.invars))  # The equation may write to any ref among its operands.
+    return live
 
 
-def _operands_passed_on(eqn: Any) -> list[int | None] | None:
-    """Return, for each result of a call, a loop or a branch, the index of the operand that it equals, or None."""
-    name = eqn.primitive.name
-    if (loop := compat.loop_of(eqn)) is not None:
-        found = passed_on(compat.opened(loop.body)[0])
-        first = loop.consts + loop.carry  # the index of the first operand that is sliced
-        return [
-            i if i is not None and (i == loop.consts + k if k < loop.carry else i >= first) else None
-            for k, i in enumerate(found)
-        ]
-    if name == "cond":
-        branches = zip(*(passed_on(compat.opened(branch)[0]) for branch in eqn.params["branches"]), strict=True)
-        return [1 + found[0] if found[0] is not None and len({*found}) == 1 else None for found in branches]
-    body = compat.evaluated_body(eqn)
-    return None if body is None else passed_on(body)
+def moving(results: Collection, jaxpr: Any) -> set:
+    """Return the values to which cotangents may flow from `results`, including `results`."""
+    live = set(results)
+    for eqn in reversed(jaxpr.eqns):
+        wanted = [var in live for var in eqn.outvars]
+        # The equation may write to any ref among its operands.
+        writes = any(compat.is_ref(v) and _is_in(v, live) for v in eqn.invars)
+        if eqn.primitive.name == "stop_gradient" or not (any(wanted) or writes):
+            continue
+        atoms, inside = eqn.invars, _part_of_call(eqn, wanted)
+        if inside is not None:
+            found = moving(variables_in(atom for atom, on in zip(inside.outvars, wanted, strict=True) if on), inside)
+            atoms = [atom for atom, var in zip(atoms, inside.invars, strict=True) if var in found]
+        live.update(variables_in(atoms))
+    return live
+
+
+def _is_in(atom: Any, variables: Collection) -> bool:
+    return not compat.is_literal(atom) and atom in variables
+
+
+def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
+    """Return the body of a call if only some of its operands or results are concerned, and otherwise None.
+
+    An example is the derivative of a call in forward mode, which returns primals and tangents.
+    """
+    if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
+        return None
+    return compat.inlined_body(eqn)

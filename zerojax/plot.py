@@ -16,8 +16,9 @@ from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.report import name_of
 from zerojax.inspect.timeline import Timeline, merge_short, simulate
-from zerojax.layout.chunked import Chunked, is_chunked
-from zerojax.layout.padded import Padded, is_padded
+from zerojax.layout.chunked import Chunked
+from zerojax.layout.padded import Padded
+from zerojax.placement.storage import is_stored_node
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.estimate import PARTS, Estimate
 from zerojax.units import byte_unit, format_bytes
@@ -52,7 +53,6 @@ __all__ = ["frontier", "memory", "shards", "timeline"]
 
 
 def __dir__() -> list[str]:
-    """Return the names of the public objects of this module."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])
 
 
@@ -68,10 +68,16 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
+        TypeError: If `estimate` is not an estimate.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, figure 1.
     """
+    if not hasattr(estimate, "rows"):
+        raise TypeError(
+            f"plot.memory draws the result of zerojax.estimate, not a {type(estimate).__name__}. Give "
+            f"zerojax.estimate(params), or draw a state with zerojax.plot.shards(state)."
+        )
     rows = [row for row in estimate.rows if row.devices == estimate.rows[0].devices]
     figure, axes = new_figure(height=1.4 + 0.55 * len(rows))
     unit, size = byte_unit(max(row.total + row.host + row.disk for row in rows))
@@ -158,7 +164,7 @@ def shards(state: Any) -> Figure:
     """
     if state is None:
         raise TypeError("plot.shards draws live jax.Arrays, and state is None. Give a state, or a tree of arrays.")
-    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: is_padded(x) or is_chunked(x))[0]
+    leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored_node)[0]
     every = [leaf for path, x in leaves if (leaf := LeafShards.of(path, x)) is not None and leaf.size > SCALAR]
     largest = sorted(every, key=lambda leaf: -leaf.size)[:MOST_LEAVES]
     drawn = [leaf for leaf in every if leaf in largest]
@@ -217,10 +223,14 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
             "The plan has no program to draw: with parameters on disk, a step is many programs. Draw the timeline of "
             'the step without Offload(params="disk").'
         )
+    from matplotlib.patches import Patch
+
     simulated = simulate(text if isinstance(text, str) else compiled, Device.of(Topology.parse(topology)))
     figure, axes = new_figure(height=3.6, width=10)
     labels = draw_timeline(axes, simulated)
     figure.suptitle(f"One step: {simulated.hidden_share:.0%} of the collective bytes hide behind matrix products")
+    if not simulated.hidden_share and any(span.collective for span in simulated.spans):
+        labels.append(Patch(color="none", label="nothing overlaps, as in all programs for CPUs"))
     once = "; one iteration of each loop" * bool(simulated.loops)
     axes.set_xlabel(f"{axes.get_xlabel()}, estimated at the peak rates of {topology}{once}")
     figure.legend(handles=labels, loc="outside lower center", ncols=4, frameon=False, fontsize="small")
@@ -261,7 +271,6 @@ def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
 
 
 def color_of(lane: str, kind: str) -> str:
-    """Return the color of a kind of span in a lane."""
     return WORK.get((lane, kind), EXPOSED)[0]
 
 

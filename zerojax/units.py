@@ -57,7 +57,7 @@ def parse_bytes(argument: str, given: float | str, *, least: int = 0) -> int:
         count = given
     if not least <= count < math.inf:
         raise ValueError(
-            f"{argument}={given!r} is no size. Give a number of bytes, or a number with a unit, such as "
-            f'"500 MB", "1 GiB" or "72 GB".'
+            f"{argument}={given!r} is no size of at least {least} bytes. Give a number of bytes, or a number with a "
+            f'unit, such as "500 MB", "1 GiB" or "72 GB".'
         )
     return int(count)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
 import os
 import re
 import sys
@@ -182,17 +181,3 @@ def parse_offload(text: str | None) -> Offload | None:
         return None
     where: Any = text.removesuffix("+params")
     return Offload(optimizer=where, params=None if where == text else where, path="." if where == "disk" else None)
-
-
-def parse_setting(text: str) -> tuple[str, Any]:
-    """Return the path and the value of `PATH=VALUE`, such as `optimizer.params.lr=3e-4`. The value is JSON."""
-    path, equals, value = text.partition("=")
-    try:
-        if not equals:
-            raise ValueError("there is no =")
-        return path, json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{text!r} is no PATH=VALUE with a value in JSON ({error}). Write a number as optimizer.params.lr=3e-4, "
-            f"and a word in double quotes: 'scheduler.type=\"WarmupLR\"'."
-        ) from error

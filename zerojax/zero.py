@@ -11,6 +11,7 @@ from zerojax.comm.mesh import resolve_axes, resolve_mesh
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, BatchSpec, Config, Offload, Precision, Wire, check_count
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import stored_mask
+from zerojax.optim.current_weights import weights
 from zerojax.optim.logical_state import as_params
 from zerojax.staged.state import loaded
 from zerojax.train.begin import create, init_params, shard
@@ -20,13 +21,11 @@ from zerojax.train.optax_pair import Shardings, adopt, init, shardings, unshard,
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step, StepOptions
 from zerojax.train.tree_api import value_and_grad
+from zerojax.units import parse_bytes
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation that shards parameters, gradients and optimizer state for a ZeRO stage.
-
-    It is an `optax.GradientTransformationExtraArgs`, and can be used wherever optax accepts a transformation.
-    """
+    """An optax transformation, usable wherever optax takes one, that shards parameters, gradients and its own state."""
 
     @classmethod
     def of(cls, config: Config) -> "ZeroTransformation":
@@ -45,9 +44,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
     def init_params(self, init_fn: Callable, *args: Any) -> Any:
-        """Initialise parameters directly in storage. Each device creates only its own shards.
-
-        At stage 3, no device ever holds the whole model.
+        """Initialise parameters in storage. Each device makes only its shards: at stage 3, none holds the whole model.
 
         Args:
             init_fn: Function that returns the tree of parameters, and that `jax.jit` can trace.
@@ -55,7 +52,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             The tree `init_fn(*args)` in storage, in the types of the master weights, for `create` or `init`. At stage
-            3, its leaves are sharded over the axis, and a leaf that needs padding is a `Padded`.
+            3, its leaves are sharded, and a leaf that needs padding is a `Padded`.
         """
         return init_params(self.config, init_fn, args)
 
@@ -66,9 +63,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             params: Logical JAX or NumPy arrays, arrays in storage, or `jax.ShapeDtypeStruct`s.
 
         Returns:
-            A copy in storage, in the types that `precision` asks for. Donating the copy does not delete the caller's
-            arrays. At stages 0 to 2, parameters are stored in the compute type, so create the optimizer state from the
-            wider parameters first. Shapes are returned with their shardings.
+            A copy in storage for `create` or `init`, in the types of the master weights; frozen parameters have their
+            stored types. Donating it does not delete the caller's arrays. Shapes are returned with their shardings.
         """
         return shard(self.config, params)
 
@@ -83,7 +79,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
 
         Returns:
             The tree in the form of plain JAX and optax: a state with `optax.MaskedNode()` for each parameter that is
-            not trained, and without master weights. `tx.unshard(tx.as_params(opt_state.master, params))` returns these.
+            not trained, and without master weights, which `tx.weights` returns.
 
         Raises:
             ValueError: If the logical shapes of a state are unknown, or an array was donated or is on another mesh.
@@ -99,7 +95,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             params: The parameters of that run, logical or in storage. Master weights are copied from them.
 
         Returns:
-            A copy of the state in storage, for `update`. `tx.unshard` converts it back, bit for bit. To begin a run of
+            A copy of the state in storage, for `update`. `tx.unshard` converts it back, bit for bit. For a run of
             `train_step`, call `tx.create(params, opt_state=state)` with the plain state instead.
 
         Raises:
@@ -116,13 +112,25 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             params: The parameters, logical or in storage. Leaves that are not trained are copied from them.
 
         Returns:
-            A tree in storage, in the types of `mirror`. Pass it to `eval_step`, to `unshard`, to `export`, or, together
-            with `params`, to a function such as `optax.contrib.schedule_free_eval_params`.
+            A tree in storage, in the types of `mirror`, for `eval_step`, `unshard`, `export` or, with `params`,
+            `optax.contrib.schedule_free_eval_params`.
 
         Raises:
             ValueError: If `mirror` and the trained parameters differ in structure or shapes.
         """
         return as_params(self.config, mirror, loaded(params))
+
+    def weights(self, params: Any, opt_state: Any) -> Any:
+        """Return the parameters in the types of the master weights at every stage, for an average of them, for example.
+
+        Args:
+            params: The parameters in storage, such as `state.params`.
+            opt_state: Their optimizer state, such as `state.opt_state`.
+
+        Returns:
+            A tree in storage. Without master weights it is `params` itself: copy it before a step donates it.
+        """
+        return weights(self.config, loaded(params), opt_state)
 
     def eval_step(self, fn: Callable, *, deterministic: bool = False) -> Callable:
         """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
@@ -135,9 +143,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
             storage, such as `state.params`. `fn` sees them in the types that a loss sees. If the devices cannot divide
-            the rows evenly, as in the last batch of an epoch, every device computes all rows. A loop over tokens, or a
-            loss that needs a teacher model, may call `step`. If `fn` contains a scan, parameters that all iterations
-            use are gathered before the first iteration and freed after the last.
+            the rows, as in the last batch of an epoch, each computes all of them. A loop over tokens, or a loss with a
+            teacher model, may call `step`. In a scan, parameters that all iterations use are gathered before it.
         """
         return eval_step(self.config, fn, deterministic=deterministic)
 
@@ -149,6 +156,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         weighted: bool = False,
         mutable: bool = False,
         accumulate: int = 1,
+        reduction: Literal["mean", "sum"] | None = None,
     ) -> Callable:
         """Return a function that computes loss and gradient over all devices, like `jax.value_and_grad`.
 
@@ -159,35 +167,35 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             has_aux: Whether `loss_fn` returns `(loss, aux)`. The markers `Mean`, `Sum`, `Rows` and `Same` say how each
                 leaf of aux is combined over microbatches and devices.
             weighted: Whether the loss is `(total, weight)`. The mean loss is then the sum of the totals divided by the
-                sum of the weights, over all microbatches and devices. Weights are not differentiated. If a weight is
-                negative or the sum of the weights is zero, loss and gradients are NaN.
+                sum of the weights, which are not differentiated, over all microbatches and devices. It is NaN, like
+                the gradients, if a weight is negative or the sum of the weights is zero.
             mutable: Whether the loss has a mutable state, as for `train_step`. `f(params, mutable, batch, *args)` then
                 returns `((loss, mutable), grads)`, or `((loss, mutable, aux), grads)` with `has_aux`.
-            accumulate: Number of microbatches per device. Their losses and gradients are computed one after the other
-                and averaged, so that only one microbatch's activations are in memory at a time. PRNG keys in `*args`
-                are folded with the microbatch's index.
+            accumulate: Number of microbatches per device. Their losses and gradients are computed one after the other,
+                so that only one microbatch's activations are in memory. Keys in `*args` are folded with its index.
+            reduction: Whether the losses of microbatches (in device view also of devices) are averaged (`"mean"`) or
+                added up (`"sum"`, for sums over rows). None: averaged, unless `accumulate` finds a sum: an error.
 
         Returns:
             `f(params, batch, *args, **keywords) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Without a
-            positional batch, the keyword arguments that contain arrays with rows are the batch: `f(params, x=x, y=y)`.
-            `grads` has the structure, logical shapes and types of `params`, and zeros for leaves that are not trained.
-            At stages 2 and 3 it is sharded like `tx.shardings(params).grads`. Only `train_step` applies a loss scale.
+            positional batch, keyword arguments that contain arrays with rows are the batch. `grads` has the structure,
+            logical shapes and types of `params`, and zeros for frozen leaves. At stages 2 and 3 it is sharded like
+            `tx.shardings(params).grads`. Only `train_step` applies a loss scale.
 
         Raises:
             ValueError: If devices and microbatches do not divide the rows evenly, or the loss is not a scalar.
         """
         check_count("accumulate", accumulate, "microbatches", least=1)
-        return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable), accumulate=accumulate)
+        return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable, reduction), accumulate=accumulate)
 
     def create(self, params: Any, *, mutable: Any = None, opt_state: Any = None) -> ZeroState:
         """Create the state of a new run at step 0, with the parameters in storage and an optimizer state.
 
         Args:
-            params: Logical parameters, parameters in storage, or shapes. They are copied, because each step donates its
-                state. Delete the originals to free their memory. Master weights are copied before the parameters are
-                cast to the compute type.
-            mutable: The initial mutable state, such as batch statistics, for a loss function with `mutable=True`. A
-                tree of arrays, which every device holds in full.
+            params: Logical parameters, parameters in storage, or shapes. They are copied, master weights as they are.
+                Delete the originals to free their memory.
+            mutable: The initial mutable state, such as batch statistics, for a loss with `mutable=True`: a tree of
+                arrays, which every device holds in full.
             opt_state: A plain optax state to continue from, as for `adopt`. None: a fresh state.
 
         Returns:
@@ -199,9 +207,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Move a live state into the layout of another transformation, without files, bit for bit.
 
         Stage, mesh, number of devices, hybrid sharding, precision and offload may differ. The result is what a
-        checkpoint of `state` would restore into `to.create(shapes)`. Leaves are moved one after the other, in buckets
-        of `bucket_bytes` of `to`. So a device holds at most the larger of the two states, the shards of one leaf in
-        both layouts, and three buckets. A host holds what the two states keep there, and one chunk.
+        checkpoint of `state` would restore into `to.create(shapes)`. Leaves are moved one by one. If the devices
+        differ, a leaf goes through host memory.
 
         Args:
             state: The state of a run. All processes of both meshes must call this method.
@@ -209,7 +216,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             donate: Whether `state` is used up, as by a step. If False, memory must have room for both states.
 
         Returns:
-            The state for `to`. Rounding errors of quantised gradients that do not fit are lost, with a warning.
+            The state for `to`.
 
         Raises:
             ValueError: If the optimizers differ, `state` was donated, or a process has only devices of the new mesh.
@@ -223,6 +230,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         loss_fn: Callable,
         *,
         accumulate: int = 1,
+        reduction: Literal["mean", "sum"] | None = None,
         has_aux: bool = False,
         weighted: bool = False,
         mutable: bool = False,
@@ -237,34 +245,32 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """Return a jitted training step that donates its state.
 
         Args:
-            loss_fn: As for `value_and_grad`. With `mutable`, `loss_fn(params, mutable, batch, *args)` returns
-                `(loss, mutable)`, or `(loss, mutable, aux)` with `has_aux`.
+            loss_fn: As for `value_and_grad`. With `mutable`, it is `loss_fn(params, mutable, batch, *args)`.
             accumulate: As for `value_and_grad`. At stages 0 and 1, each device adds up full gradients, which are
                 reduced once per step. At stages 2 and 3, the gradients of each microbatch are reduce-scattered.
+            reduction: As for `value_and_grad`.
             has_aux: As for `value_and_grad`. The combined aux is `metrics["aux"]`.
-            weighted: As for `value_and_grad`. A step with a negative weight, or with weights that sum to zero, is
-                skipped. The first call after that step has finished raises an error.
-            mutable: Whether the loss updates `state.mutable`. Each microbatch gets the mutable state that the previous
-                one returned. In device view, float leaves are averaged over the devices at the end of the step, with
-                equal weights, and all other leaves must be equal on every device. Keep PRNG keys out of the mutable
-                state in device view or with microbatches: only keys in `*args` are folded.
+            weighted: As for `value_and_grad`. Invalid weights skip a step, and a later call raises an error.
+            mutable: Whether the loss updates `state.mutable`. Each microbatch gets the state that the previous one
+                returned. In device view, float leaves are averaged over devices at the end, and others must be equal.
+                Keep PRNG keys out of it in device view or with microbatches: only keys in `*args` are folded.
             skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
                 Always on with a loss scale.
-            max_skips: If more than this number of steps in a row were skipped, the next call raises an error. Implies
-                `skip_nonfinite`, and makes each call wait for the previous step. None: no limit.
-            leaf_norms: Whether the metrics include the norms of each parameter's gradient and, without offload, of the
-                stored parameter and its change; `optax.MaskedNode()` for a parameter that is not trained.
+            max_skips: After more skipped steps in a row, the next call raises an error. Implies `skip_nonfinite`, and
+                makes each call wait for the previous step. None: no limit.
+            leaf_norms: Whether the metrics include norms per parameter: of its gradient and, without offload, of its
+                stored value and change; `optax.MaskedNode()` for a frozen parameter.
             timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
-                process it waits for, and exits with status 75. None: 1800 s with several processes, otherwise no limit.
-                `float("inf")`: no limit.
+                process it waits for, and exits with status 75. None: it only prints, after 1800 s and with several
+                processes. `float("inf")`: nothing.
             memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for the memory
                 that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
                 scans, without a `jax.checkpoint`) save as many activations as fit, and recompute all others. The first
-                call with new shapes compiles up to three times, and once more if none of these programs fits.
-            compiler_options: Options of XLA by name. With `"auto"`, a step on GPUs whose mesh has several axes compiles
-                twice, and keeps an option if that program is better, but not for updates of offloaded state.
-            deterministic: Whether two runs on the same devices, and a resumed run, agree bit for bit. On CPUs they
-                always do. On GPUs, XLA compiles without atomics and without autotuning, and nothing is measured.
+                call with new shapes compiles up to four times.
+            compiler_options: Options of XLA by name. With `"auto"`, a step on GPUs with hybrid sharding may run two
+                collectives at once.
+            deterministic: Whether two runs on the same devices, also resumed ones, agree bit for bit. CPUs always do.
+                For GPUs, XLA compiles without atomics and autotuning.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
@@ -274,16 +280,13 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             ValueError: If an option is out of range or not for this configuration, or `memory` does not suffice.
         """
         given = accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options, deterministic
-        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable), StepOptions(*given))
+        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable, reduction), StepOptions(*given))
 
     def shardings(self, params: Any) -> Shardings:
-        """Return the shardings of parameters, gradients and optimizer state.
+        """Return trees of the `NamedSharding`s of parameters, gradients and optimizer state, one for each `Padded`.
 
         Args:
             params: Arrays or shapes.
-
-        Returns:
-            Trees of `NamedSharding`, with one `NamedSharding` instead of each `Padded` node.
         """
         return shardings(self.config, params)
 
@@ -296,9 +299,10 @@ def zero_shard(
     axis: str | tuple[str, ...] = "data",
     shard_axis: str | tuple[str, ...] | None = None,
     params_axis: str | tuple[str, ...] | None = None,
+    expert_axis: str | tuple[str, ...] | None = None,
     persist_below: int = PERSIST_BELOW,
     prefetch: int = 1,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | str = BUCKET_BYTES,
     reshard_after_forward: bool = True,
     precision: Precision | None = None,
     trainable: Callable[[str, Any], bool] | Any = None,
@@ -320,24 +324,25 @@ def zero_shard(
         axis: The mesh axes that divide the rows of a batch, such as `"data"` or `("host", "gpu")`.
         shard_axis: The axes of `axis` over which the stage shards, such as `"gpu"`. Over the other axes, everything is
             replicated (hybrid sharding, HSDP). None: all axes of `axis`.
-        params_axis: Stage 3: the axes of `axis` over which parameters are sharded, such as `"gpu"`, so that they are
-            gathered within a host. Gradients and optimizer state are sharded over all of `axis`. None: parameters are
-            sharded like gradients and optimizer state.
+        params_axis: Stage 3: the axes of `axis` over which parameters are sharded and gathered, such as `"gpu"`, within
+            a host. Gradients and optimizer state are sharded over all of `axis`. None: all of these axes.
+        expert_axis: The axes of `axis` over which experts stay divided, such as `"expert"`. A parameter whose sharding
+            or Flax metadata names one of them is not gathered over it, and its gradient is not summed over it, at any
+            stage. Over the other axes it is sharded as all parameters are. The loss uses it in a `jax.shard_map`.
         persist_below: A leaf with fewer elements is not sharded along a dim. Its parameter stays replicated at stage 3.
             If its update is elementwise, its gradient and optimizer state are flattened, and sharded in this form.
         prefetch: Stage 3: how many uses ahead a parameter's gather may start; 0 disables prefetch. Each use ahead costs
             the memory of about one gathered layer. A scan always prefetches one iteration ahead.
-        bucket_bytes: Leaves of a layer share one collective, up to this number of logical bytes.
+        bucket_bytes: Leaves of a layer share one collective, up to this number of logical bytes, or `"64 MiB"`.
         reshard_after_forward: Stage 3: whether gathered parameters are freed after the forward pass, and gathered again
-            for the backward pass. If False, they are kept, and a step moves only two times the parameters' bytes
-            instead of three times.
+            for the backward pass. If False, they are kept, and a step moves 2 times the parameters' bytes, not 3 times.
         precision: The types in which a step computes, sums gradients and keeps parameters, such as `Precision.bf16()`.
             None: the types of the parameters and of the loss function. With master weights, put all transformations
-            into `tx`. A transformation that follows `tx` in an `optax.chain` would not change the master weights.
+            into `tx`: one that follows `tx` in an `optax.chain` would change rounded parameters.
         trainable: Which parameters are trained: `trainable(path, leaf) -> bool`, with a path such as
             `"params/dense/kernel"` and a `jax.ShapeDtypeStruct` of logical shape, or a tree of bools. None: all. Other
-            parameters, and all integers and bools, have no gradient and no optimizer state. `tx` sees an
-            `optax.MaskedNode()` for each. At stage 3 they are sharded, too.
+            parameters, and all integers and bools, have no gradient and no optimizer state: `tx` sees an
+            `optax.MaskedNode()`. At stage 3 they are sharded, too.
         overwrite: Which parameters take their gradient as their new value, in the form of `trainable`. This option
             overrides `trainable`. A parameter whose path, or NNX class, has the name of Flax's collection
             `_overwrite_with_gradient` is always overwritten. The new value is the elementwise maximum over microbatches
@@ -346,11 +351,9 @@ def zero_shard(
         offload: Which model states are kept in host memory or on disk, such as `Offload(optimizer="host")`.
             `train_step` streams them chunk by chunk, and `update` copies all of them to the device at once. With
             `params="host"`, a hand-written loop must move parameters to `jax.memory.Space.Device` before
-            `optax.apply_updates`, because JAX cannot add to an array in host memory. Move the result back with
-            `jax.device_put(result, tx.shardings(params).params)`.
+            `optax.apply_updates`, and the result back: `jax.device_put(result, tx.shardings(params).params)`.
         batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as
-            `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses only the first entries. None: only
-            dim 0 is divided.
+            `P("data", "sequence")`, or a tree of specs, of which leaves use the first entries. None: only dim 0.
         view: Which rows a loss function sees. `"global"`: all rows, as under `jax.jit` on one device. `"device"`: the
             rows of its device, as under `pmap`. The loss may then use collectives over `axis`. The losses are averaged.
         wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
@@ -365,13 +368,9 @@ def zero_shard(
         TypeError: If `tx` is not an optax transformation, or an option has a wrong type.
         ValueError: If the stage is unknown, options contradict each other, or a mesh axis is missing or Manual.
 
-    References:
-        Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
-
     Examples:
         >>> tx = zero_shard(optax.adamw(3e-4), stage=3)
-        >>> state = tx.create(tx.init_params(model_init, key))
-        >>> step = tx.train_step(loss_fn)
+        >>> state, step = tx.create(tx.init_params(model_init, key)), tx.train_step(loss_fn)
         >>> state, metrics = step(state, batch)
     """
     if isinstance(tx, optax.MultiSteps):
@@ -384,9 +383,10 @@ def zero_shard(
         axes,
         resolve_axes(shard_axis, "shard_axis"),
         resolve_axes(params_axis, "params_axis"),
+        resolve_axes(expert_axis, "expert_axis"),
         persist_below=persist_below,
         prefetch=prefetch,
-        bucket_bytes=bucket_bytes,
+        bucket_bytes=parse_bytes("bucket_bytes", bucket_bytes),
         reshard_after_forward=reshard_after_forward,
         precision=precision,
         trainable=stored_mask(trainable, "trainable"),

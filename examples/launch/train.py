@@ -6,14 +6,17 @@
     mpirun -n 2 python examples/launch/train.py                    Open MPI
 
 JAX asks Slurm, Open MPI or Kubernetes which processes take part; `local.py` says so in the environment. Every process
-runs this program on the same data, and reads its own rows. The run continues from the last checkpoint on any number of
-processes, with the same batches in the same order, and reads each window once per epoch. If a step hangs because a
-process is gone, this process ends after `--timeout` seconds, so that the launcher restarts the run.
+runs this program on the same data. The run continues from the last checkpoint on any number of processes, with the same
+batches in the same order, and reads each window once per epoch. If a step hangs because a process is gone, this process
+ends after `--timeout` seconds, so that the launcher restarts the run.
 """
 
 import argparse
+import functools
+import itertools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -27,7 +30,7 @@ from text import load
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, on_preemption
-from zerojax.data import RowBatches, shard_batches
+from zerojax.data import shard_batches
 
 AGAIN = 75  # exit status that asks the launcher to restart; a step that hangs ends with it too
 
@@ -40,21 +43,19 @@ def main() -> int:
     model = GPT(width=32, layers=2, heads=2)
     state = tx.create(tx.init_params(lambda: model.init(jax.random.key(0), np.zeros((1, args.seq), np.int32))))
     step = tx.train_step(next_byte_loss(model), timeout=args.timeout)
-    windows = RowBatches(windows_of(load(args.data).train, args.seq), args.batch, seed=0)
-    batches = shard_batches(windows, tx, rows="process")
+    windows = windows_of(load(args.data).train, args.seq)
     with Checkpointer(args.out, keep=2, every=args.save_every) as checkpoints, on_preemption() as preemption:
         start, history = 0, []
         if checkpoints.latest() is not None:
-            state, data, start, *_ = checkpoints.restore(state, data={"rows": batches, "losses": []}, fallback=True)
-            history = data["losses"]
+            state, history, start, *_ = checkpoints.restore(state, data=[], fallback=True)
         say(f"from step {start} on {jax.process_count()} processes, {jax.device_count()} devices")
+        batches = shard_batches(batches_from(start, windows, args.batch), tx, rows="global")
         for number in range(start + 1, args.steps + 1):
             state, metrics = step(state, next(batches))
             history.append(float(metrics["loss"]))
             say(f"step {number} loss {history[-1]:.6f}")
             stop = preemption.reached(number)
-            data = {"rows": batches, "losses": history}
-            checkpoints.save(state, data, step=number, force=stop or number == args.steps)
+            checkpoints.save(state, history, step=number, force=stop or number == args.steps)
             if stop:
                 say(f"preempted after step {number}")
                 return AGAIN
@@ -74,6 +75,13 @@ def begin() -> None:
 def windows_of(text: np.ndarray, length: int) -> np.ndarray:
     """Cut a text into windows of `length` bytes and the byte that follows."""
     return np.lib.stride_tricks.sliding_window_view(text, length + 1)[::length].astype(np.int32)
+
+
+def batches_from(step: int, windows: np.ndarray, rows: int) -> Iterator[np.ndarray]:
+    """The batches after a step. Their order depends only on the number of the step, so no position is saved."""
+    order = functools.lru_cache(2)(lambda epoch: np.random.default_rng(epoch).permutation(len(windows)))
+    for first in itertools.count(step * rows, rows):
+        yield windows[[order(n // len(windows))[n % len(windows)] for n in range(first, first + rows)]]
 
 
 def say(text: str) -> None:

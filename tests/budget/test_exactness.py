@@ -76,6 +76,7 @@ GRID = list(itertools.product(FORMS, BUDGETS, [None, 0, 3]))
 QUICK = [("scanned", BUDGETS[1], 3), ("nested", BUDGETS[1], None)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("form", "budget", "stage"), quick_or_slow(GRID, QUICK))
 def test_a_budget_changes_nothing_but_memory(form, budget, stage):
     (found, shown), (wanted, plainly) = trained(form, budget, stage), trained(form, None, None)

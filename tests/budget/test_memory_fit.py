@@ -131,6 +131,7 @@ def test_a_checkpoint_of_the_user_is_respected(mesh):
         tx.train_step(loss, memory=own - 1).memory_fit(state, BATCH)
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_said(mesh):
     loss, params = STYLES["scan"]
     tx = transformation(mesh, stage=3)

@@ -23,11 +23,13 @@ from typer.testing import CliRunner
 import zerojax
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
+from zerojax.checkpoint.directory import host
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.saving import saved_leaves
 from zerojax.checkpoint.state_leaves import StateLeaf
 from zerojax.cli import app
 from zerojax.layout.leaf import Leaf
+from zerojax.offload.lock import lock_folder
 
 PARAMS = awkward_params()
 EXPECTED = {"layer.w": PARAMS["layer"]["w"], "layer.bias": PARAMS["layer"]["bias"]}
@@ -296,3 +298,19 @@ def test_a_tensor_named_as_the_metadata_is_refused(tmp_path):
     export({"layer": {"__metadata__": jnp.ones(3)}}, tmp_path / "nested")
     assert set(load_file(tmp_path / "nested" / "model.safetensors")) == {"layer.__metadata__"}
     assert not (tmp_path / "plain").exists()
+
+
+def test_the_folder_of_a_killed_export_is_taken_over(tmp_path):
+    """The next process of a container often has the same number. Its export does not wait for anybody."""
+    params, left = {"w": jnp.ones(3)}, tmp_path / f".out.tmp-{host()}-{os.getpid()}"
+    (left / "deeper").mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"torn")
+    lock = lock_folder(left)
+    with pytest.raises(CheckpointError, match="is under way"):
+        export(params, tmp_path / "out")
+    lock.release()
+    assert export(params, tmp_path / "out", file_bytes="1 GB") == [tmp_path / "out" / "model.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+    np.testing.assert_array_equal(import_params(tmp_path / "out", params)["w"], params["w"])
+    with pytest.raises(ValueError, match=r"file_bytes=0 is no size"):
+        export(params, tmp_path / "none", file_bytes=0)

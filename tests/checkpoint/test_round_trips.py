@@ -12,7 +12,7 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from models import awkward_batches, awkward_loss, awkward_params
 
-from zerojax import Precision, zero_shard
+from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, saving
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.state_leaves import state_leaves
@@ -256,7 +256,7 @@ def test_keep_every_and_force(tmp_path):
         assert checkpoints.steps() == [9, 10]
         assert checkpoints.latest() == 10
         assert checkpoints.verify() == [9, 10]
-    with pytest.raises(ValueError, match=r"keep=.*\) is no count. Give an integer of at least 1"):
+    with pytest.raises(ValueError, match=r"keep=\) counts checkpoints and must be at least 1"):
         Checkpointer(tmp_path, keep=0)
 
 
@@ -352,7 +352,9 @@ def test_another_tree_shape_type_or_optimizer_is_named(plain, change, tx, named)
     checkpoints = Checkpointer(directory, read_only=True)
     with pytest.raises(ValueError, match=named):
         checkpoints.restore(like)
-    found = checkpoints.restore(like, partial=True)
+    with pytest.warns(UserWarning, match=r"step 0 and the optimizer's counts among them.*partial=\"params\"") as said:
+        found = checkpoints.restore(like, partial=True)
+    assert said[0].filename == __file__
     assert found.missing or found.unused
     old, new, kept = (logical_leaves(x) for x in (transformation(3, tx=tx).create(other), found.state, like))
     for name in found.missing:
@@ -360,6 +362,50 @@ def test_another_tree_shape_type_or_optimizer_is_named(plain, change, tx, named)
     assert all(name in found.missing or name in new for name in old)
     if "w" not in change:
         assert np.array_equal(new["params['w']"], params["w"])
+
+
+OFFLOADS = [None, Offload(optimizer="host"), "disk"]
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload"),
+    quick_or_slow(
+        [(stage, *rest) for stage in range(4) for rest in itertools.product([None, Precision.bf16()], OFFLOADS)],
+        [(0, Precision.bf16(), None), (3, None, OFFLOADS[1])],
+    ),
+)
+def test_weights_of_another_run_begin_at_step_0(stage, precision, offload, tmp_path):
+    if offload and not stage:
+        pytest.skip("stage 0 shards nothing, so nothing is offloaded")
+    weights = {"w": jnp.linspace(0.1, 1, 12).reshape(4, 3), "head": jnp.ones(3)}
+    loss = lambda p, mutable, x: (jnp.mean((x @ p["w"] + p["head"]) ** 2), {"mean": mutable["mean"] + 1})
+    with Checkpointer(tmp_path / "runs") as checkpoints:
+        before = transformation(3, tx=optax.adam(1e-2))
+        state = before.create(weights, mutable={"mean": jnp.zeros(())})
+        state, _ = before.train_step(loss, mutable=True)(state, np.ones((8, 4), np.float32))
+        checkpoints.save(state)
+        offload = Offload(optimizer="disk", path=tmp_path / "files") if offload == "disk" else offload
+        options = {"precision": precision, "offload": offload, "persist_below": 1}
+        tx = transformation(stage, tx=optax.adamw(optax.linear_schedule(1e-2, 0, 9)), **options)
+        like = tx.create({"w": weights["w"], "other": jnp.ones(2)}, mutable={"mean": jnp.zeros(())})
+        have, was = logical_leaves(like), logical_leaves(state)
+        found = checkpoints.restore(like, partial="params")
+        names = logical_leaves(found.state)
+    assert {name for name in names if name not in found.missing} == {"params['w']", "mutable['mean']"}
+    assert int(found.state.step) == 0 < found.step
+    for name in names:
+        np.testing.assert_array_equal(names[name], (have if name in found.missing else was)[name])
+    step = tx.train_step(lambda p, m, x: (jnp.mean((x @ p["w"]) ** 2), m), mutable=True)
+    assert int(step(found.state, np.ones((8, 4), np.float32))[0].step) == 1
+
+
+def test_a_checkpoint_without_one_of_the_names_is_refused(plain):
+    like = transformation(3, tx=optax.adam(1e-2)).create({"kernel": jnp.ones((4, 3))})
+    for partial in (True, "params"):
+        with pytest.raises(ValueError, match=r"has no parameter .* It has params\['b'\], params\['w'\]\. Rename"):
+            Checkpointer(plain[0], read_only=True).restore(like, partial=partial)
+    with pytest.raises(ValueError, match=r"restore\(partial=\) is one of False, True, 'params'"):
+        Checkpointer(plain[0], read_only=True).restore(like, partial="weights")
 
 
 def test_a_wider_type_takes_a_narrower_one(tmp_path):

@@ -80,6 +80,7 @@ def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, b
         np.testing.assert_array_equal(x, in_storage(stack.sum(0), leaf), err_msg=leaf.path)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("name", LEAVES)
 def test_gathered_shards_are_the_array_they_came_from(name, bucket_bytes):
@@ -121,6 +122,20 @@ def test_exposed_gradients_are_reduced_from_the_last_leaf_on():
     of = lambda exposed: jax.make_jaxpr(reduced(ManualCollectives(AXES), leaves, exposed))(stacks).jaxpr
     sizes = [math.prod(leaf.storage_shape) for leaf in leaves]
     assert [list(operands_of(of(exposed), "reduce_scatter")) for exposed in (False, True)] == [sizes, sizes[::-1]]
+
+
+def test_a_small_bucket_of_exposed_gradients_delays_no_large_one():
+    """The large bucket waits for the small one only if both are larger than `shared_bytes`."""
+    leaves = [leaf_of(name, ("gpu",)) for name in ("first dim", "flat")]
+    stacks = [jnp.ones((8, *leaf.shape)) for leaf in leaves]
+    large, small = (math.prod(leaf.shape) for leaf in leaves)
+
+    def ordered(shared_bytes):
+        comm = ManualCollectives(AXES, shared_bytes=shared_bytes)
+        return [*operands_of(jax.make_jaxpr(reduced(comm, leaves, True))(stacks).jaxpr, "optimization_barrier")]
+
+    assert ordered(4 * small - 1) == [large, *leaves[1].local_shape]
+    assert ordered(4 * small) == []
 
 
 def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_view():
@@ -188,6 +203,7 @@ def test_which_leaves_share_a_bucket(leaves, limit, expected):
     assert buckets([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], leaves, limit) == expected
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_in_the_type_of_the_wire():
     leaves = [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.bfloat16, jnp.int32)]
     comm = ManualCollectives(AXES, encoding=Encoding(np.dtype(np.float32)))
@@ -220,7 +236,8 @@ def test_a_negative_bucket_size_is_refused():
         ManualCollectives(AXES, bucket_bytes=-1)
 
 
-@pytest.mark.parametrize("name", [pytest.param("remat", marks=pytest.mark.slow), "scan_everything", "stacked_layers"])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["stacked_layers", "remat", "scan_everything"])
 def test_the_engine_asks_its_collectives_alone_what_a_shard_is(name):
     params, x = constructs.make_params(), jax.random.normal(jax.random.key(9), (24, 8))
     setup = lay_out(params, constructs.DIMS)

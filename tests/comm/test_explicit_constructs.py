@@ -136,6 +136,7 @@ CONSTRUCTS = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("construct", CONSTRUCTS, ids=lambda f: f.__name__)
 def test_constructs(construct):
     mesh = mesh_of(*CONSTRUCTS[construct])

@@ -58,6 +58,7 @@ def test_equals_plain_jit(kind, parallel, stage, scanned):
         assert_equals_plain_jit(mesh, stage, model.loss, params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parallel", "stage", "scanned"), quick_or_slow(half(1), [(GPT, True, 2, False)]))
 def test_moves_the_bytes_of_the_auto_twin(kind, parallel, stage, scanned):
     def moved(axes):
@@ -127,6 +128,7 @@ def test_rows_are_followed_to_where_types_have_the_data_axis(kind):
     assert typed > 10
 
 
+@pytest.mark.slow
 def test_microbatches():
     mesh = mesh_of(EXPLICIT, EXPLICIT)
     model = MLP(mesh)
@@ -163,7 +165,7 @@ def test_device_view():
         stored = tx.shard(params)
         found, _ = tx.value_and_grad(loss)(stored, batch)
         np.testing.assert_allclose(found, expected, rtol=1e-5)
-        with pytest.raises(ValueError, match=r'already has only its own rows. Pass view="global"'):
+        with pytest.raises(ValueError, match="Manual"):  # what JAX says: docs/troubleshooting.md
             tx.value_and_grad(model.loss)(stored, batch)
 
 

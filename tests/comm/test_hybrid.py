@@ -194,6 +194,7 @@ def test_parameters_are_sharded_within_a_host_and_all_else_over_all_devices():
     assert held(on_paper[3]) == held_by(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
 def test_only_shards_of_gradients_cross_hosts(view):
     tx = zero(view=view)
@@ -208,6 +209,7 @@ def test_only_shards_of_gradients_cross_hosts(view):
     assert view == "device" or check(tx, awkward_loss, awkward_params(), awkward_batches(1)[0]).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
 def test_a_quarter_is_reduce_scattered_across_hosts_and_a_quarter_gathered(view):
     tx = zero(way="params", view=view)

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 
 from zerojax.comm.partial_sums import Evaluation, PartialSum, as_rows, evaluate
-from zerojax.dims import NOWHERE
+from zerojax.dims import NOWHERE, Place, Places
 
 WORKERS = 4
 OTHER = jnp.arange(6.0).reshape(2, 3) - 2
@@ -25,9 +26,14 @@ KEPT = {
     "multiply": lambda x: x * OTHER,
     "product": lambda x: x @ OTHER.T,
     "narrow": lambda x: x.astype(jnp.bfloat16),
+    "complex number": lambda x: jnp.real(jax.lax.complex(x, OTHER) * (2 + 1j)),
+    "conjugate": lambda x: jnp.imag(jax.lax.conj(x * 1j)),
+    "fourier transform": lambda x: jnp.real(jnp.fft.rfft(x)),
 }
 SUMMED = {
     "round to float8": lambda x: x.astype(jnp.float8_e4m3fn),
+    "round to integers": lambda x: x.astype(jnp.int32),
+    "round to few bits": lambda x: jax.lax.reduce_precision(x, 5, 2),
     "square": lambda x: x * x,
     "divide by": lambda x: OTHER / x,
     "exponential": jnp.exp,
@@ -52,3 +58,31 @@ def test_as_rows_gives_the_sum_to_the_first_worker():
     assert rows.shape == (WORKERS, 2, 3)
     np.testing.assert_array_equal(rows[0], OTHER)
     assert not rows[1:].any()
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_sparse_weight_is_a_partial_sum():
+    places = jnp.array([[0, 1], [2, 0], [1, 3], [2, 2]])
+    loss = lambda values, x: jnp.sum((x @ BCOO((values, places), shape=(3, 4))) ** 2)
+    given = jnp.arange(4.0) - 1, jnp.arange(24.0).reshape(8, 3) / 9
+    each = lambda eqn, divided, values: as_rows(eqn.primitive.bind(*values, **eqn.params), WORKERS)
+    rows = [NOWHERE, Places(frozenset({Place(0)}))]
+    closed = jax.make_jaxpr(jax.grad(loss))(*given)
+    (found,) = evaluate(closed, given, Evaluation(WORKERS, each), grads=[0], rows=rows)
+    assert found.shape == (WORKERS, 4)
+    np.testing.assert_allclose(found.sum(0), jax.grad(loss)(*given), rtol=1e-6)  # products in another order
+
+
+def test_a_sum_over_rows_that_every_row_reads_again_is_no_partial_sum():
+    summed = []
+
+    def backward(given, hidden):  # of `(h @ w) - (h @ w).mean(0)`
+        return hidden.T @ (given - jnp.mean(given, 0))
+
+    def island(eqn, *_):
+        summed.append(eqn.primitive.name)
+        return jnp.zeros((WORKERS, *eqn.outvars[0].aval.shape))
+
+    args, rows = [jnp.ones((8, 3)), jnp.ones((8, 5))], [Places(frozenset({Place(0)}))] * 2
+    evaluate(jax.make_jaxpr(backward)(*args), args, Evaluation(WORKERS, island), grads=[0], rows=rows)
+    assert summed == ["dot_general"]

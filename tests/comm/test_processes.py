@@ -20,6 +20,8 @@ SAID = {
     "other_rows": rf"{STEP}\['batch'\] is float32\[4, 4\], not float32\[8, 4\]\.",
     "other_options": rf"{STEP}options is StepOptions\(accumulate=2.* not StepOptions\(accumulate=1",
     "own_rows_as_if_all": r"ValueError: Process \d gave a batch of \[8, 4\] whose values .*shard_batches",
+    "own_batches_as_if_all": r"ValueError: Process \d gave a batch of \[8, 4\] whose values .*shard_batches",
+    "no_word_on_whose_rows": r'ValueError: There are 2 processes, .*rows="process" if each process reads its own',
     "another_step": rf"{STEP}step is 0, not 1",
     "positions": "$",  # nothing
     "memory": "$",

@@ -17,7 +17,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zerojax import Precision, Wire, check, collectives, estimate, report, zero_shard
-from zerojax.checkpoint import Checkpointer
 from zerojax.comm.collectives import LABEL, ManualCollectives
 from zerojax.comm.encoding import Encoding
 from zerojax.comm.quantised import Codec
@@ -72,7 +71,8 @@ def test_what_is_not_finite_stays_so_and_alone(fmt, value):
     assert codec.encode(x).nbytes == codec.bytes(70) == 5 * (BLOCK * FORMATS[fmt] // 8 + 4)
 
 
-@pytest.mark.parametrize("fmt", ["int4", "int8"])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
 @pytest.mark.parametrize("value", [0.3, -0.07, 1e-3])
 def test_stochastic_rounding_is_right_in_the_mean(fmt, value):
     """Though a number far below a step is nearest to zero; also where one number stands everywhere."""
@@ -124,6 +124,7 @@ def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
 @pytest.mark.parametrize("axes", quick_or_slow([(AXES,), (("gpu", "host"),), (("gpu",),)], [(AXES,)]))
 def test_a_gathered_parameter_is_its_rounded_shards(axes, over):
@@ -260,6 +261,7 @@ def test_the_estimate_sends_what_the_step_does(stage, options):
     assert rows[stage].sent < 0.75 * plain[stage].sent
 
 
+@pytest.mark.slow
 def test_stored_parameters_stay_exact():
     """What is rounded is the copy that the loss sees."""
     tx = transformation(tx=optax.sgd(0.0))
@@ -333,147 +335,3 @@ def test_a_run_is_the_same_on_processes_that_choose_leaves_alike():
 
     assert record("up") == record("up")
     assert record("up") != record("down")
-
-
-# --- error feedback ----------------------------------------------------------------------------------------------
-
-FED_BACK = Wire(reduce="int4", block=BLOCK, over="host", where=WIRE.where, error_feedback=True)
-
-
-def linear(params, batch):
-    """A loss whose gradients do not depend on the parameters, so that what they lose adds up."""
-    rows, weights = batch
-    wide = jnp.concatenate([rows, jnp.sin(3 * rows)], axis=1)
-
-    def block(x, w):
-        return x + jnp.sum((rows @ w["up"]) * wide, axis=1) + jnp.sum((wide @ w["down"]) * rows, axis=1), None
-
-    x, _ = jax.lax.scan(jax.checkpoint(block), jnp.zeros(len(rows)), params["blocks"])
-    return (x * weights).sum(), weights.sum()
-
-
-# A loss scale, and weights, which errors must not depend on.
-SCALED = Precision(compute=jnp.float32, loss_scale=2.0**10)
-
-
-@functools.cache
-def fed_back_run(view="global", accumulate=1):
-    """The transformation, its step of `linear` and the state after eight steps; and the same without `Wire`."""
-    runs = []
-    for wire in (FED_BACK, None):
-        tx = transformation(params_axis="gpu", wire=wire, view=view, precision=SCALED)
-        step = tx.train_step(linear, weighted=True, accumulate=accumulate, skip_nonfinite=True)
-        state = tx.create(params())
-        for i in range(8):
-            state, _ = step(state, weighted_batch(i))
-        runs.append((tx, step, state))
-    return runs
-
-
-def weighted_batch(i):
-    return BATCH * (1 + i % 3), np.random.default_rng(i).uniform(0.1, 1, 16).astype(np.float32)
-
-
-GRID = [(view, accumulate) for view in ("global", "device") for accumulate in (1, 2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("view", "accumulate"), GRID)
-def test_what_a_sum_across_loses_is_added_to_the_next(view, accumulate):
-    """So after any number of steps of SGD the parameters are off by the last errors alone."""
-    (tx, _, state), (plain, _, expected) = fed_back_run(view, accumulate)
-    found, expected = tx.unshard(state.params)["blocks"], plain.unshard(expected.params)["blocks"]
-    for name in ("up", "down"):
-        lost = np.asarray(state.rounding_errors[f"blocks/{name}"]).sum(0)
-        assert np.abs(lost).max() > 0.1
-        rounding = 1e-6 * np.abs(expected[name]).max()  # of float32, in eight sums
-        np.testing.assert_allclose(found[name] - expected[name], lost, atol=rounding)
-
-
-def test_errors_are_kept_where_their_parameters_are_and_counted():
-    (_, step, state), _ = fed_back_run()
-    found = {row.path: row for row in report(state).rows if row.part == "rounding_errors"}
-    float32, shards = 4, 4
-    bytes_of = [row.device_bytes[jax.devices()[0]] for row in found.values()]
-    assert bytes_of == [float32 * LAYERS * 2 * WIDTH * WIDTH // shards] * 2
-    row = estimate(params(), devices="h200:2x4", params_axis="gpu", wire=FED_BACK, persist_below=64)[3]
-    assert row.errors == report(state).bytes["rounding_errors"]
-    assert row.resident > row.errors > 0
-    assert "rounding_errors['blocks/up']  float32[2, 3, 32, 64] dim 3 over 4" in str(state.plan)
-    moved = [c for c in collectives(step.lower(state, weighted_batch(0)).compile()) if LABEL.search(c.op_name)]
-    assert {(c.kind, c.group_size) for c in moved if c.dtype == "u8"} == {("all-to-all", 2)}
-    parts = [LAYERS * 2 * WIDTH * WIDTH // 8] * 2
-    once = sum(c.times_if_once * c.bytes for c in moved if c.dtype == "u8")
-    assert once == 2 * sum(Codec("int4", BLOCK).bytes(part) for part in parts)
-
-
-@pytest.mark.slow
-def test_a_skipped_step_leaves_errors_as_they_are():
-    (_, step, state), _ = fed_back_run()
-    before = jax.device_get(state.rounding_errors)
-    rows, weights = weighted_batch(0)
-    rows = rows.copy()
-    rows[5, 3] = np.inf
-    after, metrics = step(jax.tree.map(jnp.copy, state), (rows, weights))
-    assert bool(metrics["skipped"])
-    jax.tree.map(np.testing.assert_array_equal, after.rounding_errors, before)
-
-
-def test_checkpoints_and_reshard_keep_the_errors(tmp_path):
-    (tx, _, state), (plain, _, _) = fed_back_run()
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state, step=8)
-        restored = checkpoints.restore(tx.create(jax.eval_shape(params))).state
-        jax.tree.map(np.testing.assert_array_equal, restored, state)
-        with pytest.warns(
-            UserWarning, match="has the rounding errors of 2 quantised gradients, and the state given as like= has"
-        ):
-            other = checkpoints.restore(plain.create(params())).state
-        assert other.rounding_errors == {}
-        turned = jax.make_mesh((4, 2), AXES, axis_types=(AxisType.Auto,) * 2)
-        groups = transformation(params_axis="gpu", wire=FED_BACK, precision=SCALED, mesh=turned)
-        with pytest.warns(UserWarning, match="cannot correct the rounding of the last one"):
-            other = checkpoints.restore(groups.create(params())).state
-        assert not any(np.any(x) for x in jax.tree.leaves(other.rounding_errors))
-    jax.tree.map(np.testing.assert_array_equal, tx.reshard(state, to=tx, donate=False), state)
-    with pytest.warns(UserWarning, match="The state has the rounding errors of 2 .* They are lost") as found:
-        assert tx.reshard(state, to=plain, donate=False).rounding_errors == {}
-    assert found[0].filename == __file__
-    with Checkpointer(tmp_path / "exact") as checkpoints:
-        checkpoints.save(plain.create(params()), step=1)
-        fresh = checkpoints.restore(state).state
-    assert [x.shape for x in fresh.rounding_errors.values()] == [x.shape for x in state.rounding_errors.values()]
-    assert not any(np.any(x) for x in jax.tree.leaves(fresh.rounding_errors))
-
-
-@pytest.mark.parametrize(
-    ("error", "message", "make"),
-    [
-        (TypeError, r"Wire\(error_feedback=\) is True or False", lambda: Wire(reduce="int4", error_feedback=0.8)),
-        (ValueError, r"no gradient is quantised. Give reduce=", lambda: Wire(gather="int8", error_feedback=True)),
-        (ValueError, r"at the end of a step, and there is none. Shard", lambda: transformation(wire=FED_BACK)),
-        (
-            ValueError,
-            r"over=\('gpu',\) quantises nothing there",
-            lambda: transformation(wire=dataclasses.replace(FED_BACK, over="gpu"), params_axis="gpu"),
-        ),
-        (
-            ValueError,
-            "over axes 'pod' and 'host' there are 2 reductions",
-            lambda: transformation(
-                wire=FED_BACK,
-                params_axis="gpu",
-                axis=("pod", *AXES),
-                mesh=jax.make_mesh((2, 2, 2), ("pod", *AXES), axis_types=(AxisType.Auto,) * 3),
-            ),
-        ),
-        (
-            ValueError,
-            "in the ZeroState of tx.train_step, and tx.value_and_grad has no state",
-            lambda: transformation(wire=FED_BACK, params_axis="gpu").value_and_grad(loss),
-        ),
-    ],
-)
-def test_errors_that_cannot_be_fed_back_are_refused(error, message, make):
-    with pytest.raises(error, match=message):
-        make()

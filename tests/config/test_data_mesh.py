@@ -38,6 +38,7 @@ def trained(stage, several):
     return jax.device_get(tx.unshard(state.params)), losses, report(state), collectives(compiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2)), 3])
 def test_two_axes_equal_one(stage):
     params, losses, held, moved = trained(stage, several=False)

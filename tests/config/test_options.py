@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+from zerojax import zero_shard
 from zerojax.config import (
     BatchSpec,
     Config,
@@ -76,25 +77,12 @@ def shape(*dims, dtype=jnp.float32):
         (lambda: config(2, wire=Wire(gather="int8")), ValueError, "stage 2 stores what it gathers"),
         (lambda: config(shard_axis=("gpu",), wire=Wire(reduce="int8")), ValueError, "rounded once more"),
         (lambda: config(wire=Wire(reduce="int8", over="rack")), ValueError, r"over=\) names axis 'rack'"),
-        (lambda: config(wire=Wire(reduce="int8", error_feedback=True)), ValueError, "there is none"),
-        (
-            lambda: config(params_axis=AXES, wire=Wire(reduce="int8", error_feedback=True)),
-            ValueError,
-            "there is none",
-        ),
-        (
-            lambda: config(params_axis=("gpu",), wire=Wire(reduce="int8", error_feedback=True, over="gpu")),
-            ValueError,
-            "over axis 'host'.*quantises nothing there",
-        ),
         (lambda: Wire(gather="int3"), ValueError, r"Wire\(gather=\) is one of None, 'int4'"),
         (lambda: Wire(reduce=8), ValueError, r"Wire\(reduce=\) is one of"),
         (lambda: Wire(), ValueError, "quantises nothing"),
         (lambda: Wire(gather="int8", rounding="up"), ValueError, r"Wire\(rounding=\)"),
         (lambda: Wire(gather="int8", rounding="stochastic"), ValueError, "reduce=None sends none"),
         (lambda: Wire(reduce="float8_e5m2", rounding="stochastic"), ValueError, "sends none"),
-        (lambda: Wire(reduce="int8", error_feedback=1), TypeError, "True or False, not 1"),
-        (lambda: Wire(gather="int8", error_feedback=True), ValueError, "no gradient is quantised"),
         (lambda: Wire(gather="int8", block=1), ValueError, "at least 2"),
         (lambda: Wire(gather="int8", block=3), ValueError, "must be even"),
         (lambda: Wire(gather="int8", over=()), TypeError, "names mesh axes"),
@@ -106,9 +94,9 @@ def shape(*dims, dtype=jnp.float32):
         (lambda: Offload(optimizer="host", params="tape"), ValueError, r"Offload\(params=\) is one of"),
         (lambda: Offload(optimizer="host", params="disk"), ValueError, "Give optimizer='disk'"),
         (lambda: Offload(optimizer="host", update="cpu"), ValueError, r"Offload\(update=\) is one of"),
-        (lambda: Offload(optimizer="host", chunk_bytes=0), ValueError, "at least 1"),
+        (lambda: Offload(optimizer="host", chunk_bytes=0), ValueError, "no size of at least 1 bytes"),
         (lambda: Offload(optimizer="host", fraction="auto"), ValueError, "needs budget="),
-        (lambda: Offload(optimizer="host", fraction="auto", budget=0), ValueError, "at least 1"),
+        (lambda: Offload(optimizer="host", fraction="auto", budget=0), ValueError, "no size of at least 1 bytes"),
         (lambda: Offload(optimizer="host", fraction=True), ValueError, "number from 0 to 1"),
         (lambda: Offload(optimizer="host", fraction="half"), ValueError, "number from 0 to 1"),
         (lambda: Offload(optimizer="host", fraction=-0.01), ValueError, "number from 0 to 1"),
@@ -145,6 +133,16 @@ def test_what_an_option_cannot_be_is_refused(make, error, message):
         make()
 
 
+def test_sizes_are_numbers_or_text():
+    offload = Offload(optimizer="host", chunk_bytes="64 KB", fraction="auto", budget="1.5 GiB")
+    assert (offload.chunk_bytes, offload.budget) == (64_000, 3 << 29)
+    assert zero_shard(optax.sgd(0.1), stage=1, bucket_bytes="4 MiB").config.bucket_bytes == 4 << 20
+    assert Offload(optimizer="host", chunk_bytes=32e6).chunk_bytes == 32_000_000
+    for wrong in ("64 KB/s", "-1 MB", "four MB", True, None, float("inf")):
+        with pytest.raises((TypeError, ValueError), match=r"chunk_bytes=.*(no size|number of bytes)"):
+            Offload(optimizer="host", chunk_bytes=wrong)
+
+
 def test_the_last_values_that_fit_are_taken():
     check_count("n", 3, "rows", least=3)
     check_word("w", None, ("a", None))
@@ -155,7 +153,7 @@ def test_the_last_values_that_fit_are_taken():
     config(3, params_axis=("gpu",), offload=HOST)
     config(3, shard_axis=("gpu",), wire=Wire(gather="int8", over=AXES))
     for over in (None, "host", AXES):
-        config(3, params_axis=("gpu",), wire=Wire(reduce="int4", error_feedback=True, over=over))
+        config(3, params_axis=("gpu",), wire=Wire(reduce="int4", over=over))
     for reduce in ("int4", "int8"):
         assert Wire(reduce=reduce, rounding="stochastic", block=2).over is None
     Offload(optimizer="host", chunk_bytes=1, fraction=0)

@@ -11,8 +11,11 @@ import optax
 import pytest
 from conftest import quick_or_slow
 from jax import lax
+from jax.experimental.sparse import BCOO
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from zerojax import compat
+from zerojax import compat, rows
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, at
 
 ROWS, WIDTH = 6, 5
@@ -132,6 +135,7 @@ def random_program(seed):
     return lambda batch: of_batch(batch, out), dim, out
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", quick_or_slow([(n,) for n in range(20)], [(n,) for n in range(4)]))
 def test_a_dim_holds_rows_if_permuting_the_batch_permutes_it(seed, float64):
     fn, dim, out = random_program(seed)
@@ -238,3 +242,62 @@ def test_the_table(name):
         assert found.places == wanted
     else:
         assert places(found) == (UNKNOWN if wanted is UNKNOWN else tuple((dim, 1) for dim in wanted))
+
+
+def guesses():
+    """Functions that no rule looks into: `(function, arguments, dims that hold the rows of the result)`."""
+    x, wide, table = jnp.zeros((ROWS, 4)), jnp.zeros((ROWS, 3, 4)), jnp.zeros((5, 4))
+    shape = jax.ShapeDtypeStruct
+    remat = jax.custom_vjp(lambda x, w: jnp.sin(x) @ w.T)
+    remat.defvjp(lambda x, w: (remat(x, w), x), lambda x, g: (x, None), optimize_remat=True)
+    mapped = jax.custom_batching.custom_vmap(lambda x: jnp.moveaxis(x, 0, 1) * 2)
+    mapped.def_vmap(lambda size, given, x: (jnp.moveaxis(x, 1, 2) * 2, True))
+    callback = lambda out, x: jax.pure_callback(lambda x: x, out, x)
+    foreign = lambda out, x: jax.ffi.ffi_call("foreign", out)(x)
+    two = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    in_map = lambda fn, out: jax.shard_map(fn, mesh=two, in_specs=P("data"), out_specs=out, check_vma=False)
+    constrain = lambda x: lax.with_sharding_constraint(x, NamedSharding(two, P(None, "data")))
+    sizes = jnp.array([1, 2, 3])
+    ragged = lambda x: lax.ragged_dot(x, jnp.zeros((3, 4, 5)), sizes)
+    lost = lambda x: callback(shape((7, 2 * ROWS), x.dtype), x)
+    matrix = BCOO.fromdense(jnp.eye(4))
+    of_experts = lambda x: jax.vjp(lambda w: lax.ragged_dot(x, w, sizes), jnp.zeros((3, 4, 5)))[1](
+        x[:, :1] * jnp.ones((ROWS, 5))
+    )
+    return {
+        "a function of its residuals": (lambda x: jax.vjp(remat, x, table)[0], [x], (0,)),
+        "a function with a rule for vmap": (mapped, [wide], (1,)),
+        "a callback": (lambda x: callback(x, x), [x], (0,)),
+        "foreign code": (lambda x: foreign(shape((ROWS, 9), x.dtype), x), [x], (0,)),
+        "rows on another dim": (lambda x: foreign(shape((9, ROWS), x.dtype), x), [x], (1,)),
+        "rows and heads merged": (lambda x: foreign(shape((3 * ROWS, 4), x.dtype), x), [wide], (0,)),
+        "rows and heads split": (lambda x: foreign(wide, x.reshape(-1, 4)), [wide], (0,)),
+        "a gradient of a parameter": (lambda x: foreign(shape((4, 2 * ROWS), x.dtype), x), [wide], UNKNOWN),
+        "sorted rows": (lambda x: jnp.sort(x, 0), [x], (0,)),
+        "every other row": (lambda x: x[::3], [x], (0,)),
+        "shuffled rows": (lambda x: x[jnp.argsort(x[:, 0])], [x], (0,)),
+        "a shard_map": (in_map(lambda x: x.T, P(None, "data")), [x], (1,)),
+        "a sum in a shard_map": (in_map(lambda x: lax.psum(x.sum(0), "data"), P()), [x], UNKNOWN),
+        "experts": (ragged, [x], (0,)),
+        "gradients of experts": (of_experts, [x], ()),
+        "a sparse product": (lambda x: matrix @ x.T, [x], (1,)),
+        "lost": (lost, [x], UNKNOWN),
+        "lost, then constrained": (lambda x: constrain(lost(x)), [x], (1,)),
+        "lost, then declared": (lambda x: rows(lost(x), 1), [x], (1,)),
+        "lost, then added to rows": (lambda x: lost(x)[:4, :ROWS].T + x, [x], (0,)),
+    }
+
+
+@pytest.mark.parametrize("name", guesses())
+def test_guesses(name):
+    fn, args, wanted = guesses()[name]
+    jaxpr, _ = compat.opened(jax.make_jaxpr(fn)(*args))
+    given = [*[NOWHERE] * (len(jaxpr.invars) - len(args)), *[at(0)] * len(args)]
+    (found,) = Follower(2, guesses=True, axes=("data",)).results(jaxpr, given)
+    assert places(found) == (UNKNOWN if wanted is UNKNOWN else tuple((dim, 1) for dim in wanted))
+
+
+@pytest.mark.parametrize("name", ["sorted rows", "a callback", "a shard_map", "lost, then declared"])
+def test_a_proof_does_not_guess(name):
+    fn, args, _ = guesses()[name]
+    assert states(fn, [at(0)], *args, count=2) == [UNKNOWN]

@@ -125,7 +125,7 @@ def test_the_users_own_optimizer_precision_and_offload(models):
         (row,) = estimated("1e6", "--offload", where, "--stage", 3)["rows"]
         assert row[where] == 12 * 10**6 // 8
     (row,) = estimated("1e6", "--offload", "disk+params", "--stage", 3)["rows"]
-    assert (row["disk"], row["read"]) == (18 * 10**6 // 8, 20 * 10**6 // 8)
+    assert (row["disk"], row["read"]) == (18 * 10**6 // 8, 22 * 10**6 // 8)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +212,7 @@ def test_the_doctor_passes_a_healthy_machine(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
     from zerojax import doctor
 

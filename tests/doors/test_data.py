@@ -9,10 +9,10 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import zero_shard
+from zerojax import Offload, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.comm.mesh import batch_sharding
-from zerojax.data import RowBatches, shard_batches
+from zerojax.data import shard_batches
 
 TX = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8))
 
@@ -75,7 +75,8 @@ def test_tensors_of_other_libraries_are_taken(by):
 
 
 def test_a_remainder_is_dropped_or_has_weight_0():
-    dropped = list(shard_batches(Loader([16, 16, 5]), TX))
+    with pytest.warns(UserWarning, match="5 rows so far"):
+        dropped = list(shard_batches(Loader([16, 16, 5]), TX))
     assert [len(batch["y"]) for batch in dropped] == [16, 16]
     padded = list(shard_batches(Loader([10, 10, 3]), TX, remainder="pad", accumulate=2))
     assert [(len(batch["y"]), float(weight.sum())) for batch, weight in padded] == [(16, 10), (16, 10), (16, 3)]
@@ -115,7 +116,7 @@ def test_a_checkpoint_has_the_position_of_the_batch_returned_last(tmp_path):
         ({"ids": np.array(["a"] * 8)}, {}, TypeError, r"batch\['ids'\] has the type <U1"),
         (None, {}, ValueError, "A batch has no arrays in it: the loader gave None"),
         ({"x": [], "y": ()}, {"remainder": "pad"}, ValueError, "A batch has no arrays in it"),
-        (np.ones(8), {"rows": "local"}, ValueError, "rows is one of 'global', 'process'"),
+        (np.ones(8), {"rows": "local"}, ValueError, "rows is one of None, 'global', 'process'"),
     ],
 )
 def test_what_is_no_batch_is_refused(batch, options, error, message):
@@ -190,75 +191,72 @@ def test_a_leaf_does_not_end_the_epoch():
         next(batches)
 
 
-def history(seed):
-    """The rows of the steps that count, as a run reads them on changing numbers of processes, with saves and kills."""
-    rng = np.random.default_rng(seed)
-    rows, shuffled = int(rng.integers(3, 60)), None if rng.random() < 0.3 else seed
-    position, counted = None, []
-    while len(counted) < 3 * rows:
-        parts, batch = int(rng.integers(1, 5)), 12 * int(rng.integers(1, 3))
-        readers = [RowBatches(list(range(rows)), batch, seed=shuffled, part=(i, parts)) for i in range(parts)]
-        for reader in readers:
-            if position is not None:
-                reader.set_state(position)
-        for _ in range(int(rng.integers(0, 4))):
-            counted += np.concatenate([next(reader) for reader in readers]).tolist()
-        position, *others = [reader.get_state() for reader in readers]  # a save
-        assert all(state == position for state in others)
-        for _ in range(int(rng.integers(0, 3))):
-            [next(reader) for reader in readers]  # steps that a kill loses
-    return rows, shuffled, counted
-
-
-@pytest.mark.parametrize("first", range(0, 200, 50))
-def test_each_row_is_read_once_per_epoch_in_any_history(first):
-    """200 histories of one to four processes, with saves, kills and other batches."""
-    for seed in range(first, first + 50):
-        rows, shuffled, counted = history(seed)
-        for epoch in range(len(counted) // rows):
-            assert sorted(counted[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
-        alone = RowBatches(list(range(rows)), len(counted), seed=shuffled)
-        assert next(alone).tolist() == counted  # the order does not depend on the history, either
-        assert alone.epoch == len(counted) // rows
-
-
-def test_rows_are_trees_and_orders_differ_by_epoch():
-    source = [{"x": np.full(2, i), "y": i} for i in range(8)]
-    batches = RowBatches(source, 8, seed=3)
-    first, second = next(batches), next(batches)
-    assert first["x"].shape == (8, 2)
-    assert sorted(first["y"]) == sorted(second["y"]) == list(range(8))
-    assert first["y"].tolist() != second["y"].tolist()
-
-
-def test_positions_of_other_data_are_refused(monkeypatch):
-    position = RowBatches(range(8), 4, seed=0).get_state()
-    for other in (RowBatches(range(9), 4, seed=0), RowBatches(range(8), 4, seed=1)):
-        with pytest.raises(ValueError, match="some rows would be repeated and others left out"):
-            other.set_state(position)
-    with pytest.raises(ValueError, match="not one of RowBatches"):
-        RowBatches(range(8), 4).set_state(b"of grain")
-    with pytest.raises(ValueError, match="each of 3 processes an equal part of a batch, and a batch has 4"):
-        RowBatches(range(8), 4, part=(0, 3))
-    with pytest.raises(ValueError, match="no rows to read"):
-        RowBatches([], 4)
+def test_the_position_of_other_processes_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     of_part = shard_batches(Loader([8]), TX, rows="process").get_state()
     assert of_part == {"process": 0, "of": 2, "state": {"read": 0}}
-    assert shard_batches(RowBatches(range(8), 4), TX, rows="process").get_state() == {"row": 0, "rows": 8, "seed": None}
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(ValueError, match="belongs to process 0 of 2, and this is process 0 of 4"):
         shard_batches(Loader([8]), TX, rows="process").set_state(of_part)
 
 
-def test_a_run_restores_its_rows(tmp_path):
-    rows = [np.full(3, i, np.float32) for i in range(20)]
-    loss, params = (lambda p, x: jnp.mean((x @ p["w"]) ** 2)), {"w": jnp.ones((3, 4))}
-    step, state, batches = TX.train_step(loss), TX.create(params), shard_batches(RowBatches(rows, 8, seed=1), TX)
-    with Checkpointer(tmp_path) as checkpoints:
-        state, _ = step(state, next(batches))
-        checkpoints.save(state, data=batches)
-        wanted = [np.asarray(next(batches)) for _ in range(4)]
-        again = shard_batches(RowBatches(rows, 8, seed=1), TX)
-        checkpoints.restore(TX.create(params), data=again)
-    np.testing.assert_array_equal([np.asarray(next(again)) for _ in range(4)], wanted)
+def aligned(shape, dtype):
+    """Zeros at an address that JAX shares with its arrays on a CPU."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.zeros(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + size].view(dtype).reshape(shape)
+
+
+@pytest.mark.parametrize("kind", ["numpy", "view", "array", "dlpack", "pad"])
+def test_a_loader_may_reuse_its_memory(kind):
+    buffer = aligned((16, 32), np.float32)
+    wrapped = {"array": lambda: Tensor(buffer, "array"), "dlpack": lambda: Tensor(buffer, "dlpack")}
+    wrapped["view"] = lambda: np.broadcast_to(buffer, buffer.shape)  # read-only, of memory that is written
+
+    def loader():
+        for number in range(6):
+            buffer[:] = number
+            yield {"x": wrapped.get(kind, lambda: buffer)()}
+
+    batches = shard_batches(loader(), TX, remainder="pad" if kind == "pad" else "drop")
+    assert [int(np.max((batch[0] if kind == "pad" else batch)["x"])) for batch in batches] == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="host", params="host")])
+def test_arrays_of_the_caller_may_change_after_a_call(stage, offload):
+    """Parameters, states and batches are copied, as the device computes with them after the call has returned."""
+    if offload and stage != 3:
+        pytest.skip("parameters in host memory need stage 3")
+    tx = zero_shard(optax.sgd(0.0, momentum=0.9), stage=stage, mesh=mesh_of(8), persist_below=0, offload=offload)
+    given = [aligned((16, 32), np.float32) for _ in range(3)]
+    params, mutable, rows = {"w": given[0]}, {"m": given[1]}, given[2]
+    loss = lambda p, mutable, x: (jnp.mean((x @ p["w"].T) ** 2), {"m": mutable["m"] + 0})
+    state, stored = tx.create(params, mutable=mutable), tx.shard(params)
+    moved = None if offload else tx.create(jax.tree.map(jnp.asarray, params), mutable=mutable)
+    step, evaluate = tx.train_step(loss, mutable=True), tx.eval_step(lambda p, x: jnp.sum(p["w"] + x))
+    state, metrics = step(state, rows)
+    gradient = tx.value_and_grad(lambda p, x: jnp.sum(p["w"] * x.mean(0)))(state.params, rows)
+    value = evaluate(state.params, rows)
+    odd = evaluate(state.params, rows[:1])
+    for x in given:
+        x[:] = 7
+    for found in (tx.unshard(state.params), tx.unshard(stored), state.mutable, metrics["loss"], gradient, value, odd):
+        assert not any(np.any(x) for x in jax.tree.leaves(jax.device_get(found)))
+    if moved is not None:
+        assert not np.any(moved.mutable["m"])
+
+
+def test_only_batches_that_nothing_divides_are_dropped():
+    with pytest.warns(UserWarning, match=r"dropped a batch of 5 rows.*16 devices times microbatches.*: 41 rows so far"):
+        found = [len(x["y"]) for x in shard_batches(Loader([32, 24, 16, 12, 32, 5, 16, 48, 0]), TX, accumulate=2)]
+    assert found == [32, 16, 32, 16, 48]
+    assert [len(x["y"]) for x in shard_batches(Loader([32, 24, 16, 32, 8, 40]), TX)] == [32, 24, 16, 32, 8, 40]
+
+
+def test_several_processes_say_whose_rows_they_read(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r'2 processes.*rows="process" if each process reads its own'):
+        shard_batches([np.ones(8)], TX)

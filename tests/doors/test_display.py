@@ -9,8 +9,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.errors import LiveError
 
@@ -45,9 +43,7 @@ def whole_life(tx, path):
         restored = checkpoints.restore(state).state
     tx.eval_step(loss)(restored.params, jnp.ones((8, 256)))
     tx.value_and_grad(loss)(restored.params, jnp.ones((8, 256)))
-    one, two = NamedSharding(mesh_of(2), P()), zero_shard(optax.sgd(1e-2), stage=1, mesh=mesh_of(2))
-    assert dict(zerojax.publish(restored, one)).keys() == PARAMS.keys()
-    return state, tx.reshard(restored, to=two)
+    return state, tx.reshard(restored, to=zero_shard(optax.sgd(1e-2), stage=1, mesh=mesh_of(2)))
 
 
 @pytest.fixture
@@ -82,25 +78,11 @@ def test_every_long_work_is_shown_to_its_end(tx, tmp_path, ended):
         "Restoring step 1": 1,
         "Compiling to evaluate loss": None,
         "Compiling to differentiate loss": None,
-        "Publishing": 1,
         "Resharding the state": 1,
     }
     lines = shown.file.getvalue().splitlines()
     assert len(lines) >= len(ended) + 1
     assert all(any(line.startswith(f"{name}: took ") for line in lines) for name in ended)
-
-
-def test_a_generator_keeps_its_task_from_its_caller(tx, ended):
-    shown = console()
-    with zerojax.progress(shown):
-        tensors = zerojax.publish(PARAMS, NamedSharding(mesh_of(2), P()))
-        with display.tracking("Training", 4):
-            next(tensors)
-            display.advance(4)
-            tensors.close()
-    assert 0 < ended["Publishing"] < 1
-    assert "Publishing: took " in shown.file.getvalue()  # the caller needs no more, which is no failure
-    assert ended["Training"] == 1
 
 
 def test_a_terminal_has_bars_that_disappear(capsys):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import sys
 import types
 
 import jax
@@ -128,6 +129,7 @@ def test_nothing_to_draw_is_an_empty_picture(state):
     assert png(plot.shards(state)).startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_shards_of_an_offloaded_state(mesh):
     offload = Offload(optimizer="host")
     state = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=50, offload=offload).create(awkward_params())
@@ -336,3 +338,24 @@ def test_short_spans_are_merged():
 
 def test_a_notebook_shows_a_figure_by_itself():
     assert plot.memory(estimate(1e6))._repr_png_().startswith(b"\x89PNG")
+
+
+def test_other_things_than_estimates_and_programs_of_cpus_are_named():
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), persist_below=1)
+    state = tx.create({"w": jnp.ones((16, 8))})
+    with pytest.raises(TypeError, match=r"not a ZeroState.*zerojax.plot.shards\(state\)"):
+        plot.memory(state)
+    assert plot.shards(state)  # as the message says
+    step = tx.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2))
+    figure = plot.timeline(step.lower(state, jnp.ones((16, 16))).compile())
+    assert "nothing overlaps, as in all programs for CPUs" in {x.get_text() for x in figure.legends[0].get_texts()}
+
+
+def test_a_result_is_printed_before_matplotlib_is_missed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    plot.notebook_figure.cache_clear()
+    outcome = run("estimate", "7.5e9", "--png", tmp_path / "memory.png")
+    plot.notebook_figure.cache_clear()
+    assert outcome.exit_code == 2
+    assert "stage" in outcome.stdout
+    assert "pip install 'zerojax[plot]'" in outcome.stderr

@@ -30,6 +30,7 @@ def loss_of(scale_of, around):
 AROUND = [("global", block), pytest.param("device", jax.checkpoint, marks=pytest.mark.slow)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("scale_of", "uses"),
     [

@@ -27,6 +27,7 @@ def assert_construct(name, *, dims=constructs.DIMS, **options):
 EVERY = [(name,) for name in constructs.TABLE]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", quick_or_slow(EVERY, EVERY[::4]))
 def test_every_construct_equals_the_plain_function(name):
     assert_construct(name)
@@ -35,6 +36,7 @@ def test_every_construct_equals_the_plain_function(name):
 NAMES = ["plain", "remat", "scan_everything", "scan_remat", "embedding", "cast", "marked_block"]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "option", "value"),
     # the random programs of test_random_programs.py take the options at random, too
@@ -47,6 +49,7 @@ def test_no_option_changes_the_result(name, option, value):
     assert_construct(name, **{option: value})
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("name", "devices"),
     [(name, 3) for name in (*NAMES[:2], "stacked_layers")] + [("scan_everything", 1)],
@@ -55,6 +58,7 @@ def test_padded_leaves_are_trimmed_and_their_gradients_padded_with_zeros(name, d
     assert_construct(name, devices=devices)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["scan_xs", "scan_everything", "stacked_layers"])
 def test_a_stack_may_be_sharded_over_its_layers(name):
     assert_construct(name, dims=constructs.DIMS | {"stack": 0})
@@ -84,25 +88,12 @@ def test_steps_are_those_of_plain_optax(stage, names):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), tx.unshard(state.params), params)
 
 
-def over_layers(layer, stack, x):
-    return lax.fori_loop(0, 3, lambda i, x: layer(x, stack[i]), x)
-
-
-def over_numbers(layer, stack, x):
-    return lax.scan(lambda x, i: (layer(x, stack[i]), None), x, jnp.arange(3))[0]
-
-
-def under_remat(layer, stack, x):
-    step = jax.checkpoint(lambda x, i: (layer(x, lax.dynamic_index_in_dim(stack, i, keepdims=False)), None))
-    return lax.scan(step, x, jnp.arange(3), reverse=True)[0]
-
-
 def over_slices(layer, stack, x):
     return lax.scan(lambda x, w: (layer(x, w), None), x, stack)[0]
 
 
-def from_behind(layer, stack, x):
-    return lax.fori_loop(0, 3, lambda i, x: layer(x, stack[2 - i]), x)
+def reversed_slices(layer, stack, x):
+    return lax.scan(jax.checkpoint(lambda x, w: (layer(x, w), None)), x, stack, reverse=True)[0]
 
 
 CHANGES = {
@@ -115,7 +106,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("loop", [over_layers, over_numbers, under_remat, over_slices, from_behind])
+@pytest.mark.parametrize("loop", [over_slices, reversed_slices])
 def test_a_stack_stays_sharded_until_its_iteration(loop, change):
     params = constructs.make_params()
     setup = lay_out({"stack": params["stack"]}, {"stack": 1})
@@ -129,10 +120,10 @@ def test_a_stack_of_single_parameters_is_of_their_shards():
     params = constructs.make_params()
     setup = lay_out(params, constructs.DIMS | {"v": 0})
     layer, twice = lambda x, w: jnp.tanh(x @ w), 2 * params["w"].nbytes
-    joined = lambda p, x: constructs.mean(over_layers(layer, jnp.array([p["w"], p["v"], p["w"]]), x))
+    joined = lambda p, x: constructs.mean(over_slices(layer, jnp.array([p["w"], p["v"], p["w"]]), x))
     found = working_set(joined, setup.layout, X)
     assert (found.bytes, found.whole) == (twice, ())  # this iteration's and the next one's
-    changed = lambda p, x: constructs.mean(over_layers(layer, jnp.stack([p["w"], 2 * p["v"], p["w"]]), x))
+    changed = lambda p, x: constructs.mean(over_slices(layer, jnp.stack([p["w"], 2 * p["v"], p["w"]]), x))
     assert working_set(changed, setup.layout, X).whole
 
 

@@ -1,6 +1,5 @@
 """What `check`, `plan` and `report` say about the rules that took the equations on parameters."""
 
-import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -82,7 +81,7 @@ def test_a_line_names_three_parameters_per_reason():
             x = jnp.tanh(x * orthogonality(w) @ w)
         return jnp.sum(x)
 
-    line = traced(loss, layers).decided.in_words()[1]
+    line = traced(loss, layers).decided.in_words()[-1]
     assert line.startswith("separate gathers   5, as a value of it is needed before its other uses: ['w0']")
     assert line.endswith(", ...")
 
@@ -94,10 +93,11 @@ def test_stages_that_replicate_parameters_say_what_runs_on_shards(stage):
     assert found.separate == {}
 
 
+@pytest.mark.slow
 def test_check_and_report_print_the_lines():
     tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), persist_below=0)
     lines = traced(before, {"w": W}).decided.in_words()
-    assert len(lines) == 2
+    assert len(lines) == 3
     checked = zerojax.check(tx, before, {"w": W}, X)
     assert all(f"\n  {line}\n" in str(checked) for line in lines)
     step, state = tx.train_step(before), tx.create({"w": W})
@@ -115,11 +115,8 @@ def test_a_plan_prints_the_lines_and_leaves_the_step_as_it_was():
     state = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), persist_below=0).create({"w": W})
     decided = step.decided
     plan = zerojax.plan(step, state, X, topology="h100:8")
-    # On GPUs, small blocks share a gather.
-    assert (decided.shared, plan.decided.shared) == ((), (2,))
-    assert dataclasses.replace(plan.decided, shared=()) == decided
+    assert plan.decided == decided
+    assert decided.shared == (2,)  # both blocks read one parameter
     assert step.decided is decided
-    assert all(
-        line in str(plan).splitlines() for line in [*decided.in_words(), "shared gathers     2 small blocks in 1"]
-    )
+    assert all(line in str(plan).splitlines() for line in decided.in_words())
     assert json.loads(json.dumps(plan.to_dict()))["decided"]["separate"]

@@ -48,6 +48,7 @@ def test_hessian_vector_products(stage, view):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-6), tx.unshard(have), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_no_tracer_is_left_behind(stage, mesh):
     """JAX finds leaked tracers from 0.12 on. A replicated leaf beside a sharded one had its stand-in kept."""
@@ -75,6 +76,7 @@ def test_a_wide_cotangent_of_a_narrow_value_is_refused_by_name(view, mesh):
         gradient(params, jnp.ones(8, jnp.bfloat16))
 
 
+@pytest.mark.slow
 def test_what_passes_stop_gradient_has_no_backward_pass(mesh):
     """Not even where it has none, as a loop that ends when a value is reached."""
 
@@ -120,6 +122,7 @@ straight_through = with_rule(lambda w, ct: jnp.where(jnp.abs(w) < 0.2, ct, 0))
 clipped = with_rule(lambda w, ct: jnp.clip(ct, -1e-4, 1e-4))  # not linear: clipped terms do not add up to a clipped sum
 
 
+@pytest.mark.slow
 def test_functions_of_weights_with_derivatives_of_their_own_move_no_more_than_the_weights(mesh, internals):
     policy = jax.checkpoint_policies.save_only_these_names("product")
     params = {name: jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i, name in enumerate("abcd")}

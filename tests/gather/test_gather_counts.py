@@ -203,6 +203,7 @@ def test_a_layers_leaves_share_a_bucket_unless_told_otherwise(style):
     assert one_by_one == ((3 * 4 + 2 * 3 - 1, 3 * 4) if style == "unrolled" else (3 * 4 + 2 * 4, 3 * 4))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_small_blocks_share_gathers_and_reductions_up_to_the_limit(prefetch):
     arguments = model("unrolled", "remat", 4)
@@ -244,6 +245,7 @@ def test_a_frozen_block_that_ends_a_group_does_not_delay_the_groups_gradients():
     assert calls(loss, params, dims, X, shared_bytes=12 * WEIGHT)[1] == 4
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("shared_bytes", [0, 12 * WEIGHT])
 def test_iterations_of_a_loop_keep_no_gathered_parameters(shared_bytes):
     def loss(p, x):

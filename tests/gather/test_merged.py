@@ -38,6 +38,7 @@ def setup(key=0):
     return {"generator": w[:LAYERS], "critic": w[LAYERS]}, jax.random.normal(keys[-1], (ROWS, WIDTH))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("wrap", quick_or_slow([(name,) for name in WRAPS], [("bare",), ("block",)]))
 def test_a_block_that_is_called_twice_on_the_same_is_computed_once(wrap):
     params, batch = setup()

@@ -10,6 +10,7 @@ import pytest
 from conftest import fraction, mesh_of
 from fp8_models import HIDDEN, OPS, WIDTH, fp8, gathered
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 
 from zerojax import Precision, Wire, zero_shard
@@ -179,6 +180,7 @@ def scale_with_a_cotangent(w, x):
     return jnp.mean((x @ (q * scale)) ** 2)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "loss",
@@ -205,6 +207,7 @@ def test_a_weight_that_is_also_read_itself_is_not_gathered_twice():
     assert found.keys() == {"float32"}
 
 
+@pytest.mark.slow
 def test_a_scale_of_a_small_divided_dim():
     """The scale is alike on all devices, but as large as a shard."""
     w, x = parameters("unrolled")[0]["up"][:2], X[:, :2]
@@ -287,6 +290,7 @@ def quantised_product(reads_weight):
     return product
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads_weight", [False, True])
 @pytest.mark.parametrize(
     ("style", "view"),
@@ -312,6 +316,7 @@ def test_a_product_that_quantises_a_weight_itself(style, view, reads_weight):
     assert_same_gradient(loss, params, view)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("op", "style", "view"),
     [
@@ -347,3 +352,17 @@ def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True):
         # float32 sums over devices in another order. No element is rounded to another float8 here.
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.slow
+def test_a_kernel_leaves_quantised_gathers_on():
+    """A Pallas kernel writes to refs inside, but has no effect that its results do not show."""
+    params, loss = parameters("unrolled"), loss_of(with_rule(0), "unrolled")
+
+    def body(ref, out):
+        out[...] = 2 * ref[...]
+
+    kernel = jax.custom_vjp(lambda x: pl.pallas_call(body, out_shape=x, interpret=True)(x))
+    kernel.defvjp(lambda x: (kernel(x), None), lambda _, g: (2 * g,))
+    with_kernel = lambda layers, x: loss(layers, kernel(x))
+    assert passes(with_kernel, params) == passes(loss, params)

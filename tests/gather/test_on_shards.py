@@ -144,6 +144,7 @@ EVERY = list(dict.fromkeys([*QUICK, *fraction(2, LOSSES, STYLES, VIEWS)]))
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "style", "view"), CASES)
 def test_the_gradient_is_that_of_one_device(name, style, view):
     params, tx = parameters(style), sharded(view)
@@ -240,6 +241,7 @@ HARD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "style", "view"), HARD)
 def test_terms_of_whole_layers_share_the_gathers_of_the_model(name, style, view):
     params, tx, loss = parameters(style), sharded(view), MORE[name]
@@ -262,6 +264,7 @@ def beside(params, x):
     return jnp.mean(x**2) + 1e-2 * powers + jnp.max(columns) - jnp.sum(jnp.min(columns, axis=(0, 1)))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("view", VIEWS)
 def test_values_of_layers_are_exact_beside_constants_and_with_equal_maxima(view):
     """Of the maxima, two are in the first layer and one is in the second."""
@@ -278,6 +281,7 @@ ADAPTERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "style"), ADAPTERS)
 def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
     """At rank 2, the adapters are replicated. Frozen weights are gathered, and no gradient of their size is summed."""
@@ -303,6 +307,7 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
     assert reduced <= 1.1 * sum(x.nbytes for x in LEAVES(adapters))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("view", VIEWS)
 def test_one_collective_serves_all_reductions(view):
     """XLA may even combine it with the loss's own."""
@@ -339,6 +344,7 @@ def second_order(w, x):
     return jnp.sum(jnp.tanh(x @ w)) + jnp.sum(w**4) + jnp.max(w**2) * jnp.min(w) + jax.nn.logsumexp(w)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["forward over reverse", pytest.param("reverse twice", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("view", VIEWS)
 def test_a_second_derivative_is_that_of_one_device(view, order):

@@ -35,6 +35,7 @@ def barriers(jaxpr):
     return [sorted(v.aval.size for v in e.outvars) for e in found]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("view", ["global", "device"])
 def test_a_scan_computes_both_cotangents_of_the_probabilities_product(mesh, view, remat):

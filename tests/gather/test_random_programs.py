@@ -441,6 +441,7 @@ NAMES = [f"{kind.__name__} {name}" for kind, name in OUTERMOST]
 
 
 # The others are outermost in the slow test alone.
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "number",
     [pytest.param(n, marks=() if n % 12 else pytest.mark.slow) for n in range(0, len(OUTERMOST), 6)],

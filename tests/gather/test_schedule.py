@@ -59,3 +59,16 @@ def test_a_gather_starts_behind_the_block_that_is_as_far_ahead(prefetch, barrier
     """Forward, the first `prefetch + 1` gathers do not wait. Backward, one barrier may start several gathers."""
     found = barriers_of(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=prefetch), PARAMS, X)
     assert sum(computed and shard for computed, _, shard in found) == barriers
+
+
+def test_the_last_gradients_are_reduced_after_those_of_the_block_before():
+    """Nothing is computed after them, so they would delay a reduction that a product can hide."""
+    (eqn,) = jax.make_jaxpr(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=1))(PARAMS, X).jaxpr.eqns
+    (body,) = jex.jaxprs_in_params(eqn.params)
+    reductions = [inner for inner in body.eqns if inner.primitive.name == "reduce_scatter"]
+    assert len(reductions) == LAYERS
+    behind = set(reductions[-2].outvars)
+    for inner in body.eqns:
+        if behind & {atom for atom in inner.invars if isinstance(atom, jex.Var)}:
+            behind.update(inner.outvars)
+    assert behind >= set(reductions[-1].outvars)

@@ -73,6 +73,7 @@ def test_value_and_derivatives_are_those_of_the_whole(tiles):
     assert_same((value, grads, to_batch["x"]), (whole, whole_grads, whole_to_batch["x"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "view"), quick_or_slow([(3, "global"), (3, "device"), (1, "global")], [(3, "global")])
 )

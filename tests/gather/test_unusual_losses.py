@@ -75,7 +75,8 @@ def narrow(params, rows, dtype=jnp.float8_e5m2):
     return jnp.mean(rows**2)
 
 
-@pytest.mark.parametrize("loss", [layers, narrow])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("loss", [narrow, layers])
 def test_global_view_at_stage_3_is_one_device(loss, mesh):
     """A gradient that is rounded to float8 is rounded once it is summed, as on one device."""
     tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=0)
@@ -84,6 +85,7 @@ def test_global_view_at_stage_3_is_one_device(loss, mesh):
     chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_float8_gradients_are_summed_in_a_wider_type(mesh):
     """In device view each device rounds its own; what they add up to must not be rounded to three digits again."""
     w = {"w": jnp.ones((8, 8))}
@@ -95,6 +97,7 @@ def test_float8_gradients_are_summed_in_a_wider_type(mesh):
         chex.assert_trees_all_close(tx.unshard(grads)["w"], jnp.full((8, 8), jnp.mean(rows[:, 0])), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_types_are_promoted_although_a_user_forbids_it(mesh):
     batch = {"rows": ROWS, "weight": jnp.ones(8)}
 
@@ -109,6 +112,7 @@ def test_types_are_promoted_although_a_user_forbids_it(mesh):
     assert metrics["loss"] == pytest.approx(float(jnp.mean(ROWS**2)), rel=1e-3)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("offload", [None, Offload(optimizer="host", params="host")], ids=["device", "host"])
 def test_a_gradient_through_eval_step_is_that_of_its_function(offload, mesh):
     """Of persistent leaves and sharded ones, of a batch, and of a second model; a vector is pulled back."""
@@ -125,7 +129,7 @@ def test_a_gradient_through_eval_step_is_that_of_its_function(offload, mesh):
     found, pull_sharded = jax.vjp(call, tx.shard(params), ROWS, teacher)
     grads, *others = pull_sharded(weights)
     chex.assert_trees_all_close((found, (tx.unshard(grads), *others)), (expected, pull(weights)), rtol=1e-5, atol=1e-6)
-    with pytest.raises(TypeError, match="differentiated in forward mode"):
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(lambda p: call(p, ROWS, teacher), (tx.shard(params),), (tx.shard(params),))
 
 
@@ -143,6 +147,7 @@ class Attributes(dict):
         return cls(zip(keys, values, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_nodes_that_answer_for_any_attribute(stage, mesh):
     params = Attributes(layers=[Attributes(w=jnp.ones((4, 8)))], head=Attributes(w=jnp.ones((8, 3)), b=jnp.ones(3)))

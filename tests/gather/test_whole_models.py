@@ -59,6 +59,7 @@ def test_a_scanned_nnx_model(mesh):
     assert_same_gradient(zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=20), loss, loss, params)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("view", ["global", "device"])
 def test_a_shard_map_over_another_axis_within_the_model(view):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -142,7 +142,7 @@ def fori(p, x):
 
 
 def indexed(p, x):
-    """Loops that index the stack with their counter: a scan under remat in reverse, from behind, and past its end."""
+    """Loops that index the stack, which is gathered before them: a scan under remat in reverse, and past its end."""
 
     @jax.checkpoint
     def layer(x, i):

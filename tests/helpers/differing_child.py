@@ -7,7 +7,6 @@ import importlib.metadata
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -226,9 +225,9 @@ if names and names[0].startswith("ending:"):
     globals()[names[0].removeprefix("ending:")]()
     sys.exit()
 for name in names:
-    begun, said = time.monotonic(), ""
+    said = ""
     try:
         globals()[name]()
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-    print(json.dumps({"case": name, "said": said, "seconds": time.monotonic() - begun}), flush=True)
+    print(json.dumps({"case": name, "said": said}), flush=True)

@@ -79,49 +79,7 @@ saved = {name: draw.normal(size=shape).astype("float32") for name, shape in shap
 Path("Llama-3.2-1B").mkdir()
 save_file(saved, "Llama-3.2-1B/model.safetensors")
 """,
-    "deepspeed.md": LOOP
-    + """
-import json
-from pathlib import Path
-
-config = {"train_batch_size": 64, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-Path("ds_config.json").write_text(json.dumps(config | {"zero_optimization": {"stage": 3}}))
-""",
-    "log.md": LOOP
-    + """
-import sys, types
-
-
-class Recorder:  # takes the calls of a writer, with the arguments of the real one
-    def __init__(self, *methods):
-        self.calls = []
-        for name, parameters in methods:
-            setattr(self, name, self.method(name, parameters))
-
-    def method(self, name, parameters):
-        def call(*args, **keywords):
-            assert len(args) + len(keywords) == len(parameters) and set(keywords) <= set(parameters), (name, keywords)
-            self.calls.append((name, dict(zip(parameters, args)) | keywords))
-
-        return call
-
-
-raw = "tag min max num sum sum_squares bucket_limits bucket_counts global_step"
-board_written = Recorder(("add_scalar", ("tag", "scalar_value", "global_step")), ("add_histogram_raw", raw.split()))
-clu_written = Recorder(("write_scalars", ("step", "scalars")))
-wandb = types.ModuleType("wandb")
-wandb.seen = []
-wandb.init = lambda project, mode: None
-wandb.log = lambda values, step: wandb.seen.append(values)
-wandb.Histogram = lambda np_histogram: ("histogram", *np_histogram)
-metric_writers = types.SimpleNamespace(create_default_writer=lambda folder: clu_written)
-stand_ins = {
-    "wandb": wandb,
-    "tensorboardX": types.SimpleNamespace(SummaryWriter=lambda folder: board_written),
-    "clu": types.SimpleNamespace(metric_writers=metric_writers),
-}
-sys.modules.update(stand_ins)
-""",
+    "log.md": LOOP,
     "long_context.md": """
 import jax, jax.numpy as jnp, optax
 
@@ -147,17 +105,9 @@ def layer(w, x):
     + STEP
     + """
 batch = {"tokens": batch[0]}
-batches = [batch] * 11
 loss = lambda params, batch: jnp.mean((jnp.tanh(batch["tokens"] @ params["w"]) @ params["v"]) ** 2)
 loss_with_remat, step = loss, tx.train_step(loss)
-shapes, parameters = params, 2**14
-
-
-class wandb:
-    seen = []
-
-    def log(metrics, step):
-        wandb.seen.append(metrics)
+shapes = params
 """,
     "stage3.md": LOOP + STEP,
     "wire.md": """
@@ -176,35 +126,13 @@ assert set(back) == {name for name in saved if "inv_freq" not in name}
 for name, x in back.items():
     np.testing.assert_allclose(np.float32(x), saved[name], rtol=1e-2)
 """,
-    "deepspeed.md": "assert found.rows == 64 and int(state.step) == 1",
-    "log.md": """
-for name in stand_ins:
-    del sys.modules[name]
-usual = {"loss", "learning_rate", "grad_norms/w", "update_ratios/w", "params/v/std", "parameters", "mfu"}
-assert usual - {"mfu"} <= wandb.seen[0].keys()  # the first call starts the clock
-assert wandb.seen[0]["parameters"] == 16896
-assert 0 < wandb.seen[0]["update_ratios/w"] < 0.1
-kinds = [name for name, _ in board_written.calls]
-assert kinds == ["add_histogram_raw"] * 2
-for _, given in board_written.calls:
-    assert given["num"] == params[given["tag"]].size
-    assert len(given["bucket_limits"]) == len(given["bucket_counts"]) == 32
-to_board({"loss": 1.0}, 1)
-zerojax.Log(lambda values, step: writer.write_scalars(step, values))(1, {"loss": jnp.ones(())})
-assert board_written.calls[-1] == ("add_scalar", {"tag": "loss", "scalar_value": 1.0, "global_step": 1})
-assert clu_written.calls == [("write_scalars", {"step": 1, "scalars": {"loss": 1.0}})]
-assert [x.dtype for x in jax.tree.leaves(restored.params)] == [jnp.float32] * 2
-""",
+    "log.md": "assert [x.dtype for x in jax.tree.leaves(restored.params)] == [jnp.float32] * 2",
     "long_context.md": """
 given = {"embed": jnp.ones((16, 8)), "head": jnp.ones((8, 16))}
 assert jnp.isfinite(jax.grad(loss)(given, jnp.zeros((2, 65), jnp.int32), jnp.ones((2, 64)))["head"]).all()
 """,
     "muon.md": "tx.create(shapes)",
     "offload.md": "assert jnp.isfinite(jax.grad(lambda w: layer(w, jnp.ones((4, 8))).sum())(jnp.ones((8, 8)))).all()",
-    "plan.md": """
-assert all("tokens_per_second" in metrics for metrics in wandb.seen[1:])
-assert step.compiled_with == ("Loaded from 'step.zip'.",)
-""",
     "stage3.md": 'assert product["w"].shape == params["w"].shape',
     "wire.md": "assert tx.config.wire.reduce == 'int4'",
 }

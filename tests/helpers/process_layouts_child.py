@@ -1,4 +1,4 @@
-"""Run by test_process_layouts.py: every stage in both views on one layout of processes, and others' checkpoints.
+"""Run by test_process_layouts.py: stages 1 to 3 and both views on one layout of processes, and others' checkpoints.
 
 python process_layouts_child.py PROCESSES PROCESS PORT FOLDER [OTHER...]
 """
@@ -49,17 +49,17 @@ def weights(tx, state):
     return [float(np.abs(np.asarray(x, np.float64)).sum()) for x in jax.tree.leaves(tx.unshard(state.params))]
 
 
-for view in ("global", "device")[: 1 if folder.name == "again" else 2]:
-    for stage in range(4):
-        tx = zero_shard(optimizer, stage=stage, persist_below=50, view=view)
-        name, step = f"{view}-{stage}", tx.train_step(awkward_loss)
-        create = functools.partial(tx.create, awkward_params())
-        found = {"name": name, "restored": {}}
-        if folder.name != "again":  # which restores alone
-            found["losses"], state = trained(tx, step, create(), saved=folder / name)
-            found["weights"] = weights(tx, state)
-        for other in others if view == "global" else ():
-            with Checkpointer(other / name, read_only=True) as checkpoints:
-                restored = checkpoints.restore(create())
-            found["restored"][other.name], _ = trained(tx, step, restored.state, start=restored.step)
-        print(json.dumps(found), flush=True)
+# Each stage that shards, and both views.
+for view, stage in (("global", 1), ("global", 3), ("device", 2))[: 2 if folder.name == "again" else 3]:
+    tx = zero_shard(optimizer, stage=stage, persist_below=50, view=view)
+    name, step = f"{view}-{stage}", tx.train_step(awkward_loss)
+    create = functools.partial(tx.create, awkward_params())
+    found = {"name": name, "restored": {}}
+    if folder.name != "again":  # which restores alone
+        found["losses"], state = trained(tx, step, create(), saved=folder / name)
+        found["weights"] = weights(tx, state)
+    for other in others if view == "global" else ():
+        with Checkpointer(other / name, read_only=True) as checkpoints:
+            restored = checkpoints.restore(create())
+        found["restored"][other.name], _ = trained(tx, step, restored.state, start=restored.step)
+    print(json.dumps(found), flush=True)

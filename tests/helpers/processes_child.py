@@ -62,6 +62,14 @@ def own_rows_as_if_all():
     step(state, ROWS + process)
 
 
+def own_batches_as_if_all():
+    next(shard_batches([ROWS + process], zero_shard(optax.sgd(1e-2), stage=3), rows="global"))
+
+
+def no_word_on_whose_rows():
+    next(shard_batches([ROWS + process], zero_shard(optax.sgd(1e-2), stage=3)))
+
+
 def another_step():
     step, state = begin()
     state, _ = step(state, ROWS)
@@ -90,7 +98,7 @@ def with_positions(own):
     tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1, mesh=mesh, batch_spec=P("data", "sequence"))
     batch = ROWS.reshape(4, 2, 4)
     (placed,) = shard_batches([batch[2 * process :][:2]], tx, rows="process")
-    (whole,) = shard_batches([batch], tx)
+    (whole,) = shard_batches([batch], tx, rows="global")
     for given in (placed, whole, batch):
         _, metrics = tx.train_step(loss)(tx.create({"w": jnp.ones((4, 16))}), given)
         np.testing.assert_allclose(metrics["loss"], (ROWS.sum(-1) ** 2).mean())
@@ -142,6 +150,8 @@ CASES = (
     other_rows,
     other_options,
     own_rows_as_if_all,
+    own_batches_as_if_all,
+    no_word_on_whose_rows,
     another_step,
     weights_of_zero,
     too_little_memory,

@@ -10,7 +10,6 @@ __all__ = ["TABLE"]
 
 EMBED = {"encoder": "encoder", "head": HEAD}
 CLASSIFY = {"encoder": "encoder", "head": (HIDDEN, CLASSES)}
-TRIPLES = {"x": (WIDTH,), "y": (WIDTH,), "z": (WIDTH,)}
 LENGTH = 10
 
 

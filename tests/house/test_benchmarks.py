@@ -1,10 +1,12 @@
-"""Benchmarks that no other test runs work to their end, with models as small as they take."""
+"""Benchmarks that no other test runs work to their end, with models as small as they take; pages have their figures."""
 
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
+import aot_kernels
 import pytest
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
@@ -22,3 +24,79 @@ def test_the_time_to_compile_is_measured_and_compared(tmp_path):
         assert 0 < row["rows / trace"] < 1
         assert row["least"] == row["both / plain"] == row["most"] > 0
         assert row["processor s"] > 0
+
+
+STAGE3 = (BENCHMARKS.parent / "docs" / "stage3.md").read_text()
+WAYS = {
+    "gather on use, `prefetch=1`": ("stage3", 1),
+    "gather on use, `prefetch=0`": ("stage3", 0),
+    "pipelined by hand": ("pipelined", 0),
+    "the same, without `program_order`": ("pipelined-unordered", 0),
+    "jit alone (GSPMD)": ("gspmd", 0),
+    "gathered by hand in each layer's body": ("gathered", 0),
+    "the same, combined collectives": ("gathered-double", 0),
+    "the same, XLA's level O1": ("gathered-O1", 0),
+    "the same, loops double buffered": ("gathered-double", 0),
+    "replicated": ("replicated", 0),
+}
+ATTENTION = {
+    "XLA's own": ("xla", ""),
+    "cuDNN": ("cudnn", ""),
+    "cuDNN, `Precision.bf16()`": ("cudnn", "bf16"),
+    "Pallas in a `shard_map`": ("shard_map", ""),
+    "Pallas under `custom_partitioning`": ("custom_partitioning", ""),
+    "Pallas, bare": ("pallas", ""),
+}
+COLUMNS = ("passes", "hidden", "all-in", "temp MiB", "waits ms", "exposed ms", "step ms")
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "keys", "count"),
+    [("aot_gpt", WAYS, ("way", "prefetch"), 17), ("aot_gpt_attention", ATTENTION, ("attention", "precision"), 11)],
+)
+def test_the_page_about_stage_3_has_the_figures_of_the_yardstick(file, names, keys, count):
+    """Each number is the file's, rounded to the digits that the page gives. A row of a prototype has fewer columns."""
+    rows = json.loads((BENCHMARKS / "results" / f"{file}.json").read_text())["rows"]
+    found = {(row["style"], *(row.get(key, "") for key in keys)): row for row in rows}
+    compared = 0
+    for style, name, cells in re.findall(r"^\| \**(unrolled|scan): ([^|]+?)\** \| (.*) \|$", STAGE3, re.M):
+        if name not in names:
+            continue
+        row, compared = found[style, *names[name]], compared + 1
+        for column, cell in zip(COLUMNS, cells.split(" | "), strict=False):
+            if figure := cell.strip().rstrip("%"):
+                value = row[column] * (100 if cell.endswith("%") else 1)
+                # Python rounds 5.25 to 5.2
+                assert float(figure) == pytest.approx(value, abs=0.501 * 10 ** -len(figure.partition(".")[2])), (
+                    name,
+                    column,
+                )
+    assert compared == count
+
+
+def test_the_page_about_stage_3_has_the_tables_of_kernels():
+    styles = json.loads((BENCHMARKS / "results" / "aot_gpt_kernels.json").read_text())["styles"]
+    assert aot_kernels.table(styles) in STAGE3
+    assert aot_kernels.totals(styles) in STAGE3
+
+
+def test_equal_kernels_are_paired_wherever_they_run():
+    """A loop of three and a peeled iteration are four executions. Bytes may differ by 1%, in products by more."""
+    product = (("bf16", 10**9),)
+    work = lambda name, times, traffic, products=(): aot_kernels.Work(name, times, products, traffic, 1.0)
+    ours = [work("forward a", 3, 1000), work("forward a", 1, 1005), work("buckets of gathers, copy", 2, 1000)]
+    ours += [work("forward b", 2, 700, product)]
+    theirs = [work("forward c", 5, 1001), work("forward b", 1, 400, product)]
+    left = aot_kernels.by_operation(aot_kernels.beyond(ours, theirs))
+    assert {row["kernels"]: row["times"] for row in left} == {"buckets of gathers, copy": 1, "forward b": 1}
+
+
+def test_an_operation_is_named_by_its_pass_module_and_primitive():
+    assert (
+        aot_kernels.operation("jit(f)/jvp(GPT)/while/body/eval_jaxpr/blocks/Dense_0/dot_general")
+        == "forward Dense_0/dot_general"
+    )
+    recomputed = "jit(f)/transpose(jvp(GPT))/jvp(checkpoint)/rematted_computation/block_3/o/dot_general"
+    assert aot_kernels.operation(recomputed) == "recomputed o/dot_general"
+    bucket = "jit(f)/zerojax_shards/shard_map/zerojax_gather[['a']['b'] gpt.py:1 and 3 more]/transpose"
+    assert aot_kernels.operation(bucket) == "buckets of gathers, transpose"

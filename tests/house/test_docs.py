@@ -28,7 +28,7 @@ ROOT = Path(zerojax.__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 KINDS = {"python", "diff", "text", ""}  # "": commands, and what programs print elsewhere
-PUBLIC_MODULES = ("checkpoint", "data", "deepspeed", "flax", "offload", "plot")
+PUBLIC_MODULES = ("checkpoint", "data", "flax", "offload", "plot")
 COMPILED_FOR_GPUS = {"plan.md", "stage3.md"}  # which needs the extra `aot`
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 
@@ -60,7 +60,7 @@ def blocks_of(page):
 WITH_PROGRAMS = [
     name for name, page in PAGES.items() if any(block.kind in ("python", "diff") for block in blocks_of(page))
 ]
-QUICK = ["api/commands.md", "concepts.md", "deepspeed.md", "index.md", "offload.md", "wire.md"]
+QUICK = ["api/commands.md", "index.md", "wire.md"]
 
 
 def run_page(name, scope):
@@ -158,6 +158,7 @@ def test_defaults_that_a_signature_does_not_show():
     assert f"`BUCKET_BYTES` {BUCKET_BYTES >> 20} MiB" in PAGES["api/training.md"]
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning_and_fetches_nothing(tmp_path):
     pytest.importorskip("mkdocs", reason="make docs installs what builds the site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]

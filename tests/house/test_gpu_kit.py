@@ -3,10 +3,12 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import gpt
 import gpu
 import gpu_expected
 import gpu_picture
@@ -46,8 +48,8 @@ def test_other_losses_are_not_timed():
 def test_a_wrong_way_is_refused(monkeypatch, tmp_path):
     make_ways = gpu_work.step.make_ways
 
-    def with_another(args):
-        ways, tokens, batch = make_ways(args)
+    def with_another(args, views):
+        ways, tokens, batch = make_ways(args, views)
         wrong = ways["stage 3"]
         return ways | {"stage 3": lambda batch: 1.001 * wrong(batch)}, tokens, batch
 
@@ -58,6 +60,7 @@ def test_a_wrong_way_is_refused(monkeypatch, tmp_path):
     assert "ways" not in notes
 
 
+@pytest.mark.slow
 def test_activations_are_offloaded():
     """The policy reaches the layers: their inputs are copied to host memory."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -87,7 +90,7 @@ def test_it_runs_to_its_end_without_a_gpu(tmp_path):
     assert set(gpu.PARTS) - {"check", "offload"} <= set(found)
     for row in found["speed"].values():
         assert set(row["ways"]) == {"stage 3", "replicated", "GSPMD", "gathered"}
-    for part in ("speed", "activations", "checkpoint"):
+    for part in ("speed", "mocked", "fp8", "memory", "disk", "activations", "checkpoint"):
         assert found[part]
         assert {row["status"] for row in found[part].values()} == {"ran"}, found[part]
     assert {row["mode"] for row in found["rows"] if row["model"] == "1.5B" and row["status"] == "ran"} == set(modes)
@@ -101,7 +104,7 @@ def test_it_runs_to_its_end_without_a_gpu(tmp_path):
 
 
 def test_the_picture_says_what_was_not_measured(tmp_path):
-    nothing = {part: {} for part in ("speed", "plan", "torch", "activations", "checkpoint", "largest")}
+    nothing = {part: {} for part in ("speed", *gpu.MORE)}
     machine = {"devices": ["NVIDIA H200", 1], "versions": {"jax": "0.12"}}
     gpu_picture.draw({"rows": [], "date": "", "dry run": False, "machine": machine} | nothing, tmp_path / "a.png")
     assert (tmp_path / "a.png").exists()
@@ -111,11 +114,11 @@ def test_the_picture_says_what_was_not_measured(tmp_path):
 AS_DOCUMENTED = {
     "machine": {"devices": ["NVIDIA H200", 1], "device_limit": 140e9},
     "check": {"rows": [{"precision": "fp32", "to plain optax": 7e-7}, {"precision": "bf16"}]},
-    "speed": {"1.3B": {"status": "ran", "ways": {"stage 3": {"to replicated": 1.01}}}},
+    "speed": {"1.3B": {"status": "ran", "ways": {"stage 3": {"to replicated": 1.01, "median": 1.0}}}},
     "plan": {
         "1.3B": {
             "planned_peak": 25e9,
-            "peak_device": 25.5e9,
+            "peak_device": 25.1e9,
             "create_peak_device": 20e9,
             "planned_s": 0.3,
             "step_s": [0.4, 0.4, 0.4],
@@ -123,10 +126,14 @@ AS_DOCUMENTED = {
     },
     "rows": [
         {"model": "1.5B", "mode": mode, "status": "ran", "step_s": [seconds], "state_host": 18e9, "parameters": 1.5e9}
-        | {"bytes_to_device": 18e9, "bytes_to_host": 18e9, "link": {"each of both": 40e9}}
-        for mode, seconds in {"none": 1.0, "device": 1.5, "auto": 1.4}.items()
+        | {"to no offload": 1e-4, "bytes_to_device": 18e9, "bytes_to_host": 18e9, "link": {"each of both": 40e9}}
+        for mode, seconds in {"none": 1.0, "device": 1.4}.items()
     ],
     "torch": {"FSDP2": {"step_s": [1.1]}, "FSDP2, offload": {"step_s": [3.3]}},
+    "mocked": {"eight devices": {"arguments": 2e9, "parameters": 1.3e9}},
+    "fp8": {"1.3B": {"by_type": {"bf16": [0.2], "fp8": [0.15]}}},
+    "memory": {"40 GB": {"peak_device": 39e9, "create_peak_device": 30e9, "compiled": 39e9}},
+    "disk": {"6 layers": {"largest_difference": 2e-4}},
     "activations": {"on the device": {"peak_device": 30e9}, "in host memory": {"peak_device": 29.2e9}},
     "checkpoint": {
         "4000 MB": {
@@ -165,3 +172,53 @@ def test_what_the_pages_say_holds_and_all_other_figures_are_refuted():
     wrong = AS_DOCUMENTED | {"check": {"rows": [{"precision": "fp32", "to plain optax": 1e-3}]}}
     assert [verdict for verdict, _ in judged(wrong).values()].count("REFUTED") == 1
     assert {verdict for verdict, _ in judged(AS_DOCUMENTED | {"dry run": True}).values()} == {"not measured"}
+
+
+def test_the_page_has_the_figures_of_the_h100():
+    """Each row of the table is what the file has at its place, rounded to the digits that the page gives."""
+    found = json.loads((BENCHMARKS / "results" / "h100.json").read_text())
+    page = (BENCHMARKS.parent / "docs" / "gpu.md").read_text()
+    units = {"ms": 1e3, "s": 1, "GB": 1e-9, "GB/s": 1e-9, "%": 100, "×": 1, "": 1}
+    rows = re.findall(r"^\|([^|]+)\| *([\d.e-]+) ?(\S*) *\|( `.*) \|$", page, re.M)
+    assert len(rows) > 30
+    for what, figure, unit, places in rows:
+        values = [at(found, place) for place in re.findall(r"`([^`]+)`", places)]
+        value = values[0] / values[1] if len(values) == 2 else values[0] * units[unit]
+        if "e" in figure:
+            assert float(f"{value:.1e}") == float(figure), what
+        else:
+            assert f"{value:.{len(figure.partition('.')[2])}f}" == figure, (what, value)
+
+
+def at(found, place):
+    """The value of a path; names may have slashes."""
+    while place:
+        if isinstance(found, list):
+            name, _, place = place.partition("/")
+            found = found[int(name)]
+        else:
+            name = max((x for x in found if place == x or place.startswith(f"{x}/")), key=len)
+            found, place = found[name], place[len(name) + 1 :]
+    return found
+
+
+def test_the_h100_refuted_what_one_device_costs_and_nothing_else():
+    """What it refuted was mended afterwards (`tests/programs/test_one_device_costs.py`)."""
+    judged = gpu_expected.verdicts(json.loads((BENCHMARKS / "results" / "h100.json").read_text()))
+    refuted = {one["figure"]: one["measured"] for one in judged if one["verdict"] == "REFUTED"}
+    assert list(refuted) == ["one GPU: time of stage 3 / plain optax, where nothing is sent"]
+    assert sum(one["verdict"] == "holds" for one in judged) == 7
+
+
+@pytest.mark.parametrize("attention", [gpt.causal_attention, yardstick.fastest])
+def test_attention_is_cudnn_where_it_can_be(attention, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda q, k, v, *, implementation, **_: chosen.append(implementation)
+    )
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr(jax, "default_backend", lambda backend=backend: backend)
+        for dtype, head in ((jnp.bfloat16, 64), (jnp.float16, 64), (jnp.float32, 64), (jnp.bfloat16, 12)):
+            x = jax.ShapeDtypeStruct((2, 16, 4, head), dtype)
+            attention(x, x, x)
+    assert chosen == ["xla"] * 4 + ["cudnn"] * 2 + ["xla"] * 2

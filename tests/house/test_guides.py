@@ -11,7 +11,7 @@ import pytest
 from conftest import quick_or_slow
 
 IDIOMS = {**guides_optax.IDIOMS, **guides.IDIOMS, **guides_nnx.IDIOMS}
-QUICK = [("frozen_by_mask", 3), ("sharpness_aware_opaque", 3), ("linear_recurrence", 3), ("low_rank_adapters", 3)]
+QUICK = [("sharpness_aware_opaque", 3)]
 REFUSED = {**guides_optax.REFUSED, **guides_nnx.REFUSED}
 
 

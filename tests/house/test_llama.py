@@ -94,6 +94,7 @@ def read(folder, stage, count=8):
     return params, tx.eval_step(lambda params, tokens: llama.Llama(config).apply(params, tokens))(params, TOKENS)
 
 
+@pytest.mark.slow
 def test_published_weights_give_the_published_models_logits_and_go_back(folder, tmp_path):
     params, logits = read(folder, stage=3)
     tensors = load_file(folder / "model.safetensors")

@@ -63,6 +63,7 @@ QUICK = [
 ]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "stage", "count", "precision", "where"), quick_or_slow(CASES, QUICK))
 def test_the_tree_adds_up_to_what_is_estimated(name, stage, count, precision, where):
     precision = PRECISIONS[precision]
@@ -125,8 +126,8 @@ def test_alike_neighbours_share_a_line(tree, labels):
 
 
 def test_alike_layers_are_alike_in_every_part(mesh):
-    text = str(report(zero_shard(optax.adamw(1e-3), stage=1, mesh=mesh).create(layers(96))))
-    assert text.count("layer_0 … layer_95, 96 alike") == 3  # parameters and two moments
+    text = str(report(zero_shard(optax.adamw(1e-3), stage=1, mesh=mesh).create(layers(9))))
+    assert text.count("layer_0 … layer_8, 9 alike") == 3  # parameters and two moments
     assert len(text.splitlines()) < 40
 
 

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
-from zerojax.config import DataMesh, LayoutPolicy, LeafMask, Precision, Wire
+from zerojax.config import DataMesh, LayoutPolicy, LeafMask, Precision
 from zerojax.layout.annotations import NAME, REASON, overwritten_leaves
 from zerojax.layout.chunked import Chunked, Chunking, chunking_of, is_chunked
-from zerojax.layout.error_feedback import error_leaves, summand_spec
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.layout.opt_state import like_parameter, params_of_state
 from zerojax.layout.padded import Padded, has_dims, is_number_array, pad, restored, stored_mask, trim, without_padding
@@ -291,16 +290,3 @@ def test_state_leaves_follow_their_parameter():
     assert params_of_state({"count": shape(), "mu": shape()}, scalar) == (None, None)
     vector = lay_out(shape(64), policy())
     assert params_of_state({"mu": shape(64)}, vector) == (0,)
-
-
-def test_errors_of_quantised_gradients_are_kept_per_group():
-    wire = Wire(reduce="int8", block=2)
-    tree = {"w": shape(64, 64), "b": shape(64), "frozen": shape(64, 64)}
-    choose = lambda path, leaf: path != "frozen"
-    layout = lay_out(tree, policy(params_axes=("gpu",)), wire=wire, trainable=choose)
-    found = error_leaves(layout)
-    assert list(found) == ["w"]
-    error, leaf = found["w"], layout.params[layout.paths.index("w")]
-    assert (error.shape, error.dim, error.others, error.is_quantised) == ((2, 64, 64), leaf.dim + 1, ("host",), False)
-    assert summand_spec(error) == PartitionSpec("host", *leaf.local_spec)
-    assert not error_leaves(lay_out(tree, policy(), wire=wire))

@@ -1,7 +1,6 @@
 """ZeRO beside tensor, sequence, expert and pipeline parallel: as the same model on one device."""
 
 import functools
-import os
 import pathlib
 import re
 import subprocess
@@ -90,8 +89,7 @@ def assert_same(found, expected):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=5e-6), found[1], expected[1])
 
 
-# Every way at every stage, and each with both optimizers; `ZEROJAX_ALL=1` runs the whole grid.
-GRID = fraction(1 if "ZEROJAX_ALL" in os.environ else 2, WAYS, range(4), OPTIMIZERS)
+GRID = fraction(2, WAYS, range(4), OPTIMIZERS)
 
 
 @pytest.mark.parametrize(("way", "stage", "name"), quick_or_slow(GRID, []))
@@ -101,19 +99,18 @@ def test_it_trains_as_on_one_device(way, stage, name):
 
 # Not experts, here and below: their balance is no mean over rows, and of some rows another than of all.
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "stage"), [("tensor", 3), ("sequence", 1), ("pipeline", 3)])
+@pytest.mark.parametrize(("way", "stage"), [("tensor", 3), ("sequence", 1)])
 def test_in_device_view_too(way, stage):
     assert_same(trained(way, zero(way, stage, view="device")), on_one_device(way, "adamw"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["sequence", "pipeline"])
-def test_in_microbatches_too(way):
-    assert_same(trained(way, zero(way, 3), accumulate=2), on_one_device(way, "adamw"))
+def test_in_microbatches_too():
+    assert_same(trained("pipeline", zero("pipeline", 3), accumulate=2), on_one_device("pipeline", "adamw"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "stage"), [("tensor", 3), ("expert", 2), ("pipeline", 1), ("pipeline", 3)])
+@pytest.mark.parametrize(("way", "stage"), [("tensor", 3), ("expert", 2), ("pipeline", 1)])
 def test_leaves_are_gathered_and_reduced_over_data_alone(way, stage):
     """Each device its part of those that the other axis divides: in full they may not fit."""
     tx = zero(way, stage)
@@ -125,6 +122,7 @@ def test_leaves_are_gathered_and_reduced_over_data_alone(way, stage):
     assert gathered <= (2 if stage == 3 else 1) * sum(leaf.size + leaf.padding for leaf in parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_layer_of_a_stack_over_another_axis(stage):
     """Sliced along the dim that is divided over it, the rest has that axis no more."""
@@ -147,8 +145,45 @@ def test_a_layer_of_a_stack_over_another_axis(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["tensor", "pipeline"])
-def test_the_script_trains(way):
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_a_loop_written_by_hand_costs_what_a_step_costs(stage):
+    """Inside of the user's jit, the types of parameters do not name the model's axis, which divides them."""
+    mesh = mesh_for("tensor")
+    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=0)
+    specs = PartitionSpec(None, "model"), PartitionSpec("model")
+    shapes = (64, 128), (128, 64)
+    laid = [
+        jax.device_put(jnp.full(shape, 0.01), NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+
+    def loss(params, batch):
+        for _ in range(2):
+            batch = batch + jnp.tanh(batch @ params[0]) @ params[1]
+        return jnp.mean(batch**2)
+
+    @jax.jit
+    def loop(params, opt_state, batch):
+        value, grads = tx.value_and_grad(loss)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    rows = jax.random.normal(jax.random.key(0), (16, 64))
+    params, state = tx.shard(laid), tx.create(laid)
+    given = params, tx.init(params), rows
+    program, step = loop.lower(*given).compile(), tx.train_step(loss).lower(state, rows).compile()
+    for kind in ("all-gather", "reduce-scatter", "all-to-all", "collective-permute"):
+        assert collectives(program).moved(kind).bytes == collectives(step).moved(kind).bytes
+    temporary = [compiled.memory_analysis().temp_size_in_bytes for compiled in (program, step)]
+    # At stage 2, the gradients are also results of one function and arguments of another.
+    assert temporary[0] <= (1.02 if stage == 3 else 1.5) * temporary[1]
+    trained = tx.unshard(loop(*given)[0])
+    np.testing.assert_allclose(trained[0], tx.unshard(tx.train_step(loss)(state, rows)[0].params)[0], rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_script_trains():
+    way = "tensor"
     command = [sys.executable, str(SCRIPT), way, "--steps", "8", "--width", "32"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout
     first, last = map(float, re.search(r"loss ([\d.]+) at step 1, ([\d.]+) at step 8", printed).groups())

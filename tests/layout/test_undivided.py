@@ -67,6 +67,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_not_padded(name):
     for shards in DEVICES:
@@ -171,6 +172,7 @@ def test_a_model_with_an_odd_bias_trains_as_on_one_device(optimizer, stage, mesh
     assert state.params["out"]["bias"].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_a_part_of_stored_parameters_keeps_its_form(mesh):
     """The rule looks at the whole tree, so that of a part, the other decision would be right."""
     params = {"w": jnp.ones((256, 256)), "a": jnp.arange(257.0), "b": jnp.arange(263.0)}

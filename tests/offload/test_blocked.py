@@ -57,6 +57,7 @@ def scalars():
     return [jnp.float32(0.3), jnp.int32(7)]
 
 
+@pytest.mark.quick(4)
 @pytest.mark.usefixtures("either_form")
 @pytest.mark.parametrize(
     ("name", "shape"),

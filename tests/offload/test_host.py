@@ -1,16 +1,20 @@
 """Host memory, its speed, and the files of a state: decided from figures, without a model and without a GPU."""
 
+import errno
 import os
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from conftest import mesh_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax import Offload, zero_shard
 from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import chunks, close, folder, host, lock
@@ -56,6 +60,8 @@ def test_a_backend_without_host_memory_is_named():
         ("cpu", 10, None, None),
         ("gpu", 32 * GB, 65 * GB, None),  # as much as JAX pins
         ("gpu", 33 * GB, 70 * GB, r"JAX pins 64 GB at most\. Set \w+=73 before JAX starts; 70 GB is free"),
+        ("gpu", 9 * GB, 36 * GB, None),  # the allocator's regions double, up to twice the need
+        ("gpu", 9 * GB, 35 * GB, r"would take up to 36 GB, and 35 GB is free\. Set \w+=20 before JAX starts"),
         ("gpu", 33 * GB, None, "an unknown amount is free"),
         ("cpu", 33 * GB, 70 * GB, None),  # nothing is pinned
     ],
@@ -70,7 +76,8 @@ def test_too_little_host_memory_is_found(platform, per_device, available, messag
         with pytest.raises(MemoryError, match=message):
             raise MemoryError(problem(0))
         assert problem(1) is None, "another host's devices need nothing here"
-    monkeypatch.setenv(host.CAP_VARIABLE, "80")
+    monkeypatch.setenv(host.CAP_VARIABLE, str(2 * per_device * 11 // (10 * GB) + 1))  # as the message says
+    monkeypatch.setattr(host, "available_bytes", lambda: available and max(available, 80 * GB))
     if platform == "gpu":
         assert problem(0) is None
 
@@ -345,3 +352,30 @@ def test_a_version_is_complete_when_every_chunk_is_written(mesh, tmp_path):
     files.abandon()
     files.abandon()
     lock.lock(files.path).release()
+
+
+def test_offload_without_compiled_programs_is_refused_by_name():
+    tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh_of(2), offload=Offload("host"), persist_below=8)
+    params, batch = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
+    state, step = tx.create(params), tx.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
+    with jax.disable_jit():
+        for call in (lambda: tx.create(params), lambda: tx.init(params), lambda: step(state, batch)):
+            with pytest.raises(ValueError, match=r"JAX_DISABLE_JIT.*without offload="):
+                call()
+    step(state, batch)
+
+
+def test_a_lock_goes_with_its_object(tmp_path, monkeypatch):
+    def gone(handle):
+        real(handle)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    real, held = os.close, lock.lock(tmp_path)
+    with pytest.raises(DiskError, match="in use by this process"):
+        lock.lock(tmp_path)
+    del held
+    held = lock.lock(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", gone)
+        held.release()
+    lock.lock(tmp_path).release()

@@ -179,6 +179,7 @@ def test_parameters_are_in_host_memory_however_they_are_made():
     assert grads <= {None, "device"}
 
 
+@pytest.mark.slow
 def test_state_made_from_parameters_on_the_host_is_their_own():
     """The copy shares nothing with what it was made of, and takes another device count's padding too."""
     tx, params = sharded(BOTH, precision=Precision.bf16()), model_params()
@@ -245,8 +246,10 @@ def test_master_weights_in_a_loop_written_by_hand():
     state, params = tx.init(model_params()), tx.shard(model_params())
     _, grads = tx.value_and_grad(unrolled)(params, batch_of(0))
     updates, _ = tx.update(grads, state, params)
-    found = optax.apply_updates(jax.device_put(params, jax.memory.Space.Device), updates)
-    assert_same(tx.unshard(found), tx.unshard(trained(tx, unrolled, steps=1)[0].params))
+    found = tx.unshard(optax.apply_updates(jax.device_put(params, jax.memory.Space.Device), updates))
+    wanted = tx.unshard(trained(tx, unrolled, steps=1)[0].params)
+    # `tx.shard` gives float32, to which `apply_updates` adds: the result is rounded once more than the step's.
+    assert_same(jax.tree.map(lambda x, y: x.astype(y.dtype), found, wanted), wanted)
 
 
 @pytest.mark.slow

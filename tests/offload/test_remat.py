@@ -115,6 +115,7 @@ def test_offloading_leaves_gradients_alone(style):
     assert_same(jax.jit(jax.value_and_grad(loss_of(wrapping(policy))))(params, batch), plain_gradients(style))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "style"),
     quick_or_slow(
@@ -149,6 +150,7 @@ def test_exactly_the_named_activations_go_to_the_host_and_come_back(engine, styl
         assert stacks(grad, params, batch) == {(WIDTH, True), (HIDDEN, True), (KEPT, False)}
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_unrolled_layers_activations_have_left_when_the_next_layer_ends(prefetch, mesh):
     params, batch, loss_of = problem("unrolled")
@@ -165,6 +167,7 @@ def test_an_unrolled_layers_activations_have_left_when_the_next_layer_ends(prefe
     assert all(len(activations) == 1 for activations in behind)
 
 
+@pytest.mark.slow
 def test_flax_modules_take_the_policy():
     class Block(nn.Module):
         @nn.compact

@@ -129,6 +129,7 @@ def test_what_the_state_measures_of_a_leaf_is_of_its_logical_shape(measure, expe
     assert flat(optax.chain(optax.snapshot("measured", measure), optax.adam(1e-3))) == expected
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "tx",
     [

@@ -74,6 +74,7 @@ CASES = [(stage, name) for stage in range(4) for name in OPTIONS if stage or "of
 CASES = [(stage, name) for stage, name in CASES if stage == 3 or name != "both"]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("stage", "name"), quick_or_slow(CASES, [(2, "plain"), (3, "both")]))
 def test_a_plain_state_is_placed_and_comes_back_bit_for_bit(stage, name, mesh, tmp_path):
     options = dict(OPTIONS[name])
@@ -101,6 +102,7 @@ def test_a_plain_state_is_placed_and_comes_back_bit_for_bit(stage, name, mesh, t
     assert_same_bits(tx.unshard(again, jax.eval_shape(lambda: PARAMS)), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "name"), quick_or_slow([(1, "plain"), (3, "host")], [(3, "plain")]))
 def test_a_run_goes_on_from_a_plain_one_and_back(stage, name, mesh):
     inner = optax.adamw(1e-2)

@@ -12,12 +12,12 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers
+from parity import assert_parity, train_plain
 
 import zerojax
 from zerojax import Offload, Precision, collectives, zero_shard
 from zerojax.optim import owned as owned_module
 from zerojax.optim.dims import LostError, follow
-from zerojax.testing import assert_parity, train_plain
 
 ALIKE = 7
 
@@ -188,6 +188,7 @@ def test_a_stack_is_owned_layer_by_layer_only_if_its_layers_do_not_meet(stacked,
     assert [group.matrices for group in plan.matrices.owned] == [matrices]
 
 
+@pytest.mark.slow
 def test_the_state_is_where_it_was():
     """What owners compute with is brought and returned: checkpoints, offload and other ways find the same state."""
     ways = [owned("shampoo", 1, mesh_of(8), matrix_updates=how) for how in ("owner", "sharded")]
@@ -208,6 +209,7 @@ def test_several_data_axes_share_the_matrices(name, options):
     assert_parity(tx, loss, params(), batches(), reference=reference(name))
 
 
+@pytest.mark.slow
 def test_what_another_axis_shards_stays_as_it_is_and_the_plan_says_so():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     tx = owned("muon", 3, mesh)
@@ -313,6 +315,7 @@ def test_the_report_names_them():
     assert dataclasses.replace(state.plan, matrices=None) != state.plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "where", "count"),
     quick_or_slow(
@@ -343,6 +346,7 @@ def test_owners_of_offloaded_state_take_as_many_matrices_as_a_chunk_has_room_for
     assert [group.matrices for group in pairs.matrices.owned] == [4, 4, 3]
 
 
+@pytest.mark.slow
 def test_chunk_programs_of_offloaded_state_exchange_matrices_as_the_whole_update_does():
     tx = owned("muon", 3, mesh_of(8), offload=Offload(optimizer="host", update="device"))
     programs = tx.train_step(loss).lower_update(tx.create(jax.eval_shape(params)))

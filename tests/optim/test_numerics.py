@@ -11,9 +11,9 @@ import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
+from parity import assert_parity, train_plain
 
 from zerojax import Precision, collectives, report, zero_shard
-from zerojax.testing import assert_parity, train_plain
 from zerojax.train.checked import nested
 
 STEPS = 3
@@ -62,6 +62,7 @@ def test_microbatches_equal_one_step_on_the_whole_batch(stage, count, accumulate
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(STEPS, 144), accumulate=accumulate)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_microbatches_of_narrow_gradients_are_added_up_in_float32(stage, mesh):
     # 1 + 7 x 2^-9 is 1 in bfloat16, however often it is added
@@ -173,6 +174,7 @@ def test_weighted_aux_is_weighted(mesh):
         np.testing.assert_allclose(metrics["aux"]["mean"], (rows * rows).sum() / rows.sum(), rtol=1e-6)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("weights", "view"),
     [
@@ -303,6 +305,7 @@ def test_bytes_per_parameter_are_the_papers(stage, count):
     assert found.total == (fixed + divided / count) * size + 4, "4 bytes: Adam's count"
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_leaves_that_are_kept_are_seen_in_float32(stage, mesh):
     seen = {}
@@ -378,7 +381,7 @@ def test_any_transformation_keeps_master_weights(name, stage, mesh):
     quick_or_slow(list(itertools.product((0, 2, 3), ("bf16", "fp16"))), [(3, "fp16")]),
 )
 def test_a_loop_of_ones_own_ends_where_the_step_does(stage, name, mesh):
-    """`apply_updates` reaches the very narrow numbers that the master weights round to."""
+    """`apply_updates` reaches the narrow numbers that the master weights round to, in the type of `tx.shard`."""
     params, batches = awkward_params(), awkward_batches(STEPS)
     tx = zero(stage, 8, precision=getattr(Precision, name)(loss_scale=None if name == "bf16" else 1.0))
     state, _ = run(tx, awkward_loss, params, batches)
@@ -389,15 +392,15 @@ def test_a_loop_of_ones_own_ends_where_the_step_does(stage, name, mesh):
         stored = optax.apply_updates(stored, updates)
     rounding = float(jnp.finfo(tx.config.precision.compute).eps)  # gradients come out in the narrow type
     for a, b in zip(jax.tree.leaves(tx.unshard(stored)), jax.tree.leaves(tx.unshard(state.params)), strict=True):
-        assert a.dtype == b.dtype
         np.testing.assert_allclose(np.float32(a), np.float32(b), atol=2 * rounding)
     if stage < 3:
         wide = dict_of(opt_state.master)
         for leaf, x in zip(state.plan.layout.params, jax.tree.leaves(tx.unshard(stored)), strict=True):
             if leaf.path in wide and wide[leaf.path].shape == x.shape:
-                np.testing.assert_array_equal(x, wide[leaf.path].astype(x.dtype))
+                np.testing.assert_array_equal(x.astype(leaf.dtype), wide[leaf.path].astype(leaf.dtype))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("stage", "view"),
     [
@@ -432,6 +435,7 @@ def test_born_parameters_are_master_weights(stage, mesh):
     np.testing.assert_array_equal(masters(tx, state)["w"], 1 - 4 * 2.0**-12)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_complex_parameters_keep_their_imaginary_part(stage, accumulate, mesh):
@@ -465,6 +469,7 @@ def test_narrow_sums_are_unscaled_wide(stage, mesh):
     np.testing.assert_allclose(metrics["grad_norm"], 128e-8, rtol=1e-2)  # float16 has 11 bits
 
 
+@pytest.mark.slow
 def test_predicates_see_logical_shapes_in_master_types(mesh):
     """Whatever form and type a leaf is in, also inside jit: else a leaf would change its role on the way."""
     seen = set()
@@ -519,6 +524,7 @@ def net_loss(params, stats, batch):
     return jnp.mean(out**2), new["batch_stats"], {"largest": jnp.max(out)}
 
 
+@pytest.mark.slow
 @on_the_grid("accumulate", [1, 2])
 def test_batch_statistics_are_updated_and_averaged(stage, count, accumulate):
     """Plainly, in device view: each device's microbatches one after the other, then the mean over the devices."""
@@ -662,6 +668,7 @@ def test_frozen_leaves_are_not_reduced_and_are_gathered_all_the_same(stage, mesh
     assert gathered >= 3 if stage == 3 else gathered == 2  # at stage 3 the frozen one too; the others after the update
 
 
+@pytest.mark.slow
 def test_a_frozen_leaf_stays_in_a_loop_of_ones_own(mesh):
     params, (batch,) = awkward_params(), awkward_batches(1)
     for precision, stage in ((None, 3), (Precision.bf16(), 2)):
@@ -677,6 +684,7 @@ def test_a_frozen_leaf_stays_in_a_loop_of_ones_own(mesh):
 # Everything at once
 
 
+@pytest.mark.slow
 @on_the_grid()
 def test_all_of_it_together(stage, count):
     """bfloat16, microbatches, uneven weights, clipping and a frozen leaf, beside a plain float32 loop."""

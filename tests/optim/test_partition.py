@@ -93,6 +93,7 @@ def trained(tx):
 EVERY = [*((name, "device") for name in UPDATES), ("branches", "host")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "update"), quick_or_slow(EVERY, [("a statistic", "device")]))
 def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
     options = {"stage": 3, "mesh": mesh_of(2), "persist_below": 8}
@@ -140,6 +141,7 @@ def test_a_transformation_that_takes_the_loss_is_chunked_too():
     assert {len(chunking.extents) for chunking in plan.chunkings if chunking} == {8}
 
 
+@pytest.mark.slow
 def test_an_update_on_the_host_that_reads_its_state_alone():
     """Nothing is given whose place the new parameters could take."""
 

@@ -65,6 +65,7 @@ def assert_equal(found, expected):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "view", "options"),
     [

@@ -16,6 +16,7 @@ from conftest import mesh_of
 from flax import nnx
 from flax.training.train_state import TrainState
 from models import awkward_batches, awkward_loss, awkward_params
+from parity import assert_parity
 
 import zerojax.flax
 from zerojax import report, zero_shard
@@ -24,7 +25,6 @@ from zerojax.optim import logical_state
 from zerojax.optim.checks import check_state
 from zerojax.optim.plan import make_plan
 from zerojax.optim.transformation import with_extra_args
-from zerojax.testing import assert_parity
 from zerojax.train import eval_step
 from zerojax.train import step as train_step
 
@@ -67,6 +67,7 @@ def test_parameters_in_another_storage_are_read_by_their_logical_shape(stage, co
     jax.tree.map(np.testing.assert_array_equal, back, UNEVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
 def test_a_weighted_loss_is_the_sum_over_the_sum(stage, mesh):
     weights = jnp.where(jnp.arange(56) < 9, 1.0, 0.0)  # whole devices have no weight at all
@@ -91,6 +92,7 @@ def test_a_weight_beyond_float16_leaves_its_gradients_alone(mesh):
     np.testing.assert_allclose(np.float32(grads["w"]), 1.0, rtol=5e-3)  # 1/80,000 is subnormal in float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -219,6 +221,7 @@ def test_other_nnx_variables_are_averaged_not_taken_from_one_device(mesh):
     np.testing.assert_allclose(model.seen.get_value(), 7.5)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("make", [lambda: optax.sgd(0.1), lambda: optax.adam(0.1)])
 def test_gradients_wider_than_their_parameters_stay_so(stage, make):
@@ -290,13 +293,14 @@ def test_a_transformation_with_other_arguments_is_called_again_without_the_loss(
         both.update({}, (), third=5)
 
 
-def test_a_type_error_of_the_transformation_is_not_hidden_by_a_second_call():
+def test_a_type_error_of_the_transformation_is_raised_by_the_first_call():
     calls = []
 
     def update(grads, state, params=None, **extra):
         calls.append(extra)
         raise TypeError("mine")
 
-    with pytest.raises(TypeError, match=r"^mine$"):
+    with pytest.raises(TypeError) as found:
         with_extra_args(optax.GradientTransformationExtraArgs(lambda params: (), update)).update({}, (), value=3)
+    assert str(found.value) == "mine"
     assert calls == [{"value": 3}]

@@ -47,6 +47,7 @@ def assert_only_floats_moved(tree):
         assert np.array_equal(tree[name], x) == (name not in TRAINED), name
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "stage", "options"),
     [
@@ -74,6 +75,7 @@ def test_a_run_leaves_integers_and_booleans_alone(tmp_path, name, stage, options
         assert_only_floats_moved(tx.unshard(checkpoints.restore(tx.create(PARAMS)).state.params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stage", "precision"),
     [pytest.param("adamw", 2, Precision.bf16(), marks=pytest.mark.slow), ("noisy", 3, None)],
@@ -89,6 +91,7 @@ def test_a_loop_of_ones_own_does_so_too(name, stage, precision):
     assert_only_floats_moved(tx.unshard(params))
 
 
+@pytest.mark.slow
 def test_gradients_that_plain_jax_gives_of_integers():
     """They are float0, or floats where a user made them so: a float zero would round 2**24 + 1."""
     tx = zero("adamw", 1)
@@ -106,3 +109,23 @@ def test_types_that_corrupt_memory_are_refused(call, stage, mesh):
     params = PARAMS | {"levels": {"q": jax.ShapeDtypeStruct((16, 16), jnp.int2)}}
     with pytest.raises(TypeError, match=r"params\['levels'\]\['q'\] is int2\..*int4, uint4 or wider"):
         getattr(tx, call)(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("offload", [None, Offload(optimizer="host")])
+@pytest.mark.parametrize("optimizer", [optax.lion, optax.adafactor])
+def test_untrained_leaves_of_every_type_are_padded_and_unpadded(optimizer, offload):
+    """Bools and uint32 are no numbers that a function mapped over the tree may have made, but they have padding."""
+    kept = {"perm": jnp.array([1, 0, 3, 2]), "on": jnp.array([True, False]), "mask": jnp.eye(3, 5, dtype=bool)}
+    kept |= {"words": jnp.arange(9, dtype=jnp.uint32), "narrow": jnp.arange(9, dtype=jnp.uint8)}
+    params, rows = kept | {"w": jnp.arange(20.0).reshape(4, 5)}, jnp.ones((16, 4))
+    loss = lambda p, x: jnp.mean((x @ p["w"][p["perm"]])[:, :5] ** 2 * p["mask"][0]) * jnp.where(p["on"][0], 1.0, 2.0)
+    tx = zero_shard(optimizer(1e-2), stage=3, mesh=mesh_of(8), persist_below=1, offload=offload)
+    state, _ = tx.train_step(loss)(tx.create(params), rows)
+    found = tx.unshard(state.params)
+    for name, x in kept.items():
+        assert found[name].dtype == x.dtype
+        np.testing.assert_array_equal(found[name], x)
+        np.testing.assert_array_equal(state.params[name][:2], x[:2])  # as a model reads it
+    np.testing.assert_allclose(tx.eval_step(loss)(state.params, rows), loss(found, rows), rtol=1e-6)
+    assert np.any(found["w"] != params["w"])

@@ -211,11 +211,12 @@ def test_an_array_that_cannot_be_used_is_named():
     used.delete()
     elsewhere = jax.device_put(jnp.ones(8), NamedSharding(mesh_of(2), P("data")))
     one = jax.device_put(jnp.ones(8), SingleDeviceSharding(jax.devices()[1]))
-    assert unusable.problem_of(mesh, "p", [1, np.ones(2), one, put(jnp.ones(8))]) == ""
+    assert unusable.problem_of(mesh, "p", [1, np.ones(2), jnp.ones(8), put(jnp.ones(8))]) == ""
+    assert unusable.problem_of(mesh, "p", [one]).startswith("p[0] was put on 1 of the 8 devices of the mesh")
     assert unusable.problem_of(mesh, "p", [1, used]).startswith("p[1] was used up")
     assert unusable.problem_of(mesh, "p", {"a": elsewhere}).startswith("p['a'] is on a mesh of 2 devices")
     assert unusable.problem_of(None, "p", {"a": elsewhere}) == ""
     with pytest.raises(ValueError, match=r"^q\['a'\] was used up"), unusable.unusable_named(mesh, p=[], q={"a": used}):
         used + 1
-    with pytest.raises(RuntimeError, match=r"^mine$"), unusable.unusable_named(mesh, p=[one]):
+    with pytest.raises(RuntimeError, match=r"^mine$"), unusable.unusable_named(mesh, p=[put(jnp.ones(8))]):
         raise RuntimeError("mine")

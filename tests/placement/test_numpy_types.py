@@ -6,9 +6,9 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from parity import assert_parity
 
 from zerojax import Offload, Precision, estimate, zero_shard
-from zerojax.testing import assert_parity
 
 NUMBERS = np.random.default_rng(0)
 PARAMS = {"w": NUMBERS.normal(size=(17, 16)), "z": np.ones(5, complex), "b": np.zeros(16), "order": np.arange(16)[::-1]}
@@ -59,6 +59,7 @@ def test_of_other_entries_each_takes_them():
     assert str(estimate(one["float64"], devices=4)) == str(estimate(one["float32"], devices=4))
 
 
+@pytest.mark.slow
 def test_with_64_bits_enabled_they_keep_them():
     with jax.enable_x64(True):
         tx = zero(3)

@@ -33,6 +33,7 @@ def trained(tx, params) -> Any:
     return params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, slow(0), slow(1)])
 def test_padded_parameters_keep_their_form_in_a_loop_of_another_stage(stage):
     make = functools.partial(zero_shard, optax.adam(1e-2), mesh=mesh_of(4), persist_below=0)

@@ -64,6 +64,7 @@ MODELS = {
 QUICK = [("row-major", 2), ("vmapped under remat", 3)]
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("name", "stage"), quick_or_slow([(name, s) for name in MODELS for s in (2, 3)], QUICK))
 def test_a_program_has_findings_if_and_only_if_it_moves_more_than_device_view(name, stage, mesh):
     """There each device has its own rows, and nothing but parameters can move; which is the remedy."""
@@ -113,11 +114,10 @@ def test_what_the_compiler_moves_is_named_by_kind_and_line_unless_plain_jit_move
 
 
 def test_a_sum_over_rows_that_were_lost_is_named(mesh):
-    """Each row takes another's place, chosen by the batch: whose rows these are is not known."""
-    reordered = lambda p, batch: one_layer(p, batch[0][batch[1]])
+    """Some of the rows, in an order that the batch chooses: the devices divide no dim that is summed."""
+    reordered = lambda p, batch: one_layer(p, jnp.take(batch[0], jnp.argsort(batch[1])[3:], axis=0))
     batch = BATCH, jax.ShapeDtypeStruct((ROWS,), jnp.int32)
     found = str(check(zero(mesh, 2), reordered, LAYERS[:1], batch))
-    assert "zerojax could not follow the rows" in found
     assert "all-reduced by the compiler" in found
 
 
@@ -136,6 +136,7 @@ def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
     assert "at the same time" not in str(check(zero(mesh, 3), stacked, shape(6, 4096, 8), rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulate"), quick_or_slow([(s, a) for s in range(4) for a in (1, 2)], [(3, 1)]))
 def test_a_whole_step_keeps_its_contract(stage, accumulate, mesh):
     def loss(p, mutable, x):

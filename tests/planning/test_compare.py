@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from zerojax import Precision, compare, zero_shard
 from zerojax.cli import app
-from zerojax.planning.nonfinite import origins
+from zerojax.inspect.nonfinite import origins
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4, "b": jnp.full(8, 0.1)}
 BATCH = jax.random.normal(jax.random.key(1), (32, 16))
@@ -36,6 +36,7 @@ def everything_that_a_step_takes(params, mutable, batch, temperature):
     return (jnp.sum(h**4), jnp.float32(len(batch))), {"mean": mean}, {"size": jnp.mean(h**2)}
 
 
+@pytest.mark.slow
 def test_a_healthy_model_passes_at_all_stages():
     params = {**PARAMS, "b": jnp.float32(0.1), "frozen": jnp.ones(8)}
     found = compare(
@@ -64,6 +65,7 @@ def test_a_healthy_model_passes_at_all_stages():
     assert [line.split()[-1] for line in str(found).splitlines()[3:]] == ["same"] * 4
 
 
+@pytest.mark.slow
 def test_rows_that_meet_are_reported_with_value_and_gradient():
     found = compare(tx(view="device"), in_batch_negatives, PARAMS, BATCH, stages=3)
     assert not found.ok
@@ -77,6 +79,7 @@ def test_rows_that_meet_are_reported_with_value_and_gradient():
     assert "rows meet in it" in str(found)
 
 
+@pytest.mark.slow
 def test_a_loss_that_gathers_the_rows_itself_passes():
     def loss(params, batch):
         z = jnp.tanh(batch @ params["w"] + params["b"])
@@ -88,6 +91,7 @@ def test_a_loss_that_gathers_the_rows_itself_passes():
     assert found.ok, found
 
 
+@pytest.mark.slow
 def test_narrow_types_are_allowed_their_rounding():
     def loss(params, batch):
         return jnp.mean(jnp.tanh(batch.astype(jnp.bfloat16) @ params["w"]).astype(jnp.float32) ** 2)
@@ -113,6 +117,7 @@ def line_of(fn, text):
     return f"test_compare.py:{first + index}"
 
 
+@pytest.mark.slow
 def test_a_nan_is_located_to_the_line_of_the_model():
     layers = {"layers": jnp.stack([jnp.eye(16)] * 3)}
     found = compare(tx(), normalised, layers, BATCH.at[5].set(0), stages=0)

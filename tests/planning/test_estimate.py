@@ -71,11 +71,7 @@ def bytes_of_arrays(tx):
 NAMES = ("adamw", "adafactor", "lion", "sgd-momentum")
 PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
 BESIDE = [("adamw", 3, 8, "fp32", "device"), ("adafactor", 2, 3, "bf16", "host"), ("lion", 1, 2, "bf16", "device")]
-QUICK = [
-    ("adafactor", 2, 3, "fp32", "device"),
-    ("lion", 1, 2, "fp32", "host"),
-    ("sgd-momentum", 0, 1, "bf16", "device"),
-]
+QUICK = [("lion", 1, 2, "fp32", "host"), ("sgd-momentum", 0, 1, "bf16", "device")]
 
 
 @pytest.mark.parametrize(
@@ -102,11 +98,13 @@ def test_bytes_equal_those_of_live_arrays(name, stage, count, precision, where):
     assert (row.master > 0) == narrow
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("precision", [None, pytest.param(Precision.bf16(), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("stage", "count"), [(2, 3), (3, 8), *((s, 2) for s in (0, 1))])
 def test_bytes_of_gradients_equal_those_of_live_arrays(stage, count, precision):
     tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh_of(count), persist_below=50, precision=precision)
-    _, grads = tx.value_and_grad(awkward_loss)(tx.shard(awkward_params()), awkward_batches(1)[0])
+    stored = tx.create(awkward_params()).params  # in the type of a run; tx.shard keeps the wide type
+    _, grads = tx.value_and_grad(awkward_loss)(stored, awkward_batches(1)[0])
     found = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(grads))
     row = estimate(
         awkward_params(), tx=optax.sgd(1.0), devices=count, stages=(stage,), persist_below=50, precision=precision
@@ -178,15 +176,15 @@ def test_keys_among_frozen_leaves_are_counted_and_not_sent(stage):
 
 
 def test_parameters_on_disk():
-    """Of 2 + 4 + 12 bytes per parameter, all are in files; the passes read a parameter twice, and the update never."""
+    """Of 2 + 4 + 12 bytes per parameter, all are in files; the passes read a parameter twice, and the update once."""
     offload = Offload(params="disk", optimizer="disk", path="anywhere")
     found = estimate(7.5e9, devices=8, stages=(3,), offload=offload)
     row, elements = found[3], 7_500_000_000 // 8
     assert (row.params, row.grads, row.opt_state, row.backward) == (0, 0, 4, 0)  # Adam's count
     assert row.disk == 18 * elements
-    assert (row.read, row.written) == ((2 * 2 + 4 + 12) * elements, (4 + 2 + 12) * elements)
-    assert found.offload_seconds(3, link=25e9, disk=3e9) == pytest.approx(38 * elements / 3e9)
-    assert found.disk_bandwidth(3, seconds=10) == pytest.approx(3.8 * elements)
+    assert (row.read, row.written) == ((3 * 2 + 4 + 12) * elements, (4 + 2 + 12) * elements)
+    assert found.offload_seconds(3, link=25e9, disk=3e9) == pytest.approx(40 * elements / 3e9)
+    assert found.disk_bandwidth(3, seconds=10) == pytest.approx(4.0 * elements)
     twice = estimate(7.5e9, devices=8, stages=(3,), accumulate=2, offload=offload)[3]
     assert (twice.read - row.read, twice.written - row.written) == ((2 * 2 + 4) * elements, 4 * elements)
 

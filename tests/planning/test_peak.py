@@ -67,9 +67,6 @@ def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=0.01)
 
 
-BF16 = Precision.bf16()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "options"),
@@ -140,12 +137,14 @@ def chain(layers, width=64):
     return shapes, loss, jax.ShapeDtypeStruct((8, width), jnp.float32)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("prefetch", "matrices"), [(0, 4), (1, 5), (2, 6), (9, 8)])
 def test_gathered_are_the_largest_uses_in_a_row(prefetch, matrices):
     model = (*chain(layers=4), 3)
     assert predicted(*model, prefetch=prefetch, persist_below=1).gathered == matrices * 4 * 64 * 64
 
 
+@pytest.mark.slow
 def test_a_stack_is_gathered_an_iteration_at_a_time_and_small_leaves_never():
     shapes, loss = example(24)
     row = predicted(shapes, loss, windows(), 3, persist_below=8192)

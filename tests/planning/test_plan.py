@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -186,6 +187,7 @@ def test_a_host_of_more_than_eight_is_noted(topology, told):
     assert [("h200:2x6" in note) for note in found.notes] == [True] * told
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in range(4)], [(0,), (3,)]))
 def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
     tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, precision=Precision.bf16(), persist_below=0)
@@ -418,8 +420,10 @@ def test_a_jitted_function_keeps_its_shardings():
         plan(f, w, x, topology="h200:6")
     with pytest.raises(ValueError, match="no axis is known to grow"):
         plan(f, w, rows(64), topology="h200:16")
+    named = jax.jit(f, in_shardings=(w.sharding, x.sharding))
+    assert plan(named, w, x, topology="h200:8").memory["x"] == 64 * WIDTH * 4 // 2
     with pytest.raises(ValueError, match="names devices, in in_shardings"):
-        plan(jax.jit(f, in_shardings=(w.sharding, x.sharding)), w, x)
+        plan(named, w, x, topology="h200:8x2")
 
 
 @pytest.mark.parametrize(
@@ -482,7 +486,28 @@ def test_offloaded_state_is_noted(mesh, tmp_path):
         assert offloaded.pop(offload.optimizer) == 2 * DEPTH * WIDTH**2 * 4 // 8
         assert sum(offloaded.values()) == 0
         assert any("does not see memory kinds" in note for note in found.notes)
+        assert found.update > sum((found.host, found.disk)) / 50e9
+        assert found.seconds == found.roofline.seconds + found.update
+        assert any("Offload(update=" in note for note in found.notes) == (offload.optimizer == "host")
     assert not (tmp_path / "state").exists()
+
+
+@aot
+@pytest.mark.slow
+def test_offloaded_state_that_stays_on_the_device_is_planned(mesh, tmp_path):
+    state = 2 * DEPTH * WIDTH**2 * 4 // 8
+    offloads = [
+        Offload(optimizer="host", update="device", device_bytes=room) for room in (None, state // DEPTH, state)
+    ]  # one layer, and all
+    found = [plan(*made(mesh, stage=3, offload=offload), rows(64)) for offload in offloads]
+    assert [x.host for x in found] == [state, state - state // DEPTH, 0]
+    assert [x.peak - found[0].peak for x in found] == [0, state // DEPTH, state]
+    assert found[0].update > found[1].update > found[2].update > 0
+    assert [any("fits on the device" in note for note in x.notes) for x in found] == [True, True, False]
+    assert "offloaded state kept" in str(found[1])
+    on_disk = Offload(optimizer="disk", path=tmp_path / "state")
+    slow = plan(*made(mesh, stage=3, offload=on_disk), rows(64), disk=1e6)
+    assert slow.update == (slow.read + slow.written) / 1e6
 
 
 # What is wrong
@@ -631,3 +656,25 @@ def test_the_note_about_the_schedulers_limit_reads_the_option_that_raises_it():
     (note,) = near_limit(analysis, device)
     assert "The limit of XLA's scheduler is 95 GB" in note
     assert not list(near_limit(analysis, device, {"xla_gpu_memory_limit_slop_factor": 125}))
+
+
+ABSENT = """
+import sys, jax
+if sys.argv[1:]:
+    jax.config.update("jax_platforms", "cpu")
+from zerojax.gpus.topology import absent_mesh
+print(absent_mesh("h100:8").size)
+"""
+
+
+@pytest.mark.slow
+def test_the_error_without_a_gpu_names_what_works():
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    environment = {name: x for name, x in os.environ.items() if name != "JAX_PLATFORMS"}
+    if jax.devices()[0].platform == "gpu":
+        pytest.skip("this machine has a GPU")
+    run = lambda *args, **more: subprocess.run(
+        [sys.executable, "-c", ABSENT, *args], env=environment | more, capture_output=True, text=True, check=False
+    )
+    assert "RuntimeError: JAX cannot describe GPUs that are absent" in run().stderr
+    assert run("config").stdout == run(JAX_PLATFORMS="cpu").stdout == "8\n"

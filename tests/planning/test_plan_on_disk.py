@@ -71,6 +71,7 @@ def moved(monkeypatch):
 CASES = {name: {} for name in LOSSES} | {"accumulate": {"accumulate": 2}, "may skip": {"skip_nonfinite": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "devices"), quick_or_slow([(n, d) for n in CASES for d in (1, 8)], [("loop", 1)]))
 def test_a_trace_moves_the_bytes_of_a_step(tmp_path, moved, name, devices):
     options, loss = CASES[name], LOSSES.get(name, LOSSES["loop"])

@@ -93,6 +93,7 @@ def test_the_command_refuses_rates_before_it_runs_the_file(tmp_path):
     assert "has no measured rates. Write the file with `zerojax doctor --json`" in outcome.output
 
 
+@pytest.mark.slow
 def test_rates_are_measured_on_any_number_of_devices(monkeypatch):
     three = jax.local_devices()[:3]  # three do not divide a power of two
     monkeypatch.setattr(jax, "local_devices", lambda: three)

@@ -78,15 +78,20 @@ def rows_last_embedding(p, batch):
     return xent((p["head"] @ h).T, batch[:, 1:].reshape(-1)).mean()
 
 
-def attention(x, w, rows, heads_first=False):
-    """A block whose rows are named by a letter of einsum, such as `"tb"` for (time, rows, width)."""
+def attended(x, w, rows, heads_first=False):
+    """Attention alone, whose rows are named by a letter of einsum, such as `"tb"` for (time, rows, width)."""
     split = f"{rows}d,dchk->ch{rows}k" if heads_first else f"{rows}d,dchk->c{rows}hk"
-    q, k, v = jnp.einsum(split, norm(x), w["qkv"])
+    q, k, v = jnp.einsum(split, x, w["qkv"])
     left, right = (f"h{rows}k", f"h{rows.replace('t', 's')}k") if heads_first else (f"{rows}hk", f"{rows}hk")
     right = right.replace("t", "s")
     others = rows.replace("t", "")
     weight = jax.nn.softmax(jnp.einsum(f"{left},{right}->{others}hts", q, k) / HEAD**0.5)
-    x = x + jnp.einsum(f"{others}hts,{right},hkd->{rows}d", weight, v, w["out"])
+    return jnp.einsum(f"{others}hts,{right},hkd->{rows}d", weight, v, w["out"])
+
+
+def attention(x, w, rows, heads_first=False):
+    """A block of attention and an MLP, with the rows of `attended`."""
+    x = x + attended(norm(x), w, rows, heads_first)
     return x + jax.nn.gelu(norm(x) @ w["up"]) @ w["down"]
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from programs import TABLE
+from programs import PUBLISHED, TABLE
 from registry import DEVICES, Program
 
 from zerojax import collectives, zero_shard
@@ -23,6 +23,7 @@ EXCHANGES = ("all-to-all", "ragged-all-to-all", "collective-permute")
 SMALL = 1000  # elements; vectors have fewer and matrices more
 PERSIST_BELOW = SMALL
 MOST_FLOPS, MOST_MEMORY = 1.05, 1.2  # times plain jit's
+MOST_PASSES = 2.05  # of gathers of all parameters: one forward, one backward, and padding
 MOST_MOVED = 1.01  # times device view's: which leaves share a bucket, and so their padding, is not the same
 # Bytes of scalars: the compiler averages the loss and sums a norm or a count. The smallest activation is larger, one
 # number a row of which a device has 52 or 832 and there are 416 or 6656.
@@ -37,6 +38,7 @@ class Cost:
         flops: FLOPs of its matrix products.
         temporary: Bytes of temporary memory.
         labelled: Bytes that it sends in collectives of parameters and gradients that zerojax labels.
+        gathered: Bytes of these that are of all-gathers.
         gradients: Bytes that it sends in other collectives of arrays as large as a parameter or a layer of a stack,
             where the compiler sums a gradient.
         activations: Bytes that it sends in all other collectives.
@@ -46,6 +48,7 @@ class Cost:
     flops: int
     temporary: int
     labelled: int
+    gathered: int
     gradients: int
     activations: int
     causes: Counter
@@ -149,7 +152,9 @@ def limits(name: str, stage: int) -> list[Limit]:
     parameters, too, and has tests of its own.) Bytes beyond parameters and gradients, and bytes in all, are at most
     those of device view, and what plain jit exchanges itself.
     """
-    plain, exceptions = by_jit(name), TABLE[name].exceptions
+    if name in PUBLISHED:
+        return limits_of_published(name, stage)
+    plain = by_jit(name)
     found, device, more = by_zerojax(name, stage, "global"), by_zerojax(name, stage, "device"), exchanged(name)
     every = [
         ("FLOPs", found.flops, MOST_FLOPS, plain.flops, 0),
@@ -157,11 +162,39 @@ def limits(name: str, stage: int) -> list[Limit]:
         ("beyond", found.beyond, 1, device.beyond, more + SLACK),
         ("moved", found.moved, MOST_MOVED, device.moved, more + SLACK),
     ]
-    excepted = {limit: one.most for limit, one in exceptions.items() if stage in one.stages}
+    return excepted(name, stage, [one for one in every if stage < 3 or one[0] != "memory"])
+
+
+def limits_of_published(name: str, stage: int) -> list[Limit]:
+    """The limits on a published program, which are of plain jit alone.
+
+    Stage 3 gathers parameters at most twice, once forward and once backward, and may need as much more memory as the
+    parameters and their gradients do. Beyond zerojax's own collectives, only gradients of leaves that stay replicated
+    are reduced.
+    """
+    plain, found = by_jit(name), by_zerojax(name, stage, "global")
+    gathered = 2 * sent_once(name) * DEVICES / (DEVICES - 1) if stage == 3 else 0
+    every = [
+        ("FLOPs", found.flops, MOST_FLOPS, plain.flops, 0),
+        ("memory", found.temporary, MOST_MEMORY, plain.temporary, gathered),
+        ("passes", found.gathered if stage == 3 else 0, MOST_PASSES, sent_once(name), 0),
+        ("beyond", found.beyond, 2, small_leaves(name), exchanged(name) + SLACK),
+    ]
+    return excepted(name, stage, every)
+
+
+def small_leaves(name: str) -> int:
+    """Bytes of the leaves that stay replicated."""
+    params, _, _ = TABLE[name].shapes()
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params) if x.size < PERSIST_BELOW)
+
+
+def excepted(name: str, stage: int, every: list[tuple]) -> list[Limit]:
+    """Limits with the program's exceptions, given (name, found, times, of what, and what more is allowed)."""
+    more = {limit: one.most for limit, one in TABLE[name].exceptions.items() if stage in one.stages}
     return [
-        Limit(limit, value, most * base + slack, excepted[limit] * base + slack if limit in excepted else None)
+        Limit(limit, value, most * base + slack, more[limit] * base + slack if limit in more else None)
         for limit, value, most, base, slack in every
-        if stage < 3 or limit != "memory"
     ]
 
 
@@ -201,18 +234,20 @@ def cost_of(compiled: Any, params: Any) -> Cost:
     """What a compiled program costs, given shapes of the parameters."""
     sizes = {n for x in jax.tree.leaves(params) for n in (x.size, x.size // max(1, *x.shape[:1]))}
     sizes -= set(range(SMALL))
-    labelled, gradients, activations, causes = 0, 0, 0, Counter()
+    labelled, gathered, gradients, activations, causes = 0, 0, 0, 0, Counter()
     for c in collectives(compiled):
         sent = c.sent * c.times_if_once
         if c.kind not in EXCHANGES and LABEL.search(c.op_name):
             labelled += sent
+            gathered += sent if c.kind == "all-gather" else 0
             continue
         of_params = sum(a.bytes for a in c.arrays if a.elements in sizes and c.kind not in EXCHANGES)
         part = sent * of_params // max(1, c.bytes)
         gradients, activations = gradients + part, activations + sent - part
         causes[described(c)] += sent
     flops = sum(product_flops(kernels(read(compiled))).values())
-    return Cost(flops, memory_analysis(compiled).temp_size_in_bytes, labelled, gradients, activations, causes)
+    temporary = memory_analysis(compiled).temp_size_in_bytes
+    return Cost(flops, temporary, labelled, gathered, gradients, activations, causes)
 
 
 def described(c: Collective) -> str:

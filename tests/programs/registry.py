@@ -121,7 +121,7 @@ def xent(logits, labels):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)[..., 0]
 
 
-def norm(x, axis=-1):
+def norm(x, axis: int | tuple[int, ...] = -1):
     """A layer norm without parameters."""
     x = x - x.mean(axis, keepdims=True)
     return x * jax.lax.rsqrt(jnp.mean(x**2, axis, keepdims=True) + 1e-6)

@@ -6,22 +6,20 @@ With some programs their rows are replaced, and with some stages they are printe
 """
 
 import argparse
-import os
 import sys
 from collections import Counter
 from pathlib import Path
 
+import page
+
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of machine code alone, and half the time
+    page.simulate()
 
 import jax
 from measured import SLACK, by_jit, by_zerojax, limits, sent_once
-from programs import TABLE
+from programs import LAYOUTS, TABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
-MARKS = ("<!-- table of tests/programs/table.py: begin -->\n", "<!-- table: end -->\n")
 STAGES = (0, 1, 2, 3)
 HEADER = (
     "| program | what it is | FLOPs | temporary memory | beyond parameters, KiB | moved | in device view |\n"
@@ -54,35 +52,17 @@ def row(name, stages):
 def rendered(rows):
     """The tables as Markdown, one for each group; `rows` are those of programs."""
     lines = []
-    for kind in dict.fromkeys(program.kind for program in TABLE.values()):
-        lines += ["", f"**{kind}**", "", HEADER, *(rows[n] for n, program in TABLE.items() if program.kind == kind)]
-    reasons = [f"- `{name}`: {program.shared}." for name, program in TABLE.items() if program.shared]
-    lines += ["", "Plain jit exchanges activations in these programs too, so as much is allowed:", "", *reasons]
-    excepted = [
-        f"- `{name}`, {limit}, at most {allowed.most} times those of plain jit: {allowed.why}."
-        for name, program in TABLE.items()
-        for limit, allowed in program.exceptions.items()
-    ]
-    if excepted:
+    for kind in dict.fromkeys(program.kind for program in LAYOUTS.values()):
+        lines += ["", f"**{kind}**", "", HEADER, *(rows[n] for n, program in LAYOUTS.items() if program.kind == kind)]
+    lines += page.shared(LAYOUTS)
+    if excepted := page.excepted(LAYOUTS, "{} times those of plain jit"):
         lines += ["", "Exceptions:", "", *excepted]
     return "\n".join([*lines[1:], ""])
 
 
-def rows_of(page):
-    """The rows of programs on the page."""
-    return {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
-
-
-def written(page, rows):
-    """The page with the table of now."""
-    before, rest = page.split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    return before + MARKS[0] + rendered(rows) + MARKS[1] + after
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", nargs="*", choices=[*TABLE], default=[*TABLE], metavar="NAME")
+    parser.add_argument("--programs", nargs="*", choices=[*LAYOUTS], default=[*LAYOUTS], metavar="NAME")
     parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=STAGES)
     parser.add_argument("--causes", action="store_true", help="print the largest collectives that are not of zerojax")
     given = parser.parse_args()
@@ -102,10 +82,9 @@ def main():
                     print(f"        {sent:,d} bytes: {cause}")
         jax.clear_caches()
     print(f"{failed} of {len(given.programs) * len(given.stages)} programs and stages exceed a limit")
-    page = PAGE.read_text()
-    rows = rows_of(page) | rows
-    if set(TABLE) <= set(rows) and set(given.stages) == set(STAGES):
-        PAGE.write_text(written(page, rows))
+    rows = page.rows_of(PAGE.read_text()) | rows
+    if set(LAYOUTS) <= set(rows) and set(given.stages) == set(STAGES):
+        page.write(PAGE, "table.py", rendered(rows))
     else:
         print("docs/layouts.md stays as it is: that needs all stages, and a row of each program")
     return 0

@@ -1,25 +1,21 @@
 """Global view is as lean as plain jit and as device view, whatever the layout of the model: on compiled programs."""
 
 import math
-import os
 
 import jax
 import pytest
-from conftest import fraction, quick_or_slow
+from conftest import ALL_CASES, fraction, quick_or_slow
 from measured import exceeded, unneeded
-from programs import TABLE
+from page import rows_of
+from programs import LAYOUTS, TABLE
 from registry import DEVICES, MANY, ROWS
-from table import PAGE, rows_of
+from table import PAGE
 
-# Each program at stage 1 or 3, in turn, which compile what 0 and 2 do. ZEROJAX_ALL=1 measures all, as the page does.
-ALL = "ZEROJAX_ALL" in os.environ
-EVERY = [(name, stage) for name in TABLE for stage in range(4)] if ALL else fraction(2, TABLE, (1, 3))
-QUICK = [
-    ("eqx_blocks", 2),
-    ("eqx_mlp", 1),
-    ("rows_last_acc", 2),
-]
-EXCEPTED = [(name, 3) for name in TABLE if TABLE[name].exceptions]
+# Each program at stage 1 or 3, in turn, which compile what 0 and 2 do. With ZEROJAX_GRIDS=all: all,
+# as on the page.
+EVERY = [(name, stage) for name in LAYOUTS for stage in range(4)] if ALL_CASES else fraction(2, LAYOUTS, (1, 3))
+QUICK = [("eqx_blocks", 2)]
+EXCEPTED = [(name, 3) for name in LAYOUTS if LAYOUTS[name].exceptions]
 
 
 @pytest.mark.parametrize(("name", "stage"), quick_or_slow(EVERY, QUICK))

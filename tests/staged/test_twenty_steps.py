@@ -57,6 +57,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "devices", "place"), CASES)
 def test_twenty_steps_equal_those_in_memory(tmp_path, name, devices, place):
     found = trained(PLACES[place](tmp_path, devices), LOSSES[name])

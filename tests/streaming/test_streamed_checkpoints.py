@@ -82,6 +82,7 @@ def test_every_way_of_offloading_restores_into_every_other(way, precision, tmp_p
                 assert_same(leaves_of(checkpoints.restore(shapes).state), expected)
 
 
+@pytest.mark.slow
 def test_writes_share_no_lock(tmp_path, monkeypatch):
     # asyncio's locks are of one event loop, and orbax writes the leaves of each `serialize` in a loop of their own.
     loops = collections.defaultdict(set)
@@ -110,6 +111,7 @@ def test_what_is_saved_is_the_state_at_the_call_while_training_goes_on(tmp_path)
         assert_same(leaves_of(checkpoints.restore(tx.create(awkward_params())).state), expected)
 
 
+@pytest.mark.slow
 def test_stock_orbax_lists_and_reads_what_was_offloaded(tmp_path, monkeypatch):
     import orbax.checkpoint as ocp
 
@@ -212,6 +214,7 @@ def test_a_folder_that_cannot_hold_the_state_is_refused_before_training(tmp_path
     del kept
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_state_whose_files_have_changed_is_refused(tmp_path):
     """Otherwise it would train older parameters with newer moments."""
     state, step = trained(transformation("disk", tmp_path))

@@ -13,6 +13,7 @@ import optax
 import pytest
 from conftest import fraction, mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
+from parity import assert_parity, train_plain
 
 from zerojax import Offload, Precision, report, zero_shard
 from zerojax.layout.chunked import Chunked, chunking_of, is_chunked
@@ -21,7 +22,6 @@ from zerojax.offload import host, measure
 from zerojax.optim.plan import partitioned_update
 from zerojax.placement.chunking import joined
 from zerojax.streaming import stream as streaming
-from zerojax.testing import assert_parity, train_plain
 
 # Bytes of a chunk: the larger leaves of the awkward model take several, the last one shorter.
 CHUNK = 64
@@ -73,6 +73,7 @@ def trained(tx, batches, **options):
 # The same numbers
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "stage", "update", "where"),
     quick_or_slow(fraction(2, WANTED, (1, 2, 3), ("device", "host"), ("host", "disk")), QUICK),
@@ -285,11 +286,12 @@ def test_chunks_of_one_device_are_updated_on_several_cores(monkeypatch):
     chex.assert_trees_all_close(state.params, plain, rtol=2e-6)  # other programs round otherwise
 
 
-@pytest.mark.parametrize(("found", "threads"), [(1, 1), (8, 1), (16, 2), (17, 2), (800, 3)])
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(("found", "threads"), [(1, 1), (8, 1), (16, 2), (17, 2), (128, 16), (800, 20)])
 def test_the_cores_are_shared_by_the_devices(found, threads, mesh, monkeypatch):
-    """As many chunks at a time as there are cores per device, and as chunks in flight; at least one."""
-    assert streaming.IN_FLIGHT == 3
+    """As many chunks at a time as there are cores per device, and as their bytes allow; at least one."""
     monkeypatch.setattr(streaming, "cores", lambda: found)
+    monkeypatch.setattr(streaming, "HOST_BYTES", 8 * 20 * offload(update="host").chunk_bytes)
     tx = zero(optax.adam(0.1), offload=offload(update="host"))
     plan = tx.create(jax.eval_shape(awkward_params)).plan
     assert streaming.StreamedUpdate(tx.config, plan).host_threads == threads
@@ -315,6 +317,7 @@ def test_what_is_shared_is_computed_once():
     assert len(partition.groups) == 4
 
 
+@pytest.mark.slow
 def test_old_chunks_are_freed_when_new_chunks_are_written():
     tx = zero(optax.adam(1e-2), 3, offload=offload())
     state = tx.create(awkward_params())
@@ -323,6 +326,7 @@ def test_old_chunks_are_freed_when_new_chunks_are_written():
     assert all(x.is_deleted() for x in old)
 
 
+@pytest.mark.slow
 def test_a_gradient_is_freed_after_its_last_group(monkeypatch):
     update, left = streaming.UpdateQueue.update, []
 
@@ -336,6 +340,7 @@ def test_a_gradient_is_freed_after_its_last_group(monkeypatch):
     assert left == [{}]
 
 
+@pytest.mark.slow
 def test_plan_and_report_say_where_each_groups_state_waits(tmp_path):
     for where, path in (("in host memory", None), ("on disk", tmp_path)):
         state = zero(optax.adam(1e-2), 3, offload=offload(path)).create(awkward_params())
@@ -348,6 +353,7 @@ def test_plan_and_report_say_where_each_groups_state_waits(tmp_path):
     assert zero(optax.adam(1e-2), 3).create(awkward_params()).plan.groups == ""
 
 
+@pytest.mark.slow
 def test_parameters_that_need_each_others_state_are_one_group():
     def init(params):
         return jax.tree.map(jnp.zeros_like, params)

@@ -61,5 +61,12 @@ def test_the_second_start_of_a_run_compiles_nothing(tmp_path, offload, processes
 
 
 def test_no_room_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="has no room for a program"):
-        zerojax.cache_compilations(tmp_path, max_bytes=0)
+    for folder, size, message in (
+        (tmp_path, 0, "max_bytes=.=0 is no size"),
+        (tmp_path, "lots", "is no size"),
+        ("", 9, "no folder"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            zerojax.cache_compilations(folder, max_bytes=size)
+    with pytest.raises(TypeError, match="is a number of bytes or a size"):
+        zerojax.cache_compilations(tmp_path, max_bytes=[1])

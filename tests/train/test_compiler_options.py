@@ -1,20 +1,16 @@
-"""A step takes compiler options from the user, or chooses those that its compiled program proves."""
-
-import dataclasses
-import types
-from unittest import mock
+"""A step takes compiler options from the user. With hybrid sharding on GPUs, two collectives may run at once."""
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 import zerojax
 from zerojax import Offload, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
-from zerojax.train import compiling
-from zerojax.train.compiling import OVERLAP, Figures
+from zerojax.train import compiling, step_program
+from zerojax.train.compiling import OVERLAP
 
 HAS_GPUS = installed() and jax.__version_info__ >= (0, 11)
 
@@ -38,20 +34,13 @@ def begun(mesh, **options):
 
 def test_the_users_options_reach_the_compiler_and_the_report(mesh):
     step, state = begun(mesh, compiler_options=LEVEL)
-    assert step.compiler_options(state, BATCH).options == LEVEL
+    assert step.compiler_options == LEVEL
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         begun(mesh, compiler_options={"no_such_option": 1})[0](state, BATCH)
     step, state = begun(mesh, compiler_options=LEVEL)
     state, _ = step(state, BATCH)
     assert "xla_backend_optimization_level=0" in str(zerojax.report(state, step))
     assert "xla_backend" not in str(zerojax.report(state))
-
-
-def test_on_cpu_nothing_is_chosen_and_nothing_compiled(mesh, monkeypatch):
-    monkeypatch.setattr(compiling.Figures, "of", lambda *_: pytest.fail("compared"))
-    step, state = begun(mesh)
-    assert not step.compiler_options(state, BATCH).options
-    assert step.compiled_with == ()
 
 
 def test_options_are_checked_where_they_are_given(mesh, tmp_path):
@@ -70,56 +59,33 @@ def test_options_are_checked_where_they_are_given(mesh, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "better"),
+    ("shape", "options", "is_set"),
     [
-        ({}, True),
-        ({"waits": 1.0}, False),
-        ({"hidden": 0.8}, False),
-        ({"products": 110}, False),  # XLA repeats products
-        ({"kernels": 9.005}, True),
-        ({"kernels": 9.1}, False),
-        ({"peak": 90}, True),
-        ({"peak": 110}, False),
+        ((2, 4), {"shard_axis": "gpu"}, True),
+        ((2, 4), {"params_axis": "gpu"}, True),
+        ((2, 4), {}, False),  # all collectives are of one group
+        ((1, 8), {"shard_axis": "gpu"}, False),
+        ((8, 1), {"shard_axis": "gpu"}, False),
+        ((2, 4), {"shard_axis": "gpu", "stage": 0}, False),
     ],
 )
-def test_a_program_is_chosen_if_it_waits_less_and_is_not_worse_otherwise(change, better):
-    before = Figures(peak=80, hidden=0.9, products=100, kernels=9.0, waits=1.0, groups=2)
-    after = dataclasses.replace(before, **{"waits": 0.5, **change})
-    assert after.is_better(before, memory=100) == better
+def test_two_collectives_run_at_once_where_they_have_two_groups(shape, options, is_set, monkeypatch):
+    mesh = jax.make_mesh(shape, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
+    tx = zero_shard(optax.sgd(1e-2), mesh=mesh, axis=("host", "gpu"), **{"stage": 3} | options)
+    assert tx.train_step(loss).compiler_options == {}  # on CPUs
+    monkeypatch.setattr(compiling, "is_gpu", lambda config: True)
+    step = tx.train_step(loss)
+    assert step.compiler_options == ({OVERLAP: 2} if is_set else {})
+    assert tx.train_step(loss, compiler_options={}).compiler_options == {}
+    monkeypatch.setenv("XLA_FLAGS", f"--{OVERLAP}=4")
+    assert tx.train_step(loss).compiler_options == {}
 
 
-class Gpu:
-    """A GPU of this process with half of the memory of its kind, and no other figures."""
-
-    def memory_stats(self):
-        return {"bytes_limit": 40}
-
-
-def test_the_memory_is_that_of_the_card_and_not_of_its_kind(mesh, monkeypatch):
-    kind = types.SimpleNamespace(memory=80)
-    assert compiling.memory_of(mesh, kind) == 80  # CPUs tell nothing
-    gpu, other = Gpu(), Gpu()
-    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
-    assert compiling.memory_of(types.SimpleNamespace(devices=np.array([gpu, other])), kind) == 40
-    assert compiling.memory_of(types.SimpleNamespace(devices=np.array([other])), kind) == 80  # not on this machine
-
-
-def test_a_process_that_cannot_compile_tells_the_others(mesh, monkeypatch):
-    choice = compiling.OptionChoice(zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh).config)
-    before = Figures(peak=80, hidden=0.9, products=100, kernels=9.0, waits=1.0, groups=2)
-    figures, told = iter([before]), []
-
-    def compiled(*_):
-        if (found := next(figures, None)) is None:
-            raise jax.errors.JaxRuntimeError("no such option")
-        return found
-
-    monkeypatch.setattr(compiling.Figures, "of", compiled)
-    monkeypatch.setattr(choice, "_agreed", lambda *, is_better: told.append(is_better) or is_better)
-    changed, note = choice._compare(mock.MagicMock(), (), None, 100)
-    assert told == [False]
-    assert changed is None
-    assert "does not compile" in note
+def test_a_step_with_an_option_of_the_mesh_runs_within_another_program(mesh, monkeypatch):
+    step, state = begun(mesh)
+    monkeypatch.setattr(step_program, "options_of_mesh", lambda config: LEVEL)
+    assert step.compiled_with == ("Compiled with the options xla_backend_optimization_level=0.",)
+    jax.jit(step).trace(state, BATCH)
 
 
 def layer(x, w):
@@ -130,11 +96,10 @@ def scanned(params, x):
     return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0].astype(jnp.float32) ** 2)
 
 
-def planned(topology, *, shard_axis="gpu", **options):
+def planned(topology, **options):
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
-    axes = ("host", "gpu") if shard_axis else ("data",)
-    mesh = absent_mesh(topology, axes=axes)
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, axis=axes, shard_axis=shard_axis)
+    mesh = absent_mesh(topology, axes=("host", "gpu"))
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), shard_axis="gpu")
     state = tx.create({"up": shape(6, 2048, 8192), "down": shape(6, 8192, 2048)})
     return zerojax.plan(tx.train_step(scanned, **options), state, shape(128, 512, 2048), topology=topology)
 
@@ -146,19 +111,5 @@ def test_with_hybrid_sharding_two_collectives_run_at_once():
     assert plain.compiler_options == {}
     assert sum(chosen.waits.values()) < sum(plain.waits.values())
     assert chosen.hidden >= plain.hidden - 1e-3
-    assert f"The step chose the compiler options {OVERLAP}=2" in str(chosen)
-    assert "compiler options" not in str(plain)
-
-
-@aot
-def test_an_xla_that_does_not_know_an_option_keeps_its_defaults(monkeypatch):
-    monkeypatch.setattr(compiling, "CANDIDATE", {"xla_no_such_option": 2})
-    plan = planned("h200:2x8")
-    assert plan.compiler_options == {}
-    assert any("no compiler options" in note for note in plan.notes)
-
-
-@aot
-def test_on_one_axis_nothing_is_compared(monkeypatch):
-    monkeypatch.setattr(compiling.Figures, "of", lambda *_: pytest.fail("compared"))
-    assert planned("h200:8", shard_axis=None).compiler_options == {}
+    assert f"Compiled with the options {OVERLAP}=2" in str(chosen)
+    assert "the options" not in str(plain)

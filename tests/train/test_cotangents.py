@@ -77,6 +77,7 @@ def assert_close(found, expected):
         np.testing.assert_allclose(found[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("stage", "view", "accumulate", "loss"),
     [

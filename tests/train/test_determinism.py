@@ -47,15 +47,15 @@ def test_what_differs_between_runs_is_refused(mesh, options, named):
 
 def test_options_that_do_not_contradict_are_added(mesh, monkeypatch):
     more = {FLAG: True, "xla_backend_optimization_level": 0}
-    _, step, state = begun(mesh, compiler_options=more)
-    assert step.compiler_options(state, BATCH).options == more
-    monkeypatch.setattr(determinism, "_is_gpu", lambda config: True)
-    assert step.compiler_options(state, BATCH).options == OPTIONS | more
+    _, step, _ = begun(mesh, compiler_options=more)
+    assert step.compiler_options == more
+    monkeypatch.setattr(determinism, "is_gpu", lambda config: True)
+    assert step.compiler_options == OPTIONS | more
 
 
 def test_all_programs_are_compiled_with_the_options(mesh, monkeypatch):
     """An option that XLA does not know, so that each program that takes it cannot be compiled."""
-    monkeypatch.setattr(determinism, "_is_gpu", lambda config: True)
+    monkeypatch.setattr(determinism, "is_gpu", lambda config: True)
     monkeypatch.setattr(determinism, "OPTIONS", {"no_such_option": True})
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     tx, step, state = begun(mesh, offload=Offload(optimizer="host", update="device"))
@@ -76,7 +76,7 @@ def test_all_programs_are_compiled_with_the_options(mesh, monkeypatch):
 def test_gpus_that_add_in_another_order_are_refused(mesh, monkeypatch, tmp_path):
     tx, *_ = begun(mesh)
     check_devices(tx.config)  # CPUs
-    monkeypatch.setattr(determinism, "_is_gpu", lambda config: True)
+    monkeypatch.setattr(determinism, "is_gpu", lambda config: True)
     monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     for algorithms in ("", "^Ring", "Ring,NVLSTree"):
         monkeypatch.setenv("NCCL_ALGO", algorithms)

@@ -63,6 +63,7 @@ def module_loss(module, x):
     return jnp.mean((module(x) - x) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [linear, pytest.param(dense, marks=pytest.mark.slow)])
 def test_nnx_trains_as_on_one_device_and_gathers_float8(layer):
     tx, module, plain = transformation(), Module(layer), Module(layer)
@@ -121,6 +122,7 @@ def test_a_wire_sends_float8_unchanged():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_parameters_in_host_memory_are_gathered_in_their_own_type():
     loss, variables = fp8("Fp8DirectDotGeneralOp", X)
     assert types(transformation(offload=Offload(optimizer="host", params="host")), loss, variables) == {"float32"}

@@ -155,6 +155,7 @@ def test_microbatches_of_rows_that_do_not_meet(stage, count, scanned):
         assert_same(tx.unshard(state.params), after)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("name", "stage", "count"),
     quick_or_slow(
@@ -171,6 +172,7 @@ def test_dropout_keeps_the_activations_it_keeps_on_one_device(name, stage, count
     assert 0.2 < np.mean(np.asarray(found) == 0) < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "count"), quick_or_slow(PAIRS, [(3, 3)]))
 def test_a_weighted_loss_is_divided_once(stage, count):
     program = TABLE["rows_alone"]
@@ -274,6 +276,7 @@ def test_a_model_names_axes_of_the_mesh_in_context(stage, mesh):
     assert_same((value, tx.unshard(grads)), jax.jit(jax.value_and_grad(program.loss))(params, batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", quick_or_slow([(name,) for name in [*constructs.TABLE][::2]], [("scan_everything",)]))
 def test_every_construct_around_a_parameter(name):
     loss, params = constructs.TABLE[name], constructs.make_params()

@@ -95,6 +95,7 @@ def test_a_call_without_rows_is_refused(call):
             getattr(tx, call)(loss)(given, **keywords)
 
 
+@pytest.mark.slow
 def test_with_mutable_state_and_with_nnx():
     def counting(params, count, *, x, y):
         return jnp.mean(x @ params["w"]) + y["left"].mean(), count + 1

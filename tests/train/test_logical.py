@@ -42,6 +42,7 @@ NONSENSE = {
 }
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("name", NONSENSE)
 def test_what_a_function_makes_of_storage_is_refused(name, stored):
     for mapped in (jax.tree.map, jax.jit(jax.tree.map, static_argnums=0)):
@@ -123,6 +124,7 @@ BATCH = jax.random.normal(jax.random.key(1), (14, 20))
 HOST = {"offload": Offload(optimizer="host")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, pytest.param(HOST, marks=pytest.mark.slow)], ids=["device", "host"])
 def test_states_and_gradients_are_logical_too(options, stored):
     tx, plain = transformation(**options), optax.adam(1e-2)

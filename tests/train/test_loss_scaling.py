@@ -81,6 +81,7 @@ FP16 = Precision.fp16(loss_scale=DynamicScale(initial=2.0**14))
 PRECISIONS = {"fp16": FP16, "bf16": Precision.bf16(), "fp32": None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "name", "accumulate"),
     quick_or_slow(

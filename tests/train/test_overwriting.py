@@ -131,6 +131,7 @@ OBSERVING = {
 }
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("stage", "view", "accumulate"),
     [
@@ -159,6 +160,7 @@ def test_of_microbatches_and_devices_the_maximum_is_taken(stage, view, accumulat
     np.testing.assert_allclose(gradient["extremes"], expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(2), 3])
 def test_flaxs_loop_and_one_of_ones_own(stage):
     tx = zero(stage)
@@ -241,6 +243,7 @@ class Observing(nnx.Module):
         return {name: getattr(self, name)[...] for name in OBSERVING}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [slow(1), 3])
 def test_nnx_variables_are_found_by_their_class(stage):
     tx, module = zero(stage), Observing()

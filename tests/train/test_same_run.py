@@ -10,7 +10,6 @@ import sys
 import pytest
 from conftest import HELPERS
 
-WITHIN_S = 60  # of the slowest case; waits of JAX and of collectives are minutes
 LAST = r"On process LAST, unlike 0: "
 PROGRAM = (
     r"ValueError: The processes do not {} alike: their programs differ at \S*differing_child\.py:\d+\. On process "
@@ -84,9 +83,9 @@ def told(folder, processes, cases):
 def require_named(process, case, processes):
     expected = SAID[case].replace("LAST", str(processes - 1))
     assert re.match(expected, process[case]["said"], re.S), f"{case}: {process[case]['said']}"
-    assert process[case]["seconds"] < WITHIN_S
 
 
+@pytest.mark.slow
 def test_a_pair_is_told_what_differs(tmp_path):
     for process in told(tmp_path, 2, QUICK):
         for case in QUICK:
@@ -128,7 +127,7 @@ ENDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ENDS)
 def test_processes_that_cannot_go_on_say_why_and_end(case, tmp_path):
-    found = run(tmp_path, 2, f"ending:{case}", within=1.5 * WITHIN_S)  # JAX's own limits are 100 and 300 s
+    found = run(tmp_path, 2, f"ending:{case}", within=90)  # JAX's own limits are 100 and 300 s
     one, other = (
         re.fullmatch(r"(.*) on process 0, and (.*) on process 1", ENDS[case]).groups()
         if " on " in ENDS[case]

@@ -43,6 +43,19 @@ def test_a_step_that_hangs_ends_the_process():
     assert "zerojax: the first collective of a step is gather of ['w'] <string>:" in done.stderr
 
 
+@pytest.mark.slow
+def test_a_limit_that_nobody_gave_only_speaks():
+    """As with several processes, where a step waits for the others."""
+    ours = HANGS.replace("timeout=1", "").replace("60 * (x > 1)", "4 * (x == 1)")
+    ours = ours.replace("def loss", "from zerojax.train import watchdog\nwatchdog.DEFAULT_S = 1.0\n"
+                        "watchdog.is_of_all = lambda mesh: True\ndef loss")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", ours], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "zerojax: step 1 did not end within 1 s on process 0 of 1." in done.stderr
+    assert "did not end within 2 s" in done.stderr
+    assert "Give train_step(timeout=) to end a process whose step hangs" in done.stderr
+
+
 RECOMPILES = """
 import time, jax, jax.numpy as jnp, numpy as np, optax
 from zerojax import zero_shard
@@ -137,6 +150,7 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
     assert time.monotonic() - begun < 120
 
 
+@pytest.mark.slow
 def test_steps_in_time_are_left_alone_and_the_thread_ends_with_the_step():
     tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
     step, state = (

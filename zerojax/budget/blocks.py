@@ -243,7 +243,7 @@ class Blocks:
                 return None
             loop, called = compat.loop_of(eqn), compat.called(eqn)
             if block is None:
-                return self._evaluate(share, *compat.opened(called), *values)
+                return jaxprs.evaluate_call(eqn, values, rule)
             closed, consts = compat.opened(called if loop is None else loop.body)
             run = checkpointed(functools.partial(named, closed), self.choice(block, share), prevent_cse=loop is None)
             return run(consts, *values) if loop is None else _scanned(loop, functools.partial(run, consts), values)

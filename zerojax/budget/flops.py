@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from zerojax import compat, jaxprs
@@ -21,9 +20,7 @@ def flops_of(eqn: Any) -> int:
     """Return the FLOPs of one equation. A loop, a conditional or a call has the FLOPs of the equations inside it."""
     name = compat.name_of(eqn)
     if name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return 2 * _elements(eqn.outvars[0]) * math.prod(shape[dim] for dim in contracted)
+        return jaxprs.dot_flops(eqn)
     if name == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]
         kernel = eqn.invars[1].aval
@@ -44,7 +41,6 @@ def flops_of(eqn: Any) -> int:
 
 
 def bytes_written(eqn: Any) -> int:
-    """Return the bytes of an equation's results."""
     return sum(jaxprs.nbytes(var) for var in eqn.outvars if is_array(var))
 
 

@@ -100,17 +100,15 @@ def named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: Any) -> list:
     def rule(eqn, values):
-        body = compat.called(eqn)
-        if body is not None:
-            return _with_names(numbers, *compat.opened(body), *values)
-        with compat.at_line_of(eqn):
-            if eqn.primitive.name in CALLBACKS:
-                # Under these names the operands count as saved, so that the backward pass does not call back again.
-                values = [checkpoint_name(x, CALLED_BACK) for x in values]
-            results = compat.evaluate_one(eqn, values)
-            if compat.name_of(eqn) == "name":
-                return results
-            return [_name(x, var, numbers) for x, var in zip(results, eqn.outvars, strict=True)]
+        if compat.called(eqn) is not None:
+            return jaxprs.evaluate_call(eqn, values, rule)
+        if eqn.primitive.name in CALLBACKS:
+            # Under these names the operands count as saved, so that the backward pass does not call back again.
+            values = [checkpoint_name(x, CALLED_BACK) for x in values]
+        results = compat.evaluate_one(eqn, values)
+        if compat.name_of(eqn) == "name":
+            return results
+        return [_name(x, var, numbers) for x, var in zip(results, eqn.outvars, strict=True)]
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)
 
@@ -205,5 +203,4 @@ def _equation(eqn: Any, reads: set[int]) -> Equation:
 
 
 def _is_collective(eqn: Any) -> bool:
-    inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
-    return eqn.primitive.name in _COLLECTIVES or any(map(_is_collective, inner))
+    return any(e.primitive.name in _COLLECTIVES for e in jaxprs.with_inner(eqn))

@@ -8,13 +8,12 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jaxlib
 
 from zerojax import compat, jaxprs
 from zerojax.budget.choice import Choice, Fate, choose
 from zerojax.budget.graph import CALLBACKS, CALLED_BACK, graph_of, named
 from zerojax.config.checks import check_word
-from zerojax.offload.remat import require_correct_order, require_pinned_host
+from zerojax.offload.remat import require_offload
 from zerojax.units import parse_bytes
 
 
@@ -70,9 +69,7 @@ def remat(
         check_word(f"remat(named={{{name!r}: ...}})", fate, ("save", "recompute", "offload"))
     host_bytes = None if offload == "auto" else parse_bytes("remat(offload=)", offload)
     if host_bytes != 0 or "offload" in named.values():
-        device = jax.local_devices(backend=jax.default_backend())[0]
-        require_pinned_host(device)
-        require_correct_order(device.platform, jaxlib.__version__)
+        require_offload()
     options = {
         "budget": parse_bytes("remat(budget=)", budget),
         "host_bytes": host_bytes,

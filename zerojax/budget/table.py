@@ -113,8 +113,7 @@ def _without_remat(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     """Evaluate a jaxpr with its calls and the bodies of `jax.checkpoint` inlined."""
 
     def rule(eqn, values):
-        body = compat.params_of(eqn)["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)
-        return None if body is None else _without_remat(*compat.opened(body), *values)
+        return None if compat.inlined_body(eqn) is None else jaxprs.evaluate_call(eqn, values, rule)
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)
 

@@ -11,7 +11,6 @@ verify    `verifying.py` checks every file against its digest, and every leaf ag
 export    `export.py` writes parameters. `safetensors.py` reads and writes the files, and `mapping.py` renames leaves.
 import    `importing.py` reads parameters from safetensors, also with `safetensors.py` and `mapping.py`.
 reshard   `live.py` moves a live state into another layout, with the matching and the conversions of restore.
-publish   `publishing.py` copies parameters to other devices and names. `published_files.py` writes versions of them.
 
 `checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`
 turns a state into named logical leaves; `records.py` and `manifest.py` describe these leaves on disk; `data_state.py`
@@ -24,7 +23,6 @@ from zerojax.checkpoint.errors import CheckpointError, DamagedError
 from zerojax.checkpoint.export import export, export_checkpoint
 from zerojax.checkpoint.importing import import_params
 from zerojax.checkpoint.preemption import Preemption, on_preemption
-from zerojax.checkpoint.published_files import publish_files, read_published
 from zerojax.checkpoint.restoring import Restored
 
 __all__ = [
@@ -37,11 +35,8 @@ __all__ = [
     "export_checkpoint",
     "import_params",
     "on_preemption",
-    "publish_files",
-    "read_published",
 ]
 
 
 def __dir__() -> list[str]:
-    """Return the public names of this module."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])

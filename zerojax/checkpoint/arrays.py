@@ -32,7 +32,7 @@ from zerojax.checkpoint.zarr_files import ZarrFiles
 from zerojax.display import advance
 from zerojax.layout.chunked import Chunked
 from zerojax.offload.read_ahead import read_ahead
-from zerojax.placement.chunking import joined
+from zerojax.placement.chunking import assembled, joined
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
@@ -132,7 +132,11 @@ def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
 
 def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
     """Read a packed leaf. Each process reads the full leaf, because packed leaves are small."""
-    stored = files.read(one.saved.name, one.saved.pieces, one.saved.storage_dtype)
+    return placed(files.read(one.saved.name, one.saved.pieces, one.saved.storage_dtype), one)
+
+
+def placed(stored: np.ndarray, one: ReadRequest) -> jax.Array:
+    """Place a leaf's storage that this process has in full in host memory."""
     fitted = np.zeros(one.shape, stored.dtype)
     common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))
     fitted[common] = stored[common]
@@ -150,13 +154,7 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for _, saved, box, _ in every]
     values, arrays = read_ahead(read_spans, every, sizes, bytes_ahead(sum(sizes))), []
     for one in requests:
-        shards = []
-        for places in places_of(one).values():
-            value = next(values)
-            shards += jax.block_until_ready([jax.device_put(value, place) for place in places])
-            del value
-        dtype = one.saved.storage_dtype
-        arrays.append(jax.make_array_from_single_device_arrays(one.shape, one.sharding, shards, dtype=dtype))
+        arrays.append(assembled(one.shape, one.sharding, one.saved.storage_dtype, values, places_of(one).values()))
         advance(one.saved.bytes)
     return arrays
 
@@ -167,9 +165,9 @@ def bytes_ahead(size: int) -> int:
 
 
 def places_of(one: ReadRequest) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
-    """Return the places of each part of a leaf's storage that this process needs. The part has a start and end per dim.
+    """Return the devices that need each part of a leaf's storage, among the devices of this process.
 
-    The places are in the order of the devices, as JAX needs them.
+    A part has a start and an end per dim. The parts are in the order of the devices, as JAX needs them.
     """
     places: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
     for device, index in one.sharding.addressable_devices_indices_map(one.shape).items():
@@ -253,7 +251,6 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...], files: Z
 
 
 def is_key(x: Any) -> bool:
-    """Return whether the elements of an array, or of a shape, are PRNG keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -9,7 +10,7 @@ import threading
 import warnings
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from zerojax.checkpoint import data_state
 from zerojax.checkpoint import directory as folders
@@ -19,6 +20,7 @@ from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
+from zerojax.config import check_count, check_word
 from zerojax.offload.lock import DiskError, Lock, lock
 from zerojax.placement.unusable import problem_of
 from zerojax.train.state import ZeroState
@@ -61,11 +63,16 @@ class Checkpointer:
 
         Raises:
             CheckpointError: If another run writes to the directory, or this process cannot write to it.
-            ValueError: If `keep` or `every` is below 1, or `directory` is empty.
+            TypeError: If `keep` or `every` is not an integer, or `timeout` is not a number.
+            ValueError: If `keep`, `every` or `timeout` is too small, or `directory` is empty.
         """
-        for name, value in (("keep", keep), ("every", every)):
-            if not (name == "keep" and value is None) and (isinstance(value, bool) or not value or value < 1):
-                raise ValueError(f"Checkpointer({name}={value!r}) is no count. Give an integer of at least 1.")
+        if keep is not None:
+            check_count("Checkpointer(keep=)", keep, "checkpoints", least=1)
+        check_count("Checkpointer(every=)", every, "steps", least=1)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+            raise TypeError(f"Checkpointer(timeout=) is a number of seconds, such as 600, not {timeout!r}.")
+        if not timeout > 0:
+            raise ValueError(f"Checkpointer(timeout={timeout}) must be above 0 seconds.")
         if not os.fspath(directory):
             raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
         self.directory = Path(directory).expanduser().absolute()
@@ -94,6 +101,9 @@ class Checkpointer:
             except DiskError as error:  # another run has the lock, or another program wrote `.lock`
                 failure = f"Checkpoints cannot be written to {self.directory}: {error} "
                 failure += "Checkpointer(..., read_only=True) restores beside it."
+            except BaseException:
+                self._unlock()
+                raise
         try:
             self._processes.agree("open a Checkpointer", failure)
         except CheckpointError:
@@ -155,7 +165,7 @@ class Checkpointer:
         step: int | None = None,
         data: Any = None,
         fallback: bool = False,
-        partial: bool = False,
+        partial: bool | Literal["params"] = False,
     ) -> Restored:
         """Restore a checkpoint into the layout of `like`, which may differ from the layout that was saved.
 
@@ -166,7 +176,9 @@ class Checkpointer:
             data: A template for the saved data. Its objects with `set_state` are set to their saved states, and the
                 saved values are returned in its pytree nodes. None returns the data in plain containers.
             fallback: If the checkpoint is damaged, warn, and restore the newest intact checkpoint instead.
-            partial: If checkpoint and `like` differ, restore the leaves that match, and keep all other leaves.
+            partial: If checkpoint and `like` differ, restore the leaves that match, and keep all other leaves. That
+                includes `step` and the optimizer's counts. `"params"` restores only the parameters and the mutable
+                state that match, for a new run that begins with the weights of another one.
 
         Returns:
             A `Restored` with the state, the data, the step, and the names of leaves that were not restored.
@@ -179,6 +191,7 @@ class Checkpointer:
         """
         with self._mutex:
             self.wait()
+            check_word("restore(partial=)", partial, (False, True, "params"))
             self._processes.require_same("restore", {"step": step, "fallback": fallback, "partial": partial})
 
             def restored() -> Restored:
@@ -197,7 +210,6 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def steps(self) -> list[int]:
-        """Return all steps that have a checkpoint, ascending."""
         return folders.steps_in(self.directory)
 
     def verify(self, step: int | None = None) -> list[int]:
@@ -256,12 +268,10 @@ class Checkpointer:
         Raises:
             CheckpointError: If the save failed.
         """
-        with self._mutex:
-            try:
-                self.wait()
-            finally:
-                self._remove_again()
-                self._unlock()
+        with self._mutex, contextlib.ExitStack() as at_end:  # both run, whatever the other or `wait` raises
+            at_end.callback(self._unlock)
+            at_end.callback(self._remove_again)
+            self.wait()
 
     def _unlock(self) -> None:
         OPEN.discard(self)
@@ -270,7 +280,6 @@ class Checkpointer:
             self._lock = None
 
     def __enter__(self) -> Checkpointer:
-        """Return this object."""
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -297,11 +306,9 @@ class FailedStream:
     """
 
     def __init__(self, stream: Any):
-        """Wrap a stream."""
         self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
-        """Return the wrapped stream's attribute."""
         return getattr(self._stream, name)
 
     def flush(self) -> None:

@@ -124,5 +124,4 @@ def fill(template: Any, saved: Any) -> Any:
 
 
 def has_state(x: Any) -> bool:
-    """Return whether an object has `get_state` and `set_state`, as grain's iterators have."""
     return callable(getattr(x, "get_state", None)) and callable(getattr(x, "set_state", None))

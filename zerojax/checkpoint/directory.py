@@ -44,13 +44,13 @@ def step_number(step: Any) -> int:
         number = None
     if number is None or isinstance(step, bool):
         raise TypeError(f"step= is {step!r}, a {type(step).__name__}. Give an integer.")
-    if number < 0:
-        raise ValueError(f"step= is {number}. Give an integer of at least 0.")
+    if not 0 <= number < 1 << 63:
+        given = number if number < 0 else f"a number of {number.bit_length()} bits"
+        raise ValueError(f"step= is {given}. Give an integer of at least 0 and less than 2**63.")
     return number
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a step."""
     return f"step_{step:08d}"
 
 
@@ -111,7 +111,6 @@ def temporary_name(step: int) -> str:
 
 
 def host() -> str:
-    """Return an identifier of this host, in eight hexadecimal digits."""
     return f"{zlib.crc32(socket.gethostname().encode()):08x}"
 
 
@@ -207,7 +206,6 @@ def remove(path: Path) -> None:
 
 
 def files_in(path: Path) -> list[str]:
-    """Return the relative paths of all files below a folder, sorted."""
     return sorted(os.path.relpath(os.path.join(base, name), path) for base, _, names in os.walk(path) for name in names)
 
 

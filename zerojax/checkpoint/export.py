@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays
-from zerojax.checkpoint.directory import step_name
+from zerojax.checkpoint.directory import host, step_name
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
 from zerojax.checkpoint.records import SavedLeaf
@@ -33,14 +33,18 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import to_device
+from zerojax.offload.lock import Lock, lock_folder
 from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape, is_stored_node
+from zerojax.placement.unusable import problem_of
 from zerojax.train.state import ZeroState
+from zerojax.units import parse_bytes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
 FILE_BYTES = 5_000_000_000
+OF_OTHER_TYPES = "Leave it out, or give jax.random.key_data of a PRNG key, and a cast of other types."
 
 
 def export(
@@ -50,7 +54,7 @@ def export(
     mapping: Names | None = None,
     dtype: Any = None,
     tied: Mapping[str, str] | None = None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: float | str = FILE_BYTES,
 ) -> list[Path]:
     """Write the parameters of a state to safetensors.
 
@@ -65,7 +69,8 @@ def export(
         dtype: The floating type to which floating leaves are cast. None keeps their types.
         tied: Pairs of equal tensors, of which only the second is written, such as
             `{"head.kernel": "embed.embedding"}`. Leaves of a tree that are the same array are found without `tied`.
-        file_bytes: Maximum bytes of tensors per file. If there are several files, an index is written, too.
+        file_bytes: Maximum bytes of tensors per file, such as `"5 GB"`. If there are several files, an index is
+            written, too.
 
     Returns:
         The paths of the written files.
@@ -92,7 +97,7 @@ def export_checkpoint(
     mapping: Names | None = None,
     dtype: Any = None,
     tied: Mapping[str, str] | None = None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: float | str = FILE_BYTES,
 ) -> list[Path]:
     """Write the parameters of a checkpoint to safetensors. This needs neither the model nor an accelerator.
 
@@ -154,6 +159,8 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
 
 def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
     """Yield the keys, stored array and layout of each parameter. Master weights of a state replace its parameters."""
+    if problem := problem_of(None, "state" if isinstance(tree, ZeroState) else "params", tree):
+        raise ValueError(problem)
     if isinstance(tree, ZeroState):
         leaves = state_leaves(tree).values()
         yield from ((one.path[1:], one.array, one.leaf) for one in leaves if one.path[0] == "params")
@@ -192,10 +199,12 @@ def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], source
     """Return the tensor `name` to write. A floating tensor is cast to `wanted`, unless `wanted` is None."""
     target, *others = [sources[one.leaf].dtype for one in sections]
     target = jnp.result_type(target, *others) if others else target
-    if str(target) in NAMES and wanted is not None and jnp.issubdtype(jnp.dtype(target), jnp.floating):
+    is_floating = jnp.issubdtype(target, jnp.floating)
+    if wanted is not None and is_floating:
         target = jnp.dtype(wanted)
     if str(target) not in NAMES:
-        raise TypeError(f"params {name!r} is {target}, which safetensors cannot store. Leave it out, or give dtype=.")
+        remedy = "Give a dtype= that it has, such as bfloat16." if is_floating else OF_OTHER_TYPES
+        raise TypeError(f"params {name!r} is {target}, which safetensors cannot store. {remedy}")
     target = jnp.dtype(target)
 
     def fetch() -> np.ndarray:
@@ -203,7 +212,9 @@ def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], source
         copies = tensors_from(sections, leaves)
         if any(copy.tobytes() != copies[0].tobytes() for copy in copies[1:]):
             names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
-            raise ValueError(f"The mapping makes {names} the same tensor {name!r}, but they are not equal.")
+            raise ValueError(
+                f"The mapping makes {names} the same tensor {name!r}, but they are not equal. Give each a name."
+            )
         return copies[0].astype(target)
 
     return Tensor(name, shape, target, fetch)
@@ -247,9 +258,10 @@ def write_sources(
     mapping: Names | None,
     dtype: Any,
     tied: Mapping[str, str] | None,
-    file_bytes: int,
+    file_bytes: float | str,
 ) -> list[Path]:
     """Write leaves into a temporary folder, and rename it when it is complete. See `export` for the arguments."""
+    file_bytes = parse_bytes("file_bytes", file_bytes, least=1)
     tensors, ties = tensors_of(sources, mapping, dtype)
     ties |= tied or {}
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -268,8 +280,7 @@ def write_sources(
     # transformers reads `format` to learn which framework the tensors' names come from.
     metadata = {"format": "flax" if mapping is None else "pt", **ties}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.mkdir()
+    temporary, lock = free_folder(path)
     try:
         with tracking(f"Exporting to {path}", sum(tensor.bytes for tensor in kept)):
             written = write(temporary, kept, metadata, file_bytes)
@@ -277,7 +288,25 @@ def write_sources(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    finally:
+        lock.release()
     return [path / name for name in written]
+
+
+def free_folder(path: Path) -> tuple[Path, Lock]:
+    """Make a locked folder beside `path` to write into. Take over the folder that an ended process left.
+
+    Its name has the host and the number of the process. In a container, the next process often has the same number.
+    """
+    temporary = path.with_name(f".{path.name}.tmp-{host()}-{os.getpid()}")
+    temporary.mkdir(exist_ok=True)
+    try:
+        lock = lock_folder(temporary)
+    except BlockingIOError as error:
+        raise CheckpointError(f"Another export to {path} is under way. Give another name, or wait for it.") from error
+    for left in temporary.iterdir():
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+    return temporary, lock
 
 
 def check_tie(tensors: dict[str, Tensor], name: str, other: str) -> None:
@@ -287,4 +316,4 @@ def check_tie(tensors: dict[str, Tensor], name: str, other: str) -> None:
         raise ValueError(f"tied= names {missing!r}, and there is no such parameter. There are {', '.join(tensors)}.")
     a, b = tensors[name], tensors[other]
     if (a.shape, a.dtype) != (b.shape, b.dtype) or a.fetch().tobytes() != b.fetch().tobytes():
-        raise ValueError(f"tied= says that {name!r} is {other!r}, but they are not equal.")
+        raise ValueError(f"tied= says that {name!r} is {other!r}, but they are not equal. Leave it out of tied=.")

@@ -128,7 +128,6 @@ def read_limited(directory: Path, name: str, limit: int) -> bytes:
 
 
 def digest_line(text: bytes) -> str:
-    """Return the line that `sha256sum` prints for a manifest with this text."""
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
 
 

@@ -29,7 +29,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -49,7 +48,6 @@ class Pattern:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the leaf's dims in the order of the tensor's dims."""
         return tuple(name for dim in self.left for name in dim)
 
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -112,7 +110,10 @@ def resolve(mapping: Names | None, leaves: Sequence[tuple[Sequence[str], tuple[i
     if mapping is None:
         names = [".".join(keys) for keys, _ in leaves]
         if doubled := {name for name, count in collections.Counter(names).items() if count > 1}:
-            raise ValueError(f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one.")
+            raise ValueError(
+                f"Two parameters would have the name {min(doubled)!r}: a key has a dot in it. Rename one, or give "
+                f"mapping= with another name for it."
+            )
         sections = [[Section(k, (), shape, same_dims(len(shape)))] for k, (_, shape) in enumerate(leaves)]
         return Resolved(dict(zip(names, sections, strict=True)), [], [])
     if not isinstance(mapping, Mapping):
@@ -205,17 +206,13 @@ def together(name: str, sections: list[Section], count: int) -> list[Section]:
     return [dataclasses.replace(one, start=start) for one, start in zip(sections, starts, strict=False)]
 
 
-def tensors_from(sections: Sequence[Section], leaves: Sequence[Any]) -> list[Any]:
-    """Return a list with the tensor that the leaves form. For tied leaves, the list has one tensor per leaf.
-
-    The leaves are arrays of NumPy, or traced arrays of JAX.
-    """
+def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return a list with the tensor that the leaves form. For tied leaves, the list has one tensor per leaf."""
     dims = [[one.pattern.right.index(name) for name in one.pattern.names] for one in sections]
     arrays = [x.transpose(order) for x, order in zip(leaves, dims, strict=True)]
     pattern = sections[0].pattern
     if pattern.divided is not None:
-        concatenate = np.concatenate if isinstance(arrays[0], np.ndarray) else jnp.concatenate
-        arrays = [concatenate(arrays, pattern.names.index(pattern.divided))]
+        arrays = [np.concatenate(arrays, pattern.names.index(pattern.divided))]
     sizes = (dict(zip(one.pattern.names, x.shape, strict=True)) for one, x in zip(sections, arrays, strict=False))
     return [x.reshape(one.pattern.tensor_shape(size)) for one, x, size in zip(sections, arrays, sizes, strict=False)]
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.manifest import made_by
 from zerojax.checkpoint.records import Manifest, SavedLeaf
-from zerojax.checkpoint.state_leaves import ERRORS, StateLeaf, state_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.description import Describe, Description
@@ -20,6 +20,7 @@ from zerojax.train.state import ZeroState
 
 NAMED = 5
 NAMED_OPERATIONS = 6
+WEIGHTS = ("params", "mutable")  # the fields that partial="params" restores
 
 
 class Words(NamedTuple):
@@ -34,7 +35,8 @@ class Words(NamedTuple):
 OF_CHECKPOINT = Words(
     "the state given as like=",
     "was saved",
-    "Make that state as the saved one was made, or pass partial=True to restore what matches.",
+    'Make that state as the saved one was made. Or pass partial=True to restore what matches, or partial="params" to '
+    "begin a new run with the weights that match.",
     depth=9,
 )
 
@@ -53,17 +55,22 @@ def match(
     saved: Sequence[SavedLeaf],
     wanted: dict[str, StateLeaf],
     *,
-    partial: bool,
+    partial: bool | str,
     where: str,
     words: Words = OF_CHECKPOINT,
 ) -> Match:
-    """Match the leaves `saved` and `wanted` by name. Raise a `ValueError` if they differ, unless `partial` is true."""
+    """Match the leaves `saved` and `wanted` by name. Raise a `ValueError` if they differ, unless `partial` is true.
+
+    With `partial="params"`, leaves of other fields than parameters and mutable state do not match.
+    """
     by_name = {leaf.name: leaf for leaf in saved}
     differences = {
         name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf, words.was))
     }
     surplus = {name: f"{leaf.described} {words.was}, nothing is wanted" for name, leaf in by_name.items()}
     differences |= {name: why for name, why in surplus.items() if name not in wanted}
+    others = [] if partial != "params" else [leaf for leaf in (*saved, *wanted.values()) if leaf.path[0] not in WEIGHTS]
+    differences |= dict.fromkeys((leaf.name for leaf in others), "not restored")
     # List parameters first, because differences in other fields mostly follow from differences in the parameters.
     differences = dict(sorted(differences.items(), key=lambda one: not one[0].startswith("params")))
     if differences and not partial:
@@ -73,6 +80,13 @@ def match(
             f"{where} is of another model, optimizer or precision than {words.wanted}:\n{first}{more}\n{words.remedy}"
         )
     pairs = tuple((by_name[name], leaf) for name, leaf in wanted.items() if name not in differences)
+    if not any(leaf.path[0] == "params" for _, leaf in pairs) and any(leaf.path[0] == "params" for leaf in saved):
+        names = [leaf.name for leaf in saved if leaf.path[0] == "params"]
+        raise ValueError(
+            f"{where} has no parameter with a name, shape and type of {words.wanted}. It has {', '.join(names[:NAMED])}"
+            f"{', ...' if len(names) > NAMED else ''}. Rename the parameters: zerojax.checkpoint.export_checkpoint "
+            f"writes them to a folder, and import_params(..., mapping=) reads them under other names."
+        )
     return Match(
         pairs,
         missing=tuple(name for name in wanted if name in differences),
@@ -82,34 +96,12 @@ def match(
 
 
 def matched_leaves(
-    manifest: Manifest, like: ZeroState, *, partial: bool = False, where: str, words: Words = OF_CHECKPOINT
-) -> tuple[Match, list[str]]:
-    """Match a described state with `like`, and compare their transformations.
-
-    Return the match, and the names of the rounding errors of `like` that begin as zeros. Warn about rounding errors
-    that are lost.
-    """
-    wanted = state_leaves(like)
-    unfit = unfit_errors(manifest.leaves, wanted)
-    if lost := sum(leaf.name in unfit for leaf in manifest.leaves):
-        warnings.warn(
-            f"{where} has the rounding errors of {lost} quantised gradients, and {words.wanted} has none for them, or "
-            f"has them in another shape. They are lost, so the next step cannot correct the rounding of the last one.",
-            stacklevel=words.depth,
-        )
-    fresh = [name for name in wanted if name in unfit]
-    leaves = tuple(x for x in manifest.leaves if x.name not in unfit)
-    kept = {name: leaf for name, leaf in wanted.items() if name not in unfit}
-    matched = match(leaves, kept, partial=partial, where=where, words=words)
+    manifest: Manifest, like: ZeroState, *, partial: bool | str = False, where: str, words: Words = OF_CHECKPOINT
+) -> Match:
+    """Match a described state with `like`, and compare their transformations."""
+    matched = match(manifest.leaves, state_leaves(like), partial=partial, where=where, words=words)
     check_transformation(manifest, like.plan.describe, partial=partial, where=where, words=words)
-    return matched, fresh
-
-
-def unfit_errors(saved: Sequence[SavedLeaf], wanted: dict[str, StateLeaf]) -> set[str]:
-    """Return the names of rounding-error leaves that `saved` and `wanted` do not both have, or that differ."""
-    by_name = {leaf.name: leaf for leaf in saved}
-    names = {leaf.name for leaf in (*saved, *wanted.values()) if leaf.path[0] == ERRORS}
-    return {name for name in names if name not in wanted or difference(by_name.get(name), wanted[name])}
+    return matched
 
 
 def difference(saved: SavedLeaf | None, wanted: StateLeaf, was: str = OF_CHECKPOINT.was) -> str:
@@ -152,7 +144,7 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
 
 
 def check_transformation(
-    manifest: Manifest, describe: Describe | None, *, partial: bool, where: str, words: Words = OF_CHECKPOINT
+    manifest: Manifest, describe: Describe | None, *, partial: bool | str, where: str, words: Words = OF_CHECKPOINT
 ) -> None:
     """Raise an error if the saved transformation has another structure, and warn if it computes another update.
 

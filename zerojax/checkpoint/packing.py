@@ -37,12 +37,10 @@ class Piece:
 
     @property
     def end(self) -> tuple[int, ...]:
-        """Return the index after the box's last element."""
         return tuple(i + n for i, n in zip(self.start, self.shape, strict=True))
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Return the box as an index of the storage."""
         return tuple(map(slice, self.start, self.end))
 
 
@@ -64,7 +62,6 @@ class Block(NamedTuple):
 
 
 def packed_file(process: int) -> str:
-    """Return the name of the file that a process packs its small leaves into."""
     return f"packed.{process}.bin"
 
 
@@ -163,5 +160,4 @@ class Files(contextlib.ExitStack):
 
 
 def storage_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    """Return the smallest shape that contains all pieces."""
     return tuple(map(max, zip(*(piece.end for piece in pieces), strict=True)))

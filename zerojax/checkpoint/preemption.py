@@ -21,7 +21,6 @@ class Preemption:
     """
 
     def __init__(self):
-        """Start without a received signal."""
         self.signal: str | None = None
 
     def reached(self, step: int) -> bool:

@@ -34,7 +34,6 @@ class SavedLeaf:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the leaf has no elements, and so no files."""
         return not math.prod(self.shape)
 
     @property
@@ -44,7 +43,6 @@ class SavedLeaf:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the elements, without padding."""
         return math.prod(self.shape) * self.storage_dtype.itemsize
 
     @property
@@ -54,7 +52,6 @@ class SavedLeaf:
 
     @property
     def described(self) -> str:
-        """Return the type and the logical shape as text, such as `float32[16, 24]`."""
         return f"{self.dtype}{list(self.shape)}"
 
 

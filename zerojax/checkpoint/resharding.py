@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zerojax.checkpoint.arrays import ReadRequest
 from zerojax.comm.mesh import in_storage_shape
-from zerojax.config.data_mesh import spec_entry
+from zerojax.config.data_mesh import dim_spec
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import best_dim
 from zerojax.offload.host import to_device
@@ -61,7 +61,7 @@ def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
         return replicated, NamedSharding(sharding.mesh, PartitionSpec())
     dim = best_dim(leaf.shape, list(range(len(leaf.shape))), leaf.shards)
     sharded = dataclasses.replace(leaf, kind="sharded", dim=dim)
-    return sharded, NamedSharding(sharding.mesh, PartitionSpec(*[None] * dim, spec_entry(leaf.axes)))
+    return sharded, NamedSharding(sharding.mesh, dim_spec(dim, leaf.axes))
 
 
 def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:

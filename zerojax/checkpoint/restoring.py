@@ -36,8 +36,8 @@ class Restored(NamedTuple):
         state: The state, in the layout of `like`.
         data: The data that was saved with the state.
         step: The step of the checkpoint.
-        missing: Names of the leaves of `like` that were not restored; only with `partial=True`.
-        unused: Names of the saved leaves that were not restored; only with `partial=True`.
+        missing: Names of the leaves of `like` that were not restored; only with `partial=`.
+        unused: Names of the saved leaves that were not restored; only with `partial=`.
         cast: Names of frozen parameters that were rounded to the type in which this stage keeps them.
     """
 
@@ -50,7 +50,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool, processes: Processes
+    root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool | str, processes: Processes
 ) -> Restored:
     """Read a verified checkpoint. The arguments are those of `Checkpointer.restore`."""
     if not isinstance(like, ZeroState):
@@ -58,20 +58,28 @@ def restore(
     folder = root / step_name(manifest.step)
     where = f"The checkpoint of step {manifest.step} in {root}"
     state, matched = on_auto_mesh(None, functools.partial(read_state, folder, manifest, partial, where), like)
+    if partial is True and (differing := {*matched.missing, *matched.unused}):
+        warnings.warn(
+            f"{where} differs from like= in {len(differing)} leaves. All others are restored, step {manifest.step} and "
+            f"the optimizer's counts among them. To begin a new run at step 0 with the weights alone, give "
+            f'partial="params".',
+            stacklevel=5,
+        )
     if matched.cast:
         log.info("Rounded to the type in which this stage keeps them: %s.", ", ".join(matched.cast))
     data = read_data(folder, manifest, data, processes)
     return Restored(state, data, manifest.step, matched.missing, matched.unused, matched.cast)
 
 
-def read_state(folder: Path, manifest: Manifest, partial: bool, where: str, like: ZeroState) -> tuple[ZeroState, Match]:
+def read_state(
+    folder: Path, manifest: Manifest, partial: bool | str, where: str, like: ZeroState
+) -> tuple[ZeroState, Match]:
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
-    matched, fresh = matched_leaves(manifest, like, partial=partial, where=where)
+    matched = matched_leaves(manifest, like, partial=partial, where=where)
     wanted = state_leaves(like)
     large = sum(saved.bytes for saved, _ in matched.pairs if saved.folder)
     with tracking(f"Restoring step {manifest.step}", large):
         restored = read_leaves(folder, matched.pairs)
-    restored |= {name: zeros_of(wanted[name].array) for name in fresh}
     for name in matched.missing:
         array = wanted[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
@@ -136,7 +144,6 @@ def groups_of(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def zeros_of(array: Any) -> jax.Array:
-    """Return zeros with the shape, type and sharding of an array."""
     return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
@@ -147,8 +154,8 @@ def read_data(folder: Path, manifest: Manifest, template: Any, processes: Proces
     if count != processes.count and not same:
         warnings.warn(
             f"The data was saved by {count} processes, each with a position that differs, and there are "
-            f"{processes.count} now, so it is not restored. Read rows with zerojax.data.RowBatches, or restore on as "
-            f"many processes.",
+            f"{processes.count} now, so it is not restored. Read rows with grain.experimental.ElasticIterator, or "
+            f"restore on as many processes.",
             stacklevel=4,
         )
         return None

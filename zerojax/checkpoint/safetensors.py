@@ -42,7 +42,6 @@ class Tensor(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Return the size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -122,10 +121,15 @@ class Files:
         else:
             names = {file.name for file in path.glob("*.safetensors")}
         if not names:
-            raise FileNotFoundError(f"There are no files of safetensors at {path}.")
+            raise FileNotFoundError(
+                f"There are no files of safetensors at {path}. Give a folder that has them, such as one that export "
+                f"wrote, or one file."
+            )
         missing = [str(folder / name) for name in sorted(names) if not os.path.exists(folder / name)]
         if missing:  # found by os.path.exists, because pathlib raises an error for a name that is too long
-            raise FileNotFoundError(f"{', '.join(missing)} is not there, though the index beside it names it.")
+            raise FileNotFoundError(
+                f"{', '.join(missing)} is not there, though the index beside it names it. Export or download it again."
+            )
         self._headers: dict[str, Header] = {}
         metadata: dict[str, str] = {}
         for name in sorted(names):
@@ -140,7 +144,6 @@ class Files:
         }
 
     def __contains__(self, name: str) -> bool:
-        """Return whether a tensor has this name, stored or tied to a stored tensor."""
         return name in self._headers or name in self.tied
 
     def names(self) -> set[str]:

@@ -101,7 +101,7 @@ class Save:
 
     def remove_again(self) -> None:
         """Remove the folder of a failed save again, because other writes of orbax may have ended after the failure."""
-        if self.error is not None and self._processes.is_first and self._temporary.exists():
+        if self.error is not None and self._processes.is_first and os.path.lexists(self._temporary):
             attempt(directory.remove, self._temporary)
 
     def wait(self) -> None:
@@ -208,12 +208,10 @@ def disk_bytes(one: StateLeaf) -> int:
 
 
 def storage_bytes(one: StateLeaf) -> int:
-    """Return the bytes of a leaf, including its padding."""
     return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize
 
 
 def is_small(one: StateLeaf) -> bool:
-    """Return whether a leaf is packed with other leaves instead of having a folder."""
     return storage_bytes(one) <= SMALL_BYTES
 
 

@@ -191,7 +191,6 @@ def is_count(x: Any) -> bool:
 
 
 def is_text(x: Any) -> bool:
-    """Return whether `x` is nonempty text that a terminal can show."""
     return isinstance(x, str) and bool(x) and x.isprintable()
 
 

@@ -16,6 +16,7 @@ from zerojax.config import DataMesh, path_of
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
+from zerojax.optim.current_weights import current_masters, split_masters
 from zerojax.optim.master_weights import MasterState
 from zerojax.placement.chunking import joined, replaced
 from zerojax.placement.storage import leaves_of
@@ -23,9 +24,6 @@ from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
-
-
-ERRORS = "rounding_errors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,6 @@ class StateLeaf:
 
     @property
     def dtype(self) -> str:
-        """Return the element type of the array, by name."""
         return str(self.array.dtype)
 
 
@@ -48,7 +45,8 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
     """Return the logical leaves of a state by name, in a fixed order of the state's fields."""
     require_arrays(state)
     plan = state.plan
-    opt_state, masters = split_masters(state)
+    opt_state, _ = split_masters(plan, state.opt_state)
+    masters = current_masters(plan, state.params, state.opt_state)
     leaves = [
         leaf for field in ("step", "scaling") for leaf in replicated_leaves(field, state, plan.layout.policy.data)
     ]
@@ -61,8 +59,6 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
     for path, x, layout in zip(key_paths(opt_state), arrays, plan.state, strict=False):
         leaves.append(state_leaf("opt_state", path, layout, x))
     leaves += replicated_leaves("mutable", state, plan.layout.policy.data)
-    errors = zip(key_paths(state.rounding_errors), sorted(plan.errors), strict=True)
-    leaves += [state_leaf(ERRORS, key, leaf, state.rounding_errors[path]) for key, (path, leaf) in errors]
     return {leaf.name: leaf for leaf in leaves}
 
 
@@ -81,12 +77,12 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     `arrays` has an array in storage shape for each leaf of `like`, by name. For a parameter with master weights, the
     array has the master weights, and the narrow parameter is computed from them.
     """
-    layout, (inner, masters) = like.plan.layout, split_masters(like)
+    layout, (inner, masters) = like.plan.layout, split_masters(like.plan, like.opt_state)
 
     def refilled(field: str, tree: PyTree) -> PyTree:
         return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(field, path)], tree, is_leaf=is_chunked)
 
-    fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable", ERRORS)}
+    fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable")}
     opt_state = refilled("opt_state", inner)
     paths = key_paths(jax.tree.unflatten(layout.treedef, range(len(layout.params))))
     params = [arrays[name_of("params", path)] for path in paths]
@@ -109,20 +105,6 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     return like.replace(params=stored, opt_state=opt_state, **fields)
 
 
-def split_masters(state: ZeroState) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
-    """Return the wrapped transformation's state, and the layout and array of master weights by parameter index."""
-    if not isinstance(state.opt_state, MasterState):
-        return state.opt_state, {}
-    plan, (inner, master) = state.plan, state.opt_state
-    arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (master, inner))
-    narrow = [
-        plan.layout.trained[k]
-        for k, (param, grad) in enumerate(zip(plan.trained.params, plan.trained.grads, strict=True))
-        if param.dtype != grad.dtype
-    ]
-    return inner, dict(zip(narrow, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
-
-
 def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:
     """Return the leaves of a field whose arrays are replicated."""
     return [
@@ -137,15 +119,12 @@ def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = F
 
 
 def name_of(field: str, path: tuple) -> str:
-    """Return a leaf's name, as errors print it."""
     return field + jax.tree_util.keystr(path)
 
 
 def key_paths(tree: PyTree) -> list[tuple]:
-    """Return the key paths of a tree's leaves."""
     return [path for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_chunked)[0]]
 
 
 def keys_of(path: tuple) -> tuple[str, ...]:
-    """Return the keys of a path as text."""
     return tuple(path_of((key,)) for key in path)

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import names
 
+
+@jax.named_scope(names.SHARDS)
 def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[list[jax.Array], list[list[jax.Array]]]:
     """Return the arrays after one optimization barrier. A returned array can be read only after all are computed.
 
@@ -18,6 +21,7 @@ def barrier(anchor: Sequence[jax.Array], *groups: Sequence[jax.Array]) -> tuple[
     return [next(values) for _ in anchor], [[next(values) for _ in group] for group in groups]
 
 
+@jax.named_scope(names.SHARDS)
 def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
     """Return an int32 zero that depends on `anchor`. XLA cannot simplify this dependence away.
 
@@ -32,5 +36,4 @@ def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
 
 
 def first_float(arrays: Sequence[jax.Array]) -> int | None:
-    """Return the index of the first floating array that has elements, or None."""
     return next((i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)

@@ -83,10 +83,8 @@ def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> li
 
 
 def flatten(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, " storage"]:
-    """Flatten a logical array to its flat storage, with zeros at the end."""
     return pad(value.reshape(-1), 0, leaf.storage_shape[0])
 
 
 def unflatten(storage: Shaped[Array, " storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Undo `flatten`, and return the array in logical shape without the padding."""
     return trim(storage, 0, leaf.size).reshape(leaf.shape)

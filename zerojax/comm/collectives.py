@@ -9,7 +9,8 @@ from __future__ import annotations
 import abc
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,13 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.comm import quantised
 from zerojax.comm.barriers import barrier, zero_after
 from zerojax.comm.buckets import buckets, from_rows, split, to_rows
 from zerojax.comm.encoding import Encoding
 from zerojax.config import BUCKET_BYTES
-from zerojax.config.data_mesh import in_words
+from zerojax.config.data_mesh import axes_of, in_words
 from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad, trim
@@ -116,7 +117,18 @@ class Collectives(abc.ABC):
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the data axes over which a leaf is not sharded (hybrid sharding). `reduce_across` sums over them."""
-        return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in leaf.axes)
+        known = {*leaf.axes, *axes_of(leaf.others)}
+        return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in known)
+
+    def experts(self, leaves: Iterable[Leaf]) -> dict[int, tuple[str, ...]]:
+        """Find the experts, which stay divided over a data axis (`expert_axis`).
+
+        Returns:
+            The other data axes, over which an expert's gradient is summed, by the index of the leaf.
+        """
+        named = ({*axes_of(leaf.others)} for leaf in leaves)
+        rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
+        return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
 
     @abc.abstractmethod
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -151,12 +163,15 @@ class Collectives(abc.ABC):
         """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
         return shard
 
-    @abc.abstractmethod
-    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return, in float32, the errors that `reduce_across` makes when it quantises the shards."""
-
     def backward(
-        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
+        self,
+        fn: Callable,
+        values: Sequence,
+        rows: Rows,
+        grads: Sequence[int],
+        rule: Rule | None = None,
+        *,
+        experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
         """Run a backward pass.
 
@@ -166,6 +181,7 @@ class Collectives(abc.ABC):
             rows: For each value, which dims hold the rows of the batch. Only global view reads `rows`.
             grads: The indices of the results that are gradients for `reduce_scatter`.
             rule: A rule for `jaxprs.evaluate`. If None, the equations are evaluated unchanged.
+            experts: The axes over which gradients of experts are summed (see `experts`), by the results' indices.
 
         Returns:
             The leaves of the tree of results. A gradient may have a leading dim with one partial sum per worker.
@@ -189,16 +205,21 @@ class Collectives(abc.ABC):
         return fn(self, cotangents)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return a zero gradient, to which unreduced gradients of this shape can be added."""
         return jnp.zeros(shape, dtype)
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """Convert a gradient to partial sums if `other` has partial sums."""
         return grad
 
     def add(self, a: Array, b: Array) -> Array:
         """Add two unreduced gradients. If one has partial sums, so does the result."""
         return compat.add_cotangents(self.like(a, b), self.like(b, a))
+
+    def on_own_rows(self, closed: Any, rows: Rows) -> Any:
+        """Return a jaxpr whose kernels run on each device's rows. In device view they do so already.
+
+        `rows` says which dim of each argument of the jaxpr holds the rows of the batch.
+        """
+        return closed
 
     @property
     def follower(self) -> Follower | None:
@@ -224,7 +245,6 @@ class ManualCollectives(Collectives):
         return lax.axis_size(self.axes)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the local shape."""
         return leaf.local_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
@@ -248,6 +268,7 @@ class ManualCollectives(Collectives):
         """Gather shards in local shape, with one collective per bucket; see `Collectives`."""
         return self._by_bucket("gather", self._gather, shards, leaves, exposed=exposed)
 
+    @jax.named_scope(names.SHARDS)
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*local"]]:
@@ -293,17 +314,6 @@ class ManualCollectives(Collectives):
         size = shard.shape[leaf.dim] // leaf.further
         return lax.dynamic_slice_in_dim(shard, lax.axis_index(self.across(leaf)) * size, size, leaf.dim)
 
-    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return quantisation errors, without communication; see `Collectives`."""
-
-        def one(shard: Array, leaf: Leaf) -> Array:
-            part = leaf.divided(self.axes)
-            codec, rows = self.encoding.reduce_codec(part), to_rows(shard, part)
-            assert codec is not None
-            return from_rows(rows - codec.decode(codec.encode(rows), rows.shape[-1]), part)
-
-        return [one(*pair) for pair in zip(shards, leaves, strict=True)]
-
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
         """Reduce a tree over all data-parallel workers; see `Collectives`."""
         return reduce(tree, self.axes)
@@ -322,21 +332,22 @@ class ManualCollectives(Collectives):
 
         Exposed collectives overlap only with the compute of their own block, which begins when its first leaves have
         arrived. So their buckets are smaller. If `from_last` is true, the buckets run one by one, from the last
-        to the first.
+        to the first. Buckets of at most `shared_bytes` have no order, because the order would only delay larger ones.
         """
         results, before = list(arrays), []
         found = buckets(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)
         for bucket in reversed(found) if from_last else found:
-            given = [barrier([arrays[i]], before)[0][0] if from_last else arrays[i] for i in bucket]
+            waits = from_last and sum(arrays[i].nbytes for i in bucket) > self.shared_bytes
+            given = [barrier([arrays[i]], before)[0][0] if waits else arrays[i] for i in bucket]
             members = [leaves[i] for i in bucket]
             with jax.named_scope(f"zerojax_{scope}[{_label(members)}]"):
-                before = collective(given, members)
-            for i, result in zip(bucket, before, strict=True):
+                moved = collective(given, members)
+            before = moved if waits else before
+            for i, result in zip(bucket, moved, strict=True):
                 results[i] = result
         return results
 
     def _gather(self, shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Gather one bucket."""
         leaf = leaves[0]
         if leaf.kind == "replicated":
             return shards
@@ -349,7 +360,6 @@ class ManualCollectives(Collectives):
         return [from_rows(x, leaf) for x, leaf in zip(split(rows, leaves), leaves, strict=True)]
 
     def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Reduce one bucket."""
         leaf = leaves[0]
         if (codec := self.encoding.reduce_codec(leaf)) is not None:
             return quantised.reduce_scatter(values, leaves, codec, self.encoding.axes(leaf))

@@ -32,11 +32,9 @@ class Encoding:
         return lax.convert_element_type(shard, dtype)
 
     def encode_grad(self, grad: jax.Array) -> jax.Array:
-        """Convert a gradient to the type in which it is reduced."""
         return grad.astype(self.reduce_dtype(grad.dtype))
 
     def decode_grad(self, grad: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Convert a reduced gradient to its parameter's type."""
         return lax.convert_element_type(grad, dtype)
 
     def gather_codec(self, leaf: Leaf) -> Codec | None:

@@ -161,7 +161,6 @@ class Events:
         )
 
     def failures(self) -> dict[int, str]:
-        """Return the reasons why other processes failed, by the index of the process."""
         return {index: notice["text"] for index, notice in _failed(_read(NOTICE)).items()}
 
     def leave(self, status: int, text: str) -> None:
@@ -300,12 +299,10 @@ def gap_since(before: float, slept: float) -> float:
 
 
 def say(text: str) -> None:
-    """Print a line to the log."""
     print(text, file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's type and the beginning of its message, in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
 
 
@@ -318,7 +315,6 @@ def _read(folder: str) -> dict[int, dict[str, Any]]:
 
 
 def _failed(notices: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Return the notices of processes that failed."""
     return {index: notice for index, notice in notices.items() if notice["status"]}
 
 

@@ -38,7 +38,6 @@ class Typed:
 
 
 def is_typed(x: Any) -> bool:
-    """Return whether a node is `Typed`."""
     return isinstance(x, Typed)
 
 
@@ -56,7 +55,6 @@ def with_types(tree: PyTree) -> Any:
 
 
 def without_types(tree: PyTree) -> Any:
-    """Replace the `Typed` leaves of a tree by their arrays."""
     return jax.tree.map(lambda x: x.value if is_typed(x) else x, tree, is_leaf=is_typed)
 
 

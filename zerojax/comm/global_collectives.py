@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -17,13 +18,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.comm import barriers, partial_sums
+from zerojax import compat, names
+from zerojax.comm import barriers, own_rows, partial_sums
 from zerojax.comm.collectives import Collectives, ManualCollectives, Rows
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import to_storage
-from zerojax.config.data_mesh import axes_of, spec_entry
+from zerojax.comm.worker_sums import local_sizes
+from zerojax.config.data_mesh import axes_of, dim_spec, spec_entry
 from zerojax.dims import Follower, State
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.padded import pad
 
 if TYPE_CHECKING:
@@ -50,7 +53,6 @@ class GlobalCollectives(Collectives):
 
     @functools.cached_property
     def manual(self) -> ManualCollectives:
-        """Return collectives with the same options for use inside a `shard_map`."""
         return ManualCollectives(self.axes, self.bucket_bytes, self.encoding, self.defers, self.shared_bytes)
 
     @property
@@ -58,17 +60,11 @@ class GlobalCollectives(Collectives):
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
-    def _divided(self) -> PartitionSpec:
-        """Return the spec of an array whose dim 0 is divided over the workers."""
-        return PartitionSpec(spec_entry(self.axes))
-
-    @property
     def losses(self) -> int:
         """Return 1, because a program computes one loss from all rows."""
         return 1
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the storage shape."""
         return leaf.storage_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
@@ -80,6 +76,7 @@ class GlobalCollectives(Collectives):
                     f"{leaf.storage_shape}. Pass the leaf in storage, as tx.shard gives it."
                 )
 
+    @jax.named_scope(names.SHARDS)
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
@@ -90,10 +87,12 @@ class GlobalCollectives(Collectives):
 
         return self._mapped(gather, [leaf.spec for leaf in leaves], [leaf.other_spec for leaf in leaves])(*shards)
 
+    @jax.named_scope(names.SHARDS)
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
         """Reduce-scatter gradients; see `Collectives`. A gradient that the compiler has summed is only constrained."""
+        grads, experts = self._without_rows(grads, leaves), self.experts(leaves)
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
 
@@ -101,12 +100,23 @@ class GlobalCollectives(Collectives):
             shards = self.manual.reduce_scatter([row[0] for row in rows], self._along_others(chosen), exposed=exposed)
             return [x[None] if self.across(leaf) else x for x, leaf in zip(shards, chosen, strict=True)]
 
-        specs = [PartitionSpec(*self._divided, *leaf.other_spec) for leaf in chosen]
+        over = (spec_entry(experts.get(i, self.axes)) for i in partial)
+        specs = [PartitionSpec(axes, *leaf.other_spec) for axes, leaf in zip(over, chosen, strict=True)]
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
         summed = [i for i in range(len(leaves)) if i not in reduced]
         reduced |= {i: to_storage(self.mesh, self.encoding.encode_grad(grads[i]), leaves[i]) for i in summed}
         return [reduced[i] for i in range(len(leaves))]
+
+    def _without_rows(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """Let the compiler sum an expert's partial sums if it has no sharded dim, or not one sum per device."""
+        grads = list(grads)
+        for i, axes in self.experts(leaves).items():
+            devices = math.prod(self.mesh.shape[axis] for axis in axes)
+            is_partial = grads[i].ndim > len(leaves[i].shape)
+            if is_partial and (leaves[i].dim is None or grads[i].shape[0] != devices):
+                grads[i] = self.encoding.encode_grad(grads[i]).sum(0)
+        return grads
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Return a gradient's shape after the backward pass. With `defers`, hybrid sharding adds a dim of groups."""
@@ -124,6 +134,7 @@ class GlobalCollectives(Collectives):
             return leaf.spec
         return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
 
+    @jax.named_scope(names.SHARDS)
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Reduce shards across groups. Shards summed by the compiler are returned unchanged; see `Collectives`."""
         pairs = enumerate(zip(shards, leaves, strict=True))
@@ -133,40 +144,47 @@ class GlobalCollectives(Collectives):
         def reduce(*rows):
             return self.manual.reduce_across([row[0] for row in rows], self._along_others(chosen))
 
-        sums = list(shards)
         specs, out_specs = [[*map(of, chosen)] for of in (self._reduced_spec, self._summed_spec)]
-        for i, x in zip(partial, self._mapped(reduce, specs, out_specs)(*(shards[i] for i in partial)), strict=True):
-            sums[i] = x
-        return sums
+        sums = self._mapped(reduce, specs, out_specs)(*(shards[i] for i in partial))
+        return replace_items(shards, partial, sums)
 
     def per_shard(self, fn, values, dims, out_dims, axes) -> list[Array]:
         """Call the function in a `shard_map`; see `Collectives`."""
-        spec = lambda dim: PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, spec_entry(axes))
+        spec = lambda dim: dim_spec(dim, axes)
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
 
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
         """Return the padded array, sharded in storage form; see `Collectives`."""
         padded = pad(x, dim, extent * math.prod(self.mesh.shape[axis] for axis in axes))
-        spec = PartitionSpec(*[None] * dim, spec_entry(axes))
-        return lax.with_sharding_constraint(padded, NamedSharding(self.mesh, spec))
-
-    def rounding_errors(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Return quantisation errors, one per group; see `Collectives`."""
-
-        def lost(*rows):
-            errors = self.manual.rounding_errors([row[0] for row in rows], self._along_others(leaves))
-            return [x[None] for x in errors]
-
-        specs = [*map(self._reduced_spec, leaves)]
-        return list(self._mapped(lost, specs, specs)(*shards))
+        return lax.with_sharding_constraint(padded, NamedSharding(self.mesh, dim_spec(dim, axes)))
 
     def backward(
-        self, fn: Callable, values: Sequence, rows: Rows, grads: Sequence[int], rule: Rule | None = None
+        self,
+        fn: Callable,
+        values: Sequence,
+        rows: Rows,
+        grads: Sequence[int],
+        rule: Rule | None = None,
+        *,
+        experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
         """Run a backward pass, and leave gradients as partial sums where possible; see `Collectives`."""
-        closed = jax.make_jaxpr(fn)(values)
-        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, rule)
-        return partial_sums.evaluate(closed, values, how, grads=grads, rows=rows)
+        if self._workers == 1:  # Every sum is complete.
+            return super().backward(fn, values, rows, grads, rule)
+        closed = self.on_own_rows(jax.make_jaxpr(fn)(values), rows)
+        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, rule, self.axes)
+        return partial_sums.evaluate(closed, values, how, grads=grads, rows=rows, experts=experts)
+
+    def on_own_rows(self, closed: Any, rows: Rows) -> Any:
+        """Return a jaxpr whose kernels run on each device's rows, where that is proved; see `Collectives`."""
+
+        def island(split, primitive, values):
+            spec = lambda dim: dim_spec(dim, self.axes)
+            body = split.params["jaxpr"]  # JAX's interpreter of kernels evaluates it where `run` is traced
+            run = lambda *values: primitive.bind(*values, **{**split.params, "jaxpr": compat.all_in_force(body)})
+            return self._mapped(run, [*map(spec, split.dims)], [*map(spec, split.out_dims)])(*values)
+
+        return own_rows.on_own_rows(closed, rows, self.follower, island)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
         """Call `fn` for each worker's partial sums, or once if all cotangents are summed; see `Collectives`."""
@@ -180,17 +198,19 @@ class GlobalCollectives(Collectives):
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Return zeros, one partial sum per worker; see `Collectives`."""
+        if self._workers == 1:
+            return jnp.zeros(shape, dtype)
         rows = jnp.zeros((self._workers, *shape), dtype)
-        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, self._divided))
+        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, dim_spec(0, self.axes)))
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """Return a gradient as partial sums if `other` has partial sums; see `Collectives`."""
         return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
-    @property
+    @functools.cached_property
     def follower(self) -> Follower:
         """Return the analysis that finds the rows of the batch; see `Collectives`."""
-        return Follower(self._workers)
+        return Follower(self._workers, guesses=True, axes=self.axes)
 
     def element(self, x: Array, rows: State) -> Array:
         """Return an element of some device's rows; see `Collectives`."""
@@ -214,8 +234,15 @@ class GlobalCollectives(Collectives):
         the mesh, whose axes are Manual in this `shard_map`. So the sharding is left out.
         """
         params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
-        row = lambda *values: eqn.primitive.bind(*divided.closed(values), **params)[None]
-        return self._mapped(row, divided.specs(spec_entry(self.axes)), self._divided)(*divided.opened(values))
+        ragged = divided.places[0] if eqn.primitive.name == "ragged_dot_general" else None
+
+        def row(*values):
+            values = divided.closed(values)
+            if ragged is not None:
+                values[2] = local_sizes(values[2], values[0].shape[ragged.dim], self.axes)
+            return eqn.primitive.bind(*values, **params)[None]
+
+        return self._mapped(row, divided.specs(self.axes), dim_spec(0, self.axes))(*divided.opened(values))
 
     def _alike(self, grad: Array) -> Array:
         """Replicate `grad`, which is equal on all workers, over the workers. Other mesh axes stay unconstrained.
@@ -234,8 +261,7 @@ class GlobalCollectives(Collectives):
         place = None if rows is None else next((p for p in sorted(rows.places) if p.outer == 1), None)
         if place is None:  # let the compiler fetch the first element
             return fn(x[(slice(1),) * x.ndim])
-        spec = PartitionSpec(*[None] * place.dim, *self._divided)
-        return self._mapped(fn, (spec,), PartitionSpec())(x)
+        return self._mapped(fn, (dim_spec(place.dim, self.axes),), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the layouts of `leaves` inside `_mapped`, where other mesh axes have divided the leaves already."""

@@ -14,14 +14,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax.experimental import checkify
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import compat
+from zerojax import compat, jaxprs
+from zerojax.layout.leaf import replace_items
 
 
 def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable:
@@ -63,8 +63,7 @@ def _with_error(fn: Callable, *args: Any) -> tuple[Any, Any]:
 
 
 def _evaluate(*args: Any, jaxpr: Any) -> list:
-    """Evaluate the plain `shard_map` that an equation contains."""
-    return jax.core.eval_jaxpr(jaxpr, (), *args)
+    return jaxprs.run(jaxpr, (), *args)
 
 
 def _abstract(*_: Any, jaxpr: Any) -> tuple[list, Any]:
@@ -76,10 +75,7 @@ def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tup
     """Return the results and tangents of the plain `shard_map`."""
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
-    def of_moving(*some):
-        values = dict(enumerate(primals)) | dict(zip(moving, some, strict=True))
-        return _evaluate(*values.values(), jaxpr=jaxpr)
-
+    of_moving = lambda *some: _evaluate(*replace_items(primals, moving, some), jaxpr=jaxpr)
     results, found = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
     zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
     return results, [zero(x) if t.dtype == jax.dtypes.float0 else t for x, t in zip(results, found, strict=True)]

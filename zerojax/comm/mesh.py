@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.buckets import flatten
@@ -84,13 +85,20 @@ def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of an array that every device holds in full."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
-    """Return the sharding that divides dim 0 over the batch axes."""
     return NamedSharding(mesh, PartitionSpec(spec_entry(data.batch)))
+
+
+def owned(x: Any) -> Any:
+    """Return a copy of a NumPy array, and any other value unchanged.
+
+    `jax.device_put` may share the memory of a NumPy array, even with `may_alias=False`, or read it after the call. So
+    a caller that then writes to its array would change values that were placed before.
+    """
+    return np.array(x) if isinstance(x, np.ndarray) else x
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:

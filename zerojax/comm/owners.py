@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.mapped import mapped
-from zerojax.config.data_mesh import spec_entry
+from zerojax.config.data_mesh import dim_spec, spec_entry
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad, trim
 
@@ -56,12 +56,10 @@ class Owners:
 
     @property
     def count(self) -> int:
-        """Return the number of owners."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def each(self) -> int:
-        """Return the number of devices per owner."""
         return math.prod(self.mesh.shape[axis] for axis in self.within)
 
     def compute(
@@ -164,7 +162,7 @@ class Owners:
         return lax.ppermute(x, (*self.axes, *self.within), [(b, a) for a, b in pairs] if back else pairs)
 
     def _stored(self, leaf: Leaf) -> PartitionSpec:
-        return PartitionSpec(*[None] * (at(leaf) + 1), (*self.axes, *self.within))
+        return dim_spec(at(leaf) + 1, (*self.axes, *self.within))
 
     def _owned(self, leaves: Sequence[Leaf]) -> list[PartitionSpec]:
         within = spec_entry(self.within) if self.within else None

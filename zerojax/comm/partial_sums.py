@@ -6,12 +6,12 @@ small `shard_map` instead: each worker's partial sum is a row of a global array 
 The reduction is then a separate step, as in device view. Linear operations after the product are applied to each row.
 
 The result is right for any model and any divided dim, because a sum equals the sum of its parts. The divided dim only
-decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` finds in each value. If
-a sum is over other dims, or the place of the rows is unknown, the compiler reduces the sum.
+decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` finds or guesses in each value.
+If nothing is known, it takes any summed dim that the workers divide. Sums over other dims are left to the compiler.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,15 +22,21 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
-from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State
+from zerojax.comm import worker_sums
+from zerojax.comm.lost_rows import warn_of_gradient
+from zerojax.config.data_mesh import dim_spec
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
 
 # The name scope of a sum in a gradient's computation, if the analysis does not know whether the sum is over rows.
 ROWS_UNKNOWN = "zerojax_rows_unknown"
-_SUMS = frozenset("dot_general conv_general_dilated reduce_sum scatter-add".split())
+_SUMS = frozenset("dot_general conv_general_dilated ragged_dot_general reduce_sum scatter-add".split())
+# Primitives of JAX's sparse matrices that it lowers to functions of arrays, in which the sums can be seen.
+_SPARSE = frozenset("bcoo_dot_general_sampled bcoo_extract bcoo_transpose".split())
 # Operations that can be applied to each partial sum if exactly one operand is a partial sum.
 _LINEAR = frozenset(
-    "broadcast_in_dim convert_element_type copy div dot_general dynamic_slice mul neg reduce_precision reduce_sum "
-    "reshape rev sharding_constraint slice split squeeze transpose".split()
+    "broadcast_in_dim conj convert_element_type copy div dot_general dynamic_slice fft imag mul neg real "
+    "reduce_precision reduce_sum reshape rev sharding_constraint slice split squeeze transpose unstack "
+    "zerojax_rows".split()
 )
 # Operations that are linear in several operands together, with the slice that selects these operands. JAX creates them
 # when it transposes operations that slice or join parameters.
@@ -38,11 +44,13 @@ _JOINTLY = MappingProxyType(
     {
         "add": slice(2),
         "add_any": slice(2),
+        "complex": slice(2),
         "concatenate": slice(None),
         "dynamic_update_slice": slice(2),
         "pad": slice(2),
         "scatter-add": slice(0, 3, 2),
         "select_n": slice(1, None),
+        "stack": slice(None),
         "sub": slice(2),
     }
 )
@@ -56,7 +64,6 @@ class PartialSum:
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
-        """Return the shape and type of the sum."""
         return jax.ShapeDtypeStruct(self.rows.shape[1:], self.rows.dtype)
 
 
@@ -69,10 +76,9 @@ class Divided:
 
     places: tuple[Place | None, ...]
 
-    def specs(self, entry: Any) -> tuple[PartitionSpec, ...]:
-        """Return the `PartitionSpec` of each result of `opened`. `entry` names the mesh axes of the workers."""
-        dim_of = lambda place: place.dim + place.is_split
-        return tuple(PartitionSpec() if p is None else PartitionSpec(*[None] * dim_of(p), entry) for p in self.places)
+    def specs(self, axes: tuple[str, ...]) -> tuple[PartitionSpec, ...]:
+        """Return the `PartitionSpec` of each result of `opened`. `axes` are the mesh axes of the workers."""
+        return tuple(dim_spec(None if p is None else p.dim + p.is_split, axes) for p in self.places)
 
     def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Split each dim that holds the rows as an inner factor, so that the rows begin a separate dim."""
@@ -100,15 +106,25 @@ class Evaluation:
         island: `island(eqn, divided, values)` computes an equation that sums over rows, and returns its partial sums.
         alike: Constrains a gradient that is computed from parameters alone. If None, the compiler decides.
         rule: A rule for `jaxprs.evaluate`, for all other equations. If None, they are evaluated unchanged.
+        axes: The mesh axes of the workers. If empty, what a `shard_map` sums over them stays summed.
     """
 
     workers: int
     island: Callable[[Any, Divided, Sequence], jax.Array]
     alike: Callable[[jax.Array], jax.Array] | None = None
     rule: jaxprs.Rule | None = None
+    axes: tuple[str, ...] = ()
 
 
-def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[int], rows: Sequence[State]) -> list:
+def evaluate(
+    backward: Any,
+    args: Sequence,
+    how: Evaluation,
+    *,
+    grads: Sequence[int],
+    rows: Sequence[State],
+    experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
+) -> list:
     """Evaluate a backward pass, and leave gradients as partial sums where possible.
 
     Args:
@@ -117,6 +133,7 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
         how: The options.
         grads: The indices of the results that are gradients of parameters.
         rows: For each argument, which dims hold the rows of the batch.
+        experts: The axes over which gradients of experts are summed, by the results' indices.
 
     Returns:
         The results. A gradient that is left as partial sums has the shape `(workers, *shape)`.
@@ -125,55 +142,75 @@ def evaluate(backward: Any, args: Sequence, how: Evaluation, *, grads: Sequence[
     shapes = [x.shape if isinstance(x, PartialSum) else x for x in args]
     closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), shapes)
     flat, more = compat.opened(closed)
-    only_grads = _only_of(flat, grads)
-    zeros: set = set()
-    follower = Follower(how.workers)
+    follower = Follower(how.workers, guesses=True, axes=how.axes)
     found = follower.states(flat, [*[NOWHERE] * len(consts), *rows])
-    states_of = lambda eqn: [NOWHERE if compat.is_literal(atom) else found[atom] for atom in eqn.invars]
+    has_rows = lambda var: bool((state := found.get(var)) and state.places)
+    only_grads = _only_of(flat, grads, has_rows)
+    summed = {var: axes for i, axes in experts.items() for var in _only_of(flat, [i], has_rows)}
+    summed |= dict.fromkeys(only_grads, how.axes)
+    zeros: set = set()
 
     def partial_rule(eqn, values):
         out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
         if eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]:
             zeros.add(out)
         if any(isinstance(x, PartialSum) for x in values):
-            return _linear(eqn, values, how.workers)
+            return _linear(eqn, values)
         loop = compat.loop_of(eqn)
         if loop is not None and not only_grads.isdisjoint(eqn.outvars):
-            wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads]
-            in_body = Evaluation(how.workers, how.island)  # `alike` constrains the loop's results, after the loop
-            body_rows = follower.into_loop(loop, states_of(eqn))
+            # A carry that holds rows is the cotangent of an activation, which is divided along its rows already.
+            holds_rows = lambda i, var: i < loop.carry and has_rows(var)
+            wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads and not holds_rows(i, var)]
+            # `alike` constrains the loop's results, after the loop.
+            in_body = dataclasses.replace(how, alike=None, rule=None)
+            body_rows = follower.into_loop(loop, states_of(eqn.invars, found))
             inside = lambda args, grads: evaluate(loop.body, args, in_body, grads=grads, rows=body_rows)
             return _loop(eqn, loop, values, wanted, inside, how.workers)
-        if out in only_grads and (divided := _divided(eqn, states_of(eqn), found[out], zeros)) is not None:
-            return [PartialSum(how.island(eqn, divided, values))]
-        if out in only_grads and eqn.primitive.name in _SUMS and UNKNOWN in states_of(eqn):
-            with jax.named_scope(ROWS_UNKNOWN):
-                return compat.evaluate_one(eqn, values)
+        if out in only_grads and eqn.primitive.name in _SUMS:
+            states = states_of(eqn.invars, found)
+            divided = _divided(eqn, states, found[out], zeros) or _assumed(eqn, states, found[out], zeros, how.workers)
+            if divided is not None:
+                return [PartialSum(how.island(eqn, divided, values))]
+            if UNKNOWN in states:
+                with jax.named_scope(ROWS_UNKNOWN):
+                    return compat.evaluate_one(eqn, values)
+        if eqn.primitive.name == "shard_map" and not summed.keys().isdisjoint(eqn.outvars):
+            wanted = {i: summed[var] for i, var in enumerate(eqn.outvars) if var in summed}
+            if (sums := worker_sums.unreduced(eqn, values, wanted)) is not None:
+                return [PartialSum(x) if i in sums[1] else x for i, x in enumerate(sums[0])]
         return None if how.rule is None else how.rule(eqn, values)
 
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
-    for i in grads:
-        state = NOWHERE if compat.is_literal(flat.outvars[i]) else found[flat.outvars[i]]
-        if how.alike and not isinstance(results[i], PartialSum) and state is not None and not state.places:
-            results[i] = how.alike(results[i])
+    if how.alike is not None:
+        _constrain_sums(flat, results, grads, states_of(flat.outvars, found), how.alike)
     return [x.rows if isinstance(x, PartialSum) else x for x in results]
 
 
+def _constrain_sums(jaxpr: Any, results: list, grads: Sequence[int], states: Sequence[State], alike: Callable) -> None:
+    """Constrain the gradients that are no partial sums. Warn about each that the compiler reduces."""
+    for i in (i for i in grads if not isinstance(results[i], PartialSum)):
+        state = states[i]
+        if state is None:
+            warn_of_gradient(results[i].shape, next(eqn for eqn in jaxpr.eqns if jaxpr.outvars[i] in eqn.outvars))
+        elif not state.places:
+            results[i] = alike(results[i])
+
+
 def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with its calls and remats inlined.
+    """Evaluate a jaxpr with its calls, its remats and some operations on sparse matrices inlined.
 
     The operands of a remat pass through a barrier, which keeps XLA from merging its equations with the forward pass.
     """
 
     def rule(eqn, values):
-        body = compat.called(eqn)
-        if body is not None:
-            return _inlined(*compat.opened(body), *values)
-        if compat.is_remat(eqn):
-            params = compat.params_of(eqn)
-            kept = lax.optimization_barrier(tuple(values)) if params["prevent_cse"] else values
-            return _inlined(*compat.opened(params["jaxpr"]), *kept)
-        return None
+        if eqn.primitive.name in _SPARSE:
+            results = eqn.primitive.impl(*values, **eqn.params)
+            return results if eqn.primitive.multiple_results else [results]
+        if compat.inlined_body(eqn) is None:
+            return None
+        if compat.is_remat(eqn) and compat.params_of(eqn)["prevent_cse"]:
+            values = lax.optimization_barrier(tuple(values))
+        return jaxprs.evaluate_call(eqn, values, rule)
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)
 
@@ -216,17 +253,23 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
     return carries
 
 
-def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
-    """Return the variables that affect only the results with indices `grads`, and affect them linearly."""
+def _only_of(jaxpr: Any, grads: Sequence[int], has_rows: Callable[[Any], bool] = lambda _: False) -> set:
+    """Return the variables that affect only the results with indices `grads`, and affect them linearly.
+
+    Leave out a sum over the rows that is added to every row again, as in the backward pass of a mean over the batch.
+    Partial sums of it would make all rows that follow partial sums, and each worker would compute all of them.
+    """
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
     refused = set(jaxprs.variables_in(atom for i, atom in enumerate(jaxpr.outvars) if i not in grads))
     found: set = set()
     is_found = lambda var: var in found or compat.is_dropped(var)
+    meets_rows = lambda var, use: not has_rows(var) and any(map(has_rows, use.outvars))
     for var in (*(var for eqn in reversed(jaxpr.eqns) for var in eqn.outvars), *jaxpr.invars):
         if var in refused or not (var in wanted or var in uses):
             continue
-        if all(_is_linear(use) and all(map(is_found, use.outvars)) for use, _ in uses.get(var, ())):
+        linear = (_is_linear(use) and not meets_rows(var, use) for use, _ in uses.get(var, ()))
+        if all(linear) and all(is_found(out) for use, _ in uses.get(var, ()) for out in use.outvars):
             found.add(var)
     return found
 
@@ -234,16 +277,19 @@ def _only_of(jaxpr: Any, grads: Sequence[int]) -> set:
 def _is_linear(eqn) -> bool:
     """Return whether an equation can be applied to each partial sum.
 
-    A cast to float8 cannot be applied, because it would round each partial sum.
+    Rounding to integers, or to fewer bits than bfloat16 has, cannot be applied: it would round each partial sum.
     """
+    if eqn.primitive.name == "reduce_precision":
+        return eqn.params["mantissa_bits"] >= jnp.finfo(jnp.bfloat16).nmant
     if eqn.primitive.name == "convert_element_type":
         dtype = np.dtype(eqn.params["new_dtype"])
-        return not (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 2)
+        return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2
     return eqn.primitive.name in _LINEAR or eqn.primitive.name in _JOINTLY
 
 
-def _linear(eqn, values: Sequence, workers: int) -> list:
+def _linear(eqn, values: Sequence) -> list:
     """Evaluate an equation that has partial sums among its operands."""
+    workers = next(x.rows.shape[0] for x in values if isinstance(x, PartialSum))
     rows = [x.rows if isinstance(x, PartialSum) else x for x in values]
     partial = [isinstance(x, PartialSum) for x in values]
 
@@ -276,16 +322,13 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
 
     Also return None if the result still holds rows, as in a batched product. A later equation then sums over the rows.
     """
+    states = states[:2] if eqn.primitive.name == "ragged_dot_general" else states  # the group sizes count all rows
     known = [state for state in states if state is not None]
     if len(known) < len(states) or result is None or result.places:
         return None
     name = eqn.primitive.name
-    if name == "dot_general":
-        return _paired(known, zip(*eqn.params["dimension_numbers"][0], strict=True))
-    if name == "conv_general_dilated" and eqn.params["feature_group_count"] == 1:
-        # In the gradient of a kernel, the feature dim of the convolution holds the rows.
-        numbers = eqn.params["dimension_numbers"]
-        return _paired(known, [(numbers.lhs_spec[1], numbers.rhs_spec[1])])
+    if (pairs := _contracted(eqn)) is not None:
+        return _paired(known, pairs, len(eqn.invars))
     if name == "reduce_sum":
         place = known[0].only
         return Divided((place,)) if place is not None and place.dim in eqn.params["axes"] else None
@@ -294,12 +337,52 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
     return None
 
 
-def _paired(states: Sequence[Places], pairs: Iterable) -> Divided | None:
+def _assumed(eqn, states: Sequence[State], result: State, zeros: set, workers: int) -> Divided | None:
+    """Return places for an equation that sums over unknown dims: dims that are known, or the first that fits.
+
+    The sum is exact for any dim. If the dim does not hold the rows, the compiler moves the operands. If there were no
+    partial sums, it would all-reduce the gradient, in the gradient's type and once per microbatch.
+    """
+    if UNKNOWN not in (*states, result):
+        return None
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    in_all = lambda divided: all(p is None or fits(p, x, workers) for p, x in zip(divided.places, shapes, strict=True))
+    if (pairs := _contracted(eqn)) is not None:
+        pairs, given = [*pairs], [Places() if state is None else state for state in states[:2]]
+        first = (Divided((Place(int(i)), Place(int(j)), *[None] * (len(shapes) - 2))) for i, j in pairs)
+        found = [_paired(given, pairs, len(shapes)), *first]
+    elif eqn.primitive.name == "reduce_sum":
+        found = [Divided((Place(0),))] if 0 in eqn.params["axes"] else []
+    else:
+        found = [_scattered(eqn, [NOWHERE, NOWHERE, Places(frozenset({Place(0)}))])] if eqn.invars[0] in zeros else []
+    return next((divided for divided in found if divided is not None and in_all(divided)), None)
+
+
+def _contracted(eqn) -> Iterable[tuple] | None:
+    """Return the pairs of dims over which a product of two operands sums, or None if `eqn` is not such a product."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        return zip(*params["dimension_numbers"][0], strict=True)
+    if name == "ragged_dot_general":
+        numbers = params["ragged_dot_dimension_numbers"]
+        lhs, rhs = numbers.dot_dimension_numbers[0]
+        is_flat = len(eqn.invars[2].aval.shape) == 1  # one size per group, for all batch dims
+        return [(i, j) for i, j in zip(lhs, rhs, strict=True) if is_flat and i in numbers.lhs_ragged_dimensions]
+    if name == "conv_general_dilated" and params["feature_group_count"] == 1:
+        # In the gradient of a kernel, the feature dim of the convolution holds the rows.
+        numbers = params["dimension_numbers"]
+        return [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
+    return None
+
+
+def _paired(states: Sequence[Places], pairs: Iterable, operands: int) -> Divided | None:
     """Find the pair of contracted dims that holds the rows, or return None. One of the dims may be uniform."""
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
-            return Divided((place.to(int(i)), place.to(int(j))))
+            # The groups of a `ragged_dot` (a third operand) are sorted, so that a worker's rows must be contiguous.
+            place = place if operands == 2 else Place(place.dim)
+            return Divided((place.to(int(i)), place.to(int(j)), *[None] * (operands - 2)))
     return None
 
 
@@ -312,9 +395,5 @@ def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
         return None
     scattered = [d for d in range(len(eqn.invars[2].aval.shape)) if d not in numbers.update_window_dims]
     if indices.places:
-        if place.dim >= len(scattered):
-            return None
-        return Divided((None, place, place.to(scattered[place.dim])))
-    if place.dim not in scattered:
-        return None
-    return Divided((None, place.to(scattered.index(place.dim)), place))
+        return Divided((None, place, place.to(scattered[place.dim]))) if place.dim < len(scattered) else None
+    return Divided((None, place.to(scattered.index(place.dim)), place)) if place.dim in scattered else None

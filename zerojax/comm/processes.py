@@ -36,7 +36,6 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process does the work that only one process does."""
         return self.index == 0
 
     def exchange(self, topic: str, message: str) -> list[str]:

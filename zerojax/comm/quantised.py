@@ -51,7 +51,6 @@ class Codec:
     stochastic: bool = False
 
     def bytes(self, size: int) -> int:
-        """Return the number of bytes that encode `size` elements, including padding and scales."""
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
 
     def encode(self, x: Float[Array, "*rows elements"]) -> UInt8[Array, "*rows bytes"]:
@@ -76,7 +75,6 @@ class Codec:
 
     @property
     def _limit(self) -> float:
-        """Return the largest magnitude of the format."""
         return INTEGER_LIMITS.get(self.format) or float(jnp.finfo(self.format).max)
 
     def _narrow(self, x: Float[Array, "*rows block"]) -> UInt8[Array, "*rows bytes"]:
@@ -150,5 +148,4 @@ def reduce_scatter(
 
 
 def _split(rows: Array, sizes: Sequence[int]) -> list[Any]:
-    """Split the last dim of `rows` into parts with the given sizes."""
     return jnp.split(rows, list(itertools.accumulate(sizes))[:-1], axis=-1)

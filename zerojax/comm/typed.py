@@ -66,7 +66,6 @@ class TypedFunction:
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
-        """Return the sharding of each result."""
         return [spec_of(atom.aval) for atom in compat.opened(self.closed)[0].outvars]
 
     def __call__(self, *values: Array) -> list[Array]:
@@ -94,7 +93,6 @@ class _Evaluation:
     known: dict
 
     def evaluate(self, jaxpr: Any, consts: Sequence, values: Sequence) -> list:
-        """Evaluate a jaxpr with Explicit types."""
         return jaxprs.evaluate(jaxpr, consts, values, self._rule)
 
     def _rule(self, eqn: Any, values: Sequence) -> list:
@@ -208,7 +206,6 @@ class _Evaluation:
         return jaxprs.evaluate_remat(eqn, values, self.evaluate)
 
     def _name(self, eqn: Any, values: Sequence) -> Sequence:
-        """Evaluate a `checkpoint_name`, whose parameter may hold the type of the value."""
         return [checkpoint_name(values[0], compat.params_of(eqn)["name"])]
 
 
@@ -235,17 +232,14 @@ class _DerivativeRule:
 
     @property
     def _types(self) -> list:
-        """Return the types of all operands."""
         return [atom.aval for atom in self.eqn.invars]
 
     @property
     def _args(self) -> list:
-        """Return the types of the function's arguments."""
         return self._types[len(self.consts) :]
 
     @property
     def _outs(self) -> list:
-        """Return the types of the results."""
         return [var.aval for var in self.eqn.outvars]
 
     def jvp_of(self, value: Callable) -> Callable:
@@ -321,7 +315,6 @@ def spec_of(aval: Any) -> PartitionSpec:
 
 
 def _divided(spec: PartitionSpec) -> PartitionSpec:
-    """Drop the `unreduced` axes of a spec, over which a sum is still pending."""
     return PartitionSpec(*spec.partitions)
 
 
@@ -347,7 +340,6 @@ def _has_tangent(aval: Any) -> bool:
 
 
 def _differentiable(avals: Sequence, values: Sequence) -> list:
-    """Return the values whose types have tangents."""
     return [x for aval, x in zip(avals, values, strict=True) if _has_tangent(aval)]
 
 

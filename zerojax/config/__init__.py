@@ -1,7 +1,7 @@
 """The options of `zero_shard`, as frozen dataclasses that check their fields when they are created."""
 
 from zerojax.config.batch_spec import BatchSpec
-from zerojax.config.checks import check_count, check_flag, check_word
+from zerojax.config.checks import check_chosen, check_count, check_flag, check_word
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, with_auto_axes
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy
 from zerojax.config.leaf_mask import LeafMask, path_of
@@ -23,6 +23,7 @@ __all__ = [
     "Offload",
     "Precision",
     "Wire",
+    "check_chosen",
     "check_count",
     "check_flag",
     "check_word",

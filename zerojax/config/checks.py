@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,3 +43,19 @@ def chooses(where: Callable[[str, Any], bool] | Sequence[str], path: str, leaf: 
     if callable(where):
         return bool(where(path, leaf))
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in where)
+
+
+def check_chosen(option: str, where: Any, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    """Raise a ValueError if an option that chooses parameters chooses none of them, as with a misspelled name."""
+    if where is None or not paths or any(chooses(where, *pair) for pair in zip(paths, leaves, strict=True)):
+        return
+    strings = getattr(getattr(where, "__code__", None), "co_consts", ()) if callable(where) else where
+    words = [word for one in strings if isinstance(one, str) for word in one.split("/") if word.strip("*")]
+    parts = {part.lower(): path for path in reversed(paths) for part in path.split("/")}
+    near = {parts[found]: None for word in words for found in difflib.get_close_matches(word.lower(), parts)}
+    some = list(near or dict.fromkeys(paths))[:5]
+    raise ValueError(
+        f"{option} chooses none of the {len(paths)} parameters. {'Paths that come close' if near else 'Their paths'}: "
+        f"{', '.join(map(repr, some))}{'' if near or len(paths) <= 5 else ', ...'}. Correct the name, or leave "
+        f"{option} out."
+    )

@@ -68,7 +68,6 @@ class MeshRecord:
 
 
 def with_auto_axes(mesh: Any) -> Any:
-    """Return a mesh, or an abstract mesh, with all of its axes Auto."""
     return mesh.update(axis_types=(AxisType.Auto,) * len(mesh.axis_names)) if mesh.explicit_axes else mesh
 
 
@@ -82,6 +81,7 @@ class Config:
         axis: The mesh axes that divide the rows of the batch.
         shard_axis: The axes over which the stage shards. Empty: all of `axis`.
         params_axis: The axes over which parameters are sharded. Empty: the axes of gradients and optimizer state.
+        expert_axis: The axes over which experts stay divided. Empty: none.
         trainable: `trainable(path, leaf) -> bool` chooses the leaves that are trained. None: every leaf.
         overwrite: `overwrite(path, leaf) -> bool` chooses leaves that take their gradient as their new value. None:
             only leaves with the name `_overwrite_with_gradient` in their path or NNX class.
@@ -97,6 +97,7 @@ class Config:
     axis: tuple[str, ...] = ("data",)
     shard_axis: tuple[str, ...] = ()
     params_axis: tuple[str, ...] = ()
+    expert_axis: tuple[str, ...] = ()
     persist_below: int = PERSIST_BELOW
     prefetch: int = 1
     bucket_bytes: int = BUCKET_BYTES
@@ -122,14 +123,16 @@ class Config:
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
         check_word("view=", self.view, ("global", "device"))
         check_word("matrix_updates=", self.matrix_updates, ("auto", "owner", "sharded"))
-        for argument in ("shard_axis", "params_axis"):
+        for argument in ("shard_axis", "params_axis", "expert_axis"):
             if missing := [name for name in getattr(self, argument) if name not in self.axis]:
                 raise ValueError(
                     f"{argument} names {in_words(tuple(missing))}, over which no rows are divided: axis={self.axis!r}. "
-                    f"Name some of these axes, or leave {argument}= out to shard over all of them."
+                    f"Name some of these axes, or leave {argument}= out."
                 )
         if self.params_axis:
             self._check_params_axis()
+        if self.expert_axis:
+            self._check_expert_axis()
         if self.batch_spec is not None:
             self.batch_spec.check(self.axis, dict(self.user_mesh.shape))
         for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
@@ -173,6 +176,19 @@ class Config:
                 f"params_axis= shards it over fewer axes. Give one of them."
             )
 
+    def _check_expert_axis(self) -> None:
+        """Raise a ValueError for an option that cannot be combined with `expert_axis`."""
+        if self.view == "device":
+            raise ValueError(
+                f'expert_axis={self.expert_axis!r} leaves experts divided, but with view="device" the loss sees every '
+                f"parameter in full. Use the global view, and call the experts in a jax.shard_map over these axes."
+            )
+        if self.params_axis or self.params_on_disk:
+            option = "params_axis=" if self.params_axis else 'Offload(params="disk")'
+            raise ValueError(
+                f"{option} cannot be combined with expert_axis={self.expert_axis!r}. Leave one of them out."
+            )
+
     def _check_params_on_disk(self) -> None:
         """Raise a ValueError for an option that cannot be used with `Offload(params="disk")`."""
         for name, found in {"shard_axis": self.shard_axis, "wire": self.wire, "overwrite": self.overwrite}.items():
@@ -209,25 +225,6 @@ class Config:
             raise ValueError(
                 f"Wire(over=) names {in_words(missing)}, over which no rows are divided: axis={self.axis!r}. "
                 f"Name some of these axes."
-            )
-        if wire.error_feedback:
-            self._check_error_feedback(wire)
-
-    def _check_error_feedback(self, wire: Wire) -> None:
-        """Raise a ValueError unless gradients are reduced across hosts once per step, by a quantised reduction."""
-        across = tuple(axis for axis in self.axis if axis not in self.params_axis)
-        if not self.params_axis or len(across) != 1:
-            several = self.params_axis and across
-            found = f"over {in_words(across)} there are {len(across)} reductions" if several else "there is none"
-            raise ValueError(
-                f"Wire(error_feedback=True) keeps the errors of one reduction across hosts, at the end of a step, and "
-                f'{found}. Shard parameters within a host: stage=3, axis=("host", "gpu"), params_axis="gpu"; a '
-                f"reduction within the backward pass would need a full gradient's errors on each device."
-            )
-        if wire.over is not None and across[0] not in wire.over:
-            raise ValueError(
-                f"Wire(error_feedback=True) keeps the errors of the reduction over {in_words(across)}, and "
-                f"over={wire.over!r} quantises nothing there. Name this axis in over=, or leave over= out."
             )
 
     def __getstate__(self) -> dict:
@@ -266,12 +263,10 @@ class Config:
 
     @property
     def params_on_host(self) -> bool:
-        """Return whether sharded parameters are kept in host memory."""
         return self.offload is not None and self.offload.params == "host"
 
     @property
     def params_on_disk(self) -> bool:
-        """Return whether sharded parameters are kept in files."""
         return self.offload is not None and self.offload.params == "disk"
 
     @property
@@ -291,12 +286,21 @@ class Config:
         precision = self.precision
         return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
 
+    def require_jit(self) -> None:
+        """Raise a ValueError if `jax.jit` is disabled, and `offload` needs programs that keep arrays where they are."""
+        settings: Any = jax.config
+        if self.offload is not None and settings.jax_disable_jit:
+            raise ValueError(
+                "JAX_DISABLE_JIT (or jax.disable_jit) is on, and offload= needs compiled programs, which say in which "
+                "memory each array is. Leave one of them out: without offload= the numbers are the same."
+            )
+
     @functools.cached_property
     def data(self) -> DataMesh:
         """Return the axes that divide the batch, and the axes that shard parameters, gradients and optimizer state."""
-        return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, self.shard_axis, self.params_axis)
+        over = self.shard_axis, self.params_axis, self.expert_axis
+        return DataMesh.for_stage(dict(self.mesh.shape), self.axis, self.stage, *over)
 
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:
-        """Return the options that determine how leaves are laid out."""
         return LayoutPolicy(self.stage, self.data, self.persist_below, self.stores_compute_dtype, self.params_on_host)

@@ -23,6 +23,7 @@ class DataMesh:
         params: Axes that shard the parameters; empty if parameters are replicated.
         grads: Axes that shard the gradients; empty if gradients are replicated.
         opt_state: Axes that shard the optimizer state; empty if the state is replicated.
+        experts: Data axes that also divide experts: a leaf that names one of them stays divided over it.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv 2304.11277, section 3.2 (hybrid
@@ -34,6 +35,7 @@ class DataMesh:
     params: tuple[str, ...] = ()
     grads: tuple[str, ...] = ()
     opt_state: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
 
     @classmethod
     def for_stage(
@@ -43,17 +45,24 @@ class DataMesh:
         stage: int,
         shard_axes: tuple[str, ...] = (),
         params_axes: tuple[str, ...] = (),
+        expert_axes: tuple[str, ...] = (),
     ) -> DataMesh:
         """Return the axes for a ZeRO stage. `sizes` has every axis of the mesh, and `axes` divide the batch.
 
         The stage shards over `shard_axes` (empty: over all of `axes`) and replicates over the other axes. Parameters
-        are sharded only over `params_axes` (empty: like gradients and optimizer state).
+        are sharded only over `params_axes` (empty: like gradients and optimizer state). Leaves that name one of
+        `expert_axes` stay divided over it at every stage.
+
+        An axis of one device neither shards nor replicates. It counts as sharding, so that nothing is reduced over it.
         """
-        inner = shard_axes or axes
+        whole = tuple(axis for axis in axes if sizes[axis] == 1)
+        with_whole = lambda some: (*some, *(axis for axis in whole if axis not in some)) if some else ()
+        params_axes, inner = with_whole(params_axes), with_whole(shard_axes) or axes
         inner = (*params_axes, *(axis for axis in inner if axis not in params_axes))
         sharded = lambda first_stage: inner if stage >= first_stage else ()
         params = (params_axes or inner) if stage == 3 else ()
-        return cls(tuple(sizes.items()), axes, params=params, grads=sharded(2), opt_state=sharded(1))
+        grads, opt_state = sharded(2), sharded(1)
+        return cls(tuple(sizes.items()), axes, params=params, grads=grads, opt_state=opt_state, experts=expert_axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
         """Return the product of the sizes of some axes; 1 for no axes."""
@@ -84,7 +93,6 @@ class DataMesh:
 
     @property
     def compiler_axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that are left to the compiler."""
         return tuple(name for name, _ in self.sizes if name not in self.batch)
 
 
@@ -108,8 +116,12 @@ class LayoutPolicy:
 
 
 def spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    """Convert mesh axes to one entry of a `PartitionSpec`."""
     return axes[0] if len(axes) == 1 else axes or None
+
+
+def dim_spec(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
+    """Return the spec of an array that mesh axes divide along one dim only. None: along no dim."""
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, spec_entry(axes))
 
 
 def entry_axes(entry: Any) -> tuple[str, ...]:
@@ -120,7 +132,6 @@ def entry_axes(entry: Any) -> tuple[str, ...]:
 
 
 def axes_of(*specs: Iterable) -> list[str]:
-    """Return all mesh axes that some `PartitionSpec`s name, in order and with repetitions."""
     return [axis for spec in specs for entry in spec for axis in entry_axes(entry)]
 
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal
 
-from zerojax.config.checks import check_count, check_word, checked_where, chooses
+from zerojax.config.checks import check_word, checked_where, chooses
 from zerojax.units import parse_bytes
 
 CHUNK_BYTES = 32 << 20
@@ -35,11 +35,14 @@ class Offload:
         fraction: The fraction of the optimizer state's bytes that is offloaded, from 0 to 1. `"auto"`: the smallest
             fraction with which the model states fit into `budget`.
         budget: For `fraction="auto"`: the bytes per device for parameters, gradients, optimizer state and chunks in
-            transfer. Activations do not count.
+            transfer, such as `"60 GB"`. Activations do not count.
         where: The parameters whose state may be offloaded: `where(path, leaf) -> bool`, as for `Precision.keep`, or
             shell patterns such as `("*/kernel",)`. None: all.
         path: For `optimizer="disk"`: the folder for the files. Each process creates a folder inside it.
-        chunk_bytes: The largest number of bytes per device that is copied at once.
+        chunk_bytes: The largest number of bytes per device that is copied at once, or text such as `"32 MiB"`.
+        device_bytes: For `optimizer="host"` and `update="device"`: bytes per device of chunks that stay on the device
+            between steps, so that they do not cross the link; a number, or text such as `"8 GB"`. Other than with
+            `fraction`, a part of a leaf can stay. None: no chunk stays.
         host_bytes: For `params="disk"`: bytes of host memory, per process, for buffers and for the parameters and
             gradients that are kept there instead of on disk; a number, or text such as `"8 GB"`. None: only buffers.
 
@@ -58,24 +61,26 @@ class Offload:
     params: Literal["host", "disk"] | None = None
     update: Literal["auto", "device", "host"] = "auto"
     fraction: float | Literal["auto"] = 1.0
-    budget: int | None = None
+    budget: Any = None
     where: Callable[[str, Any], bool] | tuple[str, ...] | None = None
     path: str | os.PathLike | None = None
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: Any = CHUNK_BYTES
     host_bytes: int | str | None = None
+    device_bytes: Any = None
 
     def __post_init__(self):
         """Check every field, and convert `path` to a string and `where` to a function or a tuple."""
         check_word("Offload(optimizer=)", self.optimizer, (None, "host", "disk"))
         check_word("Offload(params=)", self.params, (None, "host", "disk"))
         check_word("Offload(update=)", self.update, ("auto", "device", "host"))
-        check_count("Offload(chunk_bytes=)", self.chunk_bytes, "bytes", least=1)
+        object.__setattr__(self, "chunk_bytes", parse_bytes("Offload(chunk_bytes=)", self.chunk_bytes, least=1))
         if self.optimizer is None:
             why = "offloads parameters without their optimizer state" if self.params else "offloads nothing"
             given = f"params={self.params!r}" if self.params else ""
             raise ValueError(f'Offload({given}) {why}. Give optimizer="host" or optimizer="disk".')
         self._check_fraction()
         self._check_params()
+        self._check_device_bytes()
         if (self.path is not None) != (self.optimizer == "disk"):
             raise ValueError(
                 f"Offload(optimizer={self.optimizer!r}, path={self.path!r}) contradicts itself: path= is the folder "
@@ -111,17 +116,28 @@ class Offload:
                 'disk. Give update="device" or "auto".'
             )
 
+    def _check_device_bytes(self) -> None:
+        if self.device_bytes is None:
+            return
+        object.__setattr__(self, "device_bytes", parse_bytes("Offload(device_bytes=)", self.device_bytes, least=0))
+        if self.optimizer != "host" or self.update != "device":
+            raise ValueError(
+                f"Offload(device_bytes={self.device_bytes}) keeps chunks in device memory, instead of in host memory, "
+                f"that the device updates, and here optimizer={self.optimizer!r} and update={self.update!r}. Give "
+                f'optimizer="host" and update="device", or fraction= instead of device_bytes=.'
+            )
+
     def _check_fraction(self) -> None:
         fraction = self.fraction
         if fraction == "auto":
             if self.budget is None:
                 raise ValueError('Offload(fraction="auto") needs budget=, the bytes per device for model states.')
-            return check_count("Offload(budget=)", self.budget, "bytes", least=1)
+            object.__setattr__(self, "budget", parse_bytes("Offload(budget=)", self.budget, least=1))
+            return
         if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real) or not 0 <= fraction <= 1:
             raise ValueError(f'Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1, or "auto".')
         if self.budget is not None:
             raise ValueError('Offload(budget=) has no effect without fraction="auto". Give both, or neither.')
-        return None
 
     def covers(self, path: str, leaf: Any) -> bool:
         """Return whether `where` lets the state of a parameter be offloaded.

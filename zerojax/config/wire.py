@@ -31,8 +31,6 @@ class Wire:
         block: Number of elements that share a scale. At least 2, and even.
         rounding: How gradients are rounded to integers: `"nearest"` or `"stochastic"`. The expected value of stochastic
             rounding is the exact number. Its pseudo-random bits are a hash of the number and its position.
-        error_feedback: Whether rounding errors of the reduction across hosts are kept in the state, in float32, and
-            added to the next step's gradients. Needs `params_axis=`, so that there is one such reduction per step.
         over: The mesh axes whose collectives are quantised, such as `"host"`. None: all axes.
         where: The parameters that are quantised: a function of `(path, leaf)`, where `leaf` is a `jax.ShapeDtypeStruct`
             of logical shape, or shell patterns such as `("*/kernel",)`. None: all except vectors and parameters with
@@ -44,7 +42,6 @@ class Wire:
 
     References:
         Wang et al. 2023, arXiv 2306.10209, sections 3.2 (qwZ) and 3.4 (qgZ): ZeRO++.
-        Karimireddy et al. 2019, arXiv 1901.09847, algorithm 2; Xie et al. 2024, arXiv 2407.04480 (LoCo): feedback.
 
     Examples:
         >>> wire = Wire(gather="int8", reduce="int4")
@@ -54,7 +51,6 @@ class Wire:
     reduce: Format | None = None
     block: int = 256
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    error_feedback: bool = False
     over: str | tuple[str, ...] | None = None
     where: Callable[[str, Any], bool] | Sequence[str] | None = None
 
@@ -69,13 +65,6 @@ class Wire:
             raise ValueError(
                 f'Wire(rounding="stochastic") rounds gradients to integers, and reduce={self.reduce!r} sends none. '
                 f'Give reduce="int4" or "int8", or leave rounding out.'
-            )
-        if not isinstance(self.error_feedback, bool):
-            raise TypeError(f"Wire(error_feedback=) is True or False, not {self.error_feedback!r}.")
-        if self.error_feedback and self.reduce is None:
-            raise ValueError(
-                "Wire(error_feedback=True) keeps errors of gradients, and no gradient is quantised. Give reduce= too, "
-                'such as reduce="int4".'
             )
         check_count("Wire(block=)", self.block, "elements", least=2)
         if self.block % 2:

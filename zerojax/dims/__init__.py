@@ -8,10 +8,27 @@ place      describes where the followed dim is in one value
 moves      has rules for primitives that move elements, or compute each one from elements at the same place
 products   has rules for products, convolutions and decompositions
 indexing   has rules for slices, gathers and scatters
+guess      replaces unknown places where shapes and shardings allow a guess
+opaque     has rules for equations that say where they divide their operands
+kernels    proves that a Pallas kernel's programs use only their own rows
+declared   defines `zerojax.rows`, which declares a place
 follow     finds the places in a jaxpr, its calls, loops and branches
 """
 
 from zerojax.dims.follow import Follower
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, stacked
+from zerojax.dims.guess import fits
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, stacked, states_of
 
-__all__ = ["NOWHERE", "UNKNOWN", "Context", "Follower", "Place", "Places", "State", "at", "stacked"]
+__all__ = [
+    "NOWHERE",
+    "UNKNOWN",
+    "Context",
+    "Follower",
+    "Place",
+    "Places",
+    "State",
+    "at",
+    "fits",
+    "stacked",
+    "states_of",
+]

@@ -1,17 +1,21 @@
 """Find the `State` of each value in a jaxpr and its calls, loops and branches. A state says where the followed dim is.
 
-In the engine and `comm.partial_sums`, the followed dim has the rows of a batch, and each trace has one `Follower`. In
-`optim.dims`, the followed dim has the matrices of a stack.
+In the engine and `comm.partial_sums`, the followed dim has the rows of a batch, and each trace has one `Follower`. A
+gradient is a sum over any dim, so a wrong dim costs time there and not correctness. So the `Follower` guesses where the
+rules give up. In `optim.dims`, the followed dim has the matrices of a stack. Computing on shards needs a proof.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
-from zerojax.dims import indexing, moves, products
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, joined, stacked, unstacked
+from zerojax.dims import guess, indexing, moves, opaque, products
+from zerojax.dims.guess import guessed
+from zerojax.dims.kernels import own_rows
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, joined, stacked, states_of, unstacked
 
 RULES = {**moves.RULES, **products.RULES, **indexing.RULES}
+LARGE = 1 << 16  # Smaller operands and gradients cost too little to warn about them.
 _ROUNDS = 4  # A loop's body is analysed until the states of its carry no longer change, but at most this often.
 
 
@@ -21,25 +25,41 @@ class Follower:
     Attributes:
         count: The number of entries of the followed dim. It is the size of the dim or a divisor of the size, such as
             the number of devices over which the dim is divided.
+        guesses: Whether an unknown state is replaced by a guess from shapes and shardings.
+        axes: The mesh axes that divide the followed dim. Only a `Follower` that guesses reads them.
+        undivided: For a `Follower` that guesses, the equations found so far that the compiler cannot divide although a
+            large operand holds rows, by their line.
     """
 
-    def __init__(self, count: int):
+    def __init__(self, count: int, *, guesses: bool = False, axes: Collection[str] = ()):
         """Start with an empty cache."""
-        self.count = count
+        self.count, self.guesses, self.axes = count, guesses, frozenset(axes)
+        self.undivided: dict[str, Any] = {}
         self._results: dict[Any, tuple[Any, list[State]]] = {}
 
     def states(self, jaxpr: Any, given: Sequence[State]) -> dict[Any, State]:
         """Return the state of every variable of an open jaxpr, given the states of its arguments."""
+        return self._followed(jaxpr, given)[0]
+
+    def _followed(self, jaxpr: Any, given: Sequence[State], drawn: Collection = ()) -> tuple[dict[Any, State], Context]:
+        """Return the states, and the context in which they were found. Dim 0 of the variables `drawn` holds rows."""
         found: dict[Any, State] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
-        context = Context(self.count, made)
+        context = Context(self.count, made, indexing.known(jaxpr.invars, given), self.axes)
         for eqn in jaxpr.eqns:
-            states = [NOWHERE if compat.is_literal(atom) else found[atom] for atom in eqn.invars]
+            states = states_of(eqn.invars, found)
             for var, state in zip(eqn.outvars, self.through(eqn, states, context), strict=True):
                 found[var] = NOWHERE if state is None and _is_nowhere(var) else state
+                found[var] = at(0) if var in drawn else found[var]
                 made[var] = eqn
-        return found
+        if self.guesses and not drawn and (drawn := guess.drawn(jaxpr, given, found)):
+            again, context = self._followed(jaxpr, given, drawn)
+            # Elsewhere, a size that equals the number of rows by chance must not hide the rows.
+            known = [(state, again[var]) for var, state in found.items() if state is not None and state.places]
+            if all(new is not None and new.places == state.places for state, new in known):
+                return again, context
+        return found, context
 
     def with_implied(self, jaxpr: Any, found: Mapping[Any, State]) -> dict[Any, State]:
         """Add places to values that have none, if they are combined element by element with values that have places.
@@ -64,17 +84,39 @@ class Follower:
         """Return the states of a jaxpr's results; see `states`."""
         key = id(jaxpr), tuple(given)
         if key not in self._results:
-            found = self.states(jaxpr, given)
-            results = [NOWHERE if compat.is_literal(a) else found[a] for a in jaxpr.outvars]
+            found, context = self._followed(jaxpr, given)
+            results = indexing.noted(jaxpr.outvars, states_of(jaxpr.outvars, found), context)
             self._results[key] = jaxpr, results  # The jaxpr is kept, so that no other jaxpr gets its id.
         return self._results[key][1]
 
     def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
         """Return the states of the results of `eqn`, given the states of its operands."""
+        if not self.guesses:
+            return self._proved(eqn, states, context)
+        found = self._said(eqn, states, context)
+        return guessed(eqn, states, self._proved(eqn, states, context) if found is None else found, context)
+
+    def _said(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State] | None:
+        """Return the states that an equation declares for its results. None if it declares none."""
+        name = compat.name_of(eqn)
+        if (split := own_rows(eqn, states, self.count)) is not None:
+            return [at(dim) for dim in split.out_dims]
+        if self.count > 1 and opaque.is_undivided(eqn, states, LARGE):
+            self.undivided.setdefault(compat.line_of(eqn), eqn)
+        if name == "shard_map":
+            if self.axes.isdisjoint(eqn.params["newly_manual_axes"]):
+                return self.results(compat.opened(eqn.params["jaxpr"])[0], states)
+            return opaque.specified(eqn.params["out_specs"], states, context)
+        found = opaque.RULES[name](eqn, states, context) if name in opaque.RULES else None
+        body = compat.opaque_body(eqn)
+        return found if body is None else self.results(body, states)
+
+    def _proved(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
         name = compat.name_of(eqn)
         if (rule := RULES.get(name)) is not None:
             found = rule(eqn, states, context)
             return found if isinstance(found, list) else [found] * len(eqn.outvars)
+        states = indexing.noted(eqn.invars, states, context)
         if (loop := compat.loop_of(eqn)) is not None:
             return self._through_loop(loop, states)
         if name == "while":
@@ -100,11 +142,16 @@ class Follower:
         """Return the states of a loop's carry that hold in every iteration, or None if `_ROUNDS` rounds find none."""
         carry = list(carry)
         for _ in range(_ROUNDS):
-            again = [joined(*pair) for pair in zip(carry, body(carry), strict=False)]  # A scan also returns rows.
+            again = [self._joined(*pair) for pair in zip(carry, body(carry), strict=False)]  # A scan also returns rows.
             if again == carry:
                 return carry
             carry = again
         return None
+
+    def _joined(self, a: State, b: State) -> State:
+        """Join two states of one value. A guess prefers known places to an unknown state."""
+        known = next((state for state in (a, b) if state is not None and state.places), UNKNOWN)
+        return known if self.guesses and UNKNOWN in (a, b) else joined(a, b)
 
     def _through_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
         inside = self.into_loop(loop, states)
@@ -124,7 +171,7 @@ class Follower:
         found = [self.results(compat.opened(branch)[0], states[1:]) for branch in eqn.params["branches"]]
         outs = found[0]
         for other in found[1:]:
-            outs = [joined(*pair) for pair in zip(outs, other, strict=True)]
+            outs = [self._joined(*pair) for pair in zip(outs, other, strict=True)]
         return outs if states[0] is not None and not states[0].places else [UNKNOWN] * len(outs)
 
 

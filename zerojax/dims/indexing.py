@@ -1,5 +1,6 @@
 """Rules for slices, gathers and scatters. They are the third part of the table of rules."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim after `dynamic_update_slice`. It is unknown if the update has only a part of this dim."""
+    """Find the followed dim after `dynamic_update_slice`. The dim is unknown if the update covers only a part of it."""
     operand, update, *starts = states
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
     if operand is None or update is None or any(start is None or start.places for start in starts):
@@ -66,7 +67,7 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
         elif dim in batching:
             paired = int(numbers.start_indices_batching_dims[batching.index(dim)])
             found.add(place.to(batch[paired]))
-        elif place.outer == 1 and (at := _counting(eqn.invars[1], dim, index_map, shape, context)) is not None:
+        elif place.outer == 1 and (at := _counting(eqn.invars[1], indices, dim, index_map, shape, context)) is not None:
             found.add(Place(batch[at]))
         else:
             return UNKNOWN
@@ -100,7 +101,7 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
             found.add(place.to(windows[dim]))
         elif (at_index := scattered.index(dim)) in paired:
             found.add(place.to(paired[at_index]))
-        elif place.outer == 1 and (counted := _counted(eqn, at_index, shapes[0], context)) is not None:
+        elif place.outer == 1 and (counted := _counted(eqn, indices, at_index, shapes[0], context)) is not None:
             found.add(Place(counted))
         else:
             summed = True
@@ -111,32 +112,72 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
     return one_per_dim(found)
 
 
-def _counted(eqn: Any, dim: int, shape: Sequence[int], context: Context) -> int | None:
+def _counted(eqn: Any, indices: Places, dim: int, shape: Sequence[int], context: Context) -> int | None:
     """Return the operand dim whose index is 0, 1, 2, ... along the dim `dim` of the scatter indices, or None."""
     to_operand = list(map(int, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims))
-    counted = (d for d in to_operand if _counting(eqn.invars[1], d, to_operand, shape, context) == dim)
+    counted = (d for d in to_operand if _counting(eqn.invars[1], indices, d, to_operand, shape, context) == dim)
     return next(counted, None)
 
 
-def _counting(indices: Any, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context) -> int | None:
+def _counting(
+    indices: Any, state: Places, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context
+) -> int | None:
     """Return the dim of `indices` along which the index into the operand dim `dim` is 0, 1, 2, ..., or None."""
     if dim not in index_map or compat.is_literal(indices):
         return None
-    part = index_map.index(dim)
-    pieces, made = [indices], context.made.get(indices)
-    if made is not None and made.primitive.name == "concatenate":
-        pieces = list(made.invars)
-    sizes = [atom.aval.shape[-1] for atom in pieces]
-    if sizes != [1] * len(index_map):
+    if indices.aval.shape[-1] != len(index_map):
         return None
-    values = _constant(pieces[part], context)
-    if values is None:
-        return None
-    for place, size in enumerate(values.shape[:-1]):
-        wanted = np.arange(size).reshape([-1 if d == place else 1 for d in range(values.ndim)])
-        if size == shape[dim] and size > 1 and np.array_equal(values, np.broadcast_to(wanted, values.shape)):
-            return place
+    part, found = index_map.index(dim), state.counting or _count(indices, context)
+    return next((at for of, at in found if of in (part, None) and indices.aval.shape[at] == shape[dim]), None)
+
+
+def _count(indices: Any, context: Context) -> frozenset[tuple[int | None, int]]:
+    """Return the pairs `(part, dim)` of `Places.counting` for an array of integers."""
+    if (values := _constant(indices, context)) is not None:
+        dim = _dim_of(values)
+        return frozenset() if dim is None else frozenset({(None, dim)})
+    eqn = context.made.get(indices)
+    if eqn is None or eqn.primitive.name != "concatenate" or any(atom.aval.shape[-1] != 1 for atom in eqn.invars):
+        return frozenset()
+    parts = [_constant(piece, context) for piece in eqn.invars]
+    dims = [None if values is None else _dim_of(values[..., 0]) for values in parts]
+    return frozenset((part, dim) for part, dim in enumerate(dims) if dim is not None)
+
+
+def _dim_of(values: np.ndarray) -> int | None:
+    """Return the dim along which an array is 0, 1, 2, ..., and uniform along all other dims, or None."""
+    for dim, size in enumerate(values.shape):
+        if size > 1 and np.array_equal(values, _counted_along(dim, values.shape)):
+            return dim
     return None
+
+
+def _counted_along(dim: int, shape: Sequence[int]) -> np.ndarray:
+    return np.broadcast_to(np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
+
+
+def noted(atoms: Sequence, states: Sequence[State], context: Context) -> list[State]:
+    """Add `Places.counting` to the states of values that leave or enter a function.
+
+    A derivative gets the indices of a gather as a residual, and does not see how they were computed.
+    """
+    is_index = lambda atom: getattr(getattr(atom.aval, "dtype", None), "kind", "") in ("i", "u") and atom.aval.shape
+    return [
+        dataclasses.replace(state, counting=found)
+        if state is not None and not state.counting and is_index(atom) and (found := _count(atom, context))
+        else state
+        for atom, state in zip(atoms, states, strict=True)
+    ]
+
+
+def known(variables: Sequence, states: Sequence[State]) -> dict[Any, np.ndarray]:
+    """Return the values of the arguments of which `Places.counting` says that all entries count."""
+    return {
+        var: _counted_along(dim, var.aval.shape)
+        for var, state in zip(variables, states, strict=True)
+        for part, dim in (() if state is None else state.counting)
+        if part is None
+    }
 
 
 def _constant(atom: Any, context: Context) -> np.ndarray | None:
@@ -145,8 +186,13 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
         return np.asarray(atom.val)
     eqn = context.made.get(atom)
     if eqn is None or atom.aval.size > _MOST_EVALUATED:
-        return None
-    return jaxprs.on_numpy(eqn, [_constant(operand, context) for operand in eqn.invars])
+        return context.known.get(atom)
+    values = []
+    for operand in eqn.invars if jaxprs.is_on_numpy(eqn) else ():
+        values.append(_constant(operand, context))
+        if values[-1] is None:  # Most arrays depend on an argument, far away.
+            return None
+    return jaxprs.on_numpy(eqn, values)
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:

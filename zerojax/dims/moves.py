@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together, uncounted
 from zerojax.jaxprs import ELEMENTWISE
 
 PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
@@ -67,7 +67,6 @@ def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim in the result of `transpose`."""
     return moved(states[0], np.argsort(eqn.params["permutation"]).tolist())
 
 
@@ -94,12 +93,10 @@ def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def _off(dims: Sequence[int], state: State) -> State:
-    """Return `state`, or unknown if one of the dims `dims` holds the followed dim."""
     return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
 
 
 def _ragged(state: State, dims: Sequence[int]) -> State:
-    """Return `state`, with the dims `dims` removed from the uniform dims."""
     return state if state is None else Places(state.places, state.uniform.difference(map(int, dims)))
 
 
@@ -140,7 +137,7 @@ def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[i
             return UNKNOWN
         assert state is not None
         state = _replaced(state, place, new[dim] // block)
-    return state
+    return uncounted(state)
 
 
 def _replaced(state: Places, place: Place, outer: int) -> Places:
@@ -148,7 +145,6 @@ def _replaced(state: Places, place: Place, outer: int) -> Places:
 
 
 def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
-    """Combine the states of the operands that are not scalars."""
     return together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
 
 

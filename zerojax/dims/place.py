@@ -14,6 +14,8 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from zerojax import compat
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
@@ -33,12 +35,10 @@ class Place:
     joined: bool = dataclasses.field(default=False, compare=False)
 
     def to(self, dim: int) -> Place:
-        """Return this place, moved to the dim `dim`."""
         return dataclasses.replace(self, dim=dim)
 
     @property
     def is_split(self) -> bool:
-        """Return whether each device's part of the dim is in several pieces."""
         return self.outer > 1 and not self.joined
 
 
@@ -50,18 +50,20 @@ class Places:
         places: The places of the followed dim. Empty if the value does not change when the followed dim is permuted.
             For example, a matrix of similarities between all rows has two places.
         uniform: Dims along which all entries are equal, for example after a broadcast.
+        counting: Pairs `(part, dim)`. The entries `[..., part]` of an array of indices are 0, 1, 2, ... along the dim
+            `dim`. If the part is None, all entries are. Only arguments and results of functions have this note; see
+            `indexing.noted`.
     """
 
     places: frozenset[Place] = frozenset()
     uniform: frozenset[int] = frozenset()
+    counting: frozenset[tuple[int | None, int]] = frozenset()
 
     @property
     def only(self) -> Place | None:
-        """Return the place if the value has exactly one place, and otherwise None."""
         return next(iter(self.places)) if len(self.places) == 1 else None
 
     def along(self, dim: int) -> Place | None:
-        """Return the place in the dim `dim` of the value, or None."""
         return next((place for place in self.places if place.dim == dim), None)
 
     def allows(self, places: Iterable[Place]) -> bool:
@@ -76,15 +78,28 @@ UNKNOWN: State = None
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """The number of entries of the followed dim, and for each variable the equation that computes it."""
+    """What rules know of a jaxpr.
+
+    Attributes:
+        count: The number of entries of the followed dim.
+        made: The equation of each variable.
+        known: The values of arguments that only count; see `Places.counting`.
+        axes: The mesh axes that divide the followed dim, if they are known.
+    """
 
     count: int
     made: Mapping[Any, Any]
+    known: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+    axes: frozenset[str] = frozenset()
 
 
 def at(dim: int) -> Places:
-    """Return the state of a value in which dim `dim` is the followed dim."""
     return Places(frozenset((Place(dim),)))
+
+
+def states_of(atoms: Iterable, states: Mapping[Any, State]) -> list[State]:
+    """Return the states of operands or results. A literal has no rows."""
+    return [NOWHERE if compat.is_literal(atom) else states[atom] for atom in atoms]
 
 
 def one_per_dim(places: Collection[Place]) -> State:
@@ -96,7 +111,7 @@ def together(states: Sequence[State]) -> State:
     """Combine the states of an elementwise equation's operands. All operands have the same shape."""
     first = states[0]
     if all(state is first or state == first for state in states):
-        return first
+        return uncounted(first)
     known = [state for state in states if state is not None]
     if len(known) < len(states):
         return UNKNOWN
@@ -104,6 +119,11 @@ def together(states: Sequence[State]) -> State:
     if not all(state.allows(places) for state in known) or one_per_dim(places) is UNKNOWN:
         return UNKNOWN
     return Places(places, frozenset.intersection(*(state.uniform for state in known)))
+
+
+def uncounted(state: State) -> State:
+    """Return `state` for a value whose entries are no longer the indices that the state notes."""
+    return dataclasses.replace(state, counting=frozenset()) if state is not None and state.counting else state
 
 
 def joined(a: State, b: State) -> State:
@@ -122,7 +142,7 @@ def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> 
     result is uniform along the `added` dims.
     """
     if state is None or (not state.places and not state.uniform and not added):
-        return state
+        return uncounted(state)
     places = frozenset(place.to(new) for place in state.places if (new := to[place.dim]) is not None)
     uniform = {new for dim in state.uniform if (new := to[dim]) is not None}
     return Places(places, frozenset(uniform.union(added)))
@@ -187,4 +207,5 @@ def stacked(state: State) -> State:
 def _shifted(state: Places, by: int) -> Places:
     """Return a state with `by` added to the index of every dim. A dim with a negative index is dropped."""
     places = frozenset(place.to(place.dim + by) for place in state.places)
-    return Places(places, frozenset(dim + by for dim in state.uniform if dim + by >= 0))
+    counting = frozenset((part, dim + by) for part, dim in state.counting if dim + by >= 0)
+    return Places(places, frozenset(dim + by for dim in state.uniform if dim + by >= 0), counting)

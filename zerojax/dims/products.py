@@ -1,6 +1,6 @@
 """Rules for products, convolutions and matrix decompositions. They are the second part of the table of rules."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zerojax.dims.moves import PlaceRule, batched
@@ -14,15 +14,28 @@ DECOMPOSITIONS = frozenset(
 
 def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
     """Find the followed dim in the result of `dot_general`. If this dim is contracted, the result does not have it."""
+    return _dot(eqn, states, _agree)
+
+
+def guessed_dot(eqn: Any, states: Sequence[State]) -> State:
+    """Return the state of the result of `dot_general` if its operands hold the same rows wherever one of them does."""
+    return _dot(eqn, states, lambda *_: True)
+
+
+def free_dims(eqn: Any) -> list[list[int]]:
+    """Return, for both operands of a `dot_general`, the dims that are neither contracted nor batched."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    return [[d for d in range(len(eqn.invars[n].aval.shape)) if d not in (*contracted[n], *batch[n])] for n in (0, 1)]
+
+
+def _dot(eqn: Any, states: Sequence[State], agree: Callable[[Places, Places, int, int], bool]) -> State:
     lhs, rhs = states
     if lhs is None or rhs is None:
         return UNKNOWN
-    contracted, batch = eqn.params["dimension_numbers"]
-    shapes = [atom.aval.shape for atom in eqn.invars]
-    free = [[d for d in range(len(shapes[n])) if d not in contracted[n] and d not in batch[n]] for n in (0, 1)]
+    (contracted, batch), free = eqn.params["dimension_numbers"], free_dims(eqn)
     if not lhs.places and not rhs.places:
         return NOWHERE
-    if not all(_agree(lhs, rhs, int(i), int(j)) for dims in (contracted, batch) for i, j in zip(*dims, strict=True)):
+    if not all(agree(lhs, rhs, int(i), int(j)) for dims in (contracted, batch) for i, j in zip(*dims, strict=True)):
         return UNKNOWN
     pairs = enumerate(zip(*batch, strict=True))
     found = {place.to(n) for n, (i, j) in pairs if (place := lhs.along(int(i)) or rhs.along(int(j)))}
@@ -71,7 +84,6 @@ def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def _in_groups(lhs: Place, rhs: Place | None, params: Any, context: Context) -> bool:
-    """Return whether each group of features belongs to one entry of the followed dim."""
     return lhs.outer == 1 and (rhs is None or rhs.outer == 1) and params["feature_group_count"] % context.count == 0
 
 

@@ -27,8 +27,10 @@ A program runs:
     options         has the collectives of a pass, and how far ahead it gathers
     schedule        decides when each gather starts, and when each gradient is reduced
     run             runs a program forward, and backward over the residuals
+    known_parts     divides each `shard_map` into what it computes from parameters alone, and the rest
     vjp             makes the two passes of a segment, and chooses the residuals to store
     segments        (the methods)
+    equal           lets equal segments share their passes, and keeps the names of each
     evaluate        runs equations on parameters that were gathered in a narrower type
     grad_dims       finds the order of dims in which a gradient is computed
 
@@ -48,7 +50,7 @@ Values that are computed on shards:
 
 Details that a first reading can skip:
     clusters        finds the equations that share a gather with an earlier use of their parameter
-    layer_stacks    turns other loops over layers into scans
+    layer_stacks    moves what changes a stack of layers into the scan over it
     per_layer       moves computations on whole layers into the loop that gathers these layers
     merged          merges equations that compute the same value
     held            chooses the products of parameters that are computed only once
@@ -59,7 +61,8 @@ Details that a first reading can skip:
 
 from zerojax.gather.apart import taken_apart
 from zerojax.gather.decided import Decided, decided_of
-from zerojax.gather.engine import alike_args, block, gather_on_use, row_states, split_arrays
+from zerojax.gather.engine import alike_args, block, gather_on_use, param_states, row_states, split_arrays
+from zerojax.gather.options import Sums
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.run import as_function
 from zerojax.gather.tiled import tiled
@@ -70,12 +73,14 @@ __all__ = [
     "Decided",
     "RowStates",
     "StandIn",
+    "Sums",
     "WorkingSet",
     "alike_args",
     "as_function",
     "block",
     "decided_of",
     "gather_on_use",
+    "param_states",
     "row_states",
     "split_arrays",
     "taken_apart",

@@ -1,7 +1,7 @@
 """Take the reductions of parameters out of a loss on full parameters. `train.apart` uses this at stages 1 and 2.
 
 At these stages every device has all parameters, so every device would compute a penalty such as `jnp.sum(w**2)`, and
-its gradient, in full. The rule "reduction" finds such reductions. They become a program of their own, which each device
+its gradient, in full. The rule "reduction" finds such reductions. They become a separate program, which each device
 runs on its shards, as at stage 3. The rest of the loss takes the results of the reductions as further arguments.
 """
 
@@ -38,8 +38,7 @@ class Apart:
     rest: Any
 
     def run_rest(self, args: Sequence, results: Sequence) -> list:
-        """Compute the loss from the results of its reductions."""
-        return jax.core.eval_jaxpr(self.rest, (), *args, *self.constants, *results)
+        return jaxprs.run(self.rest, (), *args, *self.constants, *results)
 
 
 def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool]) -> Apart | None:
@@ -89,7 +88,7 @@ def _inlined(closed: Any, known: Sequence[bool]) -> tuple[Any, list]:
         tracers = [x for x in values if isinstance(x, jax.core.Tracer)]
         body = compat.called(eqn)
         if body is not None and eqn.params.get("name") != BLOCK_NAME and any(map(is_known, tracers)):
-            return jaxprs.evaluate(*compat.opened(body), values, rule)
+            return jaxprs.evaluate_call(eqn, values, rule)
         results = compat.evaluate_one(eqn, values)
         if all(map(is_known, tracers)):
             of_known.update((id(x), x) for x in results)

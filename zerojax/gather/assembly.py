@@ -10,7 +10,7 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.gather import evaluate
 from zerojax.gather.grad_dims import orders
-from zerojax.gather.segments import Gathered, PlainSegment, Segment, with_shared_passes
+from zerojax.gather.segments import Gathered, PlainSegment, Segment
 from zerojax.gather.sharded_param import ShardedParam
 
 
@@ -60,7 +60,7 @@ def assembled(
             # A draft may use no parameter, such as a loop for which an earlier segment gathers everything.
             make = draft.make if uses else PlainSegment
             segments.append(make(part, uses, tuple(draft.reads.get(v, v) for v in others), keys))
-    return with_shared_passes(segments)
+    return tuple(segments)
 
 
 def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:

@@ -41,9 +41,10 @@ class Decided:
 
 
 def decided_of(program: Program, alike: Sequence[bool], shared_bytes: int = 0) -> Decided:
-    """Return the decisions of a program. `alike` says which of its first arguments are alike on all devices.
+    """Return the decisions of a program.
 
-    `shared_bytes` is as in `Collectives`.
+    For each of its first arguments, `alike` says whether it is equal on all devices. `shared_bytes` is as in
+    `Collectives`.
     """
     inner = (segment.program for segment in program.segments if isinstance(segment, NestedSegment))
     programs = (program, *inner)

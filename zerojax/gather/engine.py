@@ -4,6 +4,7 @@
 (`trace_loss`), and returns the resulting program as a differentiable function (`run.as_function`).
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.dims import NOWHERE, Follower, State, at
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, State, at
 from zerojax.gather.options import Options
 from zerojax.gather.planner import BLOCK_NAME, planned
 from zerojax.gather.residuals import StandIn
@@ -83,7 +84,7 @@ def gather_on_use(
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
         unlike = range(len(args)) if differing is None else differing
-        program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm.follower, unlike)
+        program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm, unlike)
         record(program, [*[True] * len(full), *alike_args(args, unlike)])
         # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
         # the derivative alive.
@@ -101,14 +102,14 @@ def trace_loss(
     full: Sequence,
     args: Sequence,
     of_rows: Collection[int] = (),
-    follower: Follower | None = None,
+    comm: Collectives | None = None,
     differing: Collection[int] | None = None,
 ) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)` and divide it into segments.
 
-    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `follower` finds
-    which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view, it is
-    None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
+    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `comm.follower`
+    finds which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view,
+    it is None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
     `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
     dim, so a wrong dim costs time and not correctness. `differing` has the indices of the `args` that may differ
     between devices. If it is None, parameters are neither reduced nor quantised on shards.
@@ -118,13 +119,20 @@ def trace_loss(
         results. The arguments of the program are the parameters, followed by both lists of arrays.
     """
     arrays, put_back = split_arrays(args)
-    given = [NOWHERE] * len(full) + row_states(args, of_rows, follower)
+    follower, experts = None, []
+    if comm is not None:
+        follower = comm.follower
+        experts = [i for i in comm.experts(leaves) if leaves[i].kind != "sharded"]
+    given = param_states(full, experts) + row_states(args, of_rows, follower)
     on_leaves = lambda full, arrays: fn(tree.unflatten(full), *put_back(arrays))
     closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
     check_types(compat.opened(closed)[0])
-    alike = None if differing is None else [True] * len(full) + alike_args(args, differing)
+    of_params = [i not in experts for i in range(len(full))]
+    alike = None if differing is None else of_params + alike_args(args, differing)
     sharded = [leaf if leaf.kind == "sharded" else None for leaf in leaves]
     program, consts = planned(closed, sharded, given, follower, alike)
+    if experts:
+        program = dataclasses.replace(program, experts=frozenset(program.invars[i] for i in experts))
     return program, arrays, consts, jax.tree.structure(shape)
 
 
@@ -196,6 +204,11 @@ def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
         for x in jax.tree.leaves(arg)
         if isinstance(x, _ARRAYS)
     ]
+
+
+def param_states(params: Sequence, experts: Collection[int]) -> list[State]:
+    """Return the state of each parameter: no dim holds rows. It is unknown for experts, which a data axis divides."""
+    return [UNKNOWN if i in experts else NOWHERE for i in range(len(params))]
 
 
 def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:

@@ -36,7 +36,6 @@ class Narrow:
 
 
 def as_gathered(value: jax.Array | Narrow, param: ShardedParam) -> jax.Array | Narrow:
-    """Return a gathered parameter in the form that `evaluate` takes."""
     return value if isinstance(value, Narrow) or param.leaf.dtype == param.wide else Narrow(value, param.wide)
 
 
@@ -59,8 +58,8 @@ def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
 
 def _rule(eqn, values: Sequence) -> Sequence | None:
     name = compat.name_of(eqn)
-    if (body := compat.called(eqn)) is not None:
-        return evaluate(*compat.opened(body), values)
+    if compat.called(eqn) is not None:
+        return list(map(widen, jaxprs.evaluate_call(eqn, values, _rule)))
     if compat.is_remat(eqn):
         return jaxprs.evaluate_remat(eqn, values, evaluate)
     if eqn.primitive is widen_p:

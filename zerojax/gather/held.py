@@ -4,7 +4,6 @@ Examples are Newton-Schulz iterations on a weight that several layers read. The 
 values. It then calls `worth_holding`, and plans again if this function returns any values.
 """
 
-import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 
@@ -47,9 +46,7 @@ def worth_holding(jaxpr, program: Program, params: Collection, repeated: Mapping
 def product_flops(eqn) -> int:
     """Return the number of floating-point operations in an equation's matrix products."""
     if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        lhs = eqn.invars[0].aval.shape
-        return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[dim] for dim in contracted)
+        return jaxprs.dot_flops(eqn)
     loop = compat.loop_of(eqn)
     times = 1 if loop is None else loop.length
     return times * sum(product_flops(inner) for body in compat.inner_jaxprs(eqn) for inner in body.eqns)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat
+from zerojax import compat, names
 from zerojax.comm.barriers import barrier
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.options import Options
 from zerojax.gather.sharded_param import ShardedParam
@@ -69,28 +70,24 @@ class Loop:
 
     @property
     def params(self) -> tuple[ShardedParam, ...]:
-        """Return the shared parameters, then the stacks."""
         return *self.shared, *self.stacked
 
     @property
     def length(self) -> int:
-        """Return the number of iterations."""
         return self.eqn.length
 
     def layer(self, iteration):
-        """Return the index of the layer that an iteration uses."""
         return self.length - 1 - iteration if self.eqn.reverse else iteration
 
     def params_of(self, iteration: int) -> list[ShardedParam]:
-        """Return the parameters that one iteration uses."""
         return [*self.shared, *(p.at_layer(self.layer(iteration)) for p in self.stacked)]
 
+    @jax.named_scope(names.SHARDS)
     def row(self, stack: jax.Array, iteration) -> jax.Array:
-        """Return the row of `stack` that the iteration `iteration` reads."""
         return lax.dynamic_index_in_dim(stack, self.layer(iteration), 0, keepdims=False)
 
+    @jax.named_scope(names.SHARDS)
     def write(self, stack: jax.Array, row: jax.Array, iteration) -> jax.Array:
-        """Return `stack` after the iteration `iteration` has written `row`."""
         return lax.dynamic_update_index_in_dim(stack, row, self.layer(iteration), 0)
 
     def values(self, given: Sequence) -> tuple[list, list, list]:
@@ -100,6 +97,17 @@ class Loop:
             for index, literal in zip(self.others, self.literals, strict=True)
         ]
         return values[: self.consts], values[self.consts :][: self.carry], values[self.consts + self.carry :]
+
+    def rows_inside(self, rows: Sequence[State], follower: Follower | None) -> list[State]:
+        """Return which dims of the body's arguments, except parameters, hold the rows of the batch.
+
+        `rows` has the states of the segment's `others`. Without a `follower`, all states are unknown.
+        """
+        if follower is None:
+            return [UNKNOWN] * len(self.others)
+        others = iter([NOWHERE if index is None else rows[index] for index in self.others])
+        inside = follower.into_loop(self.eqn, [NOWHERE if on else next(others) for on in self.is_param])
+        return [state for state, on in zip(inside, self.is_param, strict=True) if not on]
 
     def run(self, params: Sequence, others: Sequence) -> list:
         """Run the body on gathered parameters and on `(*consts, *carry, *slices)`."""
@@ -120,6 +128,7 @@ class LayerGathers:
     shards: Sequence[jax.Array]
     used: Sequence[int]
 
+    @jax.named_scope(names.SHARDS)
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
         """Gather the layers of one iteration, after the anchor is computed.
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
+from zerojax.layout.leaf import replace_items
 
 _APART = frozenset({"optimization_barrier", "rng_uniform"})
 
@@ -74,8 +75,7 @@ def _pulled(eqn: Any) -> Any:
 
     def run(values, cotangents):
         def results(floats):
-            given = {**dict(enumerate(values)), **dict(zip(moving, floats, strict=True))}
-            every = iter(given.values())
+            every = iter(replace_items(values, moving, floats))
             operands = [v.val if compat.is_literal(v) else next(every) for v in eqn.invars]
             body = compat.called(eqn)
             done = jaxprs.inline_calls(*compat.opened(body), *operands) if body else compat.evaluate_one(eqn, operands)

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -33,11 +32,9 @@ class Request(NamedTuple):
     of: Computation
 
     def bind(self, values: Sequence) -> list:
-        """Add the `shardwise` equation, and return its results."""
         return shardwise_p.bind(*(values[i] for i in self.operands), of=self.of)
 
     def with_constants(self, first: int) -> "Request":
-        """Return a request whose operands from argument `first` on are constants."""
         return self._replace(of=self.of.with_fixed(k for k, i in enumerate(self.operands) if i >= first))
 
 
@@ -115,7 +112,7 @@ class _Level:
                 size = len(found.request.of.head.out_avals)
                 values += found.values([own[i] for i in found.request.operands], extra[:size])
                 del extra[:size]
-            return jax.core.eval_jaxpr(rest, (), *jaxprs.as_jax_values(consts), *own, *values)
+            return jaxprs.run(rest, (), *jaxprs.as_jax_values(consts), *own, *values)
 
         extra = [aval for found in made for aval in found.request.of.head.out_avals]
         return jax.make_jaxpr(run)(*avals, *extra), [found.request for found in made]
@@ -125,7 +122,7 @@ class _Level:
         body = compat.called(eqn)
         if body is None or eqn.params.get("name") == self.block:
             return None
-        return jaxprs.evaluate(*compat.opened(body), values, self._inline)
+        return jaxprs.evaluate_call(eqn, values, self._inline)
 
     def _inside(self, eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
         """Evaluate a remat, layer or loop after the weights that its body requests. Return None if it requests none."""
@@ -160,27 +157,26 @@ class _Level:
             extra += found
             stacked += [any(batched)] * len(found)
         run, read = _without_unread(closed)
-        with compat.at_line_of(eqn):
-            if is_remat:
-                return jaxprs.evaluate_remat(eqn, read([*values, *extra]), lambda _, __, values: run(*values))
-            if loop is None:
-                named = lambda *args: run(*args)
-                named.__name__ = self.block
-                return jax.jit(named)(*read([*values, *extra]))
-            return _scan(loop, run, read, values, [*extra], stacked)
+        if is_remat:
+            return jaxprs.evaluate_remat(eqn, read([*values, *extra]), lambda _, __, values: run(*values))
+        if loop is None:
+            named = lambda *args: run(*args)
+            named.__name__ = self.block
+            return jax.jit(named)(*read([*values, *extra]))
+        return _scan(loop, run, read, values, [*extra], stacked)
 
 
 def _without_unread(closed: Any) -> tuple[Any, Any]:
     """Return `closed` as a function of the arguments that it reads, and a function that selects these arguments.
 
-    A body that takes a narrow weight no longer reads the parameter. As an argument, it would be gathered for nothing.
+    A body that takes a narrow weight no longer reads the parameter, which would be gathered for nothing as an argument.
     """
     jaxpr, consts = compat.opened(closed)
     eqns = jaxprs.alive(jaxpr)
     reads = {v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)} | set(jaxprs.variables_in(jaxpr.outvars))
     kept = [i for i, v in enumerate(jaxpr.invars) if v in reads]
     part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in kept)], jaxpr.outvars)
-    run = lambda *args: jax.core.eval_jaxpr(part, (), *jaxprs.as_jax_values(consts), *args)
+    run = lambda *args: jaxprs.run(part, (), *jaxprs.as_jax_values(consts), *args)
     return run, lambda args: [args[i] for i in kept]
 
 
@@ -223,8 +219,8 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
     """Return the quantised weights that shards compute: tuples of variables of `jaxpr`, and its `shardwise` equations.
 
-    A weight is the last value on shards (`dims`) from which all uses of its parameters outside of shards are computed.
-    In a tuple, the small values without a derivative that are computed from the same parameters follow the weight.
+    A weight is the last value on shards (`dims`) from which everything outside of shards that reads its parameters can
+    be computed. A tuple has the weight, followed by small values without a derivative of the same parameters.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
     made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -252,8 +248,7 @@ def _is_quantised(cone: Mapping, made: Mapping) -> bool:
     eqns = [made[v] for v in cone if v in made]
     if all(eqn.primitive.name == "convert_element_type" for eqn in eqns):
         return False
-    inner = [one for eqn in eqns for jaxpr in compat.inner_jaxprs(eqn) for one in jaxprs.equations(jaxpr)]
-    return any(map(quantises, [*eqns, *inner]))
+    return any(quantises(one) for eqn in eqns for one in jaxprs.with_inner(eqn))
 
 
 def _cone(var: Any, made: Mapping) -> dict:
@@ -366,13 +361,13 @@ def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Seque
     travels = jnp.dtype({"int4": "int8", "int2": "int8", "uint4": "uint8", "uint2": "uint8"}.get(str(dtype), dtype))
 
     def tail(q, *args):
-        return jax.core.eval_jaxpr(tail_part, (), *jaxprs.as_jax_values(consts), q.astype(dtype), *args)
+        return jaxprs.run(tail_part, (), *jaxprs.as_jax_values(consts), q.astype(dtype), *args)
 
     shapes = [narrow.aval.update(dtype=travels), *(v.aval for v in scales), *(jaxpr.invars[i].aval for i in alike)]
     head_part = compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], [narrow, *scales, *fixed])
 
     def head(*args):
-        q, *others = jax.core.eval_jaxpr(head_part, (), *jaxprs.as_jax_values(consts), *args)
+        q, *others = jaxprs.run(head_part, (), *jaxprs.as_jax_values(consts), *args)
         return [q.astype(end.aval.dtype), *others]
 
     computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=travels)
@@ -381,9 +376,7 @@ def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Seque
 
 def _needed_from(jaxpr: Any, narrow: Any, end: Any, dims: Mapping) -> tuple[list, set]:
     """Return the equations that compute `end` from `narrow` and small values, and the variables that they read."""
-    depends = jaxprs.dependent_on(
-        [v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ()
-    )
+    depends = jaxprs.dependent_on([v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns)
     stops = {v for v in depends if is_small(v, narrow)} | {narrow}
     reads, needed = {end}, []
     for eqn in reversed(jaxpr.eqns):

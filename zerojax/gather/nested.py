@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.dims import UNKNOWN
 from zerojax.gather.residuals import Static
 from zerojax.gather.run import as_function
@@ -44,6 +44,10 @@ class NestedSegment(Segment):
         assert loop is not None
         return loop
 
+    def entered(self, *transforms: str) -> Any:
+        """Enter the context of the loop; see `Segment`. JAX differentiates the loop, and adds the transforms."""
+        return names.at(self.jaxpr.eqns[0])
+
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
         """Return no parameters, because the iterations gather them."""
@@ -55,7 +59,6 @@ class NestedSegment(Segment):
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Return the gathered bytes of each use in one iteration."""
         return [size for segment in self.program.segments for size in segment.gathered_bytes]
 
     @property

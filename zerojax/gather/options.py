@@ -1,12 +1,29 @@
 """The options of a pass: its collectives, and how far ahead it gathers. Schedules, segments and loops read them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.sharded_param import ShardedParam
+
+
+class Sums(NamedTuple):
+    """The sums over devices that the reduction of gradients makes, instead of the backward pass of a segment.
+
+    Attributes:
+        later: Indices of the others whose cotangents may be partial sums.
+        experts: `Collectives.experts` of `(*params, *others)`, as pairs.
+    """
+
+    later: tuple[int, ...] = ()
+    experts: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, later: Iterable[int], experts: Mapping[int, tuple[str, ...]]) -> "Sums":
+        return cls(tuple(later), tuple(experts.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +50,6 @@ class Options:
     def gather(
         self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
-        """Gather encoded shards, and return the full parameters."""
         return self.comm.all_gather(shards, [param.leaf for param in params], exposed=exposed)
 
     def reduce_scatter(

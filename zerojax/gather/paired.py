@@ -15,24 +15,31 @@ from typing import Any
 import jax
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 
 
-def with_pairs(backward: Callable[[list], Any], weights: Sequence[bool]) -> Callable[[list], list]:
+def with_pairs(
+    backward: Callable[[list], Any], weights: Sequence[bool], pairs: bool = True, *, is_bare: bool = False
+) -> Callable[[list], Any]:
     """Return a backward pass that computes both cotangents of a product of activations next to each other.
 
     Args:
         backward: A function of a list of arrays.
-        weights: For each array, whether it depends on parameters alone. A product with such an array is no product of
-            activations: the cotangent of a parameter may be computed late, because its reduction hides behind products.
+        weights: For each array, whether it depends on parameters alone. Products with such arrays are left out: the
+            cotangent of a parameter may be computed late, because its reduction hides behind products.
+        pairs: Whether to compute the cotangents next to each other.
+        is_bare: Whether to remove the name scopes of JAX's transforms; see `Passes`.
 
     Returns:
-        A function that returns the leaves of the results.
+        A function that returns the leaves of the results, or `backward` if nothing changes.
     """
+    if not pairs and not is_bare:
+        return backward
 
     def run(values):
         jaxpr, consts = compat.opened(jax.make_jaxpr(lambda values: jax.tree.leaves(backward(values)))(values))
-        return _evaluate(jaxpr, consts, values, weights)
+        jaxpr = names.without_transforms(jaxpr, "transpose", "jvp") if is_bare else jaxpr
+        return _evaluate(jaxpr, consts, values, weights) if pairs else jaxprs.run(jaxpr, consts, *values)
 
     return run
 
@@ -54,12 +61,14 @@ def _evaluate(jaxpr: Any, consts: Sequence, args: Sequence, weights: Sequence[bo
     env = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     values_of = lambda eqn: [atom.val if compat.is_literal(atom) else env[atom] for atom in eqn.invars]
+    context_of = names.contexts()
     for eqn in jaxpr.eqns:
         if id(eqn) in seconds:
             continue
-        results = _results(eqn, values_of(eqn), [_is_of(atom, of_weights) for atom in eqn.invars])
+        with context_of(eqn):
+            results = _results(eqn, values_of(eqn), [_is_of(atom, of_weights) for atom in eqn.invars])
         if (second := partners.get(id(eqn))) is not None:
-            with compat.at_line_of(second):
+            with context_of(second):
                 other = compat.evaluate_one(second, values_of(second))
             results, other = ([x] for x in lax.optimization_barrier((results[0], other[0])))
             env.update(zip(second.outvars, other, strict=True))
@@ -70,14 +79,13 @@ def _evaluate(jaxpr: Any, consts: Sequence, args: Sequence, weights: Sequence[bo
 def _results(eqn: Any, values: Sequence, weights: Sequence[bool]) -> list:
     """Evaluate one equation. Pairs inside of calls and of a `jax.checkpoint` are found, too."""
     body = compat.inlined_body(eqn)
-    with compat.at_line_of(eqn):
-        if body is None or not _has_pairs(body, weights):
-            return compat.evaluate_one(eqn, values)
-        if compat.is_remat(eqn):
-            return jaxprs.evaluate_remat(
-                eqn, values, lambda jaxpr, consts, given: _evaluate(jaxpr, consts, given, weights)
-            )
-        return _evaluate(*compat.opened(compat.called(eqn)), values, weights)
+    if body is None or not _has_pairs(body, weights):
+        return compat.evaluate_one(eqn, values)
+    inside = lambda jaxpr, consts, given: _evaluate(jaxpr, consts, given, weights)
+    if compat.is_remat(eqn):
+        return jaxprs.evaluate_remat(eqn, values, inside)
+    with names.inside_call(eqn):
+        return inside(*compat.opened(compat.called(eqn)), values)
 
 
 def _has_pairs(jaxpr: Any, weights: Sequence[bool]) -> bool:
@@ -89,7 +97,7 @@ def _has_pairs(jaxpr: Any, weights: Sequence[bool]) -> bool:
 def _weights(jaxpr: Any, weights: Sequence[bool]) -> set:
     """Return the variables that depend on parameters alone. `weights` says which arguments do."""
     others = [var for var, on in zip(jaxpr.invars, weights, strict=True) if not on]
-    moved = jaxprs.dependent_on(others, jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ())
+    moved = jaxprs.dependent_on(others, jaxpr.eqns)
     every = itertools.chain(jaxpr.invars, *(eqn.outvars for eqn in jaxpr.eqns))
     return {var for var in every if var not in moved}
 

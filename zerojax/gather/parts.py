@@ -13,13 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.dims import NOWHERE, Context, Follower, at
+from zerojax.layout.leaf import replace_items
 
 # How devices combine their results of a reduction over the divided dim.
 _COMBINE = MappingProxyType({"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin})
@@ -40,7 +40,7 @@ UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 def call(closed: Any, *args: Any) -> list:
     """Evaluate a closed jaxpr."""
     jaxpr, consts = compat.opened(closed)
-    return jax.core.eval_jaxpr(jaxpr, jaxprs.as_jax_values(consts), *args)
+    return jaxprs.run(jaxpr, jaxprs.as_jax_values(consts), *args)
 
 
 def flat(closed: Any) -> Any:
@@ -105,12 +105,10 @@ def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
 
 
 def _body(eqn: Any) -> Any:
-    """Return the jaxpr of a function with a custom derivative."""
     return compat.opened(compat.params_of(eqn)["call_jaxpr"])[0]
 
 
 def _moving(eqn: Any) -> list[int]:
-    """Return the indices of the operands that have tangents."""
     return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
 
 
@@ -119,10 +117,7 @@ def _derivative(eqn: Any) -> Any:
     moving = _moving(eqn)
 
     def run(values, tangents):
-        def of_moving(*some):
-            given = {**dict(enumerate(values)), **dict(zip(moving, some, strict=True))}
-            return compat.evaluate_one(eqn, list(given.values()))
-
+        of_moving = lambda *some: compat.evaluate_one(eqn, replace_items(values, moving, some))
         return jax.jvp(of_moving, [values[i] for i in moving], tangents)[1]
 
     avals = [a.aval for a in eqn.invars]
@@ -177,12 +172,10 @@ class Division:
 
     @property
     def start(self) -> Any:
-        """Return the index of the first element of this part."""
         return lax.axis_index(self.axes) * self.extent
 
     @property
     def total(self) -> int:
-        """Return the size of the dim with padding."""
         return lax.axis_size(self.axes) * self.extent
 
     def fill(self, x: jax.Array, dim: int, value: Any) -> jax.Array:
@@ -219,12 +212,10 @@ class Layer(Division):
 
     @property
     def start(self) -> Any:
-        """Return the index of this layer."""
         return self.index
 
     @property
     def total(self) -> int:
-        """Return the number of layers, which have no padding."""
         return self.length
 
 
@@ -261,15 +252,18 @@ def evaluate_parts(closed: Any, values: Sequence, given: Sequence[int | None], d
             x = division.part(x, list(to).index(dim))
         return lax.broadcast_in_dim(x, _with(atom.aval.shape, dim, division.extent), to)
 
-    for eqn in jaxprs.alive(jaxpr):
+    def results_of(eqn: Any) -> Sequence:
         own = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
         if not any(dim is not None for dim in own):
-            full = [a.val if compat.is_literal(a) else env[a] for a in eqn.invars]
-            env.update(zip(eqn.outvars, compat.evaluate_one(_local(eqn), full), strict=True))
-            continue
+            return compat.evaluate_one(_local(eqn), [a.val if compat.is_literal(a) else env[a] for a in eqn.invars])
         after = [dims[v] for v in eqn.outvars]
         operands = [beside(*pair) for pair in zip(eqn.invars, _dims_beside(eqn, own, after[0]), strict=True)]
-        env.update(zip(eqn.outvars, _on_parts(eqn, operands, own, after, division), strict=True))
+        return _on_parts(eqn, operands, own, after, division)
+
+    context_of = names.contexts()
+    for eqn in jaxprs.alive(jaxpr):
+        with context_of(eqn):
+            env.update(zip(eqn.outvars, results_of(eqn), strict=True))
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
 
@@ -292,7 +286,8 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
     """Return the results of `eqn` on parts. `own` and `after` have the divided dims of its operands and results."""
     name, params = compat.name_of(eqn), eqn.params
     if (body := compat.called(eqn)) is not None:
-        return evaluate_parts(body, values, own, division)
+        with names.inside_call(eqn):
+            return evaluate_parts(body, values, own, division)
     if name == "custom_jvp_call":
         return _custom_on_parts(eqn, values, own, division)
     if (loop := compat.loop_of(eqn)) is not None:
@@ -381,5 +376,4 @@ def extremum_of_layers(eqn: Any, x: jax.Array, counts: jax.Array) -> jax.Array:
 
 
 def reduced_like(eqn: Any, x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """Reduce `x` as `eqn` does, but over the dims `axes`."""
     return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": tuple(axes)}), [x])[0]

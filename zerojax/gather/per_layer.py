@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.gather.on_shards import Part, is_combined, part_of_result
 from zerojax.gather.parts import Layer, call, dims_of, evaluate_parts, extremum_of_layers, reduced_like
 from zerojax.gather.sharded_param import OF_SHARDS, root_param
@@ -41,7 +41,6 @@ class End(NamedTuple):
 
     @property
     def result(self) -> Any:
-        """Return the variable that the loop computes."""
         return self.var if self.reduction is None else self.reduction.outvars[0]
 
     @property
@@ -53,7 +52,7 @@ class End(NamedTuple):
 
 @dataclasses.dataclass
 class Host:
-    """A loop that also computes other values of its layers.
+    """A loop over layers, with further values of these layers that it will compute.
 
     Attributes:
         loops: The loop, followed by other loops over its stacks, which only read parameters. Empty for a new loop.
@@ -67,18 +66,16 @@ class Host:
 
     @property
     def stacks(self) -> list:
-        """Return the variables of which an iteration reads a row, and which it does not compute."""
+        """Return the stacks whose rows the iterations read, without those that they compute."""
         found = dict.fromkeys(v for eqn in self.loops for v in stacks_of(eqn))
         return [v for v in found if v not in self.computed]
 
     @property
     def targets(self) -> list:
-        """Return the variables of which an iteration computes its row."""
         return list(dict.fromkeys([*self.computed, *(end.var for end in self.ends)]))
 
     @property
     def results(self) -> list:
-        """Return the variables that the loop computes."""
         return [*(v for eqn in self.loops for v in eqn.outvars), *(end.result for end in self.ends)]
 
     @property
@@ -95,7 +92,7 @@ def _loop(eqn: Any) -> compat.LoopEqn:
 
 
 def stacks_of(eqn: Any) -> list:
-    """Return the variables of which an iteration of a loop reads a row."""
+    """Return the stacks whose rows the iterations of a loop read."""
     loop = _loop(eqn)
     return jaxprs.variables_in(eqn.invars[loop.consts + loop.carry :])
 
@@ -207,7 +204,6 @@ class Layers:
         return eqns, list(stacks), list(others)
 
     def roots(self, var: Any) -> set:
-        """Return the sharded stacks from which a variable is computed."""
         return {v for v in self.cone([var], ())[1] if v in self.params}
 
     def hosts(self) -> list[Host]:
@@ -259,7 +255,6 @@ class Layers:
         return [*host.reads, *host.stacks, *stacks, *others]
 
     def _behind(self, variables: Iterable) -> set:
-        """Return the variables on which some variables depend."""
         return jaxprs.needed_for(self.jaxpr.eqns, list(variables))[1]
 
     def _can_join(self, eqn: Any, host: Host) -> bool:
@@ -340,10 +335,10 @@ def _run(analysis: Layers, nodes: Sequence, *args: Any) -> list:
     value = lambda atom: atom.val if compat.is_literal(atom) else env[atom]
     for node in nodes:
         if isinstance(node, Host):
-            results = _run_host(analysis, node, value)
-            env.update(zip(node.results, results, strict=True))
+            env.update(zip(node.results, _run_host(analysis, node, value), strict=True))
         else:
-            results = compat.evaluate_one(node, [value(a) for a in node.invars])
+            with names.at(node):
+                results = compat.evaluate_one(node, [value(a) for a in node.invars])
             env.update(zip(node.outvars, results, strict=True))
     return [value(a) for a in analysis.jaxpr.outvars]
 
@@ -373,7 +368,7 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
     main = loops[0][1] if loops else None
     options = {"reverse": main.reverse, "unroll": main.unroll} if main else {}
     before = [[value(a) for a in eqn.invars[loop.consts : loop.consts + loop.carry]] for eqn, loop in loops]
-    with compat.at_line_of(host.loops[0] if loops else analysis.made[host.ends[0].var]):
+    with names.at(host.loops[0] if loops else analysis.made[host.ends[0].var]):
         slices = jnp.arange(analysis.length), [value(v) for v in scanned]
         carries, (stacked, ends) = lax.scan(iteration, before, slices, length=analysis.length, **options)
     of_loops = [x for carry, results in zip(carries, stacked, strict=True) for x in [*carry, *results]]

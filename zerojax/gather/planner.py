@@ -1,6 +1,6 @@
 """The planner turns the jaxpr of a loss into a `Program`. `engine` and `_nested` call `planned`.
 
-1. Inline the calls that parameters are passed to, and turn loops over a stack of layers into scans (`layer_stacks`).
+1. Inline the calls that parameters are passed to, and move changes of a stack into the scan over it (`layer_stacks`).
 2. Drop dead equations, move the computation of quantised weights to the start (`narrow`) and values of whole layers
    into the loops over these layers (`per_layer`), and merge equations that compute the same value (`merged`).
 3. Apply to each equation the first rule that matches (`rules`). The rules draft the segments.
@@ -22,8 +22,9 @@ from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather.assembly import Draft, assembled
 from zerojax.gather.clusters import weights_late
+from zerojax.gather.equal import with_shared_passes
 from zerojax.gather.held import worth_holding
-from zerojax.gather.layer_stacks import Derived, combined, evaluated, over_stacks
+from zerojax.gather.layer_stacks import Derived, combined, over_stacks
 from zerojax.gather.merged import merged
 from zerojax.gather.narrow import hoisted
 from zerojax.gather.nested import MOST_ITERATIONS, iterations_are_independent
@@ -84,17 +85,14 @@ def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | No
     A value that is computed from parameters is wrapped as `Derived`, which remembers its equation. `over_stacks` uses
     that to move the equation into a loop over layers. For a loss without such loops, this function only inlines calls.
     """
-    known: dict = {}  # NumPy values of variables that depend on no argument, such as the indices of layers
 
     def rule(eqn, values):
         derived = [isinstance(value, Derived) and value.of_params for value in values]
         body = compat.called(eqn)
-        if (value := evaluated(eqn, known)) is not None:
-            known[eqn.outvars[0]] = value
-        if any(derived) and (scanned := over_stacks(eqn, values, known)) is not None:
+        if any(derived) and (scanned := over_stacks(eqn, values)) is not None:
             return scanned
         if any(derived) and body is not None and eqn.params.get("name") != BLOCK_NAME:
-            return jaxprs.evaluate(*compat.opened(body), values, rule)
+            return jaxprs.evaluate_call(eqn, values, rule)
         results = compat.evaluate_one(eqn, [_bare(value) for value in values])
         if any(derived) and is_repeatable(eqn, derived):
             return [Derived(x, eqn, tuple(values)) for x in results]
@@ -126,7 +124,8 @@ def plan(
     program = _program(jaxpr, decisions, rows)
     if held := worth_holding(jaxpr, program, decisions.params, decisions.repeated):
         program = _program(jaxpr, Decisions(jaxpr, params, held, nest, alike), rows)
-    return program
+    # Not before: `worth_holding` counts the segments with an equation, and equal segments share their equations.
+    return dataclasses.replace(program, segments=with_shared_passes(program.segments))
 
 
 def _program(jaxpr, decisions: Decisions, rows: Mapping[Any, State]) -> Program:

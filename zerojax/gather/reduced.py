@@ -21,13 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.on_shards import Part, largest, part_of_result
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
+from zerojax.layout.leaf import replace_items
 from zerojax.layout.padded import pad
 from zerojax.offload.host import to_device
 
@@ -65,7 +66,6 @@ class ReducedSegment(Segment):
 
     @classmethod
     def of(cls, jaxpr: Any, params: tuple, others: tuple, results: tuple) -> "ReducedSegment":
-        """Make a segment from the arguments that `Draft.make` takes."""
         return cls(jaxpr, (), others, results, params)
 
     @property
@@ -107,7 +107,6 @@ class ReducedSegment(Segment):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the mesh axes that divide the parameters."""
         return self.shards[0].leaf.axes
 
     @property
@@ -162,7 +161,6 @@ class ReducedSegment(Segment):
                 grads.add(var, to_others[i])
 
     def _shards(self, env: Mapping) -> list[jax.Array]:
-        """Return the parameters' shards, in the types that the jaxpr expects."""
         return [to_device(param.sliced(env)).astype(param.wide) for param in self.shards]
 
     def _entered(self, comm: Collectives, others: Sequence) -> list[jax.Array]:
@@ -197,7 +195,7 @@ class ReducedSegment(Segment):
         return name if name in _COMBINE and eqn.outvars[0] not in self.parts else None
 
     def _delivered(self, var: Any, total: jax.Array) -> jax.Array:
-        """Return the result `var`, given the sum or extremum `total` of its terms, without padding."""
+        """Return the result `var` without padding, given `total`, the sum or extremum of its terms."""
         part = self.parts.get(var)
         return total if part is None else lax.slice(total, [0] * total.ndim, part.shape)
 
@@ -213,10 +211,7 @@ class ReducedSegment(Segment):
         """Return the cotangents of the `moving` inputs on one device, given the cotangents of the `wanted` results."""
 
         def terms(some):
-            given = list(values)
-            for i, x in zip(moving, some, strict=True):
-                given[i] = x
-            found, counts = Evaluation(self, results).run(given)
+            found, counts = Evaluation(self, results).run(replace_items(values, moving, some))
             return [found[i] for i in wanted], [counts[i] for i in wanted if i in counts]
 
         cotangents = [self._undelivered(self.jaxpr.outvars[i], c) for i, c in zip(wanted, cotangents, strict=True)]
@@ -264,8 +259,10 @@ class Evaluation:
         parts = {**self.parts, **self.segment.divided}
         for var, x in zip(self.segment.jaxpr.invars, values, strict=True):
             self.env[var] = _where_inside(x, parts[var], 1) if var in parts else x
+        context_of = names.contexts()
         for eqn in self.segment.jaxpr.eqns:
-            self._evaluate(eqn)
+            with context_of(eqn):
+                self._evaluate(eqn)
         outvars = self.segment.jaxpr.outvars
         terms = [self.terms[v] if v in self.terms else _placed(self.env[v], self.parts[v]) for v in outvars]
         return terms, {i: self.counts[v] for i, v in enumerate(outvars) if v in self.counts}

@@ -130,7 +130,6 @@ class Decisions:
         return extended(self.params[first], eqn) if alone else None
 
     def compute_on_shard(self, site: Site, param: ShardedParam) -> None:
-        """Let later segments gather the result of the equation instead of its operand."""
         self.params[site.eqn.outvars[0]] = param
 
     def of_computation(self, site: Site) -> Shardwise | None:
@@ -154,7 +153,6 @@ class Decisions:
         self.joined[var], self.params[var] = members, stack_of(var, members)
 
     def compute_once(self, site: Site, _) -> None:
-        """Make a segment with this equation, whose result is kept like an activation."""
         self.drafts.append(Draft(HeldSegment, [site.eqn]))
 
     def reducible(self, site: Site) -> Chain | None:
@@ -190,7 +188,7 @@ class Decisions:
         return is_repeatable(eqn, of_params) or (self.is_of_params_alone(site) and self._only_scales(eqn, site))
 
     def _is_of_params(self, var: Any, size: int) -> bool:
-        """Return whether a variable depends on parameters alone. Alike values that are small or given count, too."""
+        """Return whether a variable depends on parameters alone, or is an alike value that is small or an argument."""
         is_free = var in self._given or 8 * var.aval.size <= size
         return var in self.params or var in self.repeated or (is_free and var in self._uniform)
 
@@ -244,7 +242,6 @@ class Decisions:
         return may_move and any(map(is_weight, eqn.invars))
 
     def repeat(self, site: Site, _) -> None:
-        """Compute the equation in every segment that reads its result."""
         self.repeated |= dict.fromkeys(site.eqn.outvars, site.eqn)
 
     def nested_program(self, site: Site) -> tuple | None:
@@ -273,7 +270,7 @@ class Decisions:
         self.drafts.append(Draft(ScanSegment, [eqn], reads={v: Gathered(v, len(self.drafts) - 1) for v in early}))
 
     def of_cluster(self, site: Site) -> Joined | None:
-        """Return the block of the cluster that an equation continues. The equation may also read alike values."""
+        """Return the block of a cluster if the equation reads its results, and otherwise only alike values."""
         if site.touched or self.clusters.roots.keys().isdisjoint(site.reads):
             return None
         return self.clusters.joined(site.eqn)

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.comm.barriers import barrier
 from zerojax.gather.options import Options
 from zerojax.gather.residuals import Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Uses
-from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
+from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.offload.host import to_device
 
 
@@ -28,20 +28,23 @@ def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Shap
 
     @jax.custom_vjp
     def run(*args):
-        return run_forward(program, args[:count], None, options)[0]
+        with names.outside_transforms():
+            return run_forward(program, args[:count], None, options)[0]
 
     def forward(*args):
         active = [arg.perturbed for arg in args[:count]]
         for place, stand_in in zip(zeros, args[count:], strict=True):
             active[place] = stand_in.perturbed
         values = [arg.value for arg in args[:count]]
-        results, kept = run_forward(program, values, active, options)
+        with names.outside_transforms():  # The passes of the segments have these names.
+            results, kept = run_forward(program, values, active, options)
         return results, (values, kept, Static(active))
 
     def backward(residuals, cotangents):
         args, kept, active = residuals
         given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
-        grads = run_backward(program, args, active.value, kept, given, options)
+        with names.outside_transforms():
+            grads = run_backward(program, args, active.value, kept, given, options)
         # The gradient of an argument that is no sharded parameter may still have partial sums, on one dim in front.
         summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)
         pairs = enumerate(zip(grads, program.invars, strict=True))
@@ -62,10 +65,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     env = _env(program, args, options)
     live = program.live(active or (), program.outs)
     gathering = [segment for segment in program.segments if segment.params]
-    computes = [segment.computes for segment in gathering]
-    groups = groups_of(gathering, options.comm.shared_bytes)
-    first = [segment.first_gather for segment in gathering]
-    uses = Uses(first, computes, frozenset(program.given), program.rows, groups)
+    uses = _uses(program, options, gathering, [segment.first_gather for segment in gathering])
     gathers = GatherScheduler(env, uses, options)
     residuals: list = []
     last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
@@ -74,7 +74,8 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     is_offloaded = lambda x: compat.in_host_memory(jax.typeof(x))
     for index, segment in enumerate(program.segments):
         moving = set() if live.isdisjoint(segment.results) else live.intersection(segment.sources)
-        results, new = segment.forward(gathers, moving)
+        with segment.entered(*["jvp"] * bool(moving)):
+            results, new = segment.forward(gathers, moving)
         if segment.params:
             results = gathers.finish(results) if segment.waits_for_next else results
             gathers.position += 1
@@ -94,18 +95,29 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
 def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
     """Return the number of each segment's group, if the segments gather in this order.
 
-    Consecutive blocks that gather at most `limit` bytes together are one group, and share one gather. Loops and values
-    that are gathered for several segments are alone in their group.
+    Consecutive blocks are one group, and share one gather, if together they gather at most `limit` bytes, or no more
+    than the largest of them does, as blocks that read the same parameters. Loops and values that are gathered for
+    several segments are alone in their group.
     """
     groups: list[int] = []
     held: dict | None = None  # the bytes of what the last group gathers; None if the group takes no more blocks
+    largest = 0  # the bytes of the largest block of the last group
     for segment in segments:
         is_block = type(segment) is BlockSegment and not any(isinstance(key, Gathered) for key in segment.results)
         new = {param.key: param.leaf.bytes for param in segment.params}
-        joins = limit > 0 and is_block and held is not None and sum((held | new).values()) <= limit
+        largest, alone = max(largest, sum(new.values())), sum(new.values())
+        joins = is_block and held is not None and sum((held | new).values()) <= max(limit, largest)
+        largest = largest if joins else alone
         groups.append((groups[-1] if groups else -1) + (not joins))
         held = (held or {}) | new if joins else new if is_block else None
     return groups
+
+
+def _uses(program: Program, options: Options, gathering: Sequence[Segment], params: list) -> Uses:
+    """Return the uses of a pass in which the segments `gathering` gather. Each needs the parameters in `params`."""
+    computes = [segment.computes for segment in gathering]
+    groups = groups_of(gathering, options.comm.shared_bytes)
+    return Uses(params, computes, frozenset(program.given), program.rows, groups)
 
 
 def _env(program: Program, args: Sequence, options: Options) -> dict:
@@ -141,6 +153,17 @@ def _tied(
     return results, jax.tree.unflatten(tree, leaves)
 
 
+def weights_of(program: Program) -> set:
+    """Return what segments compute from parameters alone, such as slices. Cotangents of it may stay partial sums."""
+    has_none = lambda v: isinstance(v, Gathered) or ((rows := program.rows.get(v)) is not None and not rows.places)
+    found: set = set()
+    for segment in program.segments if program.rows else ():
+        reads = segment.params or not found.isdisjoint(segment.others)
+        if type(segment) in (BlockSegment, PlainSegment) and reads and not segment.has_rule:
+            found.update(segment.results if all(map(has_none, [*segment.others, *segment.results])) else ())
+    return found
+
+
 def run_backward(
     program: Program,
     args: Sequence,
@@ -155,7 +178,7 @@ def run_backward(
     cotangent may be given as None, and is returned as None.
     """
     env = _env(program, args, options)
-    grads = GradScheduler(env, [*program.invars, *program.held], options)
+    grads = GradScheduler(env, [*program.invars, *program.held], options, program.experts, weights_of(program))
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
         if cotangent is not None and (isinstance(atom, Gathered) or not compat.is_literal(atom)):
             grads.add(atom, cotangent)
@@ -164,12 +187,12 @@ def run_backward(
     for segment, kept in gathering:
         if segment.operands:
             env.update(zip(segment.operands, kept.operands, strict=True))
-    computes, last = [segment.computes for segment, _ in gathering], [s.last_gather(kept) for s, kept in gathering]
-    groups = groups_of([segment for segment, _ in gathering], options.comm.shared_bytes)
-    uses = Uses(last, computes, frozenset(program.given), program.rows, groups)
+    last = [segment.last_gather(kept) for segment, kept in gathering]
+    uses = _uses(program, options, [segment for segment, _ in gathering], last)
     gathers = GatherScheduler(env, uses, options)
     for segment, kept in pairs:
-        segment.backward(kept, gathers, grads)
+        with segment.entered("transpose", "jvp"):
+            segment.backward(kept, gathers, grads)
         if segment.params:
             grads.group_continues = not gathers.ends_group
             gathers.position += 1

@@ -17,14 +17,13 @@ iteration, and XLA inlines a loop of one iteration.
 import dataclasses
 import functools
 from collections.abc import Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat
-from zerojax.dims import NOWHERE, UNKNOWN, State
+from zerojax import compat, names
 from zerojax.gather import scan_backward
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.residuals import BlockResiduals, Static
@@ -117,12 +116,14 @@ class ScanSegment(Segment):
 
     @functools.cached_property
     def loop(self) -> Loop:
-        """Return the scan's operands, sorted."""
         return Loop.of(self.jaxpr, self.params)
+
+    def entered(self, *transforms: str) -> Any:
+        """Enter the context of the loop; see `Segment`."""
+        return names.at(self.jaxpr.eqns[0], *transforms)
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
-        """Return the parameters that the first iteration uses."""
         return self.loop.params_of(0)
 
     def last_gather(self, residuals: BlockResiduals) -> Sequence[ShardedParam]:
@@ -172,7 +173,8 @@ class ScanSegment(Segment):
             state, _ = lax.scan(body, state, jnp.arange(first, length - ahead), unroll=min(loop.eqn.unroll, inside))
         if ahead:
             if length > 1:
-                (carry,) = gathers.start(state.carry, rows=self._body_rows(gathers)[loop.consts :][: loop.carry])
+                rows = loop.rows_inside(gathers.rows_of(self.others), options.comm.follower)
+                (carry,) = gathers.start(state.carry, rows=rows[loop.consts :][: loop.carry])
                 state = state._replace(carry=carry)
             state = run.iterate(state, length - 1, fetch=False, peeled=True)
         ys, saved, carried, kept = state.stacks
@@ -189,16 +191,6 @@ class ScanSegment(Segment):
         """Run the backward pass; see `Segment`."""
         scan_backward.backward(self, self.loop, residuals, gathers, grads)
 
-    def _body_rows(self, gathers: GatherScheduler) -> list[State]:
-        """Return which dims of the body's arguments, except parameters, hold the rows of the batch."""
-        if (follower := gathers.options.comm.follower) is None:
-            return [UNKNOWN] * len(self.loop.others)
-        (eqn,) = self.jaxpr.eqns
-        given = dict(zip(self.jaxpr.invars[len(self.params) :], gathers.rows_of(self.others), strict=True))
-        states = [NOWHERE if compat.is_literal(atom) else given.get(atom, NOWHERE) for atom in eqn.invars]
-        inside = follower.into_loop(self.loop.eqn, states)
-        return [state for state, is_param in zip(inside, self.loop.is_param, strict=True) if not is_param]
-
     def _passes(self, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
         """Return the passes of the body. Every carry is active, because it may depend on any active input."""
         loop = self.loop
@@ -206,7 +198,9 @@ class ScanSegment(Segment):
         active[loop.consts : loop.consts + loop.carry] = [True] * loop.carry
         trained = [p.root in moving for p in loop.params]
         rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
-        states = RowStates(self._body_rows(gathers), (), gathers.options.comm.follower)
+        comm = gathers.options.comm
+        inside = loop.rows_inside(gathers.rows_of(self.others), comm.follower)
+        states = RowStates(inside, (), comm.follower, comm.on_own_rows)
         return traced_passes(
             loop.run,
             entry,
@@ -215,7 +209,7 @@ class ScanSegment(Segment):
             active=active,
             rows=states,
             carried=carried_by(loop.params),
-        )
+        ).bare()
 
 
 def _empty(row, length: int) -> jax.Array:

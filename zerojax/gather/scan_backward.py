@@ -32,6 +32,7 @@ from zerojax import compat
 from zerojax.comm.barriers import barrier
 from zerojax.dims import State, stacked
 from zerojax.gather.loop import LayerGathers, Loop
+from zerojax.gather.options import Sums
 from zerojax.gather.residuals import BlockResiduals
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
@@ -100,6 +101,15 @@ class Backward:
     cotangents: Sequence
     later: Collection[int]
 
+    @functools.cached_property
+    def experts(self) -> dict[int, tuple[str, ...]]:
+        """Return the axes over which gradients of experts are summed, by their index in the loop's parameters.
+
+        There are none for experts that every iteration uses, so that the sum over the iterations is one array.
+        """
+        found = self.layers.options.comm.experts(param.leaf for param in self.loop.params)
+        return {i: () if i < len(self.loop.shared) else axes for i, axes in found.items()}
+
     @property
     def trained(self) -> dict:
         """Map the key of each stack that has a gradient to its index in `loop.stacked`."""
@@ -147,8 +157,9 @@ class Backward:
         seed = comm.element(cotangents[first], cotangent_rows(self.passes, loop)[first])
         rows = [zeros(i) for i in of_slices]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
-        used = [loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)]
-        shared = [comm.zeros(param.leaf.shape, comm.encoding.sum_dtype(param.wide)) for param in used]
+        used = {i: loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)}
+        empty = lambda i: jnp.zeros if i in self.experts else comm.zeros
+        shared = [empty(i)(param.leaf.shape, comm.encoding.sum_dtype(param.wide)) for i, param in used.items()]
         dtypes = [loop.stacked[i].root.aval.dtype for i in self.trained.values()]
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -185,9 +196,8 @@ class Backward:
         ]
         others = [*given[: loop.consts], *carried, *slices]
         cotangents = self._given(carry, iteration)
-        to_params, to_others = passes.pull(
-            comm, params, others, saved, cotangents, reduced_later=self.later, paired=True
-        )
+        sums = Sums.of(self.later, self.experts)
+        to_params, to_others = passes.pull(comm, params, others, saved, cotangents, sums=sums, paired=True)
         to_layers, to_shared = self._sorted(to_params)
         to = dict(zip(passes.active_others, to_others, strict=True))
         to_consts, to_carry, to_slices = ([to[i] for i in indices] for indices in self.active_others)
@@ -226,7 +236,6 @@ class Backward:
 
     @property
     def is_across(self) -> bool:
-        """Return whether reduce-scattered gradients must also be reduced across groups."""
         return any(map(self.layers.options.is_across, self._layers))
 
     @property

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import names
 from zerojax.comm.barriers import barrier
 from zerojax.dims import NOWHERE, State
 from zerojax.gather.options import Options
@@ -95,6 +96,7 @@ class GatherScheduler:
         behind = self.start(*anchors, **options)
         return self._gathered.pop(self.position), behind
 
+    @jax.named_scope(names.SHARDS)
     def start(
         self,
         *anchors: Sequence[jax.Array],
@@ -153,12 +155,10 @@ class GatherScheduler:
 
     @property
     def is_last(self) -> bool:
-        """Return whether no later group gathers."""
         return self._groups[self.position] == self._groups[-1]
 
     @property
     def ends_group(self) -> bool:
-        """Return whether this segment is the last segment of its group."""
         return self.position + 1 not in self._group(self.position)
 
     def _group(self, place: int) -> range:
@@ -224,13 +224,23 @@ class GradScheduler:
         cotangents: The accumulated cotangents, by variable or `Gathered`. For the variable of a sharded parameter, it
             is the gradient of the shard.
         options: How to reduce.
+        summed_later: The `arguments` without experts, whose cotangents may stay partial sums until the pass ends, and
+            `weights`, whose cotangents may stay partial sums until they are gradients of parameters.
         group_continues: Whether the next block is in the group of the block that ran last. Gradients then wait for it.
     """
 
-    def __init__(self, env: Mapping, arguments: Collection, options: Options):
+    def __init__(
+        self,
+        env: Mapping,
+        arguments: Collection,
+        options: Options,
+        experts: Collection = (),
+        weights: Collection = (),
+    ):
         self.env = env
         self.group_continues = False
         self.arguments = dict.fromkeys(arguments)
+        self.summed_later = (self.arguments.keys() - experts) | {*weights}
         self.cotangents: dict = {}
         self.options = options
         self._stacks: list[tuple[ShardedParam, jax.Array]] = []
@@ -239,9 +249,9 @@ class GradScheduler:
 
     @property
     def due(self) -> list[jax.Array]:
-        """Return the gradients that must be computed before the next block's backward pass starts."""
         return [pending.value for pending in self._queue]
 
+    @jax.named_scope(names.SHARDS)
     def settle(self, due: Sequence[jax.Array], *, flush: bool = False) -> None:
         """Take the gradients that `due` returned, after a barrier, and do the next step for each of them.
 
@@ -267,14 +277,19 @@ class GradScheduler:
             if var in self.arguments:
                 self._queue.append(PendingGrad(var, cotangent, GradState.REDUCED))
             else:
-                partial = cotangent.ndim > self._rank(var)
-                self.add(var, cotangent.sum(0) if partial else cotangent)
+                self.add_input(var, cotangent)
+
+    def add_input(self, var: Any, cotangent: jax.Array) -> None:
+        """Add the cotangent of a segment's input. It is summed over the workers unless it is among `summed_later`."""
+        partial = var not in self.summed_later and cotangent.ndim > self._rank(var)
+        self.add(var, cotangent.sum(0) if partial else cotangent)
 
     @staticmethod
     def _rank(key: Any) -> int:
         """Return the number of dims of a variable, or of a value that was gathered for later segments."""
         return (key if hasattr(key, "aval") else key.var).aval.ndim
 
+    @jax.named_scope(names.SHARDS)
     def add_params(
         self,
         params: Sequence[ShardedParam],
@@ -296,12 +311,29 @@ class GradScheduler:
             totals[param.key] = first, self.options.add(total, grad)
         computed = [
             # Before the barrier, the compiler sees that this transpose undoes the transpose of the product.
-            PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key))
+            self._with_waiting(PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key)))
             for key, (param, total) in totals.items()
         ]
+        if exposed:
+            # Otherwise XLA may reduce the previous block's gradients after these, when nothing is left to compute.
+            # The reductions across hosts, which follow, use another link.
+            sent = [x.value for x in self._queue if isinstance(x.key, ShardedParam) and x.state is self._after(x.key)]
+            computed = [dataclasses.replace(x, value=barrier([x.value], sent)[0][0]) for x in computed]
         if not waits and (exposed or not self.options.prefetch):
             computed, self._waiting = self._scattered([*self._waiting, *computed], exposed=exposed), []
         self._queue += computed
+
+    def _with_waiting(self, new: PendingGrad) -> PendingGrad:
+        """Add the gradient of an earlier block of the group to a new one, if both are of one gathered parameter.
+
+        The sum passes the next block's barrier, so that not each block's gradient is in memory until the group ends.
+        """
+        for i, earlier in enumerate(self._waiting):
+            if earlier.key.key == new.key.key and earlier.stack == new.stack:
+                del self._waiting[i]
+                value = new.key.to_order(earlier.key.from_order(earlier.value))
+                return dataclasses.replace(new, value=self.options.add(value, new.value))
+        return new
 
     def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
         """Add shards of a scan's layers that must be reduced across groups. `stacks` are numbers from `add_stack`."""
@@ -326,6 +358,7 @@ class GradScheduler:
             stack = jnp.moveaxis(stack, 0, stack.ndim - len(param.leaf.shape))
             self.add(param.root, self.root_grad(param, stack))
 
+    @jax.named_scope(names.SHARDS)
     def root_grad(self, param: ShardedParam, grad: jax.Array) -> jax.Array:
         """Return the gradient of the parameter's shard; see `ShardedParam.root_grad`."""
         shape = self.options.comm.grad_shape(param.stored)
@@ -333,6 +366,7 @@ class GradScheduler:
         rank = grad.ndim - len(param.leaf.shape) + len(param.stored.shape)
         return param.root_grad(grad, self.env, shape[-rank:] if rank else ())
 
+    @jax.named_scope(names.SHARDS)
     def add(self, key: Any, cotangent: jax.Array) -> None:
         """Add a cotangent to the sum for its key."""
         total = self.cotangents.get(key)
@@ -340,11 +374,11 @@ class GradScheduler:
 
     def _scattered(self, computed: Sequence[PendingGrad], *, exposed: bool = False) -> list[PendingGrad]:
         shards = self.options.reduce_scatter([p.value for p in computed], [p.key for p in computed], exposed=exposed)
-        return [
-            dataclasses.replace(pending, value=shard, state=GradState.SCATTERED if across else GradState.REDUCED)
-            for pending, shard in zip(computed, shards, strict=True)
-            for across in [self.options.is_across(pending.key)]
-        ]
+        pairs = zip(computed, shards, strict=True)
+        return [dataclasses.replace(pending, value=x, state=self._after(pending.key)) for pending, x in pairs]
+
+    def _after(self, param: ShardedParam) -> GradState:
+        return GradState.SCATTERED if self.options.is_across(param) else GradState.REDUCED
 
     def _reduced_across(self, scattered: Sequence[PendingGrad]) -> list[PendingGrad]:
         sums = self.options.reduce_across([p.value for p in scattered], [p.key for p in scattered])

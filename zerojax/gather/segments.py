@@ -23,19 +23,19 @@ wanted    the indices of a segment's results that are live
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
-import jax.core
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import State
 from zerojax.gather.evaluate import as_gathered, evaluate
+from zerojax.gather.options import Sums
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
@@ -77,6 +77,11 @@ class Segment(abc.ABC):
     params: tuple[ShardedParam, ...]
     others: tuple
     results: tuple
+    scope = ()
+
+    def entered(self, *transforms: str) -> Any:
+        """Enter the context in which a loop runs. `transforms` are the name scopes of JAX's transforms around it."""
+        return contextlib.nullcontext()
 
     @abc.abstractmethod
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, Any]:
@@ -96,7 +101,6 @@ class Segment(abc.ABC):
 
     @property
     def first_gather(self) -> Sequence[ShardedParam]:
-        """Return the parameters to gather when the forward pass starts."""
         return self.params
 
     def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
@@ -107,7 +111,6 @@ class Segment(abc.ABC):
 
     @property
     def gathered_bytes(self) -> list[int]:
-        """Return the gathered bytes of each use of parameters, in order."""
         return [bytes_of(self.params)]
 
     @property
@@ -117,7 +120,6 @@ class Segment(abc.ABC):
 
     @property
     def waits_for_next(self) -> bool:
-        """Return whether the results wait until the next segment's parameters are gathered."""
         return True
 
     @property
@@ -127,7 +129,6 @@ class Segment(abc.ABC):
 
     @property
     def operands(self) -> list:
-        """Return the variables that slices of the parameters read, such as a layer's index."""
         return [v for param in self.params for v in param.operands]
 
     @functools.cached_property
@@ -138,32 +139,27 @@ class Segment(abc.ABC):
     def run(self, params: Sequence, others: Sequence) -> list:
         """Compute the results. `params` are in the types in which they were gathered."""
         if not self.params:
-            return jax.core.eval_jaxpr(self.jaxpr, (), *others)
+            return jaxprs.run(self.jaxpr, (), *others)
         values = [as_gathered(*pair) for pair in zip(params, self.params, strict=True)]
         return evaluate(self.jaxpr, (), [*values, *others])
 
+    def naming(self, passes: Passes, *transforms: str) -> Any:
+        """Enter the name scopes that the equations of `passes` do not have, as in a derivative by JAX."""
+        return names.in_scopes(self.scope, *transforms, "jvp") if passes.is_bare else contextlib.nullcontext()
+
     def live_results(self, moving: Set) -> list:
         """Return the results through which cotangents may flow to a variable in `moving`."""
-
-        def live(eqn, reads):
-            if not reads or eqn.primitive.name == "stop_gradient":
-                return ()
-            return [v for v in eqn.outvars if differentiable(v.aval.dtype)]
-
-        return self._dependent(moving, live)
+        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in moving]
+        live = jaxprs.moved_by(start, self.jaxpr)
+        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in live]
 
     def live_sources(self, results: Collection) -> list:
         """Return the sources to which cotangents may flow from any of these results."""
         wanted = {v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results}
-        for eqn in reversed(self.jaxpr.eqns):
-            # The equation may write to any ref among its operands.
-            written = [*eqn.outvars, *filter(compat.is_ref, eqn.invars)]
-            if eqn.primitive.name != "stop_gradient" and not wanted.isdisjoint(written):
-                wanted.update(jaxprs.variables_in(eqn.invars))
-        return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in wanted]
+        live = jaxprs.moving(wanted, self.jaxpr)
+        return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in live]
 
     def after(self, sources: Collection) -> list:
-        """Return the results that depend on any of these sources."""
         return self._dependent(sources, lambda eqn, reads: eqn.outvars if reads else ())
 
     def behind(self, results: Collection) -> list:
@@ -195,8 +191,8 @@ class Segment(abc.ABC):
 
     def row_states(self, gathers: GatherScheduler) -> RowStates:
         """Return which dims of the others and of the results hold the rows of the batch."""
-        follower = gathers.options.comm.follower
-        return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), follower)
+        comm = gathers.options.comm
+        return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm.on_own_rows)
 
     def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
         """Return the indices of the others whose cotangents stay partial sums: arguments, and values that hold no rows.
@@ -207,7 +203,18 @@ class Segment(abc.ABC):
         # A parameter that was gathered for a loop is not among `rows`. Values of an extended type have no sums.
         is_number = lambda v: not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
         has_none = lambda v: (rows := gathers.uses.rows.get(v)) is not None and not rows.places and is_number(v)
-        return [i for i, v in enumerate(self.others) if v in grads.arguments or has_none(v)]
+        return [i for i, v in enumerate(self.others) if v in grads.summed_later or has_none(v)]
+
+    @functools.cached_property
+    def has_rule(self) -> bool:
+        """Return whether the derivative may be nonlinear in the cotangents, as that of a `jax.custom_vjp` may be."""
+        return any(compat.name_of(eqn) == "custom_vjp_call" for eqn in jaxprs.equations(self.jaxpr))
+
+    def pulled(self, pull: Callable, cotangents: Sequence, passes: Passes, comm: Collectives) -> tuple[list, list]:
+        """Call `pull(comm, cotangents)`. It runs once per worker, in device view, if a cotangent has partial sums."""
+        avals = [self.jaxpr.outvars[i].aval for i in passes.active_results]
+        given = lambda x, aval: x.sum(0) if self.has_rule and x.ndim > aval.ndim else x
+        return comm.each_worker(pull, [*map(given, cotangents, avals)], [aval.shape for aval in avals])
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
@@ -222,21 +229,24 @@ class Segment(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class PlainSegment(Segment):
-    """Equations that use no sharded parameter. `shared` is as in `BlockSegment`."""
+    """Equations that use no sharded parameter. The attributes are as in `BlockSegment`."""
 
     shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
+    scope: tuple = ()
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
         others = [gathers.env[v] for v in self.others]
         if not moving:
-            return self.run((), others), None
+            with names.in_scopes(self.scope):
+                return self.run((), others), None
         live = set(self.live_results(moving))
         active = [v in moving for v in self.others]
         wanted = [i for i, key in enumerate(self.results) if key in live]
         trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
         passes = trace(self.run, (), others, active=active, wanted=wanted, rows=self.row_states(gathers))
-        results, saved = passes.run((), others)
+        with self.naming(passes):
+            results, saved = passes.run((), others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         return results, BlockResiduals(saved, others, [], [], Static(passes))
 
@@ -246,11 +256,13 @@ class PlainSegment(Segment):
         cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
             return
-        later = [i for i in passes.active_others if self.others[i] in grads.arguments]
-        comm, others, saved = gathers.options.comm, residuals.others, residuals.saved
-        _, to_others = passes.pull(comm, (), others, saved, cotangents, reduced_later=later)
+        sums = Sums(tuple(i for i in passes.active_others if self.others[i] in grads.summed_later))
+        kept = residuals.others, residuals.saved
+        pull = lambda comm, cotangents: passes.pull(comm, (), *kept, cotangents, sums=sums)
+        with self.naming(passes, "transpose"):
+            _, to_others = self.pulled(pull, cotangents, passes, gathers.options.comm)
         for index, cotangent in zip(passes.active_others, to_others, strict=True):
-            grads.add(self.others[index], cotangent)
+            grads.add_input(self.others[index], cotangent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,15 +272,18 @@ class BlockSegment(Segment):
     Attributes:
         shared: A cache of `Passes` by the types of their inputs. Segments with the same equations, such as the layers
             of an unrolled model, share the cache. None if no other segment has these equations.
+        scope: The outermost name scopes of the equations, if `jaxpr` does not have them (`equal`).
     """
 
     shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
+    scope: tuple = ()
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
         gathered, others = self.take_inputs(gathers)
         if not moving:
-            return self.run(gathered, others), None
+            with names.in_scopes(self.scope):
+                return self.run(gathered, others), None
         trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
         trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
         passes = trace(
@@ -280,7 +295,8 @@ class BlockSegment(Segment):
             rows=self.row_states(gathers),
             carried=carried_by(self.params),
         )
-        results, saved = passes.run(gathered, others)
+        with self.naming(passes):
+            results, saved = passes.run(gathered, others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
         # gathering them again would save no memory.
@@ -309,19 +325,16 @@ class BlockSegment(Segment):
         # allocate these zeros at the start of the program.
         makes_none = self.computes or _WITHOUT_ZEROS.issuperset(e.primitive.name for e in jaxprs.equations(self.jaxpr))
         zero = None if makes_none else comm.zero_after(cotangents, passes.result_rows)
-        later = self.summed_later(gathers, grads)
-
-        def pull(comm: Collectives, cotangents: Sequence) -> tuple[list, list]:
-            others, saved = residuals.others, residuals.saved
-            return passes.pull(comm, gathered, others, saved, cotangents, zero, reduced_later=later)
-
-        shapes = [self.jaxpr.outvars[i].aval.shape for i in passes.active_results]
-        # If a cotangent has partial sums, `pull` runs once per worker, with the collectives of device view.
-        to_params, to_others = comm.each_worker(pull, cotangents, shapes)
+        sums = Sums.of(self.summed_later(gathers, grads), comm.experts(param.leaf for param in self.params))
+        kept = residuals.others, residuals.saved
+        pull = lambda comm, cotangents: passes.pull(comm, gathered, *kept, cotangents, zero, sums=sums)
+        with self.naming(passes, "transpose"):
+            to_params, to_others = self.pulled(pull, cotangents, passes, comm)
         to_others = gathers.finish(to_others)
         grads.add_others([self.others[i] for i in passes.active_others], to_others)
         exposed, waits = not gathers.is_hidden_after, not gathers.ends_group
-        grads.add_params([self.params[i] for i in passes.active_params], to_params, exposed=exposed, waits=waits)
+        with names.at_end(self.jaxpr, self.scope, "transpose", "jvp"):  # for the transposes of gradients
+            grads.add_params([self.params[i] for i in passes.active_params], to_params, exposed=exposed, waits=waits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,6 +360,7 @@ class Program:
         held: Variables of the values that `HeldSegment`s compute.
         rows: For each variable, which dims hold the rows of the batch. Empty in device view, which needs no rows.
         decisions: Each equation, with the name of the rule that took it (`rules.RULES`).
+        experts: Variables of the experts that are divided over a data axis, and not gathered over any axis.
     """
 
     invars: tuple
@@ -357,6 +371,7 @@ class Program:
     held: frozenset
     rows: Mapping[Any, State]
     decisions: tuple[tuple[Any, str], ...]
+    experts: frozenset = frozenset()
 
     def live(self, active: Sequence[bool], results: Sequence) -> set:
         """Return the variables through which cotangents flow from some `results` to the `active` arguments."""
@@ -377,19 +392,3 @@ class Program:
     def given(self) -> list:
         """Return the variables of the arguments, and of the scales that are computed at the start of each pass."""
         return [*self.invars, *(v for computation in self.shardwise for v in computation.scales)]
-
-
-def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
-    """Let segments that have the same equations on different values share their passes. Return all segments."""
-    segments = list(segments)
-    signatures = [_signature(s) if isinstance(s, BlockSegment | PlainSegment) else None for s in segments]
-    shared: dict[Any, dict] = {key: {} for key, count in Counter(signatures).items() if key and count > 1}
-    return tuple(
-        dataclasses.replace(segment, shared=shared[signature]) if signature in shared else segment
-        for segment, signature in zip(segments, signatures, strict=True)
-    )
-
-
-def _signature(segment: Segment) -> Any:
-    jaxpr = jaxprs.signature(segment.jaxpr)
-    return jaxpr and (jaxpr, tuple((param.leaf.dtype, param.wide, param.cotangent_dtype) for param in segment.params))

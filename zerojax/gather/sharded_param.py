@@ -67,7 +67,6 @@ class ShardedParam:
 
     @property
     def is_cast(self) -> bool:
-        """Return whether the parameter is gathered in a type other than its own."""
         return self.leaf.dtype != self.root.aval.dtype
 
     def used(self, line: str, dtype: np.dtype | None, order: tuple[int, ...]) -> "ShardedParam":
@@ -79,7 +78,6 @@ class ShardedParam:
         return dataclasses.replace(self, leaf=leaf, order=order)
 
     def at_layer(self, layer: int) -> "ShardedParam":
-        """Return the layer `layer` of this stack."""
         return dataclasses.replace(self, layer=layer, leaf=_with_dims(self.leaf, range(1, len(self.leaf.shape))))
 
     @property
@@ -107,7 +105,6 @@ class ShardedParam:
         return to_device(value) if self.layer is None else self.row(value, self.layer + zero())
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
-        """Return this device's shard of one layer of the stack that `sliced` returned."""
         # A stack in host memory is indexed there, so that only one layer is copied.
         return to_device(lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False))
 

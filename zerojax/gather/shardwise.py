@@ -29,7 +29,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.parts import Division, call, dims_of, evaluate_parts, flat
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, replace_items
 
 shardwise_p = Primitive("zerojax_shardwise")
 shardwise_p.multiple_results = True
@@ -55,7 +55,6 @@ class Computation:
     narrow: Any = None
 
     def with_fixed(self, indices: Iterable[int]) -> "Computation":
-        """Return the computation with other `fixed` arguments."""
         return dataclasses.replace(self, fixed=frozenset(indices))
 
 
@@ -140,7 +139,6 @@ class Shardwise:
 
     @property
     def param(self) -> ShardedParam:
-        """Return the first result, `z`, as a sharded parameter."""
         return ShardedParam(self.eqn.outvars[0], self.leaf, self.leaf, self.leaf.dtype, computed=True)
 
     @property
@@ -177,12 +175,7 @@ class Shardwise:
         def pull(*args):
             *values, cotangent = args
 
-            def of_moving(*some):
-                given = list(values)
-                for i, x in zip(moving, some, strict=True):
-                    given[i] = x
-                return call(full, *given)[0]
-
+            of_moving = lambda *some: call(full, *replace_items(values, moving, some))[0]
             return jax.vjp(of_moving, *(values[i] for i in moving))[1](cotangent)
 
         avals = [*(_bare(v.aval) for v in self.eqn.invars), _bare(self.eqn.outvars[0].aval)]
@@ -235,7 +228,7 @@ class Shardwise:
         of Flax's FP8 layers), or zeros.
         """
         jaxpr, _ = compat.opened(self._derivative)
-        moved = jaxprs.dependent_on([jaxpr.invars[-1]], jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ())
+        moved = jaxprs.dependent_on([jaxpr.invars[-1]], jaxpr.eqns)
         pairs = zip(self._moving, jaxpr.outvars, strict=True)
         return [(self.eqn.invars[i], self.leaves[i], not compat.is_literal(a) and a in moved) for i, a in pairs]
 

@@ -116,5 +116,4 @@ def split_positions(x: Array, tiles: int) -> Shaped[Array, "tiles rows extent ..
 
 
 def joined_positions(x: Shaped[Array, "tiles rows extent ..."], positions: int) -> Array:
-    """Undo `split_positions`."""
     return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], -1, *x.shape[3:])[:, :positions]

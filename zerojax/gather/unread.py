@@ -84,7 +84,6 @@ class _Call:
 
     @property
     def passes(self) -> Any:
-        """Return the jaxpr of `closed`."""
         return compat.opened(self.closed)[0]
 
     @functools.cached_property
@@ -113,17 +112,14 @@ class _Call:
 
     @property
     def operands(self) -> list:
-        """Return the variables of `passes` that are the operands of the call."""
         return list(self.passes.invars[: len(self.eqn.invars)])
 
     @property
     def cotangents(self) -> list:
-        """Return the variables of `passes` that are the cotangents of the active results."""
         return list(self.passes.invars[len(self.eqn.invars) :])
 
     @property
     def pulled(self) -> dict[int, Any]:
-        """Return the cotangents of the operands, by the indices of the operands."""
         return dict(zip(self.moving, self.passes.outvars[len(self.passes.outvars) - len(self.moving) :], strict=True))
 
     def opened(self, i: int, given: Sequence[int | None], values: Sequence) -> list | None:
@@ -139,7 +135,7 @@ class _Call:
             return None
         var = self.operands[i]
         dims = dims_of(self.passes, {v: dim for v, dim in zip(self.operands, given, strict=True) if dim != -1})
-        depends = _depend_on([var], self.passes.eqns)
+        depends = jaxprs.dependent_on([var], self.passes.eqns)
         small = {v for v in depends if v is not var and v in dims and (dims[v] is None or is_small(v, var))}
         is_copy = lambda v: dims[v] == dims[var] and v.aval.shape == var.aval.shape and v.aval.dtype.itemsize == 1
         copies = [v for v in dims if is_copy(v) and v.aval.dtype != np.bool_ and (v in depends or self._is_unmoved(v))]
@@ -170,10 +166,10 @@ class _Call:
         jaxpr, size = self.passes, len(self.eqn.invars)
         eqns, _ = jaxprs.needed_for(jaxpr.eqns, cut)
         bound = dict(zip(self.operands, values, strict=True))
-        copy, *scales = jax.core.eval_jaxpr(compat.part_of(jaxpr, eqns, [*bound], cut), (), *bound.values())
+        copy, *scales = jaxprs.run(compat.part_of(jaxpr, eqns, [*bound], cut), (), *bound.values())
         others = [k for k in range(size) if k != i and self.operands[k] is not cut[0]]
         reads = [*cut, *(self.operands[k] for k in others)]
-        of_cotangents = _depend_on(self.cotangents, jaxpr.eqns)
+        of_cotangents = jaxprs.dependent_on(self.cotangents, jaxpr.eqns)
         results = jaxpr.outvars[: len(jaxpr.outvars) - len(self.moving)]
         backward = [eqn for eqn in inside if not of_cotangents.isdisjoint(eqn.outvars)]
         forward = [eqn for eqn in inside if of_cotangents.isdisjoint(eqn.outvars)]
@@ -183,7 +179,7 @@ class _Call:
         second = compat.part_of(jaxpr, backward, [*residuals, *self.cotangents], list(self.pulled.values()))
 
         def both(weight, *args):
-            found = jax.core.eval_jaxpr(first, (), weight.astype(copy.dtype), *args)
+            found = jaxprs.run(first, (), weight.astype(copy.dtype), *args)
             return tuple(found[: len(results)]), found[len(results) :]
 
         @jax.custom_vjp
@@ -191,7 +187,7 @@ class _Call:
             return both(*args)[0]
 
         def backward_pass(kept, cotangents):
-            pulled = jax.core.eval_jaxpr(second, (), *kept, *cotangents[: len(self.active)])
+            pulled = jaxprs.run(second, (), *kept, *cotangents[: len(self.active)])
             pulled = dict(zip(self.moving, pulled, strict=True))
             return (pulled[i], *[None] * len(scales), *(pulled.get(k) for k in others))
 
@@ -216,7 +212,7 @@ class _Call:
         """Compute result `k` without the equations that it does not need."""
         wanted = [self.passes.outvars[_positions(self.eqn, self.active).index(k)]]
         eqns, _ = jaxprs.needed_for(self.passes.eqns, wanted)
-        return jax.core.eval_jaxpr(compat.part_of(self.passes, eqns, self.operands, wanted), (), *values)[0]
+        return jaxprs.run(compat.part_of(self.passes, eqns, self.operands, wanted), (), *values)[0]
 
 
 def _positions(eqn: Any, active: Sequence[int]) -> list[int]:
@@ -231,7 +227,3 @@ def _bare(atom: Any) -> Any:
 
 def _made(eqns: Sequence) -> dict:
     return {v: eqn for eqn in eqns for v in eqn.outvars}
-
-
-def _depend_on(variables: Sequence, eqns: Sequence) -> set:
-    return jaxprs.dependent_on(variables, eqns, lambda eqn, reads: eqn.outvars if reads else ())

@@ -22,17 +22,20 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import Narrow
+from zerojax.gather.known_parts import divided
+from zerojax.gather.options import Sums
 from zerojax.gather.paired import depend_on_weights, with_pairs
 from zerojax.jaxprs import differentiable
+from zerojax.layout.leaf import replace_items
 
+NO_SUMS = Sums()
 _CHEAP = frozenset({"broadcast_in_dim", "convert_element_type"})
 # Equations that compute each element of a parameter from that element.
 _BY_ELEMENT = jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"}
@@ -48,8 +51,7 @@ class BoundJaxpr:
     consts: Sequence
 
     def __call__(self, *args) -> list:
-        """Return the results, given the remaining arguments."""
-        return jax.core.eval_jaxpr(self.jaxpr, (), *jaxprs.as_jax_values(self.consts), *args)
+        return jaxprs.run(self.jaxpr, (), *jaxprs.as_jax_values(self.consts), *args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,8 @@ class Passes:
         other_shapes: Shapes of the others.
         residual_rows: Which dim of each residual holds the rows of the batch.
         result_rows: Which dim of each active result, and so of its cotangent, holds the rows of the batch.
-        is_shared: Whether several segments run these passes. Each pass is then under `jax.jit`, and traced once.
+        is_shared: Whether several segments run these passes, each under `jax.jit`, so that it is traced once.
+        is_bare: Whether the equations lack JAX's name scopes `jvp` and `transpose`, which the caller then enters.
     """
 
     forward: BoundJaxpr
@@ -85,23 +88,23 @@ class Passes:
     residual_rows: tuple[State, ...]
     result_rows: tuple[State, ...]
     is_shared: bool = False
+    is_bare: bool = False
+
+    def bare(self) -> "Passes":
+        """Return the passes with `is_bare`."""
+        bare = lambda bound: BoundJaxpr(names.without_transforms(bound.jaxpr, "jvp"), bound.consts)
+        return dataclasses.replace(self, forward=bare(self.forward), derive=bare(self.derive), is_bare=True)
 
     @functools.cached_property
     def needed(self) -> frozenset[int]:
-        """Return the indices of the parameters that the backward pass reads."""
-        return self._read("param")
+        return frozenset(i for source, i in (*self.sources, *self.derive_reads) if source == "param")
 
     @functools.cached_property
     def needed_others(self) -> frozenset[int]:
-        """Return the indices of the others that the backward pass reads."""
-        return self._read("other")
-
-    def _read(self, pool: str) -> frozenset[int]:
-        return frozenset(i for source, i in (*self.sources, *self.derive_reads) if source == pool)
+        return frozenset(i for source, i in (*self.sources, *self.derive_reads) if source == "other")
 
     @functools.cached_property
     def run(self) -> Callable[[Sequence, Sequence], tuple[list, list]]:
-        """Return the forward pass: `run(params, others)` returns `(results, saved)`."""
         return jax.jit(self._run) if self.is_shared else self._run
 
     def _run(self, params, others) -> tuple[list, list]:
@@ -117,7 +120,7 @@ class Passes:
         cotangents: Sequence,
         zero: jax.Array | None = None,
         *,
-        reduced_later: Collection[int] = (),
+        sums: Sums = NO_SUMS,
         paired: bool = False,
     ) -> tuple[list, list]:
         """Run the backward pass.
@@ -128,15 +131,15 @@ class Passes:
             others: The others given to `run`. A value that is not in `needed_others` may be None.
             saved: The residuals that `run` returned.
             cotangents: The cotangents of the `active_results`.
-            zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added into.
-                XLA then cannot allocate them before `zero` is computed. If None, these arrays stay constants.
-            reduced_later: Indices of the others whose cotangents may be returned as partial sums.
+            zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added to,
+                so that XLA cannot allocate them before `zero` is computed. If None, they stay constants.
+            sums: Which cotangents of others, and of experts, may be returned as partial sums.
             paired: Whether both cotangents of a product of activations are computed next to each other (`paired.py`).
 
         Returns:
             The cotangents of the active parameters, which may be partial sums, and the cotangents of the active others.
         """
-        return self._pull_once(comm, tuple(reduced_later), paired, params, others, saved, cotangents, zero)
+        return self._pull_once(comm, sums, paired, params, others, saved, cotangents, zero)
 
     @functools.cached_property
     def _pull_once(self) -> Callable:
@@ -149,7 +152,6 @@ class Passes:
         return [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
 
     def _check_types(self, cotangents: Sequence) -> None:
-        """Raise a TypeError if a custom rule returned a cotangent with another type than the value has."""
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
             dtype = self.forward.jaxpr.outvars[index].aval.dtype
             if cotangent.dtype != dtype:
@@ -160,7 +162,7 @@ class Passes:
                     f"{cotangent.dtype} before the rule."
                 )
 
-    def _pull(self, comm, reduced_later, paired, params, others, saved, cotangents, zero) -> tuple[list, list]:
+    def _pull(self, comm, sums, paired, params, others, saved, cotangents, zero) -> tuple[list, list]:
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
         reads = [pools[pool][i] for pool, i in self.derive_reads]
@@ -168,10 +170,8 @@ class Passes:
             # Without the barrier, XLA would keep the product from the forward pass.
             reads, _ = jax.lax.optimization_barrier((reads, comm.zero_after(cotangents, self.result_rows)))
         pools["derived"] = self.derive(*reads)
-        residuals = [pools[pool][index] for pool, index in self.sources]
-
-        def unpaired(values):
-            return jax.tree.unflatten(self.tree, values[: len(residuals)])(list(values[len(residuals) :]))
+        size, residuals = len(self.sources), [pools[pool][index] for pool, index in self.sources]
+        unpaired = lambda values: jax.tree.unflatten(self.tree, values[:size])(list(values[size:]))
 
         def zeros_from_seed(eqn, values):
             assert zero is not None
@@ -180,11 +180,13 @@ class Passes:
             return [jax.lax.broadcast(zero.astype((out := eqn.outvars[0].aval).dtype), out.shape)]
 
         rule = None if zero is None else zeros_from_seed
-        count = len(self.active_params)
-        later = [count + k for k, i in enumerate(self.active_others) if i in reduced_later]
-        rows = [*self.residual_rows, *self.result_rows]
-        backward = with_pairs(unpaired, self._weights + [False] * len(cotangents)) if paired else unpaired
-        results = comm.backward(backward, [*residuals, *cotangents], rows, [*range(count), *later], rule)
+        count, axes, rows = len(self.active_params), dict(sums.experts), [*self.residual_rows, *self.result_rows]
+        places = [*self.active_params, *(len(params) + i for i in self.active_others)]
+        divided = {k: axes[i] for k, i in enumerate(places) if i in axes}
+        later = [count + k for k, i in enumerate(self.active_others) if i in sums.later]
+        grads = [k for k in (*range(count), *later) if k not in divided]
+        backward = with_pairs(unpaired, [*self._weights, *[False] * len(cotangents)], paired, is_bare=self.is_bare)
+        results = comm.backward(backward, [*residuals, *cotangents], rows, grads, rule, experts=divided)
         return results[:count], results[count:]
 
 
@@ -193,14 +195,15 @@ class RowStates(NamedTuple):
 
     Attributes:
         others: The state of each argument that is no parameter.
-        results: The state of each result, as the analysis of the whole program found it. If empty, the states
-            come from the function's own trace.
+        results: The state of each result in the whole program. If empty, the function's own trace gives the states.
         follower: The analysis that finds the rows in the function's values. If None, all states are unknown.
+        divide: `Collectives.on_own_rows` for the forward pass. If None, kernels run unchanged.
     """
 
     others: Sequence[State] = ()
     results: Sequence[State] = ()
     follower: Follower | None = None
+    divide: Callable[[Any, Sequence[State]], Any] | None = None
 
 
 NO_ROWS = RowStates()
@@ -241,9 +244,8 @@ def traced_passes(
                 Narrow(params[i], carried[i], x) if i in carried else x
                 for i, x in zip(active_params, some_params, strict=True)
             ]
-            results = function(
-                _replaced(params, active_params, some_params), _replaced(others, active_others, some_others)
-            )
+            given = replace_items(params, active_params, some_params), replace_items(others, active_others, some_others)
+            results = function(*given)
             candidates = range(len(results)) if wanted is None else sorted(wanted)
             active_results = tuple(i for i in candidates if differentiable(results[i].dtype))
             return [results[i] for i in active_results], results
@@ -254,13 +256,14 @@ def traced_passes(
         return results, backward
 
     closed, shapes = jax.make_jaxpr(both, return_shape=True)(list(params), list(others))
-    results, tree = len(shapes[0]), jax.tree.structure(shapes[1])
-    jaxpr, consts = compat.opened(closed)
+    results = len(shapes[0])
+    given = [*[NOWHERE] * len(params), *rows.others]
+    jaxpr, consts = compat.opened(closed if rows.divide is None else rows.divide(closed, given))
+    jaxpr = divided(jaxpr, jaxpr.invars[: len(params)])
     forward, sources, derive, reads = _classified(jaxpr, consts, len(params), results)
-    if rows.follower is None:
-        states = [UNKNOWN] * len(jaxpr.outvars)
-    else:
-        states = list(rows.follower.results(jaxpr, [*[NOWHERE] * len(params), *rows.others]))
+    states: list[State] = [UNKNOWN] * len(jaxpr.outvars)
+    if rows.follower is not None:
+        states = list(rows.follower.results(jaxpr, given))
         states[: len(rows.results)] = rows.results
     return Passes(
         forward=forward,
@@ -271,7 +274,7 @@ def traced_passes(
         sources=sources,
         derive=derive,
         derive_reads=reads,
-        tree=tree,
+        tree=jax.tree.structure(shapes[1]),
         other_shapes=tuple(v.aval for v in jaxpr.invars[len(params) :]),
         residual_rows=tuple(states[results:]),
         result_rows=tuple(states[i] for i in active_results),
@@ -292,16 +295,9 @@ def shared_passes(
     chosen = (x if x is None else tuple(x.items() if isinstance(x, Mapping) else x) for x in options.values())
     key = types, tuple(rows.others), tuple(rows.results), *options, *chosen
     if key not in known:
-        passes = traced_passes(function, params, others, rows=rows, **options)
+        passes = traced_passes(function, params, others, rows=rows, **options).bare()
         known[key] = dataclasses.replace(passes, is_shared=True)
     return known[key]
-
-
-def _replaced(values: Sequence, indices: Sequence[int], new: Sequence) -> list:
-    out = list(values)
-    for index, value in zip(indices, new, strict=True):
-        out[index] = value
-    return out
 
 
 def _classified(jaxpr, consts, params: int, results: int):
@@ -325,16 +321,14 @@ def _classified(jaxpr, consts, params: int, results: int):
     for atom in itertools.chain(kept, *again.values()):
         if atom in mixed and atom not in arguments and atom not in again:
             saved.setdefault(atom, len(saved))
-    known = arguments.copy()
-    known.update((atom, ("saved", i)) for atom, i in saved.items())
+    known: dict[Any, Source] = {**arguments, **{atom: ("saved", i) for atom, i in saved.items()}}
     derived: dict[Any, tuple[int, Any]] = {}  # computed once each, in the order of first use
     sources = []
     for atom in atoms:
         if not compat.is_literal(atom) and atom in known:
             sources.append(known[atom])
         else:
-            # A literal is not hashable.
-            key = id(atom) if compat.is_literal(atom) else atom
+            key = id(atom) if compat.is_literal(atom) else atom  # a literal is not hashable
             sources.append(("derived", derived.setdefault(key, (len(derived), atom))[0]))
     outs = [*jaxpr.outvars[:results], *saved]
     forward = BoundJaxpr(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
@@ -378,8 +372,7 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
     for atom in kept:
         if atom not in of_params or atom not in made:
             continue
-        # Walk back from the residual to the values that its recomputation reads.
-        reads: dict = {}
+        reads: dict = {}  # the values that its recomputation reads, found by walking back
         pending, seen = [atom], set()
         while pending:
             var = pending.pop()

@@ -22,7 +22,7 @@ from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam, bytes_
 from zerojax.layout.leaf import Leaf
 
 _IN_THE_BODY = "Do it in the loop's body, to one layer"
-_SCAN = "Scan over it (jax.lax.scan, nn.scan), or index it with a loop's counter"
+_SCAN = "Scan over it (jax.lax.scan, nn.scan)"
 
 
 class Whole(NamedTuple):
@@ -43,7 +43,6 @@ class Whole(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        """Return the finding that `check` prints."""
         return f"{self.path} ({self.bytes / 2**20:,.1f} MiB): {self.why}. {self.remedy}."
 
 
@@ -156,7 +155,7 @@ def _why_row_by_row(reads: set[str]) -> tuple[str, str]:
     if "loop" in reads:
         remedy = "If the outer loop is over microbatches, leave that to accumulate= of train_step"
         return "the loop over its layers is in another loop, each iteration of which gathers it", remedy
-    return "a loop reads its layers, and not one after the other", _SCAN
+    return "a loop reads its layers by index", _SCAN
 
 
 def row_reads(jaxpr: Any, var: Any, *, in_loop: bool = False) -> set[str]:

@@ -49,7 +49,6 @@ class Topology:
 
     @property
     def size(self) -> int:
-        """Return the number of GPUs in all hosts."""
         return self.hosts * self.per_host
 
 
@@ -120,17 +119,23 @@ def installed() -> bool:
 
 
 def target_config(kind: str) -> str:
-    """Return XLA's description of a GPU, as text."""
     return importlib.resources.files("zerojax.gpus").joinpath("targets", f"{kind}.txtpb").read_text()
 
 
 @functools.cache
 def _devices(topology: Topology) -> list:
     """Return descriptions of the topology's devices. Cache them, because JAX returns unequal devices in each call."""
-    description = topologies.get_topology_desc(
-        platform="cuda",
-        topology_name=topology.kind,
-        topology=f"1x{topology.hosts}x{topology.per_host}",
-        target_config=target_config(topology.kind),
-    )
+    try:
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=topology.kind,
+            topology=f"1x{topology.hosts}x{topology.per_host}",
+            target_config=target_config(topology.kind),
+        )
+    except NotImplementedError as error:  # the plugin did not start, because it found no GPU
+        raise RuntimeError(
+            f"JAX cannot describe GPUs that are absent ({error}), because its plugin for GPUs looked for a GPU and "
+            f"found none. On a machine without a GPU, set JAX_PLATFORMS=cpu, or call "
+            f'jax.config.update("jax_platforms", "cpu") right after importing jax.'
+        ) from error
     return list(description.devices)

@@ -28,12 +28,10 @@ class Expected:
 
     @property
     def exposed(self) -> float:
-        """Return the exposed time: the seconds by which collectives lengthen the run."""
         return self.waits + self.slowed
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the run."""
         return self.roofline.kernels + self.exposed
 
     @classmethod

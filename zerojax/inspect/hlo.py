@@ -72,7 +72,6 @@ class Instruction(NamedTuple):
 
     @property
     def is_synchronous(self) -> bool:
-        """Return True, except for an asynchronous start that XLA:GPU did not mark as synchronous."""
         return not self.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', self.rest) is not None
 
 
@@ -86,7 +85,6 @@ class Computation:
 
     @property
     def root(self) -> str:
-        """Return the name of the instruction whose result the computation returns."""
         return next((i.name for i in reversed(self.instructions) if i.root), "")
 
     @cached_property

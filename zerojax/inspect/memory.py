@@ -50,5 +50,4 @@ def _held_in(c: Computation, gathers: Sequence[Piece]) -> list[Piece]:
 
 
 def _bytes(which: Sequence[Piece]) -> int:
-    """Return the total bytes of pieces in one execution."""
     return sum(piece.bytes // max(piece.collective.times_if_once, 1) for piece in which)

@@ -34,7 +34,6 @@ class Overlap:
     in_flight: tuple[InFlight, ...]
 
     def of(self, *kinds: str) -> "Overlap":
-        """Return the collectives of the given kinds."""
         return Overlap(tuple(f for f in self.in_flight if f.collective.kind in kinds))
 
     def repeated(self, times: int) -> Iterator[InFlight]:
@@ -46,12 +45,10 @@ class Overlap:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all collectives' full tensors, in all executions."""
         return sum(f.bytes for f in self.in_flight)
 
     @property
     def hidden_bytes(self) -> int:
-        """Return the bytes of the collectives that at least one product hides."""
         return sum(f.bytes for f in self.in_flight if f.products)
 
     @property
@@ -61,7 +58,6 @@ class Overlap:
 
     @property
     def exposed(self) -> tuple[InFlight, ...]:
-        """Return the collectives that no product hides, most bytes first."""
         return tuple(sorted((f for f in self.in_flight if not f.products), key=lambda f: -f.bytes))
 
     def __str__(self) -> str:

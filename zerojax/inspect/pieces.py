@@ -46,7 +46,6 @@ class Piece:
 
     @property
     def kind(self) -> str:
-        """Return the kind of the collective."""
         return self.collective.kind
 
     @property
@@ -57,12 +56,10 @@ class Piece:
 
     @property
     def is_of_update(self) -> bool:
-        """Return whether the piece belongs to the optimizer's update."""
         return UPDATE in self.op_name
 
     @property
     def is_exchange(self) -> bool:
-        """Return whether the piece sends matrices to their owners, or back."""
         return EXCHANGE in self.op_name
 
     @property
@@ -72,7 +69,7 @@ class Piece:
 
     @functools.cached_property
     def line(self) -> str:
-        """Return the model's line of the collective. Without such a line, return the nearest line, or the operation."""
+        """Return the line of the model that caused the collective, or else the nearest line, or else the operation."""
         c = self.collective
         own = lines_of_model(c.frames)
         return own[0] if own else self.nearest(c.computation, c.name) or self.op_name or c.name

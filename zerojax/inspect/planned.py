@@ -7,11 +7,10 @@ from typing import Any
 import jax
 
 from zerojax.config import Config
-from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.optim.state_forms import Annotated, as_planned
+from zerojax.placement.storage import is_stored_node
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +37,7 @@ def planned(state: Any, tx: Any = None) -> Planned:
         tx: The transformation. None: the transformation that the state contains.
     """
     if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
-        errors = [leaf for _, leaf in plan.errors]
-        return of_plan(plan, {"params": ".params", "opt_state": ".opt_state"}, {".rounding_errors": errors})
+        return of_plan(plan, {"params": ".params", "opt_state": ".opt_state"})
     config = getattr(tx if tx is not None else getattr(state, "tx", None), "config", None)
     if not isinstance(config, Config):
         return Planned()
@@ -50,7 +48,8 @@ def planned(state: Any, tx: Any = None) -> Planned:
         return of_plan(make_plan(config, get("params")), {"params": at.format("params"), "opt_state": opt_state})
     if tx is None:
         return Planned()
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_node)]
+    keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored_node)
+    paths = [jax.tree_util.keystr(path) for path, _ in keyed]
     for plan in config.plans.values():
         if paths and as_planned(plan, state) is not state and paths == [leaf.path for leaf in plan.state]:
             return of_plan(plan, {"opt_state": ""})
@@ -63,18 +62,10 @@ def has_parts(state: Any) -> bool:
     return all(name in state if isinstance(state, Mapping) else hasattr(state, name) for name in names)
 
 
-def is_node(x: Any) -> bool:
-    """Return whether a plan counts this pytree node as one leaf."""
-    return is_padded(x) or is_chunked(x)
-
-
-def of_plan(plan: ShardingPlan, prefixes: dict[str, str], more: Mapping[str, list[Leaf]] | None = None) -> Planned:
-    """Index the leaves of a plan by their paths in a tree.
-
-    `prefixes` has the paths of `"params"` and `"opt_state"` in the tree. `more` has the leaves of other parts by path.
-    """
+def of_plan(plan: ShardingPlan, prefixes: dict[str, str]) -> Planned:
+    """Index the leaves of a plan by their paths in a tree. `prefixes` has the paths of `"params"` and `"opt_state"`."""
     of_part = {"params": plan.layout.params, "opt_state": plan.state}
-    parts = {at: of_part[part] for part, at in prefixes.items()} | dict(more or {})
+    parts = {at: of_part[part] for part, at in prefixes.items()}
     leaves = {at + leaf.path: leaf for at, found in parts.items() for leaf in found}
     notes = {path: note_from_layout(leaf) for path, leaf in leaves.items()}
     for i, leaf in enumerate(plan.layout.params if "params" in prefixes else ()):

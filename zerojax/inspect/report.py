@@ -13,9 +13,10 @@ import numpy as np
 
 from zerojax.inspect.planned import planned
 from zerojax.inspect.report_tree import Node, Row, as_rich, as_text, build_tree
-from zerojax.layout.chunked import Chunked, is_chunked
-from zerojax.layout.padded import Padded, is_padded
+from zerojax.layout.chunked import Chunked
+from zerojax.layout.padded import Padded
 from zerojax.placement.misplaced import Misplaced, misplaced
+from zerojax.placement.storage import is_stored_node
 from zerojax.placement.unusable import unusable_named
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ class Report:
     __repr__ = __str__
 
     def __rich__(self) -> Tree:
-        """Return the tree for `rich.print`."""
         return as_rich(self._head, self.tree)
 
     @property
@@ -146,7 +146,7 @@ def measured(state: Any, tx: Any) -> Report:
     rows: list[Row] = []
     per_device: dict[jax.Device, int] = {}
     places: dict[str, dict[str, dict[jax.Device, int]]] = {"device": {}, "host": {}, "disk": {}}
-    for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: is_padded(x) or is_chunked(x))[0]:
+    for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored_node)[0]:
         array = x.storage if isinstance(x, Padded) else x
         part = name_of(path[0]) if path else "array"
         inner = jax.tree_util.keystr(path[1:])
@@ -159,11 +159,12 @@ def measured(state: Any, tx: Any) -> Report:
                 f"{part}{inner} is a {type(array).__name__}; report measures live jax.Arrays, which have bytes on "
                 f"devices. Pass arrays, or use tx.shardings for shapes."
             )
-        place, sizes = place_of(array), device_bytes(array)
-        totals = places[place].setdefault(part, {})
-        for device, size in sizes.items():
-            per_device[device] = per_device.get(device, 0) + (size if place == "device" else 0)
-            totals[device] = totals.get(device, 0) + size
+        place, sizes, kept = place_of(array), device_bytes(array), kept_bytes(array)
+        for where, found in ((place, sizes), ("device", kept)):
+            for device, size in found.items():
+                totals = places[where].setdefault(part, {})
+                per_device[device] = per_device.get(device, 0) + (size if where == "device" else 0)
+                totals[device] = totals.get(device, 0) + size
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
         whole = jax.tree_util.keystr(path)
         if whole in plan.leaves and (found := misplaced(plan.leaves[whole], x, plan.data)):
@@ -171,7 +172,8 @@ def measured(state: Any, tx: Any) -> Report:
             note = "; ".join(filter(None, (plan.notes[whole], str(found))))
         else:
             note = plan.notes.get(whole) or note_from_array(x, array, sizes)
-        rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, global_bytes(array), describe(array), note))
+        texts = describe(array), note
+        rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, kept, global_bytes(array), *texts))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
     of_state = getattr(state, "plan", None)
     choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
@@ -190,17 +192,30 @@ def place_of(array: jax.Array | Chunked) -> str:
 
 
 def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
-    """Return the bytes of an array's shards for each device of this process that has a shard."""
+    """Return the bytes of an array's shards for each device of this process that has a shard.
+
+    Chunks of an offloaded leaf that are on the device are not included.
+    """
     if isinstance(array, Chunked):
-        return dict.fromkeys(array.sharding.addressable_devices, array.leaf.local_bytes)
+        kept = kept_bytes(array)
+        return {x: array.leaf.local_bytes - kept.get(x, 0) for x in array.sharding.addressable_devices}
     sizes = Counter[jax.Device]()
     for shard in array.addressable_shards:
         sizes[shard.device] += math.prod(shard.data.shape) * itemsize(array)
     return dict(sizes)
 
 
+def kept_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
+    """Return the bytes of an offloaded leaf's chunks that are on the device, as `Offload(device_bytes=)` keeps them."""
+    sizes = Counter[jax.Device]()
+    if isinstance(array, Chunked) and array.store is None:
+        for chunk in array.chunks:
+            if place_of(chunk) == "device":
+                sizes.update(device_bytes(chunk))
+    return dict(sizes)
+
+
 def global_bytes(array: jax.Array | Chunked) -> int:
-    """Return the bytes of one copy of the global array in storage shape."""
     return math.prod(array.shape) * itemsize(array)
 
 
@@ -226,8 +241,10 @@ def describe(array: jax.Array | Chunked) -> str:
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):
-        memory = "on disk" if array.store is not None else "in host memory"
-        return f"{spec} {memory}, {len(array.chunking.extents)} chunk{'s' * (len(array.chunking.extents) > 1)}"
+        memory, count = "on disk" if array.store is not None else "in host memory", len(array.chunking.extents)
+        kept = sum(place_of(chunk) == "device" for chunk in array.chunks) if array.store is None else 0
+        text = f"{spec} {memory}, {count} chunk{'s' * (count > 1)}"
+        return f"{text}, of which {kept} on the device" if kept else text
     kind = sharding.memory_kind
     only = next(iter(sharding.device_set)) if len(sharding.device_set) == 1 else None
     text = f"{spec}" if spec is not None else f"device {only.id}" if only else type(sharding).__name__
@@ -235,5 +252,4 @@ def describe(array: jax.Array | Chunked) -> str:
 
 
 def name_of(key: Any) -> str:
-    """Return one key of a path as a word."""
     return jax.tree_util.keystr((key,), simple=True)

@@ -30,6 +30,7 @@ class Row:
         dtype: Element type.
         place: One of `PLACES`.
         device_bytes: For each device, the bytes in this place, with padding.
+        kept: For each device, the bytes of an offloaded leaf's chunks that are on the device. Empty for other leaves.
         total: Bytes of the global array in storage.
         sharding: The `PartitionSpec` and the memory kind. A sharding without a spec is described in words.
         note: Why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding.
@@ -42,6 +43,7 @@ class Row:
     dtype: Any
     place: str
     device_bytes: dict[jax.Device, int]
+    kept: dict[jax.Device, int]
     total: int
     sharding: str
     note: str
@@ -78,7 +80,6 @@ class Node:
     children: tuple[tuple[str, Node], ...] = ()
 
     def __getitem__(self, name: str) -> Node:
-        """Return the child with this name, or raise a `KeyError`."""
         return dict(self.children)[name]
 
 
@@ -105,6 +106,7 @@ def build_tree(rows: Sequence[Row], depth: int = 0) -> Node:
     text = ""
     for row in rows:
         totals[row.place].update(row.device_bytes)
+        totals["device"].update(row.kept)
         if row.keys[depth:]:
             branches.setdefault(row.keys[depth], []).append(row)
         else:

@@ -48,7 +48,6 @@ class Kernel(NamedTuple):
     unknown: str = ""
 
     def seconds(self, device: Device) -> float:
-        """Return the least time of one execution."""
         return max(product_seconds(self.operations, device), self.traffic / device.bandwidth)
 
 
@@ -121,7 +120,6 @@ def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
 
 
 def product_seconds(operations: dict[str, int], device: Device) -> float:
-    """Return the seconds of matrix products at the device's peak rates."""
     return sum(count / device.rate(dtype) for dtype, count in operations.items())
 
 

@@ -75,7 +75,6 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Return when the last span is done, if each loop has one iteration."""
         return max((span.done for span in self.spans), default=0.0)
 
     @property

@@ -89,15 +89,16 @@ def check_optimizer_sharding(params: Any, policy: LayoutPolicy) -> None:
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
-    """Return, for each dim of `x`, the mesh axes that already divide it, except data axes."""
+    """Return, for each dim of `x`, the mesh axes that already divide it: experts' axes, and those of the compiler."""
     array = x.storage if isinstance(x, Padded) else x
     # The sharding of a traced array is in its type, and names only Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
     if not any(spec):
         spec = metadata
-    # Flax's metadata may also name data axes, and axes that this mesh does not have.
-    kept = [spec_entry(tuple(axis for axis in entry_axes(entry) if axis in data.compiler_axes)) for entry in spec]
+    # Flax's metadata may also name other data axes, and axes that this mesh does not have.
+    known = {*data.compiler_axes, *data.experts}
+    kept = [spec_entry(tuple(axis for axis in entry_axes(entry) if axis in known)) for entry in spec]
     while kept and not kept[-1]:
         kept.pop()
     return tuple(kept)
@@ -126,5 +127,4 @@ def overwritten_leaves(
 
 
 def is_variable(node: Any) -> bool:
-    """Return whether a node is an NNX variable whose class is called `_overwrite_with_gradient`."""
     return type(node).__name__ == NAME

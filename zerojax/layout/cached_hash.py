@@ -20,7 +20,6 @@ class CachedHash:
         return hash(self._fields)
 
     def __hash__(self) -> int:
-        """Return the hash of all compared fields."""
         return self._hash
 
     def __getstate__(self) -> dict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -40,7 +41,6 @@ class Chunking:
         return replace_at(leaf.storage_shape, self.dim, extent * shards)
 
     def chunk_shapes(self, leaf: Leaf) -> list[tuple[int, ...]]:
-        """Return the global shape of each chunk."""
         return [self.chunk_shape(leaf, extent) for extent in self.extents]
 
 
@@ -64,14 +64,25 @@ def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
 MOST_ROWS = 256
 
 
-def row_chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
-    """Divide a parameter on disk into chunks. Its gradient and optimizer state are divided in the same way.
+def row_chunkings_of(leaves: Sequence[Leaf], chunk_bytes: int) -> dict[int, Chunking]:
+    """Divide sharded parameters on disk into chunks, by index. Their gradients and state are divided in the same way.
 
-    An array of two or more dims counts as a stack of layers if its dim 0 is not sharded and at most `MOST_ROWS` long.
-    Each layer is one chunk, so it can be read alone. All other arrays are divided by `chunking_of`.
+    Each layer of a stack is one chunk, so that a scan reads it alone. The loss that scans is not known here. So an
+    array of three or more dims counts as a stack if its dim 0 is not sharded and at most `MOST_ROWS` long. A matrix,
+    such as the biases of all layers, counts as a stack only if it is as long as such an array. All other arrays are
+    divided by `chunking_of`.
     """
-    rows = leaf.shape[0] if len(leaf.shape) > 1 and leaf.dim != 0 and not any(leaf.others[:1]) else 0
-    return Chunking(0, (1,) * rows) if 0 < rows <= MOST_ROWS else chunking_of(leaf, chunk_bytes)
+    may_be = {
+        i: leaf.shape[0]
+        for i, leaf in enumerate(leaves)
+        if len(leaf.shape) > 1 and leaf.dim != 0 and not any(leaf.others[:1]) and 0 < leaf.shape[0] <= MOST_ROWS
+    }
+    lengths = {n for i, n in may_be.items() if len(leaves[i].shape) > 2}
+    return {
+        i: Chunking(0, (1,) * may_be[i]) if may_be.get(i) in lengths else chunking_of(leaf, chunk_bytes)
+        for i, leaf in enumerate(leaves)
+        if leaf.kind == "sharded"
+    }
 
 
 @functools.partial(
@@ -120,15 +131,12 @@ class Chunked:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the storage shape of the whole array."""
         return self.leaf.storage_shape
 
     @property
     def dtype(self):
-        """Return the element type."""
         return self.leaf.dtype
 
 
 def is_chunked(x) -> bool:
-    """Return whether a node is a `Chunked`."""
     return isinstance(x, Chunked)

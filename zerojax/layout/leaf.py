@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -61,7 +61,8 @@ class Leaf:
         shards: Number of devices along `axes`.
         kind: `"replicated"`, `"sharded"` or `"flat"`.
         dim: The sharded dim. None unless `kind` is `"sharded"`.
-        others: For each dim, the mesh axes other than data axes that divide it, as an entry of a `PartitionSpec`.
+        others: For each dim, the mesh axes other than `axes` that divide it, as an entry of a `PartitionSpec`. These
+            are axes of the compiler, and data axes over which experts stay divided.
         reason: Why the leaf is replicated or flat. Empty for a sharded leaf. A label.
         host: Whether the array is kept in host memory.
         further: Factor by which a parameter's gradient and optimizer state are sharded more than the parameter, over
@@ -93,7 +94,6 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        """Return the logical size, in elements."""
         return math.prod(self.shape)
 
     @property
@@ -137,12 +137,10 @@ class Leaf:
 
     @property
     def bytes(self) -> int:
-        """Return the size of the logical array in bytes."""
         return self.size * self._itemsize
 
     @property
     def local_bytes(self) -> int:
-        """Return the size of one shard over `axes` in bytes, with padding."""
         return math.prod(self.local_shape) * self._itemsize
 
     @property
@@ -151,7 +149,6 @@ class Leaf:
 
     @property
     def padding(self) -> int:
-        """Return the number of padding elements in storage."""
         return math.prod(self.storage_shape) - self.size
 
     def __str__(self) -> str:
@@ -177,19 +174,23 @@ class Leaf:
 
     @property
     def other_spec(self) -> PartitionSpec:
-        """Return the `PartitionSpec` with `others` alone, without data axes."""
         return PartitionSpec() if self.kind == "flat" else PartitionSpec(*self.others)
 
     @property
     def local_spec(self) -> PartitionSpec:
-        """Return the `PartitionSpec` with data axes alone, for `shard_map` over these axes."""
-        if self.kind == "flat":
-            return PartitionSpec(spec_entry(self.axes))
-        if self.dim is None:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * self.dim, spec_entry(self.axes))
+        return self.spec_over(self.axes)
+
+    def spec_over(self, axes: tuple[str, ...]) -> PartitionSpec:
+        """Return the `PartitionSpec` with only some axes, for `shard_map` over these axes."""
+        entries = [spec_entry(tuple(axis for axis in entry_axes(entry) if axis in axes)) for entry in self.spec]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*entries)
 
 
 def replace_at(items: tuple, index: int, value) -> tuple:
-    """Return a copy of `items` with `value` at `index`."""
     return (*items[:index], value, *items[index + 1 :])
+
+
+def replace_items(items: Sequence, indices: Iterable[int], values: Iterable) -> list:
+    return [*(dict(enumerate(items)) | dict(zip(indices, values, strict=True))).values()]

@@ -57,10 +57,11 @@ class Padded:
     def __post_init__(self):
         """Raise a ValueError if `storage` is an array of numbers that lacks a dim of the storage shape."""
         if not is_number_array(self.storage):
+            if isinstance(self.storage, jax.Array | jax.ShapeDtypeStruct):  # bools and keys are padded, too
+                self._keep_extent()
             return
         found = tuple(self.storage.shape)
-        if self.extent is None and len(found) == len(self.shape):
-            object.__setattr__(self, "extent", found[self.dim])
+        self._keep_extent()
         if not has_dims(found, self._storage_shape) and not compat.is_sum_over_tree():
             raise ValueError(
                 f"A parameter of shape {list(self.shape)} is padded to {list(self._storage_shape)} in storage, and a "
@@ -68,6 +69,11 @@ class Padded:
                 f"sees the padding too, so its result is not that of the parameter. Map it over zerojax.logical(tree), "
                 f"whose leaves are arrays without padding."
             )
+
+    def _keep_extent(self) -> None:
+        found = tuple(self.storage.shape)
+        if self.extent is None and len(found) == len(self.shape):
+            object.__setattr__(self, "extent", found[self.dim])
 
     @property
     def _storage_shape(self) -> tuple[int, ...]:
@@ -103,7 +109,6 @@ class Padded:
     unbox = logical  # for Flax, whose modules unbox their parameters
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the logical array, for NumPy."""
         return np.array(self.logical(), dtype, copy=copy)
 
     def __getitem__(self, index: Any) -> Any:
@@ -111,11 +116,9 @@ class Padded:
         return self.logical()[index]
 
     def __len__(self) -> int:
-        """Return the length of dim 0 of the logical array."""
         return self.shape[0]
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate over dim 0 of the logical array."""
         return iter(self.logical())
 
     def __getattr__(self, name: str) -> Any:
@@ -176,12 +179,10 @@ def restored(target: Padded, array: Any) -> Padded:
 
 
 def without_padding(tree: PyTree) -> PyTree:
-    """Replace each `Padded` of a tree by its logical array."""
     return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 
 
 def is_padded(x) -> bool:
-    """Return whether a node is a `Padded`."""
     return isinstance(x, Padded)
 
 
@@ -193,7 +194,6 @@ def stored_mask(mask: Callable | PyTree, option: str) -> Any:
 
 
 def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:
-    """Remove the padding at the end of `dim`, so that `size` elements remain."""
     return x if x.shape[dim] == size else jax.lax.slice_in_dim(x, 0, size, axis=dim)
 
 

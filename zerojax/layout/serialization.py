@@ -15,7 +15,6 @@ def serialize(cls: type, to_state_dict: Callable[[Any], Any], from_state_dict: C
 
 
 def current_path() -> str:
-    """Return the path of the node that Flax is restoring."""
     return sys.modules["flax.serialization"].current_path()
 
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.config import Config, LayoutPolicy, LeafMask, Precision, Wire, path_of
+from zerojax.config import Config, DataMesh, LayoutPolicy, LeafMask, Precision, Wire, path_of
+from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 from zerojax.layout.annotations import (
     REASON,
     check_optimizer_sharding,
@@ -84,9 +87,40 @@ class Layout(CachedHash):
 
 def layout_of(config: Config, params, *, others: Sequence[tuple] = (), overwritten: Collection[int] = ()) -> Layout:
     """Lay out a tree of parameters (arrays, `Padded` arrays or shapes) for a configuration. See `lay_out`."""
-    policy = config.layout_policy
+    policy, others = config.layout_policy, others or axes_of_last_plan(config, params)
     chosen = {"precision": config.precision, "trainable": config.trainable, "wire": config.wire}
     return lay_out(params, policy, others=others, overwrite=config.overwrite, overwritten=overwritten, **chosen)
+
+
+def axes_of_last_plan(config: Config, params: Any) -> Sequence[tuple]:
+    """Return `Leaf.others` of the parameters in the last plan that fits them, or () if it is not needed or not found.
+
+    There are two cases. Inside the caller's `jax.jit`, the type of an array does not name Auto axes, but `shard` or
+    `init` made a plan before the call. And if an axis of experts divides a stored array, its sharding does not say
+    whether the array is an expert, or the stage shards it over all data axes.
+    """
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
+    is_traced = any(isinstance(x.storage if is_padded(x) else x, jax.core.Tracer) for x in leaves)
+    if not (config.expert_axis or (config.data.compiler_axes and is_traced)):
+        return ()
+    for layout in reversed(config.plans):
+        if layout.treedef == treedef and all(map(is_stored_as, leaves, layout.params)):
+            return [leaf.others for leaf in layout.params]
+    return ()
+
+
+def is_stored_as(x: Any, leaf: Leaf) -> bool:
+    """Return whether an array has a leaf's logical shape and, if it shows its sharding, the leaf's spec."""
+    array = x.storage if is_padded(x) else x
+    if tuple(getattr(x, "shape", ())) != leaf.shape:
+        return False
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return sharding is None
+    spec = list(sharding.spec)
+    while spec and spec[-1] is None:
+        spec.pop()
+    return PartitionSpec(*spec) == leaf.spec
 
 
 def lay_out(
@@ -110,7 +144,7 @@ def lay_out(
         trainable: Chooses the leaves that are trained. None: all. Leaves without a gradient are never trained.
         wire: Chooses the leaves that collectives quantise. None: none.
         overwrite: Chooses leaves to overwrite, in addition to those with the name `_overwrite_with_gradient`.
-        others: For each leaf, the mesh axes other than data axes that divide it. Empty: read Flax's metadata.
+        others: `Leaf.others` of each leaf. Empty: read the leaves' shardings and Flax's metadata.
         overwritten: Indices of further leaves that are overwritten.
 
     Raises:
@@ -132,6 +166,9 @@ def lay_out(
                 f"memory of the process. Keep it as int4, uint4 or wider."
             )
     check_optimizer_sharding(params, policy)
+    if not others:
+        pairs = zip(found, partition_metadata(params), strict=True)
+        others = [other_axes(x, spec, policy.data) for (_, x), spec in pairs]
     paths = [path_of(path) for path, _ in found]
     if isinstance(trainable, LeafMask):
         trainable.check(paths)
@@ -140,8 +177,8 @@ def lay_out(
     kept = {i for i in named if has_gradient(given[i].dtype)}
     types = [types_of(paths[i], x, None if i in kept else precision) for i, x in enumerate(given)]
     grads = [
-        shard_leaf(jax.tree_util.keystr(path), tuple(x.shape), master, other_axes(x, spec, policy.data), policy)
-        for (path, x), spec, (master, _) in zip(found, others or partition_metadata(params), types, strict=True)
+        shard_leaf(jax.tree_util.keystr(path), tuple(x.shape), master, other, policy)
+        for (path, x), other, (master, _) in zip(found, others, types, strict=True)
     ]
     replicated = functools.partial(dataclasses.replace, kind="replicated", dim=None, reason=REASON)
     grads = [replicated(leaf) if i in kept else leaf for i, leaf in enumerate(grads)]
@@ -174,23 +211,51 @@ def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
 
 def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: LayoutPolicy) -> Leaf:
     """Return the layout of one leaf, which is sharded along a dim, flat if the leaf is small, or replicated."""
-    axes = policy.data.opt_state or policy.data.batch
-    leaf = Leaf(path, shape, dtype, axes, policy.data.shards, others=others)
+    stays = axes_of(others)
+    axes = tuple(axis for axis in policy.data.opt_state or policy.data.batch if axis not in stays)
+    leaf = Leaf(path, shape, dtype, axes, policy.data.size(axes), others=others)
+    check_experts(leaf, policy.data)
     with_changes = functools.partial(dataclasses.replace, leaf)
     if policy.stage == 0:
         return with_changes(reason="stage 0 shards nothing")
+    if not axes:
+        return with_changes(reason=f"its sharding divides it over {in_words(tuple(stays))}")
     if not leaf.size:
         return with_changes(reason="no elements")
     if not is_numeric(dtype):
         return with_changes(reason=f"{dtype} has no arithmetic")
     if leaf.size < policy.persist_below and not any(others):
+        kind = "flat" if leaf.shards > 1 else "replicated"
         return with_changes(
-            kind="flat", reason=f"small: {leaf.size} elements, under persist_below={policy.persist_below}"
+            kind=kind, reason=f"small: {leaf.size} elements, under persist_below={policy.persist_below}"
         )
     free = [i for i in range(len(shape)) if i >= len(others) or not others[i]]
     if not free:
         return with_changes(reason="it has no dim, or other mesh axes divide every dim")
     return with_changes(kind="sharded", dim=best_dim(shape, free, leaf.shards))
+
+
+def check_experts_named(layout: Layout) -> None:
+    """Raise a ValueError if there are axes for experts but no parameter names one, so that all would be gathered."""
+    data = layout.policy.data
+    if data.experts and set(axes_of(*(leaf.others for leaf in layout.params))).isdisjoint(data.experts):
+        raise ValueError(
+            f"expert_axis= gives {in_words(data.experts)} to experts, but no parameter's sharding or Flax metadata "
+            "names it. Give create the experts as arrays or shapes with a NamedSharding, such as P('expert'), for "
+            "example from jax.jit(init, out_shardings=...)."
+        )
+
+
+def check_experts(leaf: Leaf, data: DataMesh) -> None:
+    """Raise a ValueError if the axes of experts do not divide a dim evenly, as a `jax.shard_map` needs."""
+    for dim, entry in enumerate(leaf.others):
+        names = entry_axes(entry)
+        if not set(names).isdisjoint(data.experts) and leaf.shape[dim] % (devices := data.size(names)):
+            even = shard_extent(leaf.shape[dim], devices)[0] * devices
+            raise ValueError(
+                f"params{leaf.path} has {leaf.shape[dim]} experts on dim {dim}, which {in_words(names)} with {devices} "
+                f"devices cannot divide evenly. Use {even} experts, some of which get no tokens, or fewer devices."
+            )
 
 
 def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:
@@ -214,7 +279,7 @@ def storage_leaf(leaf: Leaf, policy: LayoutPolicy, compute: Any) -> Leaf:
     """Return the layout in which a parameter is stored. `leaf` is the layout of its gradient."""
     leaf = dataclasses.replace(leaf, dtype=compute if policy.stores_compute_dtype else leaf.dtype)
     if policy.data.params and leaf.kind == "sharded":
-        axes = policy.data.params
+        axes = tuple(axis for axis in policy.data.params if axis in leaf.axes)
         shards = policy.data.size(axes)
         further = leaf.shards // shards
         return dataclasses.replace(leaf, host=policy.params_on_host, axes=axes, shards=shards, further=further)

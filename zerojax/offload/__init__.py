@@ -19,5 +19,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names."""
     return sorted([*__all__, "__doc__", "__name__", "__file__"])

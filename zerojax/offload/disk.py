@@ -205,13 +205,12 @@ class DiskStore:
         A second call, or a call in a forked process, does nothing.
         """
         if not self._closed and self._lock.held:
-            try:
+            with contextlib.ExitStack() as at_end:  # every callback runs, whatever the others raise
+                at_end.callback(self._lock.release)
+                at_end.callback(self._copier.shutdown)
+                at_end.callback(self._threads.shutdown)
+                at_end.callback(setattr, self, "_closed", True)
                 self.flush()
-            finally:
-                self._closed = True
-                self._threads.shutdown()
-                self._copier.shutdown()
-                self._lock.release()
 
     def __enter__(self) -> DiskStore:
         return self

@@ -12,7 +12,6 @@ from zerojax.offload.lock import LOCK, DiskError, Lock, has_mark, lock
 
 
 def chunk_file(folder: Path, index: int) -> Path:
-    """Return the path of a chunk's file."""
     return folder / f"chunk_{index:05d}.bin"
 
 

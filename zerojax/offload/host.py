@@ -34,17 +34,15 @@ def host_kind(mesh: Mesh) -> str:
 
 
 def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """Return a sharding in host memory."""
     return NamedSharding(mesh, spec, memory_kind=host_kind(mesh))
 
 
 def to_memory(x: jax.Array, kind: str) -> jax.Array:
-    """Copy an array to memory of this `kind`, asynchronously."""
-    return jax.device_put(x, x.sharding.with_memory_kind(kind))
+    """Copy an array to memory of this `kind`, asynchronously. Return it unchanged if it is there already."""
+    return x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
 def is_on_host(x: Any) -> bool:
-    """Return whether an array, or a tracer, is in host memory."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
@@ -71,19 +69,33 @@ def _host_memory_problem(mesh: Mesh, bytes_per_device: int, what: str) -> str | 
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     needed, available = bytes_per_device * len(local), available_bytes()
     text = f"{what} needs {format_bytes(needed)} of host memory on this host ({len(local)} devices)"
-    if local and local[0].platform in ("gpu", "cuda", "rocm"):
-        cap = int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
-        if needed > cap:
-            return (
-                f"{text}, and JAX pins {format_bytes(cap)} at most. Set {CAP_VARIABLE}={-(-needed * 11 // 10**10)} "
-                f"before JAX starts; {'an unknown amount' if available is None else format_bytes(available)} is free."
-            )
+    free = "an unknown amount" if available is None else format_bytes(available)
     if available is not None and needed > available:
         return (
-            f"{text}, and {format_bytes(available)} is free. Offload less (Offload(fraction=)), to disk "
+            f"{text}, and {free} is free. Offload less (Offload(fraction=)), to disk "
             f'(optimizer="disk"), or use more hosts.'
         )
+    if not (local and local[0].platform in ("gpu", "cuda", "rocm")):
+        return None
+    if needed > (cap := pinned_cap()):
+        return f"{text}, and JAX pins {format_bytes(cap)} at most. Set {pinned_limit(needed)}; {free} is free."
+    # XLA's allocator of pinned memory takes regions of 2 MiB, 4 MiB and so on, up to the cap in all.
+    if available is not None and (taken := min(cap, 2 * needed)) > available:
+        return (
+            f"{text}. JAX doubles the regions that it pins, so it would take up to {format_bytes(taken)}, and {free} "
+            f"is free. Set {pinned_limit(needed)}, so that it takes no more than it needs."
+        )
     return None
+
+
+def pinned_cap() -> int:
+    """Return the most bytes of host memory that JAX pins in this process for GPUs."""
+    return int(os.environ.get(CAP_VARIABLE) or CAP_GB) * 10**9
+
+
+def pinned_limit(needed: int) -> str:
+    """Return the setting with which JAX pins little more than `needed` bytes, in words for a message."""
+    return f"{CAP_VARIABLE}={-(-needed * 11 // 10**10)} before JAX starts"
 
 
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:

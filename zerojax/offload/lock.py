@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import re
 import stat
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -32,6 +34,7 @@ class Lock:
     def __init__(self, handle: int):
         """Take the handle of a locked file. The caller holds `_forking`, so that every forked child knows the lock."""
         self._handle: int | None = handle
+        self._process = os.getpid()
         _held.add(self)
 
     @property
@@ -43,12 +46,16 @@ class Lock:
         """Unlock and close the file. A second call, or a call in a forked child, does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
-            try:
+            with contextlib.suppress(OSError):  # closing unlocks as well; some file systems have no locks
                 fcntl.flock(handle, fcntl.LOCK_UN)
-            except OSError:
-                pass  # closing unlocks as well; some file systems have no locks
-            finally:
+            with contextlib.suppress(OSError):  # the handle is free even if the server of the file is gone (ESTALE)
                 os.close(handle)
+
+    def __del__(self, is_finalizing=sys.is_finalizing):
+        """Unlock when nothing refers to the lock, because an error may have skipped `release`."""
+        if is_finalizing():  # Python has cleared the modules that `release` needs, and the end of the process unlocks
+            return
+        self.release() if os.getpid() == self._process else self.forget()
 
     def forget(self) -> None:
         """Close a forked child's copy of the handle. Do not unlock, because the parent would lose the lock, too."""

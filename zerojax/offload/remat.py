@@ -69,15 +69,20 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
             f"{', '.join(map(repr, both))} cannot be offloaded and saved on the device at once. Take each name out of "
             "`names` or out of `save`."
         )
-    device = jax.local_devices(backend=jax.default_backend())[0]
-    require_pinned_host(device)
-    require_correct_order(device.platform, jaxlib.__version__)
+    require_offload()
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(save),
         names_which_can_be_offloaded=list(names),
         offload_src="device",
         offload_dst=_HOST,
     )
+
+
+def require_offload() -> None:
+    """Raise a `RuntimeError` if this backend cannot offload activations."""
+    device = jax.local_devices(backend=jax.default_backend())[0]
+    require_pinned_host(device)
+    require_correct_order(device.platform, jaxlib.__version__)
 
 
 def require_pinned_host(device: Any) -> None:
@@ -90,7 +95,7 @@ def require_pinned_host(device: Any) -> None:
     raise RuntimeError(
         f"Activations cannot be offloaded on the backend {device.platform!r}: its devices have the memory kinds "
         f"{', '.join(kinds) or 'none'}, not {_HOST}{other}. Keep the activations on the device with "
-        "jax.checkpoint_policies.save_only_these_names, or have them recomputed by naming none."
+        "jax.checkpoint_policies.save_only_these_names, or recompute them: jax.checkpoint without a policy."
     )
 
 

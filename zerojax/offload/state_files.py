@@ -49,6 +49,7 @@ class StateFiles:
         self._index: dict[tuple[int, int], int] = {}
         self._version = 0
         self._written: set[int] = set()
+        self.writes = 0  # a count of the chunks that were written, or are waiting to be
         self._specs: list[ChunkSpec] = []
         for k, (leaf, chunking, sharding) in leaves.items():
             for n, shape in enumerate(chunking.chunk_shapes(leaf)):
@@ -58,7 +59,6 @@ class StateFiles:
 
     @property
     def buffer_bytes(self) -> int:
-        """Return the bytes of host memory that the buffers for reading and writing take."""
         return buffer_bytes(self._specs, self._in_flight)
 
     @functools.cached_property
@@ -78,7 +78,6 @@ class StateFiles:
         _ = self._store
 
     def read(self, k: int, n: int) -> Future[Lease]:
-        """Begin to read chunk `n` of leaf `k`."""
         return self._store.read(self._index[k, n], version=self._version)
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
@@ -116,12 +115,11 @@ class StateFiles:
 
     def write(self, k: int, n: int, array: Array) -> None:
         """Copy the next version of chunk `n` of leaf `k` to a buffer, and begin to write it to the file."""
-        data = {shard.device: shard.data for shard in array.addressable_shards}
-        self.write_shards(k, n, [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)])
+        self.write_shards(k, n, host_shards(array))
 
     def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
         """Copy the shards of the next version of chunk `n` of leaf `k` to a buffer, and begin to write them."""
-        index = self._index[k, n]
+        index, self.writes = self._index[k, n], self.writes + 1
         self._store.write(index, shards, version=self._version + 1)
         self._written.add(index)
         if len(self._written) == len(self._specs):
@@ -139,7 +137,6 @@ class StateFiles:
 
     @property
     def next_version(self) -> Int[np.ndarray, ""]:
-        """Return the version that is being written."""
         return np.array(self._version + 1, np.int32)
 
     def require(self, version: Any) -> None:
@@ -257,7 +254,7 @@ def close(state: PyTree) -> None:
 
 def close_store(store: DiskStore) -> None:
     """Unlock the folder of a state that is not used any more. Ignore failed writes."""
-    with contextlib.suppress(DiskError):
+    with contextlib.suppress(DiskError, OSError):
         store.close()
 
 
@@ -267,3 +264,9 @@ def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(str(index), []).append(device)
     return list(devices.values())
+
+
+def host_shards(array: Array) -> list[np.ndarray]:
+    """Copy the shards of an array that this process holds to the host. The shards are in the order of `shards_of`."""
+    data = {shard.device: shard.data for shard in array.addressable_shards}
+    return [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]

@@ -12,6 +12,6 @@ Read the files in this order:
 6. `planned_update` runs these analyses once per plan, `summary` describes their results, and `plan` makes the plan.
 7. `evaluate` and `update` run the first group in the program of a step. `zerojax.streaming` runs all other groups.
 
-The remaining files check, convert or describe states and parameters: `checks`, `state_forms`, `logical_state`,
-`outer_chain`, `description` and `weight_ema`.
+The remaining files check, convert or describe states and parameters: `checks`, `state_forms`, `logical_state`
+and `description`.
 """

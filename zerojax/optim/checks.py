@@ -72,7 +72,13 @@ def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
             f"{tree_difference(found, plan.layout.params)}. Make a new state with create(params)."
         )
     for (_, x), leaf in zip(found, plan.layout.params, strict=True):
-        if tuple(x.shape) != leaf.shape or x.dtype != leaf.dtype:
+        if tuple(x.shape) == leaf.shape and x.dtype != leaf.dtype:
+            raise ValueError(
+                f"params{leaf.path} is {x.dtype}, and the state was made for {leaf.dtype}. Cast new values to the type "
+                f"of the state: x.astype({leaf.dtype}). To begin from {x.dtype} weights without rounding, give them to "
+                f"create(params, opt_state=tx.unshard(state.opt_state))."
+            )
+        if tuple(x.shape) != leaf.shape:
             raise ValueError(
                 f"params{leaf.path} is {x.dtype}{list(x.shape)}, and the state was made for {leaf.dtype}"
                 f"{list(leaf.shape)} (logical). Make a new state with create(params)."

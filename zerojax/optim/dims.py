@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Context, Follower, at
-from zerojax.jaxprs import nbytes
+from zerojax.dims.products import free_dims
 
 # A decomposition of an (m, n) matrix with m >= n takes this factor times m * n^2 FLOPs.
 # Source: Golub and Van Loan 2013, sections 4.2 to 8.6.
@@ -56,7 +56,6 @@ class Work:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of all products."""
         return self.divided + self.repeated
 
     def add(self, other: Work, times: float = 1) -> None:
@@ -68,7 +67,7 @@ class Work:
 
     def sum(self, var: Any, share: float = 1) -> None:
         """Count a collective on `var` that sends `share` times the bytes of an all-reduce."""
-        self.summed += share * nbytes(var)
+        self.summed += share * jaxprs.nbytes(var)
         self.sums += 1
 
 
@@ -97,9 +96,7 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
 
 def has_products(eqn: Any) -> bool:
     """Return whether an equation, or an equation in its inner jaxprs, multiplies or decomposes matrices."""
-    name = eqn.primitive.name
-    inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
-    return name in DECOMPOSITIONS or name == "dot_general" or any(map(has_products, inner))
+    return any(e.primitive.name in ("dot_general", *DECOMPOSITIONS) for e in jaxprs.with_inner(eqn))
 
 
 def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
@@ -156,8 +153,7 @@ def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -
 def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
     """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
     contracted, batch = eqn.params["dimension_numbers"]
-    shapes = [atom.aval.shape for atom in eqn.invars]
-    flops = 2.0 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted[0])
+    flops = float(jaxprs.dot_flops(eqn))
     if dims == [None, None]:
         work.repeated += flops
         return None
@@ -178,7 +174,7 @@ def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) ->
         if sums:
             work.sum(eqn.outvars[0])
         return None if sums else place
-    free = [[d for d in range(len(shapes[n])) if d not in contracted[n] and d not in batch[n]] for n in (0, 1)]
+    free = free_dims(eqn)
     if dims[0] is not None:
         return len(batch[0]) + free[0].index(dims[0])
     assert dims[1] is not None

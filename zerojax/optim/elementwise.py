@@ -22,7 +22,7 @@ from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.transformation import TransformationError, guarded
 
-ELEMENTWISE_OR_BARRIER = jaxprs.ELEMENTWISE | {"optimization_barrier"}
+ELEMENTWISE_OR_BARRIER = jaxprs.ELEMENTWISE | {"optimization_barrier", "bitcast_convert_type"}
 ZERO_AT_ZERO = frozenset(
     "abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square "
     "stop_gradient tan tanh reduce_precision".split()
@@ -127,7 +127,6 @@ def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]
 
 
 def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:
-    """Return the properties of a jaxpr's results, given the properties of its inputs."""
     return jaxprs.evaluate(jaxpr, [of_closed_over(c) for c in consts], inputs, interpret, literal=of_constant)
 
 
@@ -168,6 +167,8 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
     mixed = [Known(MIXED)] * len(eqn.outvars)
     if any(v.kind == MIXED for v in values):
         return mixed
+    if name == "bitcast_convert_type" and eqn.invars[0].aval.shape != eqn.outvars[0].aval.shape:
+        return mixed  # a wider type becomes several elements
     token = hash((name, parameters(eqn), tuple(v.token for v in values)))
     leaves = {v.leaf for v in values if v.kind == LEAF}
     if name == "broadcast_in_dim":  # a broadcast scalar has the same value in every element
@@ -215,5 +216,4 @@ def choose(eqn, values: list[Known]) -> list[Known]:
 
 
 def parameters(eqn) -> str:
-    """Return an equation's parameters as text, without parameters that only repeat shapes."""
     return str(sorted((k, str(v)) for k, v in eqn.params.items() if k not in SHAPE_ONLY))

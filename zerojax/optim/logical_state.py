@@ -29,7 +29,7 @@ from zerojax.optim.state_forms import Annotated, as_planned, seen_in
 from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import unshard_after_update
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage import in_logical_shape, in_storage, named_tree, storage_leaves
+from zerojax.placement.storage import in_logical_shape, in_storage, is_stored_node, named_tree, storage_leaves
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -69,7 +69,7 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
 
 def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
     """Raise a `ValueError` that says why the logical shapes of `tree` are not known, unless it has no arrays."""
-    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
+    keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_node)
     if not keyed:
         return
     path, x = keyed[0]
@@ -96,7 +96,7 @@ def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[
     Leaves are compared by path and not by structure, because Flax's NNX has variables where the plan has arrays.
     """
     tree = as_planned(plan, tree)
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: is_chunked(x) or is_padded(x))
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_node)
     paths = [jax.tree_util.keystr(path) for path, _ in found]
     whole = len(paths) == len(plan.state)
     stored_as = lambda x, leaf: not is_padded(x) and hasattr(x, "shape") and tuple(x.shape) == leaf.storage_shape
@@ -137,7 +137,7 @@ def gathering(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
 def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
     """Convert a state tree that mirrors the trained parameters into parameters; see `ZeroTransformation.as_params`."""
     plan = make_plan(config, params)
-    found, _ = jax.tree_util.tree_flatten_with_path(mirror, is_leaf=lambda x: is_chunked(x) or is_padded(x))
+    found, _ = jax.tree_util.tree_flatten_with_path(mirror, is_leaf=is_stored_node)
     # Compare paths and not structures, because the variables in nnx.Optimizer's state have another class.
     trained = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(plan.trained.treedef, plan.grads))
     if [path for path, _ in found] != [path for path, _ in trained]:
@@ -155,11 +155,13 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
     wait_if_simulated(config.mesh, (arrays, params))
     shardings = lambda _: named_tree(config, plan.layout.treedef, plan.layout.params)
     return on_auto_mesh(
-        config.user_mesh, functools.partial(_as_params, config, plan), arrays, params, shardings=shardings
+        config.user_mesh, functools.partial(unsharded_params, config, plan), arrays, params, shardings=shardings
     )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _as_params(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
+def unsharded_params(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
+    """Return parameters in storage. `arrays` has new trained ones, sharded for the update, or None for the old ones."""
     stored = storage_leaves(params, plan.layout.params)
-    return in_storage(unshard_after_update(config, plan, arrays, stored), plan.layout)
+    new = unshard_after_update(config, plan, arrays, stored)
+    return in_storage([old if x is None else x for x, old in zip(new, stored, strict=True)], plan.layout)

@@ -3,24 +3,34 @@
 A transformation that wraps the user's transformation does this. So the same rules match master weights and all other
 state to parameters, and shard them.
 
+As in plain optax, an update starts from the parameters. A master weight only adds the bits that its narrow parameter
+cannot hold. Where a program changed the parameter since the last update, the update starts from the parameter.
+
 References:
     Micikevicius et al. 2018, arXiv 1710.03740, section 3.1.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 
 from zerojax.config import Config
 from zerojax.layout.tree import Layout
 from zerojax.optim.transformation import with_extra_args
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    from jaxtyping import Array, Bool, PyTree
+
+
+TWICE_COMPUTED = 16  # roundings by which two computations of an update may differ, when terms cancel, too
 
 
 class MasterState(NamedTuple):
@@ -35,16 +45,16 @@ class MasterState(NamedTuple):
     master: PyTree
 
 
-def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> optax.GradientTransformationExtraArgs:
+def with_master(tx: optax.GradientTransformation, stored: Sequence[Any]) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation so that it updates master weights. Its `update` returns new parameters, not increments.
 
-    `narrow` says, for each parameter, whether it is stored in a narrower type than its master weight.
+    `stored` has the type in which each parameter is stored, or None for a parameter without a master weight.
     """
     inner = with_extra_args(tx)
 
     def kept(params):
         leaves, tree = jax.tree.flatten(params)
-        return tree.unflatten([x if on else optax.MaskedNode() for x, on in zip(leaves, narrow, strict=True)])
+        return tree.unflatten([optax.MaskedNode() if of is None else x for x, of in zip(leaves, stored, strict=True)])
 
     def init(params):
         return MasterState(inner.init(params), kept(params))
@@ -52,7 +62,8 @@ def with_master(tx: optax.GradientTransformation, narrow: Sequence[bool]) -> opt
     def update(updates, state, params=None, **extra):
         leaves, tree = jax.tree.flatten(params)
         masters = iter(jax.tree.leaves(state.master))
-        wide = tree.unflatten([next(masters) if on else x for x, on in zip(leaves, narrow, strict=True)])
+        pairs = zip(leaves, stored, strict=True)
+        wide = tree.unflatten([x if of is None else current_weight(next(masters), x, of) for x, of in pairs])
         updates, inner_state = inner.update(updates, state.inner, wide, **extra)
         moved = optax.apply_updates(wide, updates)
         return moved, MasterState(inner_state, kept(moved))
@@ -64,7 +75,36 @@ def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationE
     """Return the user's transformation, wrapped to update master weights if the configuration has them."""
     if not config.has_master_weights:
         return with_extra_args(config.tx)
-    return with_master(config.tx, narrow_leaves(trained))
+    narrow = zip(trained.params, narrow_leaves(trained), strict=True)
+    return with_master(config.tx, [leaf.dtype if on else None for leaf, on in narrow])
+
+
+def current_weight(master: Array, param: Array, stored: Any) -> Array:
+    """Return the master weight where the parameter is a copy of it, and the parameter elsewhere.
+
+    `param` has the type of `master`. A training step gives numbers of the type `stored`. A hand-written loop may give
+    parameters that are not rounded to this type.
+    """
+    return jnp.where(is_copy(master, param, stored), master, param)
+
+
+def is_copy(master: Array, param: Array, stored: Any) -> Bool[Array, "*shape"]:
+    """Return, for each element, whether `param` is the master weight itself, or the master weight cast to `stored`.
+
+    Bits are compared, because XLA removes a cast to a narrower type and back unless the program reads the bits of the
+    result. Each parameter would then be compared with the uncast master weight, and look changed. NaN counts as
+    changed.
+
+    XLA may compute an update twice, once for the master weight and once for the parameter, and round a product in only
+    one of them. Where the master weight is nearly halfway between two numbers of type `stored`, both are its copies.
+    """
+    bits = lambda x: lax.bitcast_convert_type(x.astype(stored), jnp.dtype(f"uint{jnp.finfo(stored).bits}"))
+    # Only the mantissa is rounded here. `reduce_precision` flushes the subnormal numbers of a smaller exponent to zero.
+    rounded = lax.reduce_precision(param, jnp.finfo(param.dtype).nexp, jnp.finfo(stored).nmant)
+    margin = TWICE_COMPUTED * jnp.finfo(param.dtype).eps
+    near = [master, master * (1 - margin), master * (1 + margin)]  # products flush subnormal numbers to zero
+    is_cast = functools.reduce(operator.or_, [bits(param) == bits(x) for x in near])
+    return is_cast & ((param == rounded) | (param == master))
 
 
 def narrow_leaves(trained: Layout) -> list[bool]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.config import Config, Offload
-from zerojax.layout.chunked import Chunking, chunking_of, row_chunking_of
+from zerojax.layout.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
 from zerojax.optim.flat_update import UpdatedLeaves
@@ -72,7 +72,6 @@ class OffloadedState:
 
     @property
     def place(self) -> str:
-        """Return where offloaded state waits between steps."""
         return self._offload.optimizer or "device"
 
     @property
@@ -118,7 +117,8 @@ class OffloadedState:
                 itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), state[k].dtype.itemsize)
         chunk_bytes = lambda i: self._offload.chunk_bytes * grads[i].dtype.itemsize // itemsizes[i]
         chunkings = {i: chunking_of(grads[i], chunk_bytes(i)) for i in itemsizes}
-        chunkings |= {i: row_chunking_of(grads[i], self._offload.chunk_bytes) for i in self.params_on_disk}
+        by_row = row_chunkings_of(grads, self._offload.chunk_bytes) if self.params_on_disk else {}
+        chunkings |= {i: by_row[i] for i in self.params_on_disk}
         if not chunkings:
             return {}
         params = jax.tree.unflatten(self.trained.treedef, shapes(grads))

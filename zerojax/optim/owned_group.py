@@ -34,7 +34,6 @@ class Core:
 
     @property
     def inputs(self) -> tuple[int, ...]:
-        """Return the variables that the core reads."""
         return *(n for n, _ in self.arrays), *self.small, *self.shared
 
     @property
@@ -74,17 +73,14 @@ class OwnedGroup:
 
     @property
     def items(self) -> int:
-        """Return the number of items."""
         return sum(self.counts)
 
     @property
     def leaf(self) -> Leaf:
-        """Return the layout of the first array that is sent to owners."""
         return self.cores[0].arrays[0][1]
 
     @property
     def structure(self) -> tuple:
-        """Return the properties in which two groups can differ although their equations are equal."""
         return tuple(core.eqns for core in self.cores), self.counts, self.size, self.within
 
     def take(self, cores: Sequence[Core]) -> OwnedGroup:

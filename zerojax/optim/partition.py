@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from zerojax import compat
+from zerojax import jaxprs
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.offloaded import OffloadedState, Unit
@@ -58,11 +58,9 @@ class UpdateGroup:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Return `(start, length)` of each chunk, or one `(0, 0)` for full arrays."""
         return ((0, 0),) if self.chunking is None else self.chunking.chunks
 
     def reads(self, kind: str) -> tuple[int, ...]:
-        """Return the indices of the inputs of one kind, such as `GRAD`."""
         return next(iter(self.equations.values())).indices(kind)
 
 
@@ -85,7 +83,6 @@ class Partition:
 
     @property
     def grads(self) -> tuple[int, ...]:
-        """Return the indices of the gradients that `groups` read."""
         return tuple(sorted({i for group in self.groups for i in group.reads(GRAD)}))
 
     @property
@@ -188,9 +185,8 @@ def may_chunk(
 
 def reduces(eqn: Any) -> bool:
     """Return whether an equation, or an equation in its inner jaxprs, reduces an array."""
-    name = eqn.primitive.name
-    inner = (e for jaxpr in compat.inner_jaxprs(eqn) for e in jaxpr.eqns)
-    return (name.startswith("reduce") and name != "reduce_precision") or any(map(reduces, inner))
+    names = (e.primitive.name for e in jaxprs.with_inner(eqn))
+    return any(name.startswith("reduce") and name != "reduce_precision" for name in names)
 
 
 @dataclasses.dataclass(frozen=True)

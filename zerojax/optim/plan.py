@@ -14,10 +14,9 @@ import jax
 
 from zerojax import compat
 from zerojax.comm.explicit import auto_context, on_auto_mesh
-from zerojax.config import Config
+from zerojax.config import Config, LeafMask, check_chosen
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.chunked import Chunking
-from zerojax.layout.error_feedback import error_leaves
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.opt_state import lay_out_state, params_of_state
 from zerojax.layout.tree import Layout, layout_of
@@ -46,8 +45,6 @@ class ShardingPlan(CachedHash):
         param_of: For each leaf of the state, the index of the trained parameter that the leaf mirrors, or None.
         chunkings: For each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on
             the device.
-        errors: The path of each parameter whose gradient has error feedback, and how its rounding errors are sharded;
-            see `layout.error_feedback`.
         matrices: How matrices are updated; None if the update needs arguments that a step does not give.
         groups: A text that describes the groups of the update and their places; empty if nothing is offloaded.
         choice: Where the update of offloaded state runs; None in a plan from shapes alone, or if nothing is offloaded.
@@ -61,7 +58,6 @@ class ShardingPlan(CachedHash):
     state_def: jax.tree_util.PyTreeDef
     param_of: tuple[int | None, ...]
     chunkings: tuple[Chunking | None, ...]
-    errors: tuple[tuple[str, Leaf], ...]
     matrices: MatrixUpdates | None
     groups: str
     choice: Choice | None = None
@@ -69,12 +65,10 @@ class ShardingPlan(CachedHash):
 
     @property
     def leaves(self) -> UpdatedLeaves:
-        """Return the layouts of the update's gradients and state."""
         return UpdatedLeaves(self.grads, self.state, self.param_of)
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
-        """Map the index of each offloaded leaf of the state to its chunking."""
         return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
 
     def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
@@ -83,9 +77,7 @@ class ShardingPlan(CachedHash):
         layout, trained = (
             dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
         )
-        errors = tuple((path, leaf.along_others(sizes)) for path, leaf in self.errors)
-        parts = {"grads": pick(self.grads), "state": pick(self.state), "errors": errors}
-        return dataclasses.replace(self, layout=layout, trained=trained, **parts)
+        return dataclasses.replace(self, layout=layout, trained=trained, grads=pick(self.grads), state=pick(self.state))
 
     def __repr__(self) -> str:
         """Return one line. `str` describes every leaf."""
@@ -100,7 +92,6 @@ class ShardingPlan(CachedHash):
         rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
         chunks = [f", offloaded in {len(x.extents)} chunks" if x else "" for x in self.chunkings]
         rows += [("opt_state", leaf, more) for leaf, more in zip(self.state, chunks, strict=True)]
-        rows += [("rounding_errors", leaf, "") for _, leaf in self.errors]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
         lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
         return "\n".join([*lines, *self.update_in_words])
@@ -123,6 +114,8 @@ def make_plan(config: Config, params: Any) -> ShardingPlan:
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     """Add gradients and optimizer state to a layout of parameters. Only leaves with an elementwise update stay flat."""
+    config.require_jit()
+    check_choices(config, layout)
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
     params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
@@ -139,7 +132,6 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     structure = jax.tree.structure(state)
     leaves = UpdatedLeaves(grads, state_leaves, param_of)
     found = planned_update(FlatUpdate(config, trained, leaves, structure, applies=True))
-    errors = error_leaves(layout) if config.wire is not None and config.wire.error_feedback else {}
     plan = ShardingPlan(
         layout,
         trained,
@@ -148,13 +140,27 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         structure,
         param_of,
         found.chunkings,
-        tuple(errors.items()),
         found.matrices,
         found.groups,
         describe=Describe(config.tx, params),
     )
     config.plans[layout] = plan
     return plan
+
+
+def check_choices(config: Config, layout: Layout) -> None:
+    """Raise a ValueError for an option that was given to choose parameters, and chooses none."""
+    # A mask names every leaf, so a mask without leaves to overwrite is meant.
+    overwrite = None if isinstance(config.overwrite, LeafMask) else config.overwrite
+    choices: dict[str, Any] = {"trainable=": config.trainable, "overwrite=": overwrite}
+    if config.precision is not None:
+        choices["Precision(keep=)"] = config.precision.keep
+    if config.offload is not None:
+        choices["Offload(where=)"] = config.offload.where
+    if config.wire is not None:
+        choices["Wire(where=)"] = config.wire.where
+    for option, where in choices.items():
+        check_chosen(option, where, layout.paths, shapes(layout.grads))
 
 
 def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
@@ -172,5 +178,4 @@ def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
 
 
 def partitioned_update(config: Config, plan: ShardingPlan) -> Partition:
-    """Return the groups of a plan's update."""
     return planned_update(FlatUpdate(config, plan.trained, plan.leaves, plan.state_def, applies=True)).partition

@@ -26,7 +26,6 @@ class PlannedUpdate:
 
     @functools.cached_property
     def offloaded(self) -> OffloadedState:
-        """Return which leaves of the state are offloaded."""
         return OffloadedState(self.flat.config, self.flat.trained, self.flat.leaves)
 
     @functools.cached_property

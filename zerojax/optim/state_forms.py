@@ -172,5 +172,4 @@ def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
 
 
 def is_on_disk(config: Config) -> bool:
-    """Return whether offloaded state is kept on disk."""
     return config.offload is not None and config.offload.optimizer == "disk"

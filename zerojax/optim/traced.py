@@ -34,16 +34,13 @@ class Equations:
 
     @functools.cached_property
     def key(self) -> tuple:
-        """Return a key that is equal for equal programs."""
         return str(self.jaxpr), tuple(group.structure for group in self.owned)
 
     @functools.cached_property
     def variables(self) -> list:
-        """Return all variables: first the inputs, then the results of each equation in order."""
         return [*self.jaxpr.invars, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     def indices(self, kind: str) -> tuple[int, ...]:
-        """Return the indices of the inputs of one kind."""
         return tuple(i for name, i in self.reads if name == kind)
 
 
@@ -65,7 +62,6 @@ class TracedUpdate:
 
     @functools.cached_property
     def producers(self) -> dict[Any, int]:
-        """Map each variable to the index of the equation that computes it."""
         return producers_of(self.jaxpr)
 
     @functools.cached_property
@@ -80,12 +76,10 @@ class TracedUpdate:
 
     @functools.cached_property
     def positions(self) -> dict[Any, int]:
-        """Map each variable to its index in `variables`."""
         return {var: n for n, var in enumerate(self.variables)}
 
     @property
     def num_state(self) -> int:
-        """Return the number of results that are state."""
         return len(self.jaxpr.outvars) - self.num_params
 
     def core_jaxpr(self, core: Core) -> Any:

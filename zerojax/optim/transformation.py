@@ -13,6 +13,11 @@ from zerojax.layout.leaf import Leaf
 if TYPE_CHECKING:
     from jaxtyping import PyTree
 
+NOTE = (
+    "The transformation that zero_shard wraps was called with gradients in the tree of its trained parameters. If it "
+    "needs the gradients of a part of them, as optax.lookahead does, let it wrap zero_shard, in a loop of your own: "
+    "optax.lookahead(zero_shard(tx, ...), ...)."
+)
 UNEXPECTED = "unexpected keyword argument 'value'"  # Python's message
 
 
@@ -47,14 +52,21 @@ def with_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransform
     """
     supported = optax.with_extra_args_support(tx)
 
+    def noted(*args, **extra):
+        try:
+            return supported.update(*args, **extra)
+        except (AttributeError, TypeError, ValueError) as error:
+            error.add_note(NOTE)
+            raise
+
     def update(updates, state, params=None, **extra):
         try:
-            return supported.update(updates, state, params, **extra)
+            return noted(updates, state, params, **extra)
         except TypeError as error:
             if "value" not in extra or UNEXPECTED not in str(error):
                 raise
         del extra["value"]
-        return supported.update(updates, state, params, **extra)
+        return noted(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(supported.init, update)  # pyright: ignore[reportArgumentType]
 

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import jaxprs
+from zerojax import jaxprs, names
+from zerojax.comm.collectives import UPDATE
 from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree, Shaped
 
 
+@jax.named_scope(names.SHARDS)
 def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[Shaped[Array, "*storage"]]:
     """Shard the trained leaves of a tree of parameters or gradients for the update. Return them in storage shape.
 
@@ -53,6 +55,7 @@ def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[S
     return [one(leaves[i], leaf) for i, leaf in zip(plan.layout.trained, plan.grads, strict=True)]
 
 
+@jax.named_scope(names.SHARDS)
 def unshard_after_update(
     config: Config,
     plan: ShardingPlan,
@@ -158,6 +161,7 @@ def apply_update(
     return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
 
 
+@jax.named_scope(UPDATE)
 def roll_back(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     """Return the arrays of `new` if `ok`, and otherwise those of `old`, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)

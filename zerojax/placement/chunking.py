@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
@@ -83,12 +83,11 @@ def join_chunks(
 
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
-    """Return the `Chunked` node of a leaf whose chunks are in host memory."""
     return Chunked(tuple(chunks), leaf, chunking, named(config, leaf))
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
-    """Load an offloaded leaf as one array on the devices."""
+    """Load an offloaded leaf as one array on the devices, in memory of its own: a step donates the chunks."""
     chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
     return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
 
@@ -105,21 +104,31 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
     places = [places_of_chunk(node, where, n) for n in range(len(shapes))]
     boxes = [(tuple(slice(*span) for span in spans),) for found in places for spans in found]
     sizes = [math.prod(one.stop - one.start for one in box) * node.dtype.itemsize for (box,) in boxes]
-    values, chunks = read_ahead(read, boxes, sizes, 2 * max(sizes)), []
-    for shape, found in zip(shapes, places, strict=True):
-        shards = []
-        for devices in found.values():
-            value = next(values)
-            shards += jax.block_until_ready([jax.device_put(value, device) for device in devices])
-            del value
-        chunks.append(jax.make_array_from_single_device_arrays(shape, where, shards, dtype=node.dtype))
-    return dataclasses.replace(node, chunks=tuple(chunks))
+    values = read_ahead(read, boxes, sizes, 2 * max(sizes))
+    pairs = zip(shapes, places, strict=True)
+    chunks = tuple(assembled(shape, where, node.dtype, values, found.values()) for shape, found in pairs)
+    return dataclasses.replace(node, chunks=chunks)
+
+
+def assembled(
+    shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: Iterator, places: Iterable[Sequence]
+) -> Array:
+    """Make an array of the next of `values`, which are the shards of this process. Each is copied to its `places`.
+
+    The host holds one value at a time. A place is a device or a sharding on one device.
+    """
+    shards = []
+    for of_value in places:
+        value = next(values)
+        shards += jax.block_until_ready([jax.device_put(value, place) for place in of_value])
+        del value
+    return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
 
 
 def places_of_chunk(
     node: Chunked, where: NamedSharding, n: int
 ) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
-    """Return the places in host memory of each part of the leaf's storage that chunk `n` has on this process.
+    """Return the devices of this process whose host memory gets each part of chunk `n` of the leaf's storage.
 
     A part has a start and an end per dim.
     """
@@ -148,7 +157,6 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
 
 @functools.lru_cache(maxsize=32)
 def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """Return the jitted function that `joined` calls."""
     return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
 
 

@@ -14,6 +14,7 @@ from zerojax.config.data_mesh import entry_axes
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
+from zerojax.placement.storage import is_stored_node
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -28,7 +29,6 @@ class Misplaced(NamedTuple):
     found: str
 
     def __str__(self) -> str:
-        """Return both placements in words."""
         return f"planned: {self.planned}; found: {self.found}"
 
 
@@ -41,7 +41,7 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
     x = x.storage if is_padded(x) else x
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or is_chunked(x) or leaf.shards == 1:
         return None
-    planned = over(leaf.local_spec, data)
+    planned = over(leaf.spec, data)
     sharding = x.sharding
     if isinstance(sharding, NamedSharding) and set(data) <= set(sharding.mesh.axis_names):
         found = over(sharding.spec, data)
@@ -76,7 +76,6 @@ class PlacementCheck:
     """On the first call with real (not traced) arrays, warn about arrays that are not sharded as planned."""
 
     def __init__(self):
-        """Prepare the check of the first call."""
         self._done = False
 
     def first(self, parts: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
@@ -93,7 +92,7 @@ class PlacementCheck:
         self._done = True
         found: dict[str, Misplaced] = {}
         for name, tree, leaves in trees:
-            nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_padded(x) or is_chunked(x))
+            nodes = jax.tree.leaves(tree, is_leaf=is_stored_node)
             placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse it
             how = {f"{name}{leaf.path}": misplaced(leaf, x, data) for leaf, x in placed if leaf.kind != "replicated"}
             found |= {path: one for path, one in how.items() if one and one.found != "on one device"}

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax import compat
 from zerojax.comm.explicit import auto_context, to_auto
-from zerojax.comm.mesh import replicated
+from zerojax.comm.mesh import owned, replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
@@ -35,7 +35,6 @@ def storage_of(params: PyTree, layout: Layout) -> list:
 
 
 def are_shapes(params: PyTree) -> bool:
-    """Return whether a tree contains shapes instead of arrays."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
@@ -75,13 +74,13 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
     if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # device_put would replicate constants of a program
         return jax.lax.with_sharding_constraint(x, sharding)
     # device_put may share a shard with its argument, even with may_alias=False (seen on jax 0.10.2)
-    return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else x, sharding)
+    return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else owned(x), sharding)
 
 
 def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
     """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves at once."""
     # Copy through the device. Otherwise, the copy of an array in host memory would share the array's shards.
-    copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else x, sharding)
+    copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else owned(x), sharding)
     return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.sharding import NamedSharding
 
+from zerojax import names
 from zerojax.comm.buckets import unflatten
 from zerojax.comm.collectives import ManualCollectives
 from zerojax.comm.mapped import mapped
@@ -65,7 +66,6 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
 
 
 def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
-    """Return `x` in logical shape, on the device."""
     return dataclasses.replace(x, storage=to_device(x.storage)).logical() if isinstance(x, Padded) else to_device(x)
 
 
@@ -109,16 +109,17 @@ def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     return unflatten_params(stored, layout, layout.params, forms)
 
 
+@jax.named_scope(names.SHARDS)
 def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
     """Remove the padding of a stored array, unless the array is flat. An optimizer sees arrays in this form."""
     return stored if leaf.dim is None else trim(stored, leaf.dim, leaf.shape[leaf.dim])
 
 
 def in_logical_shape(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Remove the padding of a stored array, and undo its flattening."""
     return unflatten(stored, leaf) if leaf.kind == "flat" else unpadded(stored, leaf)
 
 
+@jax.named_scope(names.SHARDS)
 def pin_to_plan(
     config: Config, stored: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf]
 ) -> list[Shaped[Array, "*storage"]]:
@@ -128,21 +129,20 @@ def pin_to_plan(
     over steps, the compiler would then shard the leaf between steps, and gather it twice (for the loss and the update).
     """
     pinned = [i for i, x in enumerate(stored) if not is_on_host(x)]
-    specs = [leaves[i].local_spec for i in pinned]
-    same = mapped(
-        lambda arrays: arrays, mesh=config.mesh, in_specs=(specs,), out_specs=specs, axis_names=set(config.data.batch)
-    )
+    axes = config.data.batch
+    specs = [leaves[i].spec_over(axes) for i in pinned]
+    same = mapped(lambda arrays: arrays, mesh=config.mesh, in_specs=(specs,), out_specs=specs, axis_names=set(axes))
     values = dict(zip(pinned, same([stored[i] for i in pinned]), strict=True))
     return [values.get(i, x) for i, x in enumerate(stored)]
 
 
+@jax.named_scope(names.SHARDS)
 def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
     """Cast `arrays` to `dtypes` on the device. An array that already has its type is returned unchanged."""
     return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
-    """Return the `NamedSharding` of a leaf, with its memory kind."""
     return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
 
 
@@ -152,7 +152,6 @@ def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
-    """Return the logical shapes and types of leaves."""
     return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
@@ -168,6 +167,9 @@ def gather(
     specs = [leaf.spec for leaf in leaves]
     pairs = zip(leaves, targets, strict=True)
     moved = [leaf if target.kind == "replicated" else target.divided(axes) for leaf, target in pairs]
+    if all(leaf.shards == 1 for leaf in moved):
+        trios = zip(stored, leaves, targets, strict=True)
+        return [in_logical_shape(x, leaf) if target.kind == "replicated" else x for x, leaf, target in trios]
     return mapped(
         lambda shards: comm.all_gather(shards, moved),
         mesh=config.mesh,

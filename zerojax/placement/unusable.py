@@ -32,24 +32,54 @@ def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
 def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
     """Explain why the first unusable array cannot be used. Return an empty string if all arrays can be used."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        which = name + jax.tree_util.keystr(path)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return (
+                f"{which} is a shape and has no values. Make it with tx.create(params) or tx.shard(params) of arrays, "
+                f"or of what tx.init_params returns; or restore a checkpoint into it."
+            )
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             continue
-        which = name + jax.tree_util.keystr(path)
         if x.is_deleted():
             return (
                 f"{which} was used up: a step, or a jit that it was donated to, took its memory. Use the result of "
                 f"that call, or copy the array before the call."
             )
-        if mesh is not None and isinstance(x.sharding, NamedSharding) and foreign(x.sharding.mesh, mesh):
+        if problem := elsewhere(mesh, which, x):
+            return problem
+    return ""
+
+
+def elsewhere(mesh: Mesh | None, which: str, x: jax.Array) -> str:
+    """Explain why an array on other devices than those of `mesh` cannot be used. Return "" if it can be used."""
+    if mesh is not None:
+        if isinstance(x.sharding, NamedSharding) and foreign(x.sharding.mesh, mesh):
             return (
                 f"{which} is on a mesh of {x.sharding.mesh.size} devices {dict(x.sharding.mesh.shape)}, and the mesh "
                 f"of this transformation has {mesh.size}, {dict(mesh.shape)} over {in_words(mesh.axis_names)}. Use the "
                 f"transformation that placed the array, or move it: tx.unshard(params) of that transformation returns "
                 f"arrays that tx.shard of another one takes."
             )
+        if x.committed and x.sharding.device_set != set(mesh.devices.flat):
+            return (
+                f"{which} was put on {len(x.sharding.device_set)} of the {mesh.size} devices of the mesh. Give it the "
+                f"sharding that it had, with jax.device_put(x, old.sharding), or place parameters with tx.shard."
+            )
     return ""
 
 
 def foreign(found: Any, mesh: Mesh) -> bool:
-    """Return whether `found`, the mesh of an array, has other devices than `mesh`."""
     return isinstance(found, Mesh) and set(found.devices.flat) != set(mesh.devices.flat)
+
+
+@contextlib.contextmanager
+def elsewhere_named(mesh: Mesh, state: Any) -> Iterator[None]:
+    """Replace JAX's error about incompatible devices by an error that names the array of the state on other devices."""
+    try:
+        yield
+    except ValueError as error:
+        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
+            usable = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_deleted()
+            if usable and (problem := elsewhere(mesh, f"state{jax.tree_util.keystr(path)}", x)):
+                raise ValueError(problem) from error
+        raise

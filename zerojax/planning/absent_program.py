@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,15 +16,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.budget.table import describe
 from zerojax.comm.explicit import auto_context
 from zerojax.config.data_mesh import axes_of
-from zerojax.gpus.topology import absent_mesh_like
+from zerojax.gpus.topology import Topology, absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
+from zerojax.offload.host import pinned_limit
 from zerojax.offload.measure import Choice
+from zerojax.planning import compat
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep, StepFacts
+from zerojax.planning.named_meshes import MovedMeshes, compiling, in_force
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import StageEstimate, estimate_stage
 from zerojax.planning.staged_program import compile_trace
 from zerojax.planning.staged_trace import trace_step
-from zerojax.train.batch import place_batch
+from zerojax.streaming.stores import kept_on_device
+from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.fitting import blocks_of_a_loss, devices_of_a_block
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
@@ -46,15 +49,14 @@ class AbsentProgram(NamedTuple):
         row_multiple: The number of rows of each batch must be a multiple of this number.
         facts: Facts that cannot be read from the compiled step.
         row: The estimate of the step's bytes if parameters are on disk. Otherwise None.
-        save: `save(path, batch, compiled)` writes the compiled program of a step to a file. None: a step cannot load
-            this program.
+        update: The update of offloaded state, if the device updates it.
     """
 
     compile: Callable[[Any], CompiledStep]
     row_multiple: int
     facts: StepFacts
     row: StageEstimate | None = None
-    save: Callable[[Any, Any, CompiledStep], None] | None = None
+    update: StreamedUpdate | None = None
 
 
 def compile_lowered(
@@ -74,7 +76,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     If the step has `memory="auto"`, it is compiled to take at most `usable` bytes per device.
     """
     check_state(state)
-    mesh = absent_mesh_like(step.config.mesh, topology, axes=step.config.axis)
+    mesh = absent_mesh_like(step.config.user_mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
     options = step.options
     if options.memory == "auto":
@@ -82,10 +84,13 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     blocks = blocks_of_a_loss()
     # A copy, with the decisions for these GPUs. With `memory=`, the step looks for the blocks by itself.
     observed = step.program.loss.fn if options.memory is not None else blocks.observed(step.program.loss.fn)
-    loss = dataclasses.replace(step.program.loss, fn=observed)
+    # Without `reduction`, the loss would also be traced for all rows, and its blocks would be those of all rows.
+    reduction = step.program.loss.reduction if step.program.loss.weighted else step.program.loss.reduction or "mean"
+    loss = dataclasses.replace(step.program.loss, fn=observed, reduction=reduction)
     moved, shapes = Step(config, loss, options), state_shapes(ZeroTransformation.of(config), state)
     accumulate = options.accumulate
     row, staged = estimate_stage(config, shapes.plan, accumulate), config.params_on_disk
+    move = MovedMeshes(step.config.mesh, config.mesh)
     facts = StepFacts(
         parts={**STATE_PARTS, "batch": "batch"},
         # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
@@ -94,7 +99,12 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         disk=row.disk,
         read=row.read,
         written=row.written,
-        notes=(*shapes.plan.update_in_words, *offload_notes(moved, shapes), *(moved.compiled_with if staged else ())),
+        notes=(
+            *shapes.plan.update_in_words,
+            *offload_notes(moved, shapes),
+            *pinning_note(row.host * Topology.parse(topology).per_host),
+            *(moved.compiled_with if staged else ()),
+        ),
     )
     multiple = config.data.workers * accumulate
     if staged:
@@ -102,26 +112,23 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
         def compile_stages(batch: Any) -> CompiledStep:
             return compile_trace(trace_step(moved, shapes, abstract(batch), abstract(args)), config.mesh, facts.parts)
 
-        return AbsentProgram(compile_stages, multiple, facts, row)
+        return AbsentProgram(compiling(move, compile_stages), multiple, facts, row)
+    kept = sum(kept_on_device(config, shapes.plan).values())
     lower = auto_context()(lambda batch: moved.lower(shapes, abstract(batch), *abstract(args)))
 
     @auto_context()
     def described(batch: Any) -> dict[str, Any]:
-        given = shapes, abstract(batch), *abstract(args)
-        chosen = moved.compiler_options(*given)
-        found = {"decided": moved.decided, "options": chosen.options}
+        found = {"decided": moved.decided, "options": moved.compiler_options, "kept": kept}
         if options.memory is None:
             as_given = describe(blocks, 1.0, devices_of_a_block(config))
-            return found | {"notes": tuple(chosen.in_words), "blocks": as_given}
-        fit = moved.memory_fit(*given)
-        return found | {"notes": (*fit.notes[:1], *chosen.in_words), "blocks": fit.blocks}
+            return found | {"notes": moved.compiled_with, "blocks": as_given}
+        fit = moved.memory_fit(shapes, abstract(batch), *abstract(args))
+        return found | {"notes": (*fit.notes[:1], *moved.compiled_with), "blocks": fit.blocks}
 
-    @auto_context()
-    def save(path: Any, batch: Any, compiled: CompiledStep) -> None:
-        rows = place_batch(config, abstract(batch), accumulate)
-        moved.write_executable(path, shapes, rows, abstract(args), compiled.programs[0][0])
-
-    return AbsentProgram(functools.partial(compile_lowered, lower, described=described), multiple, facts, save=save)
+    compile_step = compiling(move, functools.partial(compile_lowered, lower, described=described))
+    streamed = StreamedUpdate(config, shapes.plan) if shapes.plan.offloaded else None
+    update = streamed if streamed is not None and streamed.update == "device" else None
+    return AbsentProgram(compile_step, multiple, facts, update=update)
 
 
 def check_state(state: Any) -> None:
@@ -155,10 +162,20 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
         return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
     return (
-        "The program, its collectives and its time end with the gradients; the formula is of the whole step. The "
+        "The program and its collectives end with the gradients; the formula is of the whole step. The "
         f"offloaded state is updated afterwards, chunk by chunk, in programs of up to {format_bytes(most)} each.",
         "The compiler does not see memory kinds of absent devices: host memory is an estimate, and parameters in host "
         "memory count as the device's.",
+    )
+
+
+def pinning_note(needed: int) -> tuple[str, ...]:
+    """Return a note on the host memory that JAX pins for `needed` bytes on a host. Empty if nothing is needed."""
+    if not needed:
+        return ()
+    return (
+        f"A host pins up to {format_bytes(2 * needed)} for {format_bytes(needed)}, because JAX doubles the regions "
+        f"that it pins. To pin no more than needed, set {pinned_limit(needed)}.",
     )
 
 
@@ -182,25 +199,35 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     axes = given.axis_names if len(given.axis_names) == 1 else of_batch
     mesh = absent_mesh_like(given, topology, axes=axes)
     context = jax.sharding.get_abstract_mesh()
-    move = functools.partial(on_mesh, mesh)
+    placed = functools.partial(on_mesh, mesh)
+    # The function may read sizes from its mesh, as zerojax does inside of it. So its mesh is moved only to equal sizes.
+    equal = given if isinstance(given, Mesh) and given.shape_tuple == mesh.shape_tuple else None
 
     def lower(batch: Any) -> Any:
         try:
             with contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
-                return f.lower(move(state), move(batch), *move(args))
+                return f.lower(placed(state), placed(batch), *placed(args))
         except ValueError as error:
-            if not re.search("incompatible devices|memory kind", str(error), re.IGNORECASE):
-                raise
-            raise ValueError(
-                "The function names devices, in in_shardings, out_shardings or a sharding constraint, so it cannot be "
-                "moved to absent devices. Give shardings to its arguments only, or use PartitionSpecs."
-            ) from error
+            if equal is None:
+                error.add_note(
+                    f"If the function names devices, in in_shardings, out_shardings, a sharding constraint or a "
+                    f"shard_map: they are moved to absent devices only from a mesh of equal sizes, and the arguments "
+                    f"are on a mesh {dict(given.shape)} instead of {dict(mesh.shape)}. Build the function on "
+                    f"{mesh.size} devices; XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} simulates "
+                    f"them. Or give shardings to its arguments only, or use PartitionSpecs."
+                )
+            raise
 
     unsharded = "No argument has a NamedSharding, so every device does the same work. Give arguments NamedShardings."
     facts = StepFacts() if meshes or mesh.size == 1 else StepFacts(notes=(unsharded,))
-    sharded = [sharding for x in jax.tree.leaves(move(batch)) if (sharding := named_sharding(x))]
+    sharded = [sharding for x in jax.tree.leaves(placed(batch)) if (sharding := named_sharding(x))]
     shards = [math.prod(mesh.shape[axis] for axis in row_axes(sharding)) for sharding in sharded]
-    return AbsentProgram(functools.partial(compile_lowered, lower), math.lcm(*shards), facts)
+
+    def compile_function(batch: Any) -> CompiledStep:
+        with compat.kernels_for(mesh) if equal is None else in_force(MovedMeshes(equal, mesh)):
+            return compile_lowered(lower, batch)
+
+    return AbsentProgram(compile_function, math.lcm(*shards), facts)
 
 
 def row_axes(sharding: NamedSharding) -> tuple[str, ...]:

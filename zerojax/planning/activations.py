@@ -25,8 +25,10 @@ from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.roofline import Kernel, kernels, product_flops
+from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
+from zerojax.planning.named_meshes import OnOneDevice, in_force
 from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import packed
 from zerojax.train.batch import check_batch
@@ -53,15 +55,13 @@ class GradientCost:
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Return the kernels of the program."""
         return tuple(kernels(read(self.compiled)))
 
     def seconds(self, device: Device) -> float:
-        """Return a lower bound on the total seconds of all kernels on a device."""
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
 
     def saved(self, room: float, device: Device) -> tuple[int, float]:
-        """Return the bytes that the blocks save in addition if they may take `room` bytes, and the seconds it spares.
+        """Return how many more bytes the blocks save if they may take `room` bytes, and the seconds that this spares.
 
         The seconds are those of the products that the backward pass then does not repeat.
         """
@@ -93,25 +93,32 @@ class PlainGradient:
         """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
-        recompute = self._recompute and not config.params_on_disk
-        key = (layout.compute, layout.trained, kinds, types, recompute)
+        key = (layout.compute, layout.trained, kinds, types, self._recomputes(config))
         if key not in self._costs:
-            gathered = program_of(config, layout, self.loss, rows, self.args)
-            sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
-            accumulated = frozenset(sharded - gathered.stacks)
-            # Stages and meshes that accumulate the same gradients share one program.
-            program = (layout.compute, layout.trained, accumulated, types, recompute)
-            if program not in self._compiled:
-                blocks = blocks_of_a_loss() if recompute else None
-                fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
-                loss = dataclasses.replace(self.loss, fn=fn)
-                compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
-                self._compiled[program] = compiled, blocks
-            compiled, blocks = self._compiled[program]
-            row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
-            temporary = memory_analysis(compiled).temp_size_in_bytes
-            self._costs[key] = GradientCost(temporary + row_bytes, gathered.bytes, compiled, blocks)
+            with in_force(OnOneDevice(self._mesh, config.axis)):
+                self._costs[key] = self._compile(config, layout, rows)
         return self._costs[key]
+
+    def _recomputes(self, config: Config) -> bool:
+        return self._recompute and not config.params_on_disk
+
+    def _compile(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
+        """Compile the gradient. Stages and meshes that accumulate the same gradients share one program."""
+        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
+        gathered = program_of(config, layout, self.loss, rows, self.args)
+        sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
+        accumulated = frozenset(sharded - gathered.stacks)
+        program = (layout.compute, layout.trained, accumulated, types, self._recomputes(config))
+        if program not in self._compiled:
+            blocks = blocks_of_a_loss() if self._recomputes(config) else None
+            fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
+            loss = dataclasses.replace(self.loss, fn=fn)
+            compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
+            self._compiled[program] = compiled, blocks
+        compiled, blocks = self._compiled[program]
+        row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
+        temporary = memory_analysis(compiled).temp_size_in_bytes
+        return GradientCost(temporary + row_bytes, gathered.bytes, compiled, blocks)
 
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> WorkingSet:
@@ -166,8 +173,7 @@ def plain_gradient(
     differentiated = [i for i in layout.trained if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
     def value(values, leaves, batch, *args):
-        merged = dict(enumerate(leaves)) | dict(zip(differentiated, values, strict=True))
-        params = jax.tree.unflatten(layout.treedef, [merged[i] for i in range(len(leaves))])
+        params = jax.tree.unflatten(layout.treedef, replace_items(leaves, differentiated, values))
         returned = loss.call(params, None, batch, args)
         return returned.total / returned.weight
 

@@ -5,6 +5,7 @@ once. The next is a program in which the compiler moves activations between devi
 program with a contract that follows only from the model. Each excess is a finding, which names leaves and lines.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -39,6 +40,7 @@ from zerojax.planning.findings import (
     update_findings,
     volume_findings,
 )
+from zerojax.planning.named_meshes import MovedMeshes, in_force
 from zerojax.planning.shapes import abstract, logical_shapes, shape_of
 from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
@@ -103,7 +105,6 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Return whether the program keeps the contract."""
         return not self.findings
 
     def __str__(self) -> str:
@@ -210,8 +211,9 @@ def check(
     def gradient(params, batch, *args):
         return value_and_grad_tree(config, loss, params, None, batch, *args, layout=layout, forms=forms)
 
-    compiled = jax.jit(gradient).lower(stored, rows, *given).compile()
-    return check_program(compiled, Checked(config, layout, loss, to_auto(rows), to_auto(with_types(given))))
+    with on_devices(tx.config, config):
+        compiled = jax.jit(gradient).lower(stored, rows, *given).compile()
+        return check_program(compiled, Checked(config, layout, loss, to_auto(rows), to_auto(with_types(given))))
 
 
 def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: str | None) -> Check:
@@ -220,17 +222,24 @@ def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: 
     config, accumulate = on_topology(step.config, topology), step.options.accumulate
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
-    compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
-    loss, plan = moved.program.loss, shapes.plan
-    if loss.mutable:
-        loss, given = WithMutable(loss), (abstract(shapes.mutable), *given)
-    return check_program(compiled, Checked(config, plan.layout, loss, rows, abstract(given), accumulate, plan))
+    with on_devices(step.config, config):
+        compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
+        loss, plan = moved.program.loss, shapes.plan
+        if loss.mutable:
+            loss, given = WithMutable(loss), (abstract(shapes.mutable), *given)
+        return check_program(compiled, Checked(config, plan.layout, loss, rows, abstract(given), accumulate, plan))
 
 
 def on_topology(config: Config, topology: str | None) -> Config:
     """Return `config` with a mesh of the GPUs of `topology`. If `topology` is None, return `config` unchanged."""
-    mesh = config.user_mesh if topology is None else absent_mesh_like(config.user_mesh, topology, axes=config.axis)
-    return dataclasses.replace(config, user_mesh=mesh)
+    if topology is None:
+        return config
+    return dataclasses.replace(config, user_mesh=absent_mesh_like(config.user_mesh, topology, axes=config.axis))
+
+
+def on_devices(given: Config, moved: Config) -> contextlib.AbstractContextManager:
+    """Return a context in which the loss of a step on the mesh of `given` is compiled for the mesh of `moved`."""
+    return contextlib.nullcontext() if given is moved else in_force(MovedMeshes(given.mesh, moved.mesh))
 
 
 def check_program(compiled: Any, checked: Checked) -> Check:
@@ -259,6 +268,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
         *volume_findings("reduced", reduced, contract.reduced, reductions),
         *activation_findings(config, moved, plain, contract),
         *sum_findings(moved, contract),
+        *checked.loss.undivided,
         *update_findings(moved, contract),
         *flops_findings(sum(flops.values()), contract),
         *([] if on_cpu else overlap_findings(hiding, module)),

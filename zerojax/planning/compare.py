@@ -12,11 +12,11 @@ import numpy as np
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config
+from zerojax.inspect.nonfinite import origins
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.comparison import Comparison, NonFinite, Snapshot, differences, first_nonfinite, snapshot
-from zerojax.planning.nonfinite import origins
 from zerojax.planning.options import LossOptions
 from zerojax.planning.reference import Reference, keeping_gradients
 from zerojax.train.arguments import packed

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.inspect.nonfinite import Origin
 from zerojax.layout.tree import is_numeric
-from zerojax.planning.nonfinite import Origin
 
 QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 MOST_SHOWN, WIDTH = 12, 100
@@ -64,7 +64,6 @@ class Difference:
 
     @property
     def share(self) -> float:
-        """Return the difference as a share of the allowed difference."""
         return self.difference / self.allowed if self.allowed else (0.0 if self.ok else math.inf)
 
 
@@ -209,7 +208,6 @@ def largest(x: np.ndarray) -> float:
 
 
 def wide(x: np.ndarray) -> np.ndarray:
-    """Return the array in double precision, which is precise enough to subtract every type."""
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from zerojax.budget.table import BlockMemory, rows_of
 from zerojax.gather import Decided
-from zerojax.gpus.devices import SCHEDULED, USABLE, Device
-from zerojax.gpus.topology import GPUS_PER_HOST, Topology
+from zerojax.gpus.devices import Device
+from zerojax.gpus.topology import Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.expected import Expected
 from zerojax.inspect.hlo import Module, read
@@ -19,6 +19,7 @@ from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import Roofline, roofline, total
 from zerojax.inspect.timeline import simulate
 from zerojax.planning.hardware import Hardware
+from zerojax.planning.plan_notes import limitations, near_limit
 from zerojax.planning.stage_bytes import LINK
 from zerojax.units import format_bytes, format_seconds
 
@@ -27,8 +28,6 @@ DERIVED += ("disk_bandwidth",)
 EXPECTED = ("seconds", "exposed", "waits", "slowed")
 MOST_WAITS = 3
 USUAL = Hardware()
-# A plan has a note if the temporary memory exceeds this share of the limit of XLA's scheduler.
-NEAR = 0.9
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
 TIMES |= {"communication": "communication", "of which exposed": "exposed"}
 # The part of memory that an argument of a step belongs to, by prefix of the argument's name in the program.
@@ -36,10 +35,10 @@ STATE_PARTS = {
     "state.params": "parameters",
     "state.opt_state.master": "master weights",
     "state.opt_state": "optimizer state",
-    "state.rounding_errors": "rounding errors",
     "state": "other state",
 }
 TEMPORARY, RESULTS, OTHER, HELD = "temporary", "results", "other arguments", "between programs"
+KEPT = "offloaded state kept"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +69,10 @@ class Plan:
         written: Bytes per device that a step writes to disk, as `estimate` computes them.
         transfers: The least seconds per step of the host link, and of the disk if its bandwidth was given. Empty unless
             parameters are on disk.
+        update: The seconds per step after the gradients, in which offloaded state is copied to the device, updated and
+            copied back. They come from a model of a GPU's queues (docs/plan.md), at the rate of `host_link=` in each
+            direction, and of `disk=` if it is given. 0 if all state stays on the device, with parameters on disk, or if
+            the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function, and with
@@ -77,8 +80,8 @@ class Plan:
         notes: Sentences about effects that these figures leave out.
         decided: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
             parameters are gathered once more for them. Empty if the program is not a step, or with parameters on disk.
-        compiler_options: The options of XLA with which the step was compiled, by name: those of the user, or those that
-            the step chose.
+        compiler_options: The options of XLA with which the step was compiled, by name: those of the user, or those for
+            the mesh.
         text: The compiled program, as HLO text. Empty with parameters on disk, because the step is many programs.
     """
 
@@ -99,6 +102,7 @@ class Plan:
     read: int = 0
     written: int = 0
     transfers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    update: float = 0.0
     largest_batch: int | None = None
     blocks: tuple[BlockMemory, ...] = ()
     notes: tuple[str, ...] = ()
@@ -151,13 +155,13 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step: the longest of the roofline's time and of all `transfers`."""
-        return max(self.roofline.seconds, *self.transfers.values(), 0.0)
+        """Return the least time of a step: the longest of the roofline's time and of all `transfers`, and `update`."""
+        return max(self.roofline.seconds, *self.transfers.values(), 0.0) + self.update
 
     @property
     def expected_seconds(self) -> float:
-        """Return the expected time of a step: the longest of the simulated time and of all `transfers`."""
-        return max(self.expected.seconds, *self.transfers.values(), 0.0)
+        """Return the expected time of a step: the longest of the simulated time and all `transfers`, and `update`."""
+        return max(self.expected.seconds, *self.transfers.values(), 0.0) + self.update
 
     @property
     def disk_bandwidth(self) -> float:
@@ -218,6 +222,8 @@ class Plan:
             yield line("products slowed", format_seconds(0.0), format_seconds(expected.slowed))
         for name, seconds in self.transfers.items():
             yield line(name, format_seconds(seconds), format_seconds(seconds))
+        if self.update:
+            yield line("offloaded update", format_seconds(self.update), format_seconds(self.update))
         limit = f"  the disk is the limit below {format_bytes(self.disk_bandwidth)}/s" if self.transfers else ""
         yield line("step", format_seconds(self.seconds), format_seconds(self.expected_seconds)) + limit
         yield from [f"  {self.rates}"] if self.rates else []
@@ -238,7 +244,6 @@ class Plan:
 
 
 def _spans_hosts(c: Collective, per_host: int) -> bool:
-    """Return whether a collective's group has devices of several hosts."""
     return len({device // per_host for device in c.group}) > 1
 
 
@@ -268,6 +273,7 @@ class CompiledStep(NamedTuple):
         blocks: What each block of the loss saves and recomputes.
         decided: See `Plan`.
         options: The compiler options of the program.
+        kept: Bytes per device of offloaded state that stays on the device, which no program has as an argument.
     """
 
     programs: tuple[tuple[Any, int], ...]
@@ -276,11 +282,14 @@ class CompiledStep(NamedTuple):
     blocks: tuple[BlockMemory, ...] = ()
     decided: Decided = Decided()
     options: Mapping[str, Any] = MappingProxyType({})
+    kept: int = 0
 
     @property
     def peak(self) -> int:
         """Return the peak bytes per device."""
-        return peak_bytes(self.programs[0][0]) if self.memory is None else sum(self.memory.values())
+        if self.memory is None:
+            return peak_bytes(self.programs[0][0]) + self.kept
+        return sum(self.memory.values())
 
 
 def read_plan(
@@ -292,6 +301,7 @@ def read_plan(
     batch: int | None,
     largest_batch: int | None = None,
     transfers: Mapping[str, float] = MappingProxyType({}),
+    update: float = 0.0,
 ) -> Plan:
     """Read a plan from a `CompiledStep` or from one compiled program. See `Plan` for the arguments."""
     device, achievable = hardware.device(topology), hardware.achievable(topology)
@@ -305,7 +315,8 @@ def read_plan(
         waits.update({cause: times * seconds for cause, seconds in waits_by_cause(module, device).items()})
     memory, (first, *others) = step.memory, modules
     if memory is None:
-        memory = memory_by_part(first[0], memory_analysis(step.programs[0][0]), facts.parts)
+        memory = {KEPT: step.kept} if step.kept else {}
+        memory |= memory_by_part(first[0], memory_analysis(step.programs[0][0]), facts.parts)
     notes = [note for module, _ in modules for note in limitations(module, figures.unknown, gpus)]
     notes += [
         note for program, _ in step.programs for note in near_limit(memory_analysis(program), device, step.options)
@@ -328,6 +339,7 @@ def read_plan(
         read=facts.read,
         written=facts.written,
         transfers=dict(transfers),
+        update=update,
         largest_batch=largest_batch,
         blocks=step.blocks,
         notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
@@ -343,35 +355,6 @@ def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
     for collective, seconds in simulate(module, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
     return dict(waits)
-
-
-def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Iterator[str]:
-    """Yield sentences about effects that the figures of a program leave out."""
-    if unknown:
-        yield f"The FLOPs of {', '.join(unknown)} are not counted."
-    if gpus.per_host > GPUS_PER_HOST:
-        yield (
-            f"{gpus.per_host} devices count as one host, as in a rack whose GPUs NVLink connects. Usual hosts have "
-            f"{GPUS_PER_HOST}, and links between hosts are slower: give hosts x devices, such as "
-            f"{gpus.kind}:2x{-(-gpus.per_host // 2)}."
-        )
-    if any(count.conditional for count in module.executions.values()):
-        yield "Of a conditional, every branch is counted as executed."
-    if not all(count.known for count in module.executions.values()):
-        yield "A loop of unknown trip count is counted as one iteration."
-
-
-def near_limit(analysis: Any, device: Device, options: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
-    """Yield a sentence if the temporary memory is near or above the limit of XLA's scheduler; see `SCHEDULED`."""
-    held = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    share = float(options.get("xla_gpu_memory_limit_slop_factor", 100 * USABLE)) / 100
-    limit, temporary = share * (SCHEDULED * device.memory - held), analysis.temp_size_in_bytes
-    if temporary > NEAR * limit:
-        yield (
-            f"The limit of XLA's scheduler is {format_bytes(max(limit, 0))} of temporary memory, and this program has "
-            f"{format_bytes(temporary)}. Above the limit XLA recomputes values on its own and hides fewer collectives; "
-            f"the figures above include this."
-        )
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:

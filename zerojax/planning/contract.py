@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
+from zerojax.config.data_mesh import axes_of
 from zerojax.gather import Decided, WorkingSet
 from zerojax.inspect.hlo import Module, read
 from zerojax.inspect.memory import memory_analysis
@@ -123,13 +124,16 @@ def contract_of(checked: Checked) -> Contract:
 
 
 def is_float(leaf: Leaf) -> bool:
-    """Return whether a parameter is floating or complex, so that it has a gradient."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Return the elements of each parameter, times the microbatches if the loss uses it in a loop over microbatches."""
-    return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(layout.params)}
+    """Return the elements of each parameter, times the microbatches if the loss uses it in a loop over microbatches.
+
+    Of a parameter that other axes divide, such as an expert, only the part of one index along these axes counts.
+    """
+    parts = [leaf.along_others(dict(layout.policy.data.sizes)) for leaf in layout.params]
+    return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(parts)}
 
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
@@ -162,11 +166,12 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
     each = 1 if config.stage < 2 else checked.accumulate
     total = replicated = 0
     for param, grad, result in zip(trained.params, grads, kept, strict=True):
-        if not is_float(param):
-            continue
+        if not is_float(param) or set(config.data.batch) <= set(axes_of(param.others)):
+            continue  # The gradient of experts on all data axes is not reduced.
         leaf = grad if param.dim is None else param
         # In hybrid sharding each shard is also reduced across the hosts.
-        again = leaf.kind != "replicated" and not set(config.data.batch) <= set(leaf.axes)
+        over = {axis for axis in config.data.batch if axis not in axes_of(leaf.others)}
+        again = leaf.kind != "replicated" and not over <= set(leaf.axes)
         hops = each * _hops(config, leaf) + again * each / leaf.shards
         total += int(sizes[param.path] * hops)
         replicated += sizes[param.path] * each if result.kind == "replicated" else 0
@@ -202,6 +207,11 @@ class WithMutable:
     def decided(self) -> list[Decided]:
         """Return what the planner of the engine decided about the loss; see `Loss`."""
         return self.loss.decided
+
+    @property
+    def undivided(self) -> list[str]:
+        """Return the kernels that every device runs on all rows; see `Loss`."""
+        return self.loss.undivided
 
     def call(self, params: Any, mutable: Any, batch: Any, args: tuple) -> Returned:
         """Call the loss; see `Loss.call`."""

@@ -29,7 +29,7 @@ from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient, device_rows
 from zerojax.planning.options import EstimateOptions, split_options
-from zerojax.planning.shapes import is_array
+from zerojax.planning.shapes import is_array, named_sharding
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage
 from zerojax.train.loss import Loss
 from zerojax.units import format_bytes
@@ -104,10 +104,9 @@ class Estimate:
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
-        errors = ["errors"] if any(row.errors for row in self.rows) else []
         # If only optimizer state is on disk, `read` and `written` equal `disk`. Then these two columns are left out.
         traffic = ["read", "written"] if any(row.read != row.disk for row in self.rows) else []
-        columns = [*PARTS, *errors, "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
+        columns = [*PARTS, "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         for row in self.rows:
@@ -150,7 +149,8 @@ def estimate(
             differently on CPU and GPU, so activations differ. As for `train_step`: `has_aux`, `weighted`. As for
             `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored at stage 0),
             `persist_below` (ignored for a number of parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at
-            stages that support it), and with hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3).
+            stages that support it), and with hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3), and
+            `expert_axis` for shapes whose `NamedSharding` or Flax metadata names it.
 
     Returns:
         An `Estimate`, whose rows are in the order of `devices`, then of `stages`.
@@ -228,15 +228,15 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
     for name in ("trainable", "overwrite"):
         mask = options.get(name)
         changed[name] = mask if mask is None or callable(mask) else LeafMask.of(mask, name)
-    for name in ("shard_axis", "params_axis"):
+    for name in ("shard_axis", "params_axis", "expert_axis"):
         changed[name] = resolve_axes(options.get(name), name)
     if stage < 3:
         changed["params_axis"] = ()
     if wire := options.get("wire"):
         everywhere = {} if number is None else {"where": lambda path, leaf: True}
-        gather, feedback = wire.gather if stage == 3 else None, wire.error_feedback and stage == 3
-        of_stage = dataclasses.replace(wire, gather=gather, error_feedback=feedback, **everywhere)
-        changed["wire"] = of_stage if gather or (wire.reduce and stage) else None
+        gather = wire.gather if stage == 3 else None
+        sends = gather or (wire.reduce and stage)
+        changed["wire"] = dataclasses.replace(wire, gather=gather, **everywhere) if sends else None
     if number is not None:
         changed |= {"persist_below": 0, "precision": options.get("precision") or Precision.bf16()}
     return options | changed
@@ -280,7 +280,7 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
             f"estimate takes a number of parameters, a tree of arrays or shapes, or a Flax module, not {name}. "
             f"For example jax.eval_shape(init, key)."
         )
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), model)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named_sharding(x)), model)
 
 
 def has_init(model: Any) -> bool:

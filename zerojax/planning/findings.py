@@ -51,12 +51,10 @@ class Exchanged:
 
     @property
     def bytes(self) -> int:
-        """Return bytes of full tensors that the loss moves."""
         return sum(size for piece, size in self.pieces if not piece.is_of_update)
 
     @property
     def of_update(self) -> int:
-        """Return bytes of full tensors that the compiler moves for the optimizer's update."""
         return sum(size for piece, size in self.pieces if piece.is_of_update)
 
 
@@ -190,7 +188,6 @@ def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
 
 
 def causes_of(which: Iterable[Piece]) -> str:
-    """Return the leaves and lines that cause collectives, most bytes first."""
     return _most((piece.cause, piece.bytes) for piece in which)
 
 

@@ -24,7 +24,7 @@ from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.shapes import abstract, with_rows
-from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage, sent_bytes
+from zerojax.planning.stage_bytes import HOST, StageEstimate, axes_that_stay, estimate_stage, sent_bytes
 from zerojax.train.fitting import DoesNotFit
 from zerojax.units import format_bytes, format_seconds
 
@@ -83,12 +83,10 @@ class Candidate:
 
     @property
     def params_on_disk(self) -> bool:
-        """Return whether parameters are on disk."""
         return self.offload is not None and self.offload.params == "disk"
 
     @property
     def variant(self) -> tuple:
-        """Return all choices except the number of rows."""
         return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
 
     def __str__(self) -> str:
@@ -166,7 +164,6 @@ class SearchSpace:
         return hardware.achievable(topology) if hardware.rates.device else hardware.device(topology)
 
     def topology(self, count: int) -> str:
-        """Return the text of the topology, such as `"h200:8x8"`."""
         return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
 
     def axes(self, config: Config) -> tuple[str, ...]:
@@ -278,7 +275,7 @@ def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     # The first group of a collective has all devices along the collective's axes, at index 0 of every other axis.
     group = lambda axes: numbers[tuple(slice(None) if name in axes else 0 for name in names)].ravel().tolist()
-    sent = sent_bytes(config, layout, accumulate=1)
+    sent = sent_bytes(config, layout, 1, axes_that_stay(layout))
     return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
 
 

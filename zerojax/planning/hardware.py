@@ -43,15 +43,12 @@ class Hardware:
                 raise ValueError(f"{name}= is in bytes{unit} of one GPU and must be above 0, not {given}.")
 
     def device(self, topology: str) -> Device:
-        """Return the description of one GPU of a topology, at peak rates."""
         return Device.of(Topology.parse(topology), link=self.link, network=self.network)
 
     def achievable(self, topology: str) -> Device:
-        """Return the description of one GPU of a topology, at achievable rates."""
         return self.rates.of(self.device(topology), Topology.parse(topology).kind)
 
     def usable(self, device: Device) -> float:
-        """Return the bytes of memory that a program may use."""
         return USABLE * device.memory if self.memory is None else self.memory
 
     def fitted(self, device: Device) -> float:

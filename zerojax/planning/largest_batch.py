@@ -42,5 +42,4 @@ def round_down(count: int) -> int:
 
 
 def next_round(count: int) -> int:
-    """Return the smallest round count above `count`."""
     return round_down(count) + (1 << max(0, count.bit_length() - ROUND_BITS))

@@ -27,6 +27,7 @@ class EstimateOptions(LossOptions, total=False):
     overwrite: Any
     shard_axis: str | tuple[str, ...] | None
     params_axis: str | tuple[str, ...] | None
+    expert_axis: str | tuple[str, ...] | None
     wire: Wire | None
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from zerojax.comm.explicit import without_types
+from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout
 from zerojax.optim.transformation import with_extra_args
 from zerojax.placement.storage import cast
@@ -61,8 +62,7 @@ class PlainStep:
         chosen = (*self.layout.trained, *self.layout.overwritten)
 
         def objective(values):
-            merged = dict(enumerate(leaves)) | dict(zip(chosen, values, strict=True))
-            seen = cast([merged[i] for i in range(len(leaves))], self.layout.compute)
+            seen = cast(replace_items(leaves, chosen, values), self.layout.compute)
             inputs = cast_inputs(self.program.config.precision, batch)
             returned = self._call(self.layout.treedef.unflatten(seen), mutable, inputs, args)
             return scale * returned.total / jax.lax.stop_gradient(returned.weight), returned
@@ -83,9 +83,8 @@ class PlainStep:
         tx = with_extra_args(config.tx)
         updates, opt_state = tx.update(tree, state.opt_state, params, value=loss)
         updated = jax.tree.leaves(optax.apply_updates(params, updates))
-        leaves = dict(enumerate(jax.tree.leaves(state.params))) | dict(zip(self.layout.trained, updated, strict=True))
-        leaves |= dict(zip(self.layout.overwritten, values, strict=True))
-        params = self.layout.treedef.unflatten([leaves[i] for i in range(len(leaves))])
+        leaves = replace_items(jax.tree.leaves(state.params), self.layout.trained, updated)
+        params = self.layout.treedef.unflatten(replace_items(leaves, self.layout.overwritten, values))
         new = PlainState(params, opt_state, returned.mutable, state.scaling)
         if not self.program.skips_nonfinite:
             return new, metrics

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -12,6 +11,7 @@ import optax
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
 from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan, read_plan
@@ -19,10 +19,12 @@ from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.largest_batch import largest_that_fits
 from zerojax.planning.options import FitOptions, HardwareOptions, split_options
+from zerojax.planning.queue_model import Rates, simulated_seconds
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
-from zerojax.train.executables import check_path
+from zerojax.streaming.stores import chunk_bytes, kept_on_device
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
+from zerojax.units import format_bytes, format_seconds
 from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
@@ -44,7 +46,6 @@ class Planner:
         *args: Any,
         topology: str = "h200:8",
         largest_batch: bool = False,
-        save: str | os.PathLike | None = None,
         **hardware: Unpack[HardwareOptions],
     ) -> Plan:
         """Compile a step for GPUs that this machine need not have, and return its memory and time. Nothing is run.
@@ -62,16 +63,15 @@ class Planner:
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
-            save: A file to write the executable of the step to. `step.load(file)` loads it on the GPUs.
             **hardware: `memory`: bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its
                 memory). A step with `memory="auto"` is fitted into these bytes, or into 76% of the memory if that is
                 less, because of the limit of XLA's scheduler. All other options are bytes per second. `link`: sent by a
                 GPU within its host (default: NVLink). `network`: sent by a GPU to other hosts (default: its network
                 adapter). `host_link`: in each direction between a GPU and its host (default: PCIe). `disk`: read and
                 written by a GPU's share of the disk, together. `host_link` and `disk` count only with
-                `Offload(params="disk")`. Without `disk`, the time of the disk is left out. `rates`: achievable rates,
-                as a dict, or as the path of a file that `zerojax doctor --json` wrote on such a GPU (default: the usual
-                shares of the peak rates).
+                offloaded state or parameters. Without `disk`, the time of the disk is left out. `rates`: achievable
+                rates, as a dict, or as the path of a file that `zerojax doctor --json` wrote on such a GPU (default:
+                the usual shares of the peak rates).
 
         Returns:
             A `Plan`, which prints as tables.
@@ -93,24 +93,15 @@ class Planner:
                 "batches, and largest_batch=True compares batches at equal activations. Plan the step without one of "
                 "them."
             )
-        if save is not None and not (isinstance(step, Step) and step.config.offload is None):
-            raise ValueError(
-                "plan(save=) writes the one program of a step of train_step, without Offload: XLA cannot place arrays "
-                "in host memory of absent GPUs, and other programs have no step.load. On the GPUs, step.save and "
-                "zerojax.cache_compilations keep what was compiled."
-            )
-        if save is not None:
-            check_path(save)
         program_of = program_of_step if isinstance(step, Step) else program_of_function
         usable = given.usable(device)
         program = program_of(step, state, batch, args, topology, int(given.fitted(device)))
         compiled, row = program.compile(batch), program.row
-        if save is not None and program.save is not None:
-            program.save(save, batch, compiled)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
-        limits = {"largest_batch": largest, "transfers": seconds}
-        return read_plan(compiled, topology, given, program.facts, batch=rows, **limits)
+        limits = {"largest_batch": largest, "transfers": seconds, "update": update_seconds(program, topology, given)}
+        noted = compiled._replace(notes=(*compiled.notes, *room_note(program, compiled.peak, topology, given)))
+        return read_plan(noted, topology, given, program.facts, batch=rows, **limits)
 
     @auto_context()
     def fit(
@@ -199,7 +190,6 @@ plan = Planner()
 
 
 def as_sequence(given: Any) -> Sequence[Any]:
-    """Return a sequence unchanged, and any other value as a sequence of length 1."""
     return given if isinstance(given, Sequence) else (given,)
 
 
@@ -223,6 +213,34 @@ def candidate_config(config: Config, space: SearchSpace, candidate: Candidate) -
         return config
     shards = {"shard_axis": candidate.shard_axis, "params_axis": candidate.params_axis}
     return dataclasses.replace(config, axis=axes, **shards)
+
+
+def update_seconds(program: AbsentProgram, topology: str, given: Hardware) -> float:
+    """Return the seconds in which a step updates offloaded state after its gradients. 0 without such state."""
+    if program.update is None:
+        return 0.0
+    link = given.to_host(topology)
+    # In the order of the step, nothing crosses the link during the passes, so their time does not matter here.
+    streamed = simulated_seconds(program.update, 0.0, Rates(link, link, given.achievable(topology).bandwidth))
+    return max(streamed, (program.facts.read + program.facts.written) / given.disk if given.disk else 0.0)
+
+
+def room_note(program: AbsentProgram, peak: int, topology: str, given: Hardware) -> tuple[str, ...]:
+    """Return a note that says how much offloaded state the device could keep, and what that saves."""
+    if program.update is None or (offload := program.update.config.offload) is None or offload.optimizer != "host":
+        return ()
+    plan, groups = program.update.plan, program.update.partition.groups
+    kept = sum(kept_on_device(program.update.config, plan).values())
+    sizes = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
+    # The chunks in flight need memory, too, although activations are free when they do.
+    room = int(given.usable(given.device(topology))) - peak - IN_FLIGHT * max(sizes)
+    if (more := min(room, sum(sizes) - kept)) < min(sizes):
+        return ()
+    return (
+        f"{format_bytes(more)} more of the offloaded state fits on the device. With "
+        f'Offload(update="device", device_bytes={kept + more}), a step takes '
+        f"{format_seconds(more / given.to_host(topology))} less.",
+    )
 
 
 def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usable: float) -> int:

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import compat
+from zerojax import compat, jaxprs
+from zerojax.inspect.nonfinite import is_float
 from zerojax.layout.tree import is_numeric, layout_of
 from zerojax.planning.comparison import Key, Snapshot, largest, snapshot, wide
-from zerojax.planning.nonfinite import is_float
 from zerojax.planning.plain_step import PlainState, PlainStep
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation
@@ -103,7 +103,6 @@ class Reference:
 
     @functools.cached_property
     def before(self) -> Snapshot:
-        """Return the parameters before the first step."""
         return snapshot({}, None, self.start.params, None)
 
     @functools.cached_property
@@ -115,7 +114,6 @@ class Reference:
 
     @functools.cached_property
     def step(self) -> Any:
-        """Return the jitted step."""
         return jax.jit(self.plain.step)
 
     def run(self, state: PlainState, steps: int) -> tuple[list[PlainState], list[Snapshot]]:
@@ -165,7 +163,5 @@ def to_host(tree: Any) -> Any:
 
 def dtypes_in(jaxpr: Any) -> Iterator[Any]:
     """Yield the types of all results in `jaxpr`, and in the jaxprs inside of its equations."""
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.equations(jaxpr):
         yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))
-        for inner in compat.inner_jaxprs(eqn):
-            yield from dtypes_in(inner)

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -17,11 +18,12 @@ import numpy as np
 
 from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
+from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.optim.master_weights import narrow_leaves
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import storage_forms
+from zerojax.streaming.stores import kept_on_device
 from zerojax.train.tree_api import returned_grads
 
 HOST = "host"  # the mesh axis of the hosts, if a topology has several
@@ -39,7 +41,6 @@ class StageEstimate:
         grads: Gradients, as `value_and_grad` returns them.
         master: Master weights, where parameters are stored in a narrower type.
         opt_state: State of the wrapped transformation.
-        errors: Rounding errors of quantised gradients, which error feedback adds to the next gradients.
         gathered: At stage 3, the gathered parameters of the layer in use and of the prefetched layers. None if the
             model is given as a number of parameters, because its layers are unknown.
         host: Bytes offloaded to host memory.
@@ -60,7 +61,6 @@ class StageEstimate:
     grads: int
     master: int
     opt_state: int
-    errors: int
     gathered: int | None
     host: int
     disk: int
@@ -75,7 +75,7 @@ class StageEstimate:
     @property
     def resident(self) -> int:
         """Return the bytes on a device between steps, which are the model states without gradients."""
-        return self.params + self.master + self.opt_state + self.errors
+        return self.params + self.master + self.opt_state
 
     @property
     def peak(self) -> int | None:
@@ -111,6 +111,8 @@ class StageEstimate:
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:
     """Add up the bytes of one stage, with `accumulate` microbatches per step."""
     gathered = gathered_bytes(config, plan.layout) if config.view == "device" else None
+    stay = axes_that_stay(plan.layout)
+    chunks_kept = sum(kept_on_device(config, plan).values())
     plan = plan.along_others(config.user_mesh.shape)
     layout = plan.layout
     grads = zip(returned_grads(config, layout, storage_forms(layout.params)), layout.params, strict=True)
@@ -121,7 +123,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
     on_disk = config.offload is not None and config.offload.optimizer == "disk"
     host_params = sum(leaf.local_bytes for leaf in layout.params if leaf.host)
     kept = disk_bytes(config, plan, accumulate)
-    sent = sent_bytes(config, layout, accumulate)
+    sent = sent_bytes(config, layout, accumulate, stay)
     return StageEstimate(
         config.stage,
         config.data.workers,
@@ -132,10 +134,9 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
             if not (config.params_on_disk and leaf.kind == "sharded")
         ),
         master=masters,
-        opt_state=sum(leaf.local_bytes for leaf in on_device) - masters,
-        errors=sum(leaf.local_bytes for _, leaf in plan.errors),
+        opt_state=sum(leaf.local_bytes for leaf in on_device) - masters + chunks_kept,
         gathered=gathered_bytes(config, layout) if gathered is None else gathered,
-        host=host_params + (0 if on_disk else chunked),
+        host=host_params + (0 if on_disk else chunked - chunks_kept),
         disk=(chunked if on_disk else 0) + kept.params + kept.grads,
         sent=sum(sent.values()),
         across=sum(count for axes, count in sent.items() if HOST in axes) if HOST in config.data.batch else None,
@@ -173,10 +174,7 @@ def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes
     trained = [(k, leaf) for k, leaf in of_trained if leaf.kind == "sharded" and jnp.issubdtype(leaf.dtype, inexact)]
     updated = sum(leaf.local_bytes for _, leaf in trained)
     grads = sum(math.prod(plan.grads[k].local_shape) * max(4, plan.grads[k].dtype.itemsize) for k, _ in trained)
-    # The update reads master weights, which are in the optimizer state, instead of narrow parameters.
-    narrow = narrow_leaves(plan.trained) if config.has_master_weights else [False] * len(of_trained)
-    again = sum(leaf.local_bytes for k, leaf in trained if not narrow[k])
-    read = 2 * accumulate * params + (accumulate - 1) * grads + again + grads
+    read = 2 * accumulate * params + (accumulate - 1) * grads + updated + grads
     return DiskBytes(params, grads, read, accumulate * grads + updated)
 
 
@@ -220,8 +218,15 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
     return (1 + config.prefetch) * max(layers.values(), default=0)
 
 
-def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[str, ...], float]:
-    """Return bytes that a device sends per step, by mesh axes.
+def axes_that_stay(layout: Layout) -> list[frozenset[str]]:
+    """Return, for each parameter, the axes over which it stays divided, and over which nothing of it is sent."""
+    return [frozenset(axes_of(leaf.others)) for leaf in layout.params]
+
+
+def sent_bytes(
+    config: Config, layout: Layout, accumulate: int, stay: Sequence[frozenset[str]]
+) -> dict[tuple[str, ...], float]:
+    """Return bytes that a device sends per step, by mesh axes. `stay` has the axes over which each leaf stays divided.
 
     Reductions send the reduce type, and gathers send the compute type. Over N devices, each device sends `(N - 1) / N`
     of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per microbatch. Stage 3
@@ -241,7 +246,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int) -> dict[tuple[st
         if not is_trained and (config.stage < 3 or is_persistent):
             continue  # nothing moves. NumPy also has no itemsize for a PRNG key.
         divided = leaf if leaf.kind == "sharded" else layout.grads[i]
-        rest = tuple(axis for axis in data.batch if axis not in divided.axes)
+        rest = tuple(axis for axis in data.batch if axis not in {*divided.axes, *stay[i]})
         gathered, reduced = gathered_itemsize(config, leaf, dtype), reduce_itemsize(config, dtype)
         moved = [(gather_sent(config, divided, gathered), 1 if is_persistent else gathers)]
         if is_trained:

@@ -78,7 +78,6 @@ def last_uses(trace: StepTrace) -> dict[Any, int]:
 
 
 def local_bytes(shape: Any) -> int:
-    """Return the bytes of an array on one device."""
     return math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize
 
 

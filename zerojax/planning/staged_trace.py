@@ -113,7 +113,6 @@ class TracedFiles:
         """Do nothing: a read ahead uses host memory only."""
 
     def receive(self, k: int, n: int, reading: None, kind: str) -> Array:
-        """Copy a chunk to the devices."""
         return jax.device_put(self._chunks["model", k, n])
 
     def write(self, k: int, n: int, array: Array) -> None:
@@ -136,19 +135,15 @@ class TracedStore:
     """The store of the optimizer state in a trace. See `StateStore` for the methods."""
 
     def __init__(self, chunks: Mapping[ChunkKey, Array]):
-        """Store the arguments of the trace that represent the chunks."""
         self._chunks = chunks
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[ChunkKey]:
-        """Return the keys of the chunks."""
         return [("state", k, n) for k in group.state]
 
     def receive(self, ticket: list[ChunkKey]) -> list[Array]:
-        """Copy the chunks to the devices."""
         return [jax.device_put(self._chunks[key]) for key in ticket]
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return the arrays, which stay on the devices until `complete`."""
         return arrays
 
     def complete(self, ticket: Sequence[Array]) -> None:

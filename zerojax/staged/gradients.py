@@ -145,7 +145,6 @@ class Finishing:
     """The programs that scale a chunk's gradient and reduce it to scalars. Chunks of equal layout share a program."""
 
     def __init__(self):
-        """Begin without programs."""
         self._made: dict[Any, Any] = {}
 
     def of(self, of: OnDisk, cuts: list[Cut]) -> Any:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
 from zerojax import compat
-from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather.loop import Loop
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment
@@ -41,7 +41,6 @@ class StagedLoop:
 
     @property
     def loop(self) -> Loop:
-        """Return the scan's operands, sorted by kind."""
         return self.segment.loop
 
     def sources(self, iteration: int) -> list[Source]:
@@ -104,7 +103,7 @@ def staged_loop(
     ]
     none = [False] * len(consts)
     wanted = Wanted(tuple(p.root in moving for p in loop.params), (*active, *none), None, frozenset(summands))
-    states = [*_body_rows(segment, rows, follower), *[NOWHERE] * len(consts)]
+    states = [*loop.rows_inside([rows.get(key, NOWHERE) for key in segment.others], follower), *[NOWHERE] * len(consts)]
     by_rows = [*(source.row is not None for source in shared), *(kinds.pop() for kinds in by_row)]
     stage = stages.of(block, wanted, RowStates(states, (), follower), by_rows)
     return StagedLoop(segment, stage, shared, tuple(layers or () for layers in stacked), tuple(consts))
@@ -114,18 +113,3 @@ def _others(loop: Loop) -> list:
     """Return the body's input variables that are not parameters."""
     body, _ = compat.opened(loop.eqn.body)
     return [v for on, v in zip(loop.is_param, body.invars, strict=True) if not on]
-
-
-def _body_rows(segment: ScanSegment, rows: Mapping[Any, State], follower: Follower | None) -> Sequence[State]:
-    """Return, for each input of the body that is not a parameter, the dims that hold the rows of the batch."""
-    loop = segment.loop
-    if follower is None:
-        return [UNKNOWN] * len(loop.others)
-    (eqn,) = segment.jaxpr.eqns
-    states = {
-        var: rows.get(key, NOWHERE)
-        for var, key in zip(segment.jaxpr.invars[len(segment.params) :], segment.others, strict=True)
-    }
-    given = [NOWHERE if compat.is_literal(atom) else states.get(atom, NOWHERE) for atom in eqn.invars]
-    inside = follower.into_loop(loop.eqn, given)
-    return [state for state, is_param in zip(inside, loop.is_param, strict=True) if not is_param]

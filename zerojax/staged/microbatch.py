@@ -35,13 +35,9 @@ _RUNNING = 1
 class Sink(Protocol):
     """An object that accepts the gradients of chunks."""
 
-    def add(self, piece: Piece, grad: Array) -> None:
-        """Add one gradient of a chunk."""
-        ...
+    def add(self, piece: Piece, grad: Array) -> None: ...
 
-    def write(self) -> None:
-        """Begin to write the gradients that were added."""
-        ...
+    def write(self) -> None: ...
 
 
 class Reader:

@@ -22,7 +22,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore, Lease
-from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, number_of, shards_of
+from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, host_shards, number_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -94,11 +94,6 @@ class ModelFiles(StateFiles):
         """Return the bytes of host memory that all buffers and the chunks in host memory take."""
         return self._buffers + sum(self._specs[i].bytes for i in self._held)
 
-    @property
-    def disk_bytes(self) -> int:
-        """Return the bytes of all chunks that are in files, not in host memory."""
-        return sum(spec.bytes for i, spec in enumerate(self._specs) if i not in self._held)
-
     @functools.cached_property
     def _store(self) -> DiskStore:
         with folder.writable(self.path.parent.parent):
@@ -117,11 +112,9 @@ class ModelFiles(StateFiles):
 
     @property
     def numbers(self) -> list[int]:
-        """Return the numbers of all leaves."""
         return list(self._leaves)
 
     def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
-        """Return the layout, the chunking and the sharding of leaf `k`."""
         return self._leaves[k]
 
     def nodes(self, *, is_shape: bool = False) -> dict[int, Chunked]:
@@ -151,6 +144,7 @@ class ModelFiles(StateFiles):
 
     def write(self, k: int, n: int, array: Array) -> None:
         """Begin to copy chunk `n` of leaf `k` to host memory. If more than `COPYING` copies wait, write the oldest."""
+        self.writes += 1
         array.copy_to_host_async()
         self._copying.append((k, n, array))
         if len(self._copying) > COPYING:
@@ -173,8 +167,7 @@ class ModelFiles(StateFiles):
             self._write(*self._copying.popleft())
 
     def _write(self, k: int, n: int, array: Array) -> None:
-        data = {shard.device: shard.data for shard in array.addressable_shards}
-        self.write_shards(k, n, [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)])
+        self.write_shards(k, n, host_shards(array))
 
     def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
         """Copy a chunk's shards to a buffer, and begin to write them; see `StateFiles.write_shards`."""
@@ -205,8 +198,9 @@ class ModelFiles(StateFiles):
         """Raise a `ValueError` if a state's version is not the version of the files; see `StateFiles.require`."""
         if self._version < 0:
             raise ValueError(
-                f"The parameters on disk in {self.path} are half written, because a step, a restore or an import "
-                f"was interrupted or failed. Make a state with tx.create, or restore the last checkpoint into one."
+                f"The parameters on disk in {self.path} are half written or closed: a step, a restore or an import was "
+                f"interrupted or failed, or zerojax.offload.close was called. Make a state with tx.create, or restore "
+                f"the last checkpoint into one."
             )
         if (given := number_of(version, self.path)) != self._version:
             raise ValueError(

@@ -192,7 +192,6 @@ class StagedProgram:
 
 
 def variables_of(outs: Sequence) -> list:
-    """Return the variables and gathered parameters among a program's results."""
     return [atom for atom in outs if isinstance(atom, Gathered) or not compat.is_literal(atom)]
 
 

@@ -98,14 +98,12 @@ class Reductions:
                 rounds[var] = after
                 if large:
                     needs[var] = large
-        self._known_after = rounds
         eqns, inputs = equations_behind(jaxpr, producers, jaxpr.outvars, {cut.var for cut in self.cuts})
         self._rest, self._rest_inputs = [jaxpr.eqns[e] for e in eqns], inputs
         self.whole = tuple(sorted({self._grads[v] for v in inputs if v in self._grads}))
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds."""
         return max((cut.round for cut in self.cuts), default=0)
 
     def at_once(self, grad: int) -> list[Cut]:
@@ -113,7 +111,6 @@ class Reductions:
         return [cut for cut in self.cuts if cut.grad == grad and cut.combine is not None and len(cut.inputs) == 1]
 
     def later(self, number: int) -> list[Cut]:
-        """Return the cuts of one round that are not in `at_once`."""
         return [cut for cut in self.cuts if cut.round == number and cut not in self.at_once(cut.grad)]
 
     def small_values(self, cuts: Sequence[Cut], known: Mapping) -> dict:
@@ -164,6 +161,6 @@ class Reductions:
 
 
 def combined(cut: Cut, values: Sequence[Array]) -> Array:
-    """Return a cut's scalar for the whole gradient. `values` contains the scalar of each chunk."""
+    """Combine the scalars that a cut has for each chunk of a gradient."""
     assert cut.combine is not None
     return functools.reduce(cut.combine, values)

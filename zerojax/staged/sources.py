@@ -42,12 +42,10 @@ class OnDisk:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Return all chunks."""
         return tuple((self.index, n) for n in range(len(self.chunking.extents)))
 
     @property
     def is_by_row(self) -> bool:
-        """Return whether each chunk is one row of dim 0."""
         return len(self.leaf.shape) > 1 and self.chunking == Chunking(0, (1,) * self.leaf.shape[0])
 
     @property
@@ -58,11 +56,9 @@ class OnDisk:
         return mesh
 
     def joined(self, chunks: Sequence[Array]) -> Array:
-        """Join the chunks into one array, in storage shape."""
         return joining(self.mesh, self.sharding, self.leaf, self.chunking)(list(chunks))
 
     def split(self, stored: Array) -> list[Array]:
-        """Divide an array in storage shape into chunks."""
         return splitting(self.mesh, self.sharding, self.leaf, self.chunking)(stored)
 
 
@@ -82,7 +78,6 @@ class Source:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Return the chunks to read."""
         return self.of.pieces if self.row is None else ((self.of.index, self.row),)
 
     def shard(self, chunks: Mapping[Piece, Array], env: Mapping) -> Array:

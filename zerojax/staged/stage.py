@@ -78,7 +78,7 @@ class Stage:
         slots = lambda variables: tuple(Slot(v.aval) for v in variables)
         inputs = segment.jaxpr.invars[len(params) :]
         self._segment = dataclasses.replace(
-            segment, params=tuple(params), others=slots(inputs), results=slots(segment.jaxpr.outvars)
+            segment, params=tuple(params), others=slots(inputs), results=slots(segment.jaxpr.outvars), scope=()
         )
         self._options, self._by_row, self._mesh = options, tuple(by_row), mesh
         self._arguments = [self._segment.others[i] for i in sorted(wanted.summands)]
@@ -98,12 +98,10 @@ class Stage:
 
     @property
     def needed(self) -> list[int]:
-        """Return the indices of the parameters that the backward pass reads."""
         return [] if self.passes is None else sorted(self.passes.needed)
 
     @property
     def kept(self) -> list[int]:
-        """Return the indices of the other inputs that the backward pass reads."""
         return [] if self.passes is None else sorted(self.passes.needed_others)
 
     def _forward(self, shards: Sequence[Array], others: Sequence[Array]) -> tuple[list, list]:
@@ -202,5 +200,4 @@ class Stages:
 
     @property
     def compiled(self) -> int:
-        """Return the number of stages that can be shared by several segments."""
         return len(self._made)

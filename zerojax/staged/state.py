@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,7 +14,7 @@ import numpy as np
 
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
-from zerojax.layout.chunked import is_chunked, row_chunking_of
+from zerojax.layout.chunked import is_chunked, row_chunkings_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout, canonical
@@ -34,10 +35,14 @@ def on_disk(config: Config, layout: Layout, types: Mapping[int, Any] | None = No
     """Return an `OnDisk` for each sharded parameter, by index. If given, `types` replaces the types of `layout`."""
     assert config.offload is not None
     found = {}
-    for i, (param, wide) in enumerate(zip(layout.params, layout.grads, strict=True)):
+    chunkings = row_chunkings_of(layout.grads, config.offload.chunk_bytes)
+    # A trained parameter is divided as its optimizer state is, for which only trained parameters are known.
+    trained = row_chunkings_of([layout.grads[i] for i in layout.trained], config.offload.chunk_bytes)
+    chunkings |= {layout.trained[k]: chunking for k, chunking in trained.items()}
+    for i, param in enumerate(layout.params):
         if param.kind == "sharded":
             leaf = param if types is None else _typed(param, types[i])
-            found[i] = OnDisk(i, leaf, row_chunking_of(wide, config.offload.chunk_bytes), named(config, leaf))
+            found[i] = OnDisk(i, leaf, chunkings[i], named(config, leaf))
     return found
 
 
@@ -116,17 +121,31 @@ def write_params(
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
     leaves = iter(leaves)
-    for i, leaf in enumerate(layout.params):
-        x = next(leaves)
-        if i not in stored:
-            shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
-            stored[i] = shape if shapes else placed_leaf(config, x, leaf).astype(leaf.dtype)
-        elif not shapes:
-            write_leaf(files, i, x)
-        del x  # before the next leaf is made
-    if not shapes:
-        files.flush()
+    with unlocked_on_error(files):
+        for i, leaf in enumerate(layout.params):
+            x = next(leaves)
+            if i not in stored:
+                shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
+                stored[i] = shape if shapes else placed_leaf(config, x, leaf).astype(leaf.dtype)
+            elif not shapes:
+                write_leaf(files, i, x)
+            del x  # before the next leaf is made
+        if not shapes:
+            files.flush()
     return jax.tree.unflatten(layout.treedef, [stored[i] for i in range(len(layout.params))])
+
+
+@contextlib.contextmanager
+def unlocked_on_error(files: Any) -> Iterator[None]:
+    """Enter a context that makes files, which have the method `abandon`. After an error, unlock their folder.
+
+    The traceback of the error refers to the files, which would stay locked as long as it exists.
+    """
+    try:
+        yield
+    except BaseException:
+        files.abandon()
+        raise
 
 
 def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
@@ -174,7 +193,6 @@ def loaded(tree: PyTree) -> PyTree:
 
 
 def dtype_of(x: Any) -> Any:
-    """Return the type that a leaf has as a JAX array."""
     return x.dtype if is_chunked(x) else canonical(x.dtype)
 
 

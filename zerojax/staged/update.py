@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from zerojax.comm.mesh import wait_if_simulated
@@ -127,24 +126,14 @@ class StagedUpdate:
         return [(x.index, n) for x in of] if group.chunking is not None else [p for x in of for p in x.pieces]
 
     def _received(self, files: ModelFiles, group: UpdateGroup, n: int, begun: Mapping[Any, Future]) -> dict[int, Array]:
-        """Return the arrays for chunk `n` of a group: parameters by index `i`, and gradients by `~i`.
-
-        An update of master weights does not read the narrow parameters. So the program gets zeros instead of them, and
-        returns the new parameters.
-        """
-
-        def zeros(of: OnDisk) -> Array:
-            chunking = group.chunking
-            shape = of.leaf.storage_shape if chunking is None else chunking.chunk_shape(of.leaf, of.chunking.extents[n])
-            return jnp.zeros(shape, of.leaf.dtype, device=of.sharding)
+        """Return the arrays for chunk `n` of a group: parameters by index `i`, and gradients by `~i`."""
 
         def one(of: OnDisk) -> Array:
             pieces = [(of.index, n)] if group.chunking is not None else of.pieces
             found = [files.receive(*p, begun[p] if p in begun else files.read(*p), "device") for p in pieces]
             return found[0] if group.chunking is not None else of.joined(found)
 
-        read = group.reads(PARAM)
-        params = {i: (one if i in read else zeros)(self._trained[i].param) for i in group.params if i in self._trained}
+        params = {i: one(self._trained[i].param) for i in group.params if i in self._trained}
         return params | {~i: one(self._trained[i].grad) for i in group.reads(GRAD) if i in self._trained}
 
     def _write_params(self, files: ModelFiles, group: UpdateGroup, n: int, params: Sequence[Array]) -> None:

@@ -42,12 +42,10 @@ class WholeStage:
 
     @property
     def is_differentiated(self) -> bool:
-        """Return whether the segment has a backward pass."""
         return bool(self._moving)
 
     @property
     def sources(self) -> list[Source]:
-        """Return the sources of all arrays."""
         return [source for sources in self.roots.values() for source in sources]
 
     @property
@@ -72,7 +70,6 @@ class WholeStage:
         return roots | {v: x for v, x in zip(self.inputs, inputs, strict=True) if x is not None}
 
     def _forward(self, shards: Sequence[Sequence[Array]], inputs: Sequence[Array]) -> tuple[list, Any]:
-        """Return `(results, residuals)`, where the residuals are for the backward pass."""
         return self.segment.forward(self._gathers(self._env(shards, inputs), self.segment.first_gather), self._moving)
 
     def _backward(

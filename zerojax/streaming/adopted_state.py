@@ -15,9 +15,8 @@ import optax
 from zerojax.comm.mesh import in_storage_shape, to_storage, wait_if_simulated
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
-from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import Padded, is_padded
+from zerojax.layout.padded import Padded
 from zerojax.layout.tree import canonical, has_gradient, is_numeric
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import tree_difference
@@ -26,7 +25,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import state_to_host
 from zerojax.placement.chunking import splitting
 from zerojax.placement.place import place_array
-from zerojax.placement.storage import leaves_of, logical, named
+from zerojax.placement.storage import is_stored_node, leaves_of, logical, named
 from zerojax.streaming.init_state import check_host_room, store_by_group
 from zerojax.streaming.stores import store_for
 
@@ -82,7 +81,7 @@ def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> l
     `state` may have leaves of parameters that this transformation does not train. The result leaves them out. `state`
     may be wrapped in an `optax.MaskedState`.
     """
-    keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: is_chunked(x) or is_padded(x))
+    keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored_node)
     found = {jax.tree_util.keystr(path): x for path, x in keyed}
     paths = [leaf.path for leaf in wanted]
     untrained = tuple(leaf.path for i, leaf in enumerate(plan.layout.params) if i not in plan.layout.trained)
@@ -105,7 +104,7 @@ def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
         TypeError: If the type of `leaf` cannot represent `x`. With `may_be_wider`, a wider float is returned unchanged.
     """
     name = f"opt_state{leaf.path}"
-    if is_chunked(x) or is_padded(x) or isinstance(x, jax.ShapeDtypeStruct):
+    if is_stored_node(x) or isinstance(x, jax.ShapeDtypeStruct):
         raise ValueError(
             f"{name} is a {type(x).__name__}, and tx.adopt takes the logical arrays of a plain optax state. "
             f"A state of zerojax is plain once it is gathered: tx.unshard(opt_state)."

@@ -20,7 +20,7 @@ from zerojax.optim.state_forms import is_on_disk, state_shardings, state_to_host
 from zerojax.optim.traced import trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
 from zerojax.placement.storage import cast, named, unpadded
-from zerojax.streaming.stores import HostStateStore, StateStore, disk_nodes, store_for
+from zerojax.streaming.stores import HostStateStore, StateStore, disk_nodes, kept_on_device, store_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -54,7 +54,7 @@ class Deferred:
 def check_host_room(config: Config, plan: ShardingPlan) -> None:
     """Raise a `MemoryError` if the state that is offloaded to host memory does not fit there."""
     if config.offload is not None and config.offload.optimizer == "host" and plan.offloaded:
-        needed = sum(plan.state[k].local_bytes for k in plan.offloaded)
+        needed = sum(plan.state[k].local_bytes for k in plan.offloaded) - sum(kept_on_device(config, plan).values())
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")
 
 
@@ -114,11 +114,15 @@ def store_by_group(
     `make(indices)` returns a list of chunks, on the device, for each of these leaves of the state.
     """
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
-    state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
-    for group in partitioned_update(config, plan).groups:
-        for n, chunks in enumerate(zip(*make(group.state), strict=True)):
-            store.complete(store.write(group, n, chunks))
-        state |= zip(group.state, store.nodes(group), strict=True)
+    try:
+        state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
+        for group in partitioned_update(config, plan).groups:
+            for n, chunks in enumerate(zip(*make(group.state), strict=True)):
+                store.complete(store.write(group, n, chunks))
+            state |= zip(group.state, store.nodes(group), strict=True)
+    except BaseException:
+        store.abandon()  # the traceback refers to the store, whose folder would stay locked as long as it exists
+        raise
     return jax.tree.unflatten(plan.state_def, [state[k] for k in range(len(plan.state))])
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import abc
 import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -15,6 +18,7 @@ import numpy as np
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, is_chunked
+from zerojax.layout.leaf import replace_at
 from zerojax.offload.host import host_kind, to_memory
 from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.offloaded import IN_FLIGHT
@@ -25,8 +29,6 @@ from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
-
-# ruff: noqa: D102 - StateStore documents the methods of both subclasses
 
 
 class StateStore(abc.ABC):
@@ -57,41 +59,54 @@ class StateStore(abc.ABC):
         """Return the nodes of the group's new state, one per leaf. All chunks must have been written before."""
 
     def unchanged(self, group: UpdateGroup) -> list[PyTree]:
-        """Return the old nodes of a group, whose state was neither fetched nor written."""
         return [self._nodes[k] for k in group.state]
+
+    @property
+    def writes(self) -> int:
+        """Return how many chunks were written to files so far. 0 if `abandon` gives up nothing."""
+        return 0
 
     def abandon(self) -> None:  # noqa: B027
         """Give up the state after a failed step. The chunks that the step wrote will not be read."""
 
 
 class HostStateStore(StateStore):
-    """Keep state in host memory, in `Chunked` nodes. Steps donate the `nodes`, which have one entry per state leaf."""
+    """Keep state in host memory, in `Chunked` nodes. Steps donate the `nodes`, which have one entry per state leaf.
 
-    def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
+    The chunks in `kept_on_device` stay on the device instead. A chunk that is not there yet, because the state was
+    restored or is new, stays there from its first update on.
+    """
+
+    def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = (), *, copy: Callable = to_memory):
+        """Take the nodes of the old state. `copy(array, kind)` begins to copy an array to this kind of memory."""
         super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
+        self._copy, self._kept = copy, kept_on_device(config, plan)
         self._config = config
         self._plan = plan
         self._kind = host_kind(config.mesh)
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[Array]:
-        return [to_memory(self._nodes[k].chunks[n], kind) for k in group.state]
+        return [self._copy(self._nodes[k].chunks[n], kind) for k in group.state]
 
     def receive(self, ticket: list[Array]) -> list[Array]:
         return ticket
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> tuple[list, list]:
-        new = [to_memory(x, self._kind) for x in arrays]
+        kept = (group.state, n) in self._kept
+        new = list(arrays) if kept else [self._copy(x, self._kind) for x in arrays]
         for k, x in zip(group.state, new, strict=True):
             self._new[k].append(x)
-        return new, [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
+        chunks = [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
+        old = [x for x in chunks if not x.is_deleted()]
+        # The update of a chunk that was on the device has donated it. Nobody needs to wait for its new state.
+        return [] if kept and not old else new, old
 
     def complete(self, ticket: tuple[list, list]) -> None:
         new, old = ticket
         jax.block_until_ready(new)
         for x in old:  # free the old chunks, because the state is donated
-            if not x.is_deleted():
-                x.delete()
+            x.delete()
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
         plan = self._plan
@@ -124,6 +139,10 @@ class DiskStateStore(StateStore):
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
         return [dataclasses.replace(node, chunks=(self._next,)) for node in self.unchanged(group)]
 
+    @property
+    def writes(self) -> int:
+        return self._files.writes
+
     def abandon(self) -> None:
         self._files.abandon()
 
@@ -139,6 +158,29 @@ def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = 
     for node in on_disk.values():
         node.store.files.require(*node.chunks)
     return DiskStateStore(on_disk)
+
+
+@functools.lru_cache(maxsize=32)
+def kept_on_device(config: Config, plan: ShardingPlan) -> Mapping[tuple[tuple[int, ...], int], int]:
+    """Return the chunks that stay on the device, with their bytes per device. A key is `(group.state, n)`.
+
+    These are the last chunks of the update, so that they are updated while the chunks before them are still written.
+    """
+    room = 0 if config.offload is None else config.offload.device_bytes or 0
+    kept: dict[tuple[tuple[int, ...], int], int] = {}
+    for group in reversed(partitioned_update(config, plan).groups if room else ()):
+        for n in reversed(range(len(group.chunks))):
+            size = sum(chunk_bytes(plan, k, n) for k in group.state)
+            if size <= room:
+                kept[group.state, n] = size
+                room -= size
+    return MappingProxyType(kept)
+
+
+def chunk_bytes(plan: ShardingPlan, k: int, n: int) -> int:
+    """Return the bytes per device of chunk `n` of leaf `k`."""
+    leaf, chunking = plan.state[k], plan.offloaded[k]
+    return math.prod(replace_at(leaf.local_shape, chunking.dim, chunking.extents[n])) * leaf.dtype.itemsize
 
 
 def state_buffer_bytes(config: Config, plan: ShardingPlan) -> int:

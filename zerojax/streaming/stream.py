@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool
 
 DEVICE = "device"
+# Bytes of one array of the chunks that the host updates at a time. Copies of their parameters and gradients wait there.
+HOST_BYTES = 4 << 30
 
 
 class UpdateInputs(NamedTuple):
@@ -89,8 +91,11 @@ class StreamedUpdate:
 
     @property
     def host_threads(self) -> int:
-        """Return the number of chunks per device that the host updates at a time."""
-        return max(1, min(IN_FLIGHT, cores() // len(self.config.mesh.local_devices)))
+        """Return the number of chunks per device that the host updates at a time: one per core, if memory allows."""
+        assert self.config.offload is not None
+        devices = len(self.config.mesh.local_devices)
+        # XLA computes an elementwise update on the host with one thread, so several chunks must run at a time.
+        return max(1, min(cores(), HOST_BYTES // self.config.offload.chunk_bytes) // devices)
 
     def lower(self) -> list[Any]:
         """Lower the programs that update a chunk on the device, one program per key."""
@@ -159,6 +164,12 @@ class StreamedUpdate:
         gather = self.program(gather_params, *zip(*moved.values(), strict=True))
         gathered = dict(zip(moved, gather([params[j] for j in moved]), strict=True))
         return [gathered.get(j, x) for j, x in enumerate(params)]
+
+    def stored(self, group: UpdateGroup, params: list) -> dict[int, Array]:
+        """Return updated parameters, by index, in their stored layouts and memory."""
+        gathered = dict(zip(group.params, self.unsharded(group, params), strict=True))
+        # Even if the update runs on the host, the parameters and gradients pass through the device.
+        return return_to_host(self.config, gathered, self.plan.trained.params)
 
 
 @dataclasses.dataclass
@@ -272,9 +283,7 @@ class UpdateQueue:
             self._state[k] = x
         for k, node in zip(group.state, self._store.nodes(group), strict=True):
             self._state[k] = node
-        params, of.params = dict(zip(group.params, streamed.unsharded(group, of.params), strict=True)), []
-        # Even if the update runs on the host, the parameters and gradients pass through the device.
-        params = return_to_host(streamed.config, params, streamed.plan.trained.params)
+        params, of.params = streamed.stored(group, of.params), []
         for i, x in params.items():
             self._params[streamed.plan.layout.trained[i]] = x
         # Wait for the previous group's parameters, so that the device holds the shards of at most two groups. One group
@@ -285,5 +294,4 @@ class UpdateQueue:
 
 
 def cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import lax
 
@@ -76,7 +75,7 @@ def traced_apart(
     if apart is None:
         jaxpr, consts = compat.opened(closed)
         consts = jaxprs.as_jax_values(consts)
-        return TracedLoss(lambda args, _: jax.core.eval_jaxpr(jaxpr, consts, *args), structure)
+        return TracedLoss(lambda args, _: jaxprs.run(jaxpr, consts, *args), structure)
     # The reduction is complete, also if `comm` leaves the sums of other gradients to the end of the step.
     run = as_function(apart.program, Options(dataclasses.replace(comm, defers=False), 0, True), {})
     values = dict(enumerate([*args, *apart.constants]))

@@ -109,7 +109,6 @@ def call(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
 
 
 def is_constant(x: Any) -> bool:
-    """Return whether a node is a `Constant`."""
     return isinstance(x, Constant)
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import names
 from zerojax.comm.collectives import Collectives
 from zerojax.config.precision import common_dtype
 
@@ -28,7 +29,6 @@ class Marker:
 
 
 def marker(cls: type) -> type:
-    """Register a marker class as a pytree node."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls), ["tree"], [])
 
 
@@ -71,15 +71,14 @@ class Same(Marker):
 
 
 def is_marker(x: Any) -> bool:
-    """Return whether a node is a marker."""
     return isinstance(x, Marker)
 
 
 def unmarked(aux: PyTree) -> PyTree:
-    """Return the tree without its markers."""
     return jax.tree.map(lambda x: x.tree if is_marker(x) else x, aux, is_leaf=is_marker)
 
 
+@jax.named_scope(names.MEAN)
 def combine(
     aux: PyTree, weights: Array, total: Array | int, comm: Collectives, rows_of: Callable[[Array], Array]
 ) -> tuple[PyTree, PyTree]:

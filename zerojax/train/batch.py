@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.comm.mesh import batch_sharding
+from zerojax import names
+from zerojax.comm.mesh import batch_sharding, owned
 from zerojax.config import Config, DataMesh, Precision
 from zerojax.config.data_mesh import entry_axes, in_words
 from zerojax.layout.tree import canonical
@@ -121,7 +122,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
     if getattr(x, "sharding", None) == sharding:
         return x
     try:
-        return jax.device_put(x, sharding)
+        return jax.device_put(owned(x), sharding)
     except AssertionError as error:  # JAX raises an AssertionError if the processes gave different values
         raise ValueError(
             f"Process {jax.process_index()} gave a batch of {list(jnp.shape(x))} whose values are not those of the "
@@ -131,6 +132,7 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
         ) from error
 
 
+@jax.named_scope(names.SHARDS)
 def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
     """Cast the leaves of a batch to the types that the loss sees."""
     if precision is None:

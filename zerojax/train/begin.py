@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from zerojax.comm.explicit import auto_context, on_auto_mesh
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.tree import Layout, layout_of
-from zerojax.optim.plan import ShardingPlan, make_plan
+from zerojax.layout.tree import Layout, check_experts_named, layout_of
+from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.placement.place import (
     MOST_PROGRAMS,
     are_shapes,
@@ -25,7 +24,7 @@ from zerojax.placement.place import (
     place_params,
     place_replicated,
 )
-from zerojax.placement.storage import in_storage, leaves_of, named, named_tree
+from zerojax.placement.storage import in_storage, leaves_of, named_tree
 from zerojax.staged.state import (
     dtype_of,
     files_of_params,
@@ -33,6 +32,7 @@ from zerojax.staged.state import (
     placed_leaf,
     put_on_disk,
     shapes_on_disk,
+    unlocked_on_error,
     write_params,
 )
 from zerojax.streaming.adopted_state import adopt_state
@@ -45,6 +45,7 @@ from zerojax.train.state import ZeroState, known_to_flax
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
     """Create the state of a run, and check that all processes have equal states; see `ZeroTransformation.create`."""
     plan, is_live = make_plan(config, shapes_on_disk(params)), not are_shapes(params)
+    check_experts_named(plan.layout)
     if is_live:
         plan = live_plan(config, plan)
         require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
@@ -59,6 +60,7 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
 def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
     """Return the shapes, on the Auto mesh, of a state of a live run. `params` are shapes, and `mutable` has arrays."""
     plan = live_plan(config, make_plan(config, params))
+    check_experts_named(plan.layout)
     with auto_context(config.user_mesh):
         return begin_any(config, plan, params, mutable)
 
@@ -72,9 +74,9 @@ def begin_any(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
 def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
     """Initialise parameters in storage; see `ZeroTransformation.init_params`. Check that all processes agree."""
     layout = layout_of(config, jax.eval_shape(init_fn, *args))
+    remember_experts(config, layout)
     check_host_room(config, layout)
-    leaves = zip(layout.params, layout.grads, strict=True)
-    wide = dataclasses.replace(layout, params=tuple(dataclasses.replace(x, dtype=grad.dtype) for x, grad in leaves))
+    wide = in_master_types(layout, range(len(layout.params)))
     # For parameters on disk, each program makes about one leaf, in the type of the files, to save device memory.
     given, most = (wide, len(layout.params)) if config.params_on_disk else (layout, MOST_PROGRAMS)
     programs, what = init_programs(config, given, init_fn, args, most=most), "initialise parameters"
@@ -90,6 +92,13 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
     return on_auto_mesh(config.user_mesh, store, arrays, shardings=lambda _: params_shardings(config, layout))
 
 
+def remember_experts(config: Config, layout: Layout) -> None:
+    """Record the plan of a layout with experts, because their stored arrays do not say that they are experts."""
+    check_experts_named(layout)
+    if config.expert_axis:
+        plan_of_layout(config, layout)
+
+
 def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
     """Call each program, and yield the elements of the list that it returns. Keep no reference to a yielded element."""
     for program in programs:
@@ -98,9 +107,22 @@ def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
             yield results.pop()
 
 
+def in_master_types(layout: Layout, wide: Collection[int]) -> Layout:
+    """Return a layout in which the parameters with the indices `wide` are stored in the types of master weights.
+
+    A `ZeroState` stores narrow copies at some stages. Outside of it, parameters are wide, because `init` and `create`
+    copy the master weights from them.
+    """
+    pairs = enumerate(zip(layout.params, layout.grads, strict=True))
+    typed = (dataclasses.replace(x, dtype=grad.dtype) if i in wide else x for i, (x, grad) in pairs)
+    return dataclasses.replace(layout, params=tuple(typed))
+
+
 def shard(config: Config, params: Any) -> Any:
     """Copy parameters into storage; see `ZeroTransformation.shard`."""
     layout = layout_of(config, shapes_on_disk(params))
+    layout = in_master_types(layout, layout.trained)
+    remember_experts(config, layout)
     if config.params_on_disk:
         return on_auto_mesh(config.user_mesh, functools.partial(put_on_disk, config, layout), params)
 
@@ -112,7 +134,6 @@ def shard(config: Config, params: Any) -> Any:
 
 
 def params_shardings(config: Config, layout: Layout) -> Any:
-    """Return the tree of shardings of the parameters in storage."""
     return named_tree(config, layout.treedef, layout.params)
 
 
@@ -131,8 +152,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
     else:
         opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
     stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
-    errors = {path: zeros(leaf, named(config, leaf), shapes=shapes) for path, leaf in plan.errors}
-    return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, errors, plan)
+    return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
 
 
 def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
@@ -149,18 +169,13 @@ def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any,
     files = files_of_run(config, plan)
     tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
     if shapes:
-        return ZeroState(step, tree, state_shapes(config, plan), scaling, mutable, {}, plan)
+        return ZeroState(step, tree, state_shapes(config, plan), scaling, mutable, plan)
     wide = [deferred(config, x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
-    opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
-    return ZeroState(step, tree, opt_state, scaling, mutable, {}, plan)
+    with unlocked_on_error(files):
+        opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
+    return ZeroState(step, tree, opt_state, scaling, mutable, plan)
 
 
 def deferred(config: Config, x: Any, leaf: Leaf) -> Any:
     """Return a `Deferred` parameter, which is copied to the devices later and keeps the type of `x`."""
     return Deferred(functools.partial(placed_leaf, config, x, leaf), leaf.storage_shape, dtype_of(x))
-
-
-def zeros(leaf: Leaf, sharding: NamedSharding, *, shapes: bool) -> Any:
-    """Return zeros in the storage shape of a leaf. If `shapes` is true, return only their shape and sharding."""
-    of = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=sharding)
-    return of if shapes else jnp.zeros(of.shape, of.dtype, device=sharding)

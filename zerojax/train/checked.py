@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax import compat, jaxprs
 from zerojax.config.data_mesh import axes_of
 from zerojax.train.batch import is_untyped_key
-from zerojax.train.remedies import DIVIDED_ALREADY
 
 
 def checked(fn: Callable, manual: Sequence[str]) -> Callable:
@@ -26,7 +24,7 @@ def checked(fn: Callable, manual: Sequence[str]) -> Callable:
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
         check(jaxpr, frozenset(manual))
-        results = jax.core.eval_jaxpr(jaxpr, jaxprs.as_jax_values(consts), *jax.tree.leaves(args))
+        results = jaxprs.run(jaxpr, jaxprs.as_jax_values(consts), *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return call
@@ -39,7 +37,11 @@ def check(jaxpr: Any, manual: frozenset[str]) -> None:
         for eqn in inner.eqns:
             sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None
             if isinstance(sharding, NamedSharding) and manual.intersection(axes_of(sharding.spec)):
-                raise ValueError(f"{DIVIDED_ALREADY} It is at {compat.line_of(eqn)}.")
+                raise ValueError(
+                    f"The loss function divides rows over a mesh axis at {compat.line_of(eqn)}. In device view, each "
+                    f'device already has only its own rows. Pass view="global" to zero_shard: then the loss sees all '
+                    f"rows."
+                )
 
 
 def check_keys(jaxpr: Any) -> None:
@@ -51,7 +53,7 @@ def check_keys(jaxpr: Any) -> None:
                 f"The loss function closes over {var.aval.str_short()}, {same}"
                 "Pass the key as a further argument of the loss."
             )
-    of_arguments = jaxprs.dependent_on(jaxpr.invars, jaxpr.eqns, lambda eqn, reads: eqn.outvars if reads else ())
+    of_arguments = jaxprs.dependent_on(jaxpr.invars, jaxpr.eqns)
     for eqn in jaxprs.alive(jaxpr):
         if eqn.primitive.name == "random_seed" and not of_arguments.intersection(jaxprs.variables_in(eqn.invars)):
             raise ValueError(

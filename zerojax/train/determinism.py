@@ -1,4 +1,4 @@
-"""Make two runs of a step agree bit for bit: the options of XLA for it, and errors for all that differs between runs.
+"""Make two runs of a step agree bit for bit: the options of XLA for this, and errors for choices that may differ.
 
 On CPUs, a compiled program gives the same bits whenever it runs. On GPUs, XLA by default measures kernels and keeps
 the fastest, and adds with atomics in the order in which threads arrive. `OPTIONS` turns both off. NCCL's rings and
@@ -62,7 +62,7 @@ def options_of(config: Config) -> Mapping[str, Any]:
     Raises:
         ValueError: If parameters are on disk, and `XLA_FLAGS` has not set the options.
     """
-    if not _is_gpu(config) or f"--{FLAG}=true" in os.environ.get("XLA_FLAGS", "").split():
+    if not is_gpu(config) or f"--{FLAG}=true" in os.environ.get("XLA_FLAGS", "").split():
         return {}
     if config.params_on_disk:
         raise ValueError(
@@ -75,7 +75,7 @@ def options_of(config: Config) -> Mapping[str, Any]:
 def check_devices(config: Config) -> None:
     """Raise a `ValueError` if programs on the devices of this process would not be deterministic."""
     options_of(config)
-    if not _is_gpu(config):
+    if not is_gpu(config):
         return
     if jax.config.values.get("jax_enable_pgle"):
         raise ValueError(
@@ -91,5 +91,5 @@ def check_devices(config: Config) -> None:
         )
 
 
-def _is_gpu(config: Config) -> bool:
+def is_gpu(config: Config) -> bool:
     return config.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")

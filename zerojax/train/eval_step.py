@@ -45,12 +45,10 @@ class Function:
 
 def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> Callable:
     """Return the jitted function; see `ZeroTransformation.eval_step`."""
-    # Error feedback is only for the gradients of a training step, whose state keeps the errors.
-    wire = None if config.wire is None else dataclasses.replace(config.wire, error_feedback=False)
-    config = dataclasses.replace(config, view="global", wire=wire)
+    given, config = config, dataclasses.replace(config, view="global")
 
-    def run(params, batch, *args):
-        layout = layout_of(config, params)
+    def run(others, params, batch, *args):
+        layout = layout_of(config, params, others=others)
         stored = cast(storage_leaves(params, layout.params), [leaf.dtype for leaf in layout.params])
         view = View(config, layout, (), Function(fn), 1)
         shards = [StandIn(x, zeros_like(x)) if is_on_host(x) else x for x in stored]
@@ -59,11 +57,15 @@ def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> C
     check_flag("eval_step(deterministic=)", deterministic)
     options = dict(options_of(config)) if deterministic else {}
 
-    @functools.partial(jax.jit, compiler_options=options or None)
-    def program(params, batch, *args):
-        rows = batch if divides(config, batch) else ()
-        shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
-        return on_auto_mesh(config.user_mesh, run, params, batch, *with_types(args), shardings=shardings)
+    @functools.cache
+    def program_for(others: tuple) -> Callable:
+        def program(params, batch, *args):
+            rows = batch if divides(config, batch) else ()
+            shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
+            call = functools.partial(run, others)
+            return on_auto_mesh(config.user_mesh, call, params, batch, *with_types(args), shardings=shardings)
+
+        return jax.jit(program, compiler_options=options or None)
 
     staged = StagedFunction(config, Function(fn))
     same = SameCalls(config, f"evaluate {getattr(fn, '__name__', 'a function')}")
@@ -92,18 +94,20 @@ def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> C
             rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
         if on_disk:
             return on_auto_mesh(config.user_mesh, staged, params, rows, with_types(args))
-        try:
-            return same.call(program, params, rows, *args, is_new=is_new)
-        except TypeError as error:
-            if "forward-mode autodiff" not in str(error):
-                raise
-            raise TypeError(
-                "A function of tx.eval_step is differentiated in forward mode (jax.jvp, jax.jacfwd, jax.linearize). "
-                "At stage 3 its gathers have a rule for reverse mode only. Use jax.grad or jax.vjp, or differentiate "
-                "the original function of tx.unshard(params)."
-            ) from error
+        return same.call(program_for(others_of(given, params)), params, rows, *args, is_new=is_new)
 
     return step
+
+
+def others_of(config: Config, params: PyTree) -> tuple:
+    """Return `Leaf.others` of each parameter, which arrays under `jax.jit` do not show; () if all are empty.
+
+    `config` must be the configuration of the caller, which has the plans.
+    """
+    if not (config.data.compiler_axes or config.data.experts):
+        return ()
+    others = tuple(leaf.others for leaf in layout_of(config, params).params)
+    return others if any(others) else ()
 
 
 def zeros_like(x: Array) -> Array:

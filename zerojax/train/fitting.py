@@ -35,7 +35,6 @@ ENOUGH = 0.85
 # Each compilation has the largest share whose predicted peak is at most this part of the memory. The first prediction
 # does not include the temporary memory outside of blocks, which only a compiled program shows.
 _AIMS = (1.0, 0.97, 0.94)
-MOST_TRIALS = len(_AIMS)
 # Shares are multiples of 1 / `_STEPS`.
 _STEPS = 64
 
@@ -77,7 +76,7 @@ class MemoryFit:
 
 
 class DoesNotFit(ValueError):
-    """The error of a step that needs more than its `memory=`. `peak` is the least compiled peak in bytes per device."""
+    """A step needs more memory than its `memory=`. `peak` is the least compiled peak in bytes per device."""
 
     def __init__(self, message: str, peak: int):
         """Keep the message and the peak."""
@@ -101,7 +100,6 @@ class StepFitting:
         self._fits: dict[Any, MemoryFit] = {}
 
     def chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        """Return the functions of the step that has the chosen share for these arguments."""
         return self.with_share(self.fit(state, rows, args).chosen.share)
 
     def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
@@ -129,11 +127,10 @@ class StepFitting:
     def _with_share(self, share: float) -> JittedStep:
         loss = self._program.loss
         loss = dataclasses.replace(loss, fn=self.blocks.rematerialised(loss.fn, share))
-        return JittedStep(dataclasses.replace(self._program, loss=loss), self._program.users_options)
+        return JittedStep(dataclasses.replace(self._program, loss=loss), self._program.compiler_options)
 
 
 def blocks_of_a_loss() -> Blocks:
-    """Return an empty collection of blocks that finds scans and functions marked with `zerojax.block`."""
     return Blocks(lambda eqn: compat.called(eqn) is not None and eqn.params.get("name") == BLOCK_NAME)
 
 
@@ -253,7 +250,8 @@ def _nothing_fits(least: Trial, blocks: Blocks, memory: int, arguments: int) -> 
     if not blocks.found:
         found += (
             " The loss has no blocks whose activations could be recomputed: mark its layers with zerojax.block, or run "
-            "them in a jax.lax.scan."
+            "them in a jax.lax.scan. A layer that contains jax.checkpoint is no such block, because it says what to "
+            "recompute: remove jax.checkpoint, or let it save less."
         )
     where = "arguments" if 2 * arguments > least.peak else "activations"
     remedy = {

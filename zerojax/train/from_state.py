@@ -21,7 +21,7 @@ from zerojax.placement.storage import in_logical_shape, leaves_of, padded_forms
 from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.loss import Loss
-from zerojax.train.tree_api import TreeForm, refuse_error_feedback
+from zerojax.train.tree_api import TreeForm
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -60,7 +60,6 @@ def value_and_grad_from_state(tx: Any, loss_fn: Callable) -> Callable:
         Array([3., 3.], dtype=float32)
     """
     config, loss = tx.config, Loss(loss_fn)
-    refuse_error_feedback(config)
     jitted = jax.jit(functools.partial(from_state, loss), static_argnames="form")
 
     @functools.wraps(loss_fn, assigned=("__name__", "__qualname__", "__module__"), updated=())

@@ -6,8 +6,7 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -15,19 +14,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax import names
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import constrain, replicated
 from zerojax.config.data_mesh import spec_entry
 from zerojax.config.precision import common_dtype
-from zerojax.layout.error_feedback import error_leaves, summand_spec
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.train.apart import TracedLoss
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.batch import batch_shardings, check_args, check_batch, fold_keys
+from zerojax.train.line_of_nan import line_in_errors
 from zerojax.train.loss import at_least_float32, mean_mutable
 from zerojax.train.loss_scaling import unscale
+from zerojax.train.reduction import check_reduction
 from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ class Gradients(NamedTuple):
         mutable: The new mutable state, averaged over the devices.
         weights_valid: Whether no weight is negative and the sum of the weights is positive.
         squares: For each trained parameter, the sum of the squares of its gradient, in float32.
-        errors: The rounding errors of quantised reductions, by the path of a parameter, in storage shape.
         overwritten: The new value of each overwritten parameter: the maximum over devices and microbatches.
     """
 
@@ -56,18 +56,15 @@ class Gradients(NamedTuple):
     mutable: PyTree
     weights_valid: Bool[Array, ""]
     squares: Float[Array, " trained"]
-    errors: dict[str, Array]
     overwritten: list[Array]
 
 
-def loss_and_grads(
-    view: View, given: LossInputs, scale: Float[Array, ""] | float, errors: Mapping[str, Array] = MappingProxyType({})
-) -> Gradients:
+def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | float) -> Gradients:
     """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
     The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys in the
     further arguments are folded with the indices of device and microbatch. `scale` is the loss scale: the backward pass
-    uses the scaled loss, and the gradients are divided by `scale`. `errors` is `Gradients.errors` of the last step.
+    uses the scaled loss, and the gradients are divided by `scale`.
     """
     config, layout = view.config, view.layout
     check_batch(given.batch, config.data, view.accumulate)
@@ -79,7 +76,7 @@ def loss_and_grads(
         batch = lax.with_sharding_constraint(given.batch, batch_shardings(config, config.mesh, given.batch))
         given = given._replace(batch=batch)
     if config.view == "global":
-        found = view_gradients(view, given, scale, dict(errors))
+        found = view_gradients(view, given, scale)
         constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
         # Keep the mutable state replicated. If the compiler sharded it, the next step would have to be compiled again.
         mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
@@ -88,22 +85,21 @@ def loss_and_grads(
         aux = merged(found.aux, found.rows)
         return found._replace(grads=constrained, mutable=mutable, aux=aux, overwritten=values)
 
-    def local(given, scale, errors):
+    def local(given, scale):
         given = given._replace(args=fold_keys(given.args, lax.axis_index(config.data.batch)))
-        found = view_gradients(view, given, scale, {path: x[0] for path, x in errors.items()})
-        return found._replace(errors={path: x[None] for path, x in found.errors.items()})
+        return view_gradients(view, given, scale)
 
     full: Any = PartitionSpec()
     rows: Any = PartitionSpec(spec_entry(config.data.batch))
-    kept: Any = {path: summand_spec(leaf) for path, leaf in error_leaves(layout).items() if path in errors}
     specs: Any = [[leaf.local_spec for leaf in leaves] for leaves in (layout.params, view.grads)]
-    found = mapped(
-        local,
-        mesh=config.mesh,
-        in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full, kept),
-        out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows, errors=kept),
-        axis_names=set(config.data.batch),
-    )(given._replace(stored=list(given.stored)), scale, dict(errors))
+    with line_in_errors(view, given):
+        found = mapped(
+            local,
+            mesh=config.mesh,
+            in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full),
+            out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows),
+            axis_names=set(config.data.batch),
+        )(given._replace(stored=list(given.stored)), scale)
     # Multiply by 1 so that `checkify` checks the results of the devices for NaN. XLA removes the product.
     loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
     return found._replace(loss=loss, grads=grads, aux=merged(found.aux, found.rows))
@@ -124,7 +120,7 @@ def check_trained(layout: Layout) -> None:
             )
 
 
-def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str, Array]) -> Gradients:
+def view_gradients(view: View, given: LossInputs, scale: Array) -> Gradients:
     """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
     comm, weighted, traced = view.comm, view.loss.weighted, view.traced_loss(given)
     factor = None
@@ -136,19 +132,21 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
         returned, grads, mutable, values = accumulate_microbatches(view, given, scale, traced)
     total, weights, aux, _ = returned
     if weighted:
-        sums = total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
-        total, weight, below = comm.over_workers(lax.psum, sums)
+        with jax.named_scope(names.MEAN):
+            sums = total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
+            total, weight, below = comm.over_workers(lax.psum, sums)
         weights_valid = (weight > 0) & (below == 0)
         # Replace an invalid sum of weights by NaN, so that loss and gradients become NaN and cannot be used by mistake.
         weight = jnp.where(weights_valid, weight, jnp.nan)
         factor = (1.0 if factor is None else factor) / weight / scale
     else:
-        total = comm.over_workers(lax.psum, total.sum())
+        with jax.named_scope(names.MEAN):
+            total = comm.over_workers(lax.psum, total.sum())
         weight, weights_valid = view.microbatches, jnp.array(True)
-        factor = 1 / (scale * view.microbatches) if view.accumulate == 1 else 1 / scale
+        factor = 1 / (scale * view.divisor) if view.accumulate == 1 else 1 / scale
     grads, cotangents = grads[: len(view.differentiable)], grads[len(view.differentiable) :]
     if view.reduces_across_once:
-        grads, errors = view.reduce_across(grads, errors, factor)
+        grads = view.comm.reduce_across(grads, [view.reduced(k) for k in view.differentiable])
     if traced is not None and cotangents:
         grads = view.with_shards(grads, traced.pull(cotangents))
     grads = unscale(grads, factor)
@@ -161,7 +159,9 @@ def view_gradients(view: View, given: LossInputs, scale: Array, errors: dict[str
         aux, rows = combine(aux, weights, weight, comm, view.rows_of)
     squares = sums_of_squares(grads, view.grads, comm)
     mutable, values = mean_mutable(mutable, comm), comm.over_workers(lax.pmax, values)
-    return Gradients(total / weight, grads, aux, rows, mutable, weights_valid, squares, errors, values)
+    with jax.named_scope(names.MEAN):
+        mean = total / (weight if weighted else view.divisor)
+    return Gradients(mean, grads, aux, rows, mutable, weights_valid, squares, values)
 
 
 def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced: TracedLoss | None):
@@ -180,15 +180,19 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
         - `mutable`: the mutable state after the last microbatch.
         - `values`: for each overwritten parameter, the maximum of its new values.
     """
+    check_reduction(view, given)
     comm = view.comm
+
+    experts = set(comm.experts(view.layout.params))
 
     def zeros(k) -> Array:
         leaf = view.layout.params[view.layout.trained[k]]
         wide = common_dtype(leaf.dtype, jnp.float32)
         dtype = wide if view.config.precision is None else comm.encoding.reduce_dtype(leaf.dtype)
-        return (
-            jnp.zeros(comm.grad_shape(view.reduced(k)), dtype) if view.reduces_each else comm.zeros(leaf.shape, dtype)
-        )
+        if view.reduces_each:
+            return jnp.zeros(comm.grad_shape(view.reduced(k)), dtype)
+        # The gradient of experts is no partial sum.
+        return jnp.zeros(leaf.shape, dtype) if view.layout.trained[k] in experts else comm.zeros(leaf.shape, dtype)
 
     def iteration(carry, microbatch):
         sums, mutable, maxima = carry
@@ -198,10 +202,11 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
         if view.reduces_each:
             grads = view.reduce(grads)
         # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.
-        share = 1 / view.microbatches if factor is None else factor
-        grads = [at_least_float32(g) * share for g in grads]
-        sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
-        maxima = [jnp.maximum(m, x) for m, x in zip(maxima, values, strict=True)]
+        share = 1 / view.divisor if factor is None else factor
+        with jax.named_scope(names.MEAN):
+            grads = [at_least_float32(g) * share for g in grads]
+            sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
+            maxima = [jnp.maximum(m, x) for m, x in zip(maxima, values, strict=True)]
         return (sums, returned.mutable, maxima), returned._replace(mutable=None)
 
     microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
@@ -215,9 +220,12 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
     return returned, sums, mutable, maxima
 
 
+@jax.named_scope(names.GRAD_NORM)
 def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collectives) -> Float[Array, " trained"]:
     """Return the sum of the squares of each gradient, in float32. One collective serves all gradients."""
     local = jnp.asarray([jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32))) for g in grads])
+    if comm.losses == 1:
+        return local
     replicated = jnp.asarray([leaf.kind == "replicated" for leaf in leaves], bool)
     # In device view, the sum is over all workers. In hybrid sharding, several workers hold copies of the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])

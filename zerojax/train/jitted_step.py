@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,7 +11,6 @@ import jax
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import row_shardings
 from zerojax.layout.chunked import is_chunked
-from zerojax.train.remedies import remedies
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import StepProgram
 
@@ -22,13 +20,12 @@ class JittedStep:
 
     Attributes:
         whole: The whole step: `whole(state, batch, *args)` returns `(state, metrics)`.
-        run: The function to call instead of `whole`: `whole` itself, or its executable from a file.
         resident: `StepProgram.resident_step`, the part of a step that does not need offloaded state.
     """
 
     def __init__(self, program: StepProgram, compiler_options: Mapping[str, Any] = MappingProxyType({})):
         """Prepare the functions. They are compiled with `compiler_options` when they are first called."""
-        self._program, self._config = program, (config := program.config)
+        self._config = config = program.config
         options = dict(compiler_options) or None  # with options, a jitted function cannot be called in another one
 
         def step(state, batch, *args):
@@ -39,26 +36,14 @@ class JittedStep:
             return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
 
         self.whole = jax.jit(step, donate_argnums=0, compiler_options=options)
-        self.run: Callable = self.whole
         self.resident = jax.jit(program.resident_step, donate_argnums=0, compiler_options=options)
-
-    def with_options(self, compiler_options: Mapping[str, Any]) -> JittedStep:
-        """Return the functions of the same program, compiled with other options."""
-        return JittedStep(self._program, compiler_options)
-
-    def with_executable(self, run: Callable) -> JittedStep:
-        """Return the same functions, but `run` calls an executable from a file."""
-        same = copy.copy(self)
-        same.run = run
-        return same
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         """Trace the step, or only `resident` if the state has offloaded leaves. The arguments may be shapes."""
-        with remedies(self._config.view, of_refs=True):
-            if not state.plan.offloaded:
-                return self.whole.trace(state, rows, *args)
-            resident = state.replace(opt_state=resident_state(state))
-            return on_auto_mesh(self._config.user_mesh, self.resident.trace, resident, rows, *with_types(args))
+        if not state.plan.offloaded:
+            return self.whole.trace(state, rows, *args)
+        resident = state.replace(opt_state=resident_state(state))
+        return on_auto_mesh(self._config.user_mesh, self.resident.trace, resident, rows, *with_types(args))
 
 
 def resident_state(state: ZeroState) -> list:

@@ -14,7 +14,7 @@ from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_number_array, is_padded
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage import in_logical_shape
+from zerojax.placement.storage import in_logical_shape, is_stored_node
 from zerojax.placement.storage import logical as unpadded_array
 from zerojax.train.state import ZeroState
 
@@ -38,7 +38,7 @@ def logical(tree: PyTree) -> PyTree:
     Examples:
         >>> means = jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(state.params)
     """
-    is_node = lambda x: is_padded(x) or is_chunked(x) or isinstance(x, ZeroState)
+    is_node = lambda x: is_stored_node(x) or isinstance(x, ZeroState)
     return jax.tree.map(lambda x: of_state(x) if isinstance(x, ZeroState) else of_leaf(x), tree, is_leaf=is_node)
 
 
@@ -57,11 +57,8 @@ def of_state(state: ZeroState) -> ZeroState:
     """Return a state in which every array has its logical shape."""
     leaves, structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
     arrays = [of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
-    params = jax.tree.map(of_leaf, state.params, is_leaf=lambda x: is_padded(x) or is_chunked(x))
-    errors = {path: of_stored(state.rounding_errors[path], leaf) for path, leaf in state.plan.errors}
-    return dataclasses.replace(
-        state, params=params, opt_state=jax.tree.unflatten(structure, arrays), rounding_errors=errors
-    )
+    params = jax.tree.map(of_leaf, state.params, is_leaf=is_stored_node)
+    return dataclasses.replace(state, params=params, opt_state=jax.tree.unflatten(structure, arrays))
 
 
 def of_stored(x: Any, leaf: Leaf) -> Any:

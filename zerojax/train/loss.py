@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import names
 from zerojax.comm.collectives import Collectives
+from zerojax.config import check_word
 from zerojax.config.precision import common_dtype
 from zerojax.gather import Decided
 from zerojax.train.arguments import call
@@ -45,19 +47,33 @@ class Loss:
         weighted: Whether the loss is `(total, weight)`. The mean loss is the sum of totals over the sum of weights.
         mutable: Whether `fn` is `fn(params, mutable, batch, *args)` and returns `(loss, mutable)`, or
             `(loss, mutable, aux)` with `has_aux`.
+        reduction: Whether the losses of microbatches and, in device view, of devices are averaged ("mean", or None) or
+            added up ("sum"). None also refuses to average losses that are sums over rows.
         decided: What the planner of the engine decided when the loss was last traced. Empty if it decided nothing.
+        undivided: The kernels that every device ran on all rows when the loss was last traced, in words.
     """
 
     fn: Callable
     has_aux: bool = False
     weighted: bool = False
     mutable: bool = False
+    reduction: Literal["mean", "sum"] | None = None
     decided: list[Decided] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
+    undivided: list[str] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
         """Return a loss, a mutable state and aux in the form that `fn` returns, as one value or as a tuple."""
         parts = (loss, *((mutable,) if self.mutable else ()), *((aux,) if self.has_aux else ()))
         return parts if len(parts) > 1 else loss
+
+    def __post_init__(self):
+        """Check the reduction."""
+        check_word("reduction", self.reduction, (None, "mean", "sum"))
+        if self.weighted and self.reduction is not None:
+            raise ValueError(
+                f"reduction={self.reduction!r} says how losses are combined, and with weighted=True they are the sum "
+                f"of totals over the sum of weights. Give one of them."
+            )
 
     @property
     def form(self) -> str:
@@ -106,7 +122,10 @@ def scalar(name: str, value: Any) -> Array:
             f"Take jnp.mean(...) over the rows, or return (total, weight) with weighted=True."
         )
     if name != "weight" and not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(f"The loss function must return a floating point {name}, but it is {value.dtype}.")
+        raise TypeError(
+            f"The loss function must return a floating point {name}, but it is {value.dtype}, which has no gradient. "
+            f"Compute it with floating point numbers."
+        )
     return value
 
 
@@ -131,6 +150,7 @@ def check_mutable(new: PyTree, old: PyTree) -> None:
             )
 
 
+@jax.named_scope(names.MEAN)
 def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
     """Average the float leaves of the mutable state over the devices. Return other leaves unchanged."""
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax import names
 from zerojax.config import DynamicScale, Precision
 from zerojax.layout.tree import Layout
 from zerojax.train.loss import at_least_float32
@@ -97,6 +98,7 @@ def update_scaling(
     return jax.tree.map(functools.partial(jnp.where, weights_valid), moved, judged)
 
 
+@jax.named_scope(names.MEAN)
 def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
     """Multiply gradients by `factor`, in float32 or wider, to remove the loss scale."""
     wide = [at_least_float32(g) for g in grads]

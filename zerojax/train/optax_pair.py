@@ -15,7 +15,6 @@ from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.logical_state import unshard_state
-from zerojax.optim.outer_chain import warn_of_outer_transformations
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.optim.state_forms import as_returned, seen_in, state_shardings
 from zerojax.placement.place import storage_of
@@ -62,7 +61,6 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
 
 
 def init_shardings(config: Config, plan: ShardingPlan) -> Any:
-    """Return the shardings of the optimizer state that `init` returns."""
     return as_returned(config, plan, state_shardings(config, plan))
 
 
@@ -74,7 +72,6 @@ def update(config: Config, updates: Any, state: Any, params: Any = None, **extra
     arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
     static = tuple((k, v) for k, v in extra.items() if k not in arrays)
     form = TreeForm(config, layout_of(config, like, **seen_in(state)), padded_forms(like))
-    warn_of_outer_transformations(form.layout, form.forms)
     same = same_updates(config)
     is_new = same.is_new((signature_of((updates, state, params)), static), arrays, ())
     return same.call(jitted_update, updates, state, params, arrays, form, static, is_new=is_new)

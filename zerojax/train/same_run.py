@@ -193,7 +193,6 @@ class SameCalls:
 
     @property
     def is_needed(self) -> bool:
-        """Return whether other processes take part."""
         return is_of_all(self._config.mesh) and not compat.is_tracing()
 
     def is_first(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
@@ -221,11 +220,9 @@ class SameCalls:
         return True
 
     def is_new(self, known: Hashable, batch: Any, args: tuple) -> bool:
-        """Return whether a call is not traced, and `is_first`."""
         return not compat.is_tracing() and self.is_first(known, batch, args)
 
     def require_same_program(self, lower: Callable[[], Any]) -> None:
-        """Compare the program that `lower()` returns with the programs of the other processes."""
         require_same_programs(self._config, self._what, [lower])
 
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:
@@ -242,27 +239,6 @@ class SameCalls:
                 returned = program(*args, **keywords)
                 call.result = first_array(returned)
             return returned
-
-
-def placed_signature_of(tree: Any) -> Hashable:
-    """Return `signature_of` a tree, and how each array is placed, as one hashable value.
-
-    Shardings themselves are not compared: those that a program returns have other axis types, or fewer dims that are
-    not sharded, than equal ones that `create` made.
-    """
-    return signature_of(tree), *map(placement_of, jax.tree.leaves(tree))
-
-
-def placement_of(x: Any) -> Hashable:
-    """Return the devices, the sharded dims and the memory kind of an array. None: it has no sharding."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, jax.NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
-        return sharding
-    spec = tuple(sharding.spec)
-    while spec and spec[-1] is None:
-        spec = spec[:-1]
-    devices = sharding.mesh.devices.tobytes()  # their addresses, in order, because this is faster than a tuple of them
-    return tuple(sharding.mesh.shape.items()), devices, spec, sharding.memory_kind
 
 
 def signature_of(tree: Any) -> Hashable:

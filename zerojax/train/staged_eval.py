@@ -74,9 +74,9 @@ class StagedFunction:
                 stored[i] if i in stored else jax.ShapeDtypeStruct(leaf.shape, kept[i].leaf.dtype)
                 for i, leaf in enumerate(layout.params)
             ]
-            call, follower = view.loss_of_params(), view.comm.follower
+            call = view.loss_of_params()
             program, _, consts, structure = trace_loss(
-                call, layout.treedef, layout.params, full, inputs, OF_ROWS, follower
+                call, layout.treedef, layout.params, full, inputs, OF_ROWS, view.comm
             )
             options = Options(view.comm, prefetch=0, reshard_after_forward=True)
             staged = StagedProgram(program, kept, [False] * len(full), options, self._config.mesh)

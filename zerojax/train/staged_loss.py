@@ -21,8 +21,9 @@ from zerojax.staged.state import on_disk
 from zerojax.train.batch import batch_shardings, fold_keys
 from zerojax.train.checked import checked
 from zerojax.train.loss import Returned, at_least_float32
+from zerojax.train.reduction import check_reduction
 from zerojax.train.step_program import StepProgram
-from zerojax.train.view import View
+from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -85,6 +86,8 @@ class StagedLoss:
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = type_key(arrays)
         if key not in self._traced:
+            if self.view.accumulate > 1:
+                check_reduction(self.view, LossInputs((), *inputs))
             self._traced[key] = self._trace(stored, arrays)
         return self._traced[key]
 
@@ -98,7 +101,7 @@ class StagedLoss:
             for i, leaf in enumerate(layout.params)
         ]
         program, _, consts, structure = trace_loss(
-            call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm.follower
+            call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm
         )
         trained = {layout.trained[k] for k in view.differentiable}
         active = [i in trained for i in range(len(full))]
@@ -166,7 +169,7 @@ class StagedLoss:
         view = self.view
         cotangent = jnp.asarray(scale).astype(total.dtype)
         if not view.loss.weighted:
-            return cotangent, jnp.float32(1 / view.microbatches)
+            return cotangent, jnp.float32(1 / view.divisor)
         share = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
         return cotangent / share, share
 
@@ -174,7 +177,7 @@ class StagedLoss:
         """Return `(loss, factor, weights_valid)` of a `LossAndGrads`."""
         view, total = self.view, jnp.stack(totals).sum()
         if not view.loss.weighted:
-            return total / view.microbatches, jnp.asarray(1 / scale, jnp.float32), jnp.array(True)
+            return total / view.divisor, jnp.asarray(1 / scale, jnp.float32), jnp.array(True)
         each = jnp.stack(weights)
         weight = each.sum()
         valid = (weight > 0) & ((each < 0).sum() == 0)

@@ -25,7 +25,7 @@ from zerojax.streaming.stores import StateStore, store_for
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.gradients import Gradients as AllGradients
 from zerojax.train.loss import mean_mutable
-from zerojax.train.loss_scaling import unscale, update_scaling
+from zerojax.train.loss_scaling import unscale
 from zerojax.train.staged_loss import LossAndGrads, StagedLoss, wait
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import Differentiated, StepProgram
@@ -90,7 +90,7 @@ class StagedStep:
         self._unshard = jax.jit(self._unsharded)
 
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
-        """Run one step. After an error the files may be half written, so they are given up."""
+        """Run one step. After an error the files may be half written. Then they are given up."""
         check_state(self._plan, state.opt_state)
         files = files_of(state.params)
         if files is None:
@@ -98,16 +98,25 @@ class StagedStep:
                 'The state has no files, as tx.create makes it of shapes, and Offload(params="disk") trains from '
                 "files. Call tx.create with arrays, or with what tx.init_params returns."
             )
+        if not {of.grad.index for of in self._trained.values()} <= set(files.numbers):
+            raise ValueError(
+                f"The parameters are in {files.path}, the files of tx.shard or tx.init_params, which have no room for "
+                f"gradients. Write them to the files of the state: export(params, path), and then "
+                f"state.replace(params=import_params(path, state.params))."
+            )
         leaves = leaves_of(state.params)
         files.require(next(x for x in leaves if is_chunked(x)).chunks[0])
         held = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
         store = store_for(self._config, self._plan, held) if self._plan.offloaded else None
+        written = lambda: files.writes + (0 if store is None else store.writes)
+        before = written()
         try:
             return self._run(state, files, store, batch, args)
         except BaseException:
-            files.abandon()
-            if store is not None:
-                store.abandon()
+            if written() > before:
+                files.abandon()
+                if store is not None:
+                    store.abandon()
             raise
 
     def _run(
@@ -239,21 +248,16 @@ class StagedStep:
         updated = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in partition.first.params}
         new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in partition.first.resident}
         leaves, shared = [new_state.get(k, x) for k, x in enumerate(resident)], list(results)
-        scaling, skipped = state.scaling, jnp.zeros((), bool)
+        scaling, skipped = program.next_scaling(state.scaling, squares, found.weights_valid)
         opt_state = jax.tree.unflatten(plan.state_def, leaves)
         if program.may_skip:
-            finite = jnp.isfinite(squares) if program.skips_nonfinite else jnp.ones(squares.shape, bool)
-            scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=found.weights_valid)
-            skipped = scaling.skips > 0
             before = {i: old[i] for i in updated}, list(resident), state.mutable
             updated, leaves, mutable = roll_back(~skipped, (updated, leaves, mutable), before)
-        gradients = AllGradients(
-            found.loss, [], self._aux(found), None, mutable, found.weights_valid, squares, state.rounding_errors, []
-        )
+        gradients = AllGradients(found.loss, [], self._aux(found), None, mutable, found.weights_valid, squares, [])
         metrics = program.metrics(state, Differentiated(gradients, [], [], scaling, skipped), opt_state)
         params = self._unsharded(updated, small.stored)
         step = state.step + jnp.where(skipped, 0, 1)
-        new = ZeroState(step, None, None, scaling, mutable, state.rounding_errors, plan)
+        new = ZeroState(step, None, None, scaling, mutable, plan)
         others = {("param", i): x for i, x in old.items() if i not in updated} | {
             ("grad", i): x for i, x in grads.items()
         }

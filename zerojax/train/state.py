@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 
 from zerojax.comm.explicit import to_explicit
-from zerojax.comm.mesh import replicated
+from zerojax.comm.mesh import owned, replicated
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunked
+from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.serialization import serialize, serialize_fields
+from zerojax.offload.host import to_device
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import Annotated, as_planned, state_shardings
-from zerojax.placement.storage import named, named_tree
+from zerojax.placement.storage import named_tree
+from zerojax.placement.unusable import problem_of
 from zerojax.train.loss_scaling import ScalingState
 from zerojax.units import format_bytes
 
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["step", "params", "opt_state", "scaling", "mutable", "rounding_errors"],
+    data_fields=["step", "params", "opt_state", "scaling", "mutable"],
     meta_fields=["plan"],
 )
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,8 +43,6 @@ class ZeroState:
             contains this state and the weights.
         scaling: The loss scale, and the record of skipped steps.
         mutable: The state that the loss function updates, such as batch statistics; None without `mutable=True`.
-        rounding_errors: By path of a parameter, the rounding errors of its last quantised reduction. The next step adds
-            them to the gradient. Empty without `Wire(error_feedback=True)`.
         plan: How every leaf is sharded. It belongs to the structure of the pytree and is not a leaf.
 
     Examples:
@@ -55,14 +56,12 @@ class ZeroState:
     opt_state: PyTree
     scaling: ScalingState
     mutable: PyTree
-    rounding_errors: dict[str, Array]
     plan: ShardingPlan
 
     def __repr__(self) -> str:
         """Return the stage, and the number and size of each field's leaves. `zerojax.report` lists the leaves."""
         policy = self.plan.layout.policy
         parts = {"params": self.plan.layout.params, "opt_state": self.plan.state}
-        parts |= {"rounding_errors": [leaf for _, leaf in self.plan.errors]} if self.plan.errors else {}
         rows = [
             f"  {name}: {len(leaves)} leaves, {format_bytes(sum(leaf.bytes for leaf in leaves))}"
             for name, leaves in parts.items()
@@ -77,8 +76,7 @@ class ZeroState:
         """Return a `ZeroState` of `NamedSharding`s. A field with only replicated leaves has one sharding for all."""
         same = replicated(config.mesh)
         params = named_tree(config, plan.layout.treedef, plan.layout.params)
-        errors = {path: named(config, leaf) for path, leaf in plan.errors}
-        return cls(same, params, state_shardings(config, plan), same, same, errors, plan)  # pyright: ignore[reportArgumentType]
+        return cls(same, params, state_shardings(config, plan), same, same, plan)  # pyright: ignore[reportArgumentType]
 
     def reset_skips(self) -> ZeroState:
         """Return a copy without the record of skipped steps, to continue after an error. Keep the loss scale."""
@@ -106,14 +104,13 @@ def known_to_flax() -> None:
 
 
 def fields_of(cls: Any, *static: str) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields, except the names in `static`."""
     return tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
 
 
 def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
     """Return a copy of `target` with the fields in `found`, moved to the shardings that a step needs."""
     restored = dataclasses.replace(target, **found)
-    return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), restored, target)
+    return jax.tree.map(lambda x, like: jax.device_put(owned(x), like.sharding), restored, target)
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
@@ -122,26 +119,55 @@ def ready_state(config: Config, state: ZeroState) -> ZeroState:
     Only `state.step` is inspected, because inspecting every leaf would take time in every step.
 
     Raises:
-        ValueError: If an earlier step used up the state. Also if the caller moved a state with offloaded leaves,
-            because only `create` and `restore` can place offloaded chunks.
+        ValueError: If the state has shapes, or an earlier step used it up. Also if the caller moved a state with
+            offloaded leaves, because only `create` and `restore` can place offloaded chunks.
     """
     count = state.step
     if isinstance(count, jax.core.Tracer):
         return state
+    if isinstance(count, jax.ShapeDtypeStruct):
+        raise ValueError(f"{problem_of(None, 'state', state)} `lower` and `trace` of the step take shapes.")
     if isinstance(count, jax.Array) and count.is_deleted():
         raise ValueError(
             "An earlier step used up this state, because steps donate their state. Continue with the state that the "
             "step returned. If the step failed, restore the last checkpoint."
         )
-    if isinstance(count, jax.Array) and count.sharding.device_set == set(config.mesh.devices.flat):
+    is_placed = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == set(config.mesh.devices.flat)
+    if is_placed(count):
         return state
+    if all(map(is_placed, jax.tree.leaves((state.params, state.opt_state)))):  # the caller set only the count
+        return dataclasses.replace(state, step=jax.device_put(jnp.asarray(count, jnp.int32), replicated(config.mesh)))
     if state.plan.offloaded:
         found = f"on {count.sharding}" if isinstance(count, jax.Array) else f"a {type(count).__name__}"
         raise ValueError(
             f"state.step is {found}, not on the mesh. Part of the optimizer state is offloaded, and only tx.create and "
             f"Checkpointer.restore can place it. Save and restore the state with zerojax.checkpoint."
         )
-    return jax.device_put(state, to_explicit(config.user_mesh, ZeroState.shardings(config, state.plan)))
+    return jax.device_put(
+        jax.tree.map(owned, state), to_explicit(config.user_mesh, ZeroState.shardings(config, state.plan))
+    )
+
+
+def donatable(state: ZeroState) -> ZeroState:
+    """Copy arrays that are several leaves of a state, because a step donates every leaf. Make arrays of numbers."""
+    leaves = jax.tree.leaves(state)
+    if len(set(map(id, leaves))) == len(leaves) and not any(isinstance(x, int | float) for x in leaves):
+        return state
+    seen: set[int] = set()
+
+    def one(x):
+        if is_chunked(x) and x.store is not None:  # leaves on disk share the version of their files
+            return x
+        if is_chunked(x):
+            return jax.tree.map(one, x)
+        if not isinstance(x, jax.Array):
+            return jnp.asarray(x) if isinstance(x, int | float) else x
+        if id(x) in seen:
+            return jax.device_put(to_device(x).copy(), x.sharding)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(one, state, is_leaf=is_chunked)
 
 
 def check_is_state(state: Any, mutable: bool) -> None:

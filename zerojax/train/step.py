@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -25,21 +25,19 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import in_storage
+from zerojax.placement.unusable import elsewhere_named
 from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
-from zerojax.train.compiling import CompilerOptions, OptionChoice
-from zerojax.train.determinism import check_choices, check_devices
-from zerojax.train.executables import ExecutableFile, Header, check_path, check_savable, write
-from zerojax.train.fitting import MOST_TRIALS, MemoryFit, StepFitting
+from zerojax.train.determinism import SENTENCE, check_choices, check_devices
+from zerojax.train.fitting import MemoryFit, StepFitting
 from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
-from zerojax.train.remedies import remedies
 from zerojax.train.same_run import SameCalls
 from zerojax.train.staged_step import StagedStep
-from zerojax.train.state import ZeroState, check_is_state, ready_state
+from zerojax.train.state import ZeroState, check_is_state, donatable, ready_state
 from zerojax.train.step_program import Metrics, StepOptions, StepProgram
 from zerojax.train.watchdog import Watchdog, limit_of
 
@@ -88,10 +86,8 @@ class Step:
                 f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat."
             )
         self._fitting = None if options.memory is None else StepFitting(program)
-        self._choice = OptionChoice(config) if program.chooses_options else None
         stream = lambda plan: StreamedUpdate(config, plan, program.users_options)
         self._streamed = functools.lru_cache(maxsize=4)(stream)
-        self._file: ExecutableFile | None = None
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
         self._calls, self._placed = itertools.count(), PlacementCheck()
@@ -104,24 +100,28 @@ class Step:
 
     @property
     def config(self) -> Config:
-        """Return the configuration of the transformation."""
         return self.program.config
 
     @property
     def options(self) -> StepOptions:
-        """Return the options of the step."""
         return self.program.options
 
     @functools.cached_property
     def _jitted(self) -> JittedStep:
         # Not in `__init__`, for the same reason as the watchdog.
-        return JittedStep(self.program, self.program.users_options)
+        return JittedStep(self.program, self.program.compiler_options)
+
+    @functools.cached_property
+    def _within(self) -> JittedStep:
+        # A jitted function with compiler options cannot be called in another one.
+        return JittedStep(self.program)
 
     @functools.cached_property
     def _watchdog(self) -> Watchdog | None:
         # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
         timeout = limit_of(self.options.timeout, self.config.mesh)
-        return None if timeout is None else Watchdog(timeout, functools.partial(labels_of, weakref.ref(self)))
+        labels, ends = functools.partial(labels_of, weakref.ref(self)), self.options.timeout is not None
+        return None if timeout is None else Watchdog(timeout, labels, ends=ends)
 
     @property
     def decided(self) -> Decided:
@@ -136,7 +136,6 @@ class Step:
         return Step(config, dataclasses.replace(self.program.loss), dataclasses.replace(self.options, memory=None))
 
     def __repr__(self) -> str:
-        """Return a description with the loss, the stage and the mesh."""
         return f"<training step of {self._name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"
 
     def __call__(
@@ -196,8 +195,8 @@ class Step:
                     f"Pass the options to the jax.jit that calls the step: compiler_options="
                     f"{dict(self.program.users_options)}."
                 )
-            with remedies(self.config.view, of_refs=True):
-                return self._jitted.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
+            return self._within.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
+        state = donatable(state)
         plan = state.plan
         is_new = self._same.is_first(plan, batch, args, state.step)
         parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
@@ -219,19 +218,20 @@ class Step:
     def _run(
         self, number: int, state: ZeroState, batch: Any, args: tuple, *, is_new: bool
     ) -> tuple[ZeroState, Metrics]:
+        self.config.require_jit()
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
         if is_new and self.options.deterministic:
             check_devices(self.config)
-        loaded = self._loaded(state, rows, args)
         if is_new and not self.config.params_on_disk:
             self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
-        with jax.profiler.StepTraceAnnotation("train", step_num=number), remedies(self.config.view, of_refs=True):
+        annotated = jax.profiler.StepTraceAnnotation("train", step_num=number)
+        with annotated, elsewhere_named(self.config.mesh, state):
             if self.config.params_on_disk:
                 return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
-            jitted, _ = loaded or self._choose(state, rows, args)
+            jitted = self._fitted(state, rows, args)
             if not state.plan.offloaded:
-                return jitted.run(state, rows, *args)
+                return jitted.whole(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
 
     def collective_labels(self) -> list[str]:
@@ -243,44 +243,20 @@ class Step:
         return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _fitted(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        """Return the functions with the user's compiler options. With `memory=`, they depend on the arguments."""
+        """Return the functions to compile and run. With `memory=`, they depend on the arguments."""
         return self._jitted if self._fitting is None else self._fitting.chosen(state, rows, args)
 
-    def _chosen(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions]:
-        """Return the functions to run, and their compiler options."""
-        return self._loaded(state, rows, args) or self._choose(state, rows, args)
-
-    def _loaded(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions] | None:
-        """Return the functions with an executable from a file, and its compiler options. None: they are compiled."""
-        return None if self._file is None else self._file.loaded(state, rows, args)
-
-    def _choose(self, state: ZeroState, rows: Any, args: tuple) -> tuple[JittedStep, CompilerOptions]:
-        """Return the functions to compile, and the compiler options."""
-        jitted = self._fitted(state, rows, args)
-        fit = None if self._fitting is None else self._fitting.fit(state, rows, args)
-        if self._choice is None:
-            return jitted, self._given
-        if fit is not None and len(fit.trials) >= MOST_TRIALS:
-            return jitted, CompilerOptions()
-        return self._choice.best(jitted, state, rows, args, None if fit is None else fit.memory)
-
     @property
-    def _given(self) -> CompilerOptions:
-        return CompilerOptions(self.program.users_options, deterministic=self.options.deterministic)
-
-    def compiler_options(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> CompilerOptions:
-        """Return the compiler options of the step: those of the user, or those that the step chose.
-
-        The arguments may be shapes. The first call with new shapes may compile the step.
-        """
-        return self._chosen(state, *self._placed_rows(state, batch, args, keywords))[1]
+    def compiler_options(self) -> Mapping[str, Any]:
+        """Return the options of XLA with which the step is compiled: those of the user, or those for the mesh."""
+        return self.program.compiler_options
 
     @property
     def compiled_with(self) -> tuple[str, ...]:
-        """Return sentences about the compiler options of the programs that were compiled so far, for `report`."""
-        chosen = self._choice.found if self._choice else [self._given]
-        chosen = (self._file.found if self._file else []) or chosen
-        return tuple(dict.fromkeys(sentence for one in chosen for sentence in one.in_words))
+        """Return sentences about the compiler options, for `report` and `plan`."""
+        given = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
+        options = f"Compiled with the options {given}." if given else ""
+        return tuple(filter(None, (options, SENTENCE if self.options.deterministic else "")))
 
     def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
@@ -315,61 +291,15 @@ class Step:
             )
 
     def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        loaded = self._loaded(state, rows, args)
-        return (loaded[0] if loaded else self._fitted(state, rows, args)).trace(state, rows, args)
+        return self._fitted(state, rows, args).trace(state, rows, args)
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
 
         With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
-        With `memory=`, the first call with new shapes compiles the step to find the share that fits. On GPUs, it may
-        compile the step to choose compiler options.
+        With `memory=`, the first call with new shapes compiles the step to find the share that fits.
         """
-        rows, args = self._placed_rows(state, batch, args, keywords)
-        return self._chosen(state, rows, args)[0].trace(state, rows, args).lower()
-
-    def save(
-        self, path: str | os.PathLike, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
-    ) -> None:
-        """Compile the step, and write its executable to a file, which `load` reads. Nothing is run.
-
-        `zerojax.plan(..., save=path)` does this for GPUs that this machine does not have. The batch and the state may
-        be shapes, if the state comes from `tx.create(shapes)`. With several processes, all call `save`, and process 0
-        writes.
-
-        Raises:
-            ValueError: If the step calls Python functions, such as `jax.debug.print`, has offloaded state, or the
-                shapes of a state have no shardings; or if the folder of the file does not exist.
-        """
-        rows, args = self._placed_rows(state, batch, args, keywords)
-        check_path(path)
-        check_savable(state)
-        self.write_executable(path, state, rows, args)
-
-    def write_executable(
-        self, path: str | os.PathLike, state: ZeroState, rows: Any, args: tuple, compiled: Any = None
-    ) -> None:
-        """Write the executable of a step with placed rows. `compiled` is the compiled program, if it exists already."""
-        jitted, options = self._choose(state, rows, args)
-        share = None if self._fitting is None else self._fitting.fit(state, rows, args).chosen.share
-        lowered = jitted.trace(state, rows, args).lower()
-        header = Header.of(self.config.mesh, (state, rows, args), options.options, share)
-        write(path, header, lowered, compiled or lowered.compile())
-
-    def load(self, path: str | os.PathLike, *, required: bool = False) -> None:
-        """Load the executable in a file at the first call, instead of compiling the step.
-
-        The first call traces and lowers the step, and compares it with the file: versions, flags, devices, shapes,
-        options, and the program itself. If something differs, a warning says what, and the step is compiled. All
-        processes load the file, or none does.
-
-        An executable is code. Load only files that you trust. A pickled or copied step does not load the file.
-
-        Args:
-            path: A file of `save` or `zerojax.plan(save=)`.
-            required: Whether to raise an error instead of the warning.
-        """
-        self._file = ExecutableFile(path, self.program, self._fitting, required=required)
+        return self._traced(state, *self._placed_rows(state, batch, args, keywords)).lower()
 
     def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
         """Return the compilations of a step with `memory=`, and the bytes that its blocks save.

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 
+from zerojax import names
 from zerojax.comm.collectives import UPDATE
 from zerojax.config import Config, check_count, check_flag
+from zerojax.layout.leaf import replace_items
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.plan import ShardingPlan
@@ -19,14 +23,17 @@ from zerojax.optim.state_forms import state_to_device, state_to_host
 from zerojax.optim.update import resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
+from zerojax.train.compiling import options_of_mesh
 from zerojax.train.determinism import options_of
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.loss_scaling import ScalingState, update_scaling
 from zerojax.train.state import ZeroState
-from zerojax.train.statistics import norm
 from zerojax.train.view import LossInputs, View
 from zerojax.units import parse_bytes
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 class Metrics(TypedDict):
@@ -61,7 +68,7 @@ class StepOptions:
         if self.compiler_options != "auto" and not isinstance(self.compiler_options, Mapping):
             raise TypeError(
                 f'compiler_options is "auto", or a dict of XLA\'s options, such as {{"xla_gpu_..._limit": 2}}, and not '
-                f"{self.compiler_options!r}. With {{}} the step chooses no options."
+                f"{self.compiler_options!r}. With {{}} the step has no options."
             )
         given = {} if isinstance(self.compiler_options, str) else self.compiler_options
         for name, value in given.items():
@@ -92,9 +99,10 @@ class StepProgram:
     loss: Loss
 
     @property
-    def chooses_options(self) -> bool:
-        """Return whether the step compares compiler options by itself."""
-        return self.options.compiler_options == "auto" and not self.options.deterministic
+    def compiler_options(self) -> Mapping[str, Any]:
+        """Return the compiler options of the step's own program, without the updates of offloaded state."""
+        is_auto = self.options.compiler_options == "auto" and not self.options.deterministic
+        return options_of_mesh(self.config) if is_auto else self.users_options
 
     @property
     def users_options(self) -> Mapping[str, Any]:
@@ -105,12 +113,10 @@ class StepProgram:
 
     @property
     def scales_loss(self) -> bool:
-        """Return whether the loss is scaled."""
         return self.config.precision is not None and self.config.precision.loss_scale is not None
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Return whether a step whose gradients are not finite is skipped."""
         return self.scales_loss or self.options.skip_nonfinite or self.options.max_skips is not None
 
     @property
@@ -151,9 +157,9 @@ class StepProgram:
         pending = {i: x for i, x in enumerate(done.old) if i not in updated}
         wanted = {i: done.gradients.grads[i] for i in resident.grads}
         inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
-        scaling, errors = done.scaling, done.gradients.errors
-        step = state.step + jnp.where(done.skipped, 0, 1)
-        return ZeroState(step, None, None, scaling, mutable, errors, plan), metrics, inputs
+        with jax.named_scope(UPDATE):
+            step = state.step + jnp.where(done.skipped, 0, 1)
+        return ZeroState(step, None, None, done.scaling, mutable, plan), metrics, inputs
 
     def _gradients(self, state: ZeroState, batch: Any, args: tuple) -> Differentiated:
         """Differentiate the loss, and decide whether the step is skipped."""
@@ -162,22 +168,25 @@ class StepProgram:
         stored = pin_to_plan(config, storage_leaves(state.params, plan.layout.params), plan.layout.params)
         view = View(config, plan.layout, plan.grads, self.loss, self.options.accumulate)
         given = LossInputs(stored, state.mutable, batch, args)
-        gradients = loss_and_grads(view, given, scaling.scale if self.scales_loss else 1.0, state.rounding_errors)
-        skipped, values = jnp.zeros((), bool), gradients.overwritten
+        gradients = loss_and_grads(view, given, scaling.scale if self.scales_loss else 1.0)
+        scaling, skipped = self.next_scaling(scaling, gradients.squares, gradients.weights_valid)
+        values = gradients.overwritten
         if self.may_skip:
-            # The sum of squares is not finite if an element is not, or if the norm overflows. Skip in both cases.
-            squares = gradients.squares
-            finite = jnp.isfinite(squares) if self.skips_nonfinite else jnp.ones(squares.shape, bool)
-            scaling = update_scaling(scaling, config.precision, finite=finite, weights_valid=gradients.weights_valid)
-            skipped = scaling.skips > 0
-            errors = roll_back(~skipped, gradients.errors, state.rounding_errors)
-            gradients = gradients._replace(errors=errors)
             values = roll_back(~skipped, values, [stored[i] for i in plan.layout.overwritten])
-        for i, x in zip(plan.layout.overwritten, values, strict=True):
-            stored[i] = x
+        stored = replace_items(stored, plan.layout.overwritten, values)
         old = shard_for_update(config, plan, in_storage(stored, plan.layout))
         return Differentiated(gradients, stored, old, scaling, skipped)
 
+    def next_scaling(self, scaling: ScalingState, squares: Array, weights_valid: Array) -> tuple[ScalingState, Array]:
+        """Return the loss scale after a step, and whether the step is skipped. See `Gradients` for the arguments."""
+        if not self.may_skip:
+            return scaling, jnp.zeros((), bool)
+        # The sum of squares is not finite if an element is not, or if the norm overflows. Skip in both cases.
+        finite = jnp.isfinite(squares) if self.skips_nonfinite else jnp.ones(squares.shape, bool)
+        new = update_scaling(scaling, self.config.precision, finite=finite, weights_valid=weights_valid)
+        return new, new.skips > 0
+
+    @jax.named_scope(names.GRAD_NORM)
     def metrics(self, state: ZeroState, done: Differentiated, opt_state: Any) -> dict:
         """Return the step's metrics. `opt_state` is the updated optimizer state, even if the step is skipped later."""
         gradients = done.gradients
@@ -200,6 +209,7 @@ def _learning_rate(opt_state: Any) -> dict:
     return {"learning_rate": rates[0].ravel()[0]} if len(rates) == 1 else {}
 
 
+@jax.named_scope(names.GRAD_NORM)
 def norms_of_update(plan: ShardingPlan, old: Sequence[Array], updated: Mapping[int, Array]) -> dict[str, Any]:
     """Return the norms of the trained parameters before their update, and of the change of each."""
     before = [at_least_float32(to_device(x)) for x in old]
@@ -207,6 +217,19 @@ def norms_of_update(plan: ShardingPlan, old: Sequence[Array], updated: Mapping[i
     tree = lambda arrays: [norm(x, leaf.shape) for x, leaf in zip(arrays, plan.grads, strict=True)]
     unflatten = plan.trained.treedef.unflatten
     return {"param_norms": unflatten(tree(before)), "update_norms": unflatten(tree(changes))}
+
+
+def norm(x: Shaped[Array, "*storage"], shape: tuple[int, ...]) -> Array:
+    """Return the norm of a stored array without its padding.
+
+    A mask hides the padding, because a slice may move elements between devices.
+    """
+    shape = shape if x.ndim == len(shape) else (math.prod(shape),)  # a flat array has another rank
+    squares = jnp.square(at_least_float32(jnp.abs(x)))
+    for d, n in enumerate(shape):
+        if n < x.shape[d]:
+            squares = jnp.where(lax.broadcasted_iota(np.uint32, x.shape, d) < n, squares, 0)
+    return jnp.sqrt(jnp.sum(squares))
 
 
 class Differentiated(NamedTuple):

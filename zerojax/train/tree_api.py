@@ -51,7 +51,6 @@ from zerojax.train.arguments import separated
 from zerojax.train.batch import place_batch
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
-from zerojax.train.remedies import remedies
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.view import LossInputs, View
 
@@ -107,12 +106,10 @@ class TreeForm:
 
     @functools.cached_property
     def grads(self) -> tuple[Leaf, ...]:
-        """Return the layout of each returned gradient."""
         return returned_grads(self.config, self.layout, self.forms)
 
     @property
     def grad_shardings(self) -> Any:
-        """Return the tree of shardings of the gradients."""
         return named_tree(self.config, self.layout.treedef, self.grads)
 
     def gradient_tree(self, grads: Mapping[int, Array], dtypes: Sequence[Any]) -> Any:
@@ -137,11 +134,10 @@ class TreeForm:
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     """Return the function that differentiates a loss; see `ZeroTransformation.value_and_grad`."""
-    refuse_error_feedback(config)
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
     placed, what = PlacementCheck(), f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
-    same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, accumulate))
+    same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, loss.reduction, accumulate))
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
@@ -150,7 +146,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
         is_new = same.is_new(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
-        with remedies(config.view, of_refs=True), unusable_named(config.mesh, params=params, state=state, batch=rows):
+        with unusable_named(config.mesh, params=params, state=state, batch=rows):
             given, forms = (params, state, rows, *rest), padded_forms(params)
             return same.call(jitted, *given, layout=layout, forms=forms, is_new=is_new)
 
@@ -163,15 +159,6 @@ def refuse_on_disk(params: Any) -> None:
         raise TypeError(
             "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in memory. "
             "Train them with the step of tx.train_step, which runs in stages."
-        )
-
-
-def refuse_error_feedback(config: Config) -> None:
-    """Raise a ValueError for `Wire(error_feedback=True)`, because `value_and_grad` cannot keep errors between calls."""
-    if config.wire is not None and config.wire.error_feedback:
-        raise ValueError(
-            "Wire(error_feedback=True) keeps errors from step to step, in the ZeroState of tx.train_step, and "
-            "tx.value_and_grad has no state. Use train_step, or leave error_feedback out."
         )
 
 
@@ -261,7 +248,8 @@ def check_grads(grads: Any, layout: Layout) -> None:
     if structure != layout.treedef:
         raise ValueError(
             f"The gradients are not of the parameters' tree: it {tree_difference(found, layout.params)}. "
-            f"Pass the gradients of the parameters given."
+            f"Pass the gradients of the parameters given. If the transformation takes only a part of them, as "
+            f"optax.lookahead does, let it wrap zero_shard: optax.lookahead(zero_shard(tx, ...), ...)."
         )
     for (_, g), leaf in zip(found, layout.params, strict=True):
         if tuple(g.shape) != leaf.shape:

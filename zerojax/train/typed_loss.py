@@ -104,7 +104,6 @@ def on_one_device(config: Config) -> Config:
 
 
 def is_spec(x: Any) -> bool:
-    """Return whether a node is a `PartitionSpec`."""
     return isinstance(x, PartitionSpec)
 
 

@@ -22,40 +22,40 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives, ManualCollectives
 from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
+from zerojax.comm.lost_rows import warn_of_kernels
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
 from zerojax.gather import (
     Decided,
     RowStates,
     StandIn,
+    Sums,
     alike_args,
     decided_of,
     gather_on_use,
+    param_states,
     row_states,
     split_arrays,
     traced_passes,
 )
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import is_on_host
-from zerojax.placement.storage import cast
+from zerojax.placement.storage import cast, unpadded
 from zerojax.train.apart import TracedLoss, traced_apart
 from zerojax.train.batch import cast_inputs
 from zerojax.train.checked import checked
 from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.overwriting import unscaled
-from zerojax.train.remedies import remedies
 from zerojax.train.typed_loss import TypedLoss
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
-
 # Among the arguments after the parameters (mutable state, batch, *args), only the batch at index 1 has rows.
 _OF_ROWS = (1,)
-# In device view, the mutable state and the batch may differ between devices. The devices average the mutable state at
-# the end of a step.
+# In device view, the mutable state, which is averaged at the end of a step, and the batch may differ between devices.
 _DIFFERING = (0, 1)
 
 
@@ -82,8 +82,7 @@ class View:
     Parameters and gradients have storage shape in global view, and local shape in device view.
 
     Attributes:
-        config: The configuration: mesh axes, stage and types.
-        layout: The layout of the parameters.
+        config, layout: The configuration, and the layout of the parameters.
         grads: The layout in which the gradient of each trained parameter is returned.
         loss: The loss function, or another object with the same `call` method.
         accumulate: Number of microbatches per device.
@@ -103,8 +102,12 @@ class View:
 
     @property
     def microbatches(self) -> int:
-        """Return the number of calls of the loss whose results a step averages."""
         return self.comm.losses * self.accumulate
+
+    @property
+    def divisor(self) -> int:
+        """Return the number by which the sum of the losses of a step is divided."""
+        return 1 if self.loss.reduction == "sum" else self.microbatches
 
     @property
     def reduces_each(self) -> bool:
@@ -113,20 +116,18 @@ class View:
 
     @property
     def gathers_on_use(self) -> bool:
-        """Return whether sharded parameters are gathered, and their gradients reduced, where the loss uses them."""
-        return any(leaf.kind == "sharded" for leaf in self.layout.params)
+        """Return whether parameters are gathered, and their gradients reduced, where the loss uses them."""
+        is_away = self.config.params_on_disk or self.config.layout_policy.params_on_host
+        return any(leaf.kind == "sharded" and (leaf.shards > 1 or is_away) for leaf in self.layout.params)
 
     @functools.cached_property
     def comm(self) -> Collectives:
-        """Return the implementation of collectives for this view."""
         return self._comm(self.config.bucket_bytes, self.config.shared_bytes)
 
     @property
     def reduces_across_once(self) -> bool:
         """Return whether hybrid sharding reduces gradients across hosts only once, at the end of a step."""
-        wire = self.config.wire
-        waits = self.accumulate > 1 or (wire is not None and wire.error_feedback)
-        return waits and self.reduces_each and bool(self.config.data.across)
+        return self.accumulate > 1 and self.reduces_each and bool(self.config.data.across)
 
     def _comm(self, bucket_bytes: int, shared_bytes: int = 0) -> Collectives:
         precision = self.config.precision
@@ -151,7 +152,6 @@ class View:
 
     @property
     def is_one_loss(self) -> bool:
-        """Return whether a step calls the loss only once, for all rows."""
         return self.config.view == "global" and self.accumulate == 1
 
     def loss_of_params(self) -> Callable:
@@ -162,8 +162,7 @@ class View:
             if config.precision is not None:
                 params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
             batch = cast_inputs(config.precision, batch)
-            with remedies(config.view):
-                return TypedLoss(config, layout, self.loss).call(params, mutable, batch, without_padding(args))
+            return TypedLoss(config, layout, self.loss).call(params, mutable, batch, without_padding(args))
 
         return call
 
@@ -191,7 +190,8 @@ class View:
         Return None if no gradient is sharded, or if parameters are sharded: then the loss is traced elsewhere.
         """
         trained, overwritten = self.layout.trained, self.layout.overwritten
-        leaves = {trained[k]: self.grads[k] for k in self.differentiable if self.grads[k].kind == "sharded"}
+        pairs = ((trained[k], self.grads[k]) for k in self.differentiable)
+        leaves = {i: leaf for i, leaf in pairs if leaf.kind == "sharded" and leaf.shards > 1}
         if self.gathers_on_use or not leaves:
             return None
         function, args, structures = self._flat_loss(given)
@@ -217,7 +217,8 @@ class View:
         arrays, put_back = split_arrays((mutable, batch, *args))
 
         def function(values):
-            params = jax.tree.unflatten(self.layout.treedef, values[: len(stored)])
+            full = [unpadded(x, leaf) for x, leaf in zip(values, self.layout.params, strict=False)]
+            params = jax.tree.unflatten(self.layout.treedef, full)
             returned = fn(params, *put_back(values[len(stored) :]))
             rest, structure = jax.tree.flatten(returned._replace(total=None))
             structures.append(structure)
@@ -226,7 +227,6 @@ class View:
         return function, [*stored, *arrays], structures
 
     def _record(self, decided: Decided) -> None:
-        """Store what the planner decided, for `check`, `plan` and `report`."""
         if isinstance(self.loss, Loss) and decided.rules:
             self.loss.decided[:] = [decided]
 
@@ -247,7 +247,8 @@ class View:
               after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
             - `values`: the new value of each overwritten parameter.
         """
-        returned, pull = self._pulled_to_shards(given) if self.gathers_on_use else self._pulled_to_full(given, traced)
+        is_complete = self.gathers_on_use or self.config.data.workers == 1
+        returned, pull = self._pulled_to_stored(given) if is_complete else self._pulled_to_full(given, traced)
         cotangent = scale.astype(returned.total.dtype)
         factor = None
         if self.loss.weighted:
@@ -256,6 +257,7 @@ class View:
             cotangent = cotangent / factor
         # Multiply the cotangent by the loss scale, so that gradients in narrow types do not underflow.
         grads, values = pull(cotangent)
+        warn_of_kernels(self.comm.follower, getattr(self.loss, "undivided", []))
         # A new value belongs to the mean loss of this call, so it is also divided by this call's weight.
         own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
         values = self.unscaled(values, given, cotangent * own_weight)
@@ -263,11 +265,10 @@ class View:
 
     @property
     def _trained(self) -> list[int]:
-        """Return the indices of the differentiable parameters in the list of all parameters."""
         return [self.layout.trained[k] for k in self.differentiable]
 
-    def _pulled_to_shards(self, given: LossInputs):
-        """Call the loss on sharded parameters, which are gathered on use.
+    def _pulled_to_stored(self, given: LossInputs):
+        """Call the loss on parameters that are gathered on use, or on the full parameters of the only worker.
 
         Returns:
             The values that the loss returns, and a function from the cotangent of the loss to
@@ -278,11 +279,10 @@ class View:
         overwritten = self.layout.overwritten
 
         def objective(values, kept):
-            merged = dict(enumerate(stored)) | dict(zip(overwritten, kept, strict=True))
-            merged |= dict(zip(trained, values, strict=True))
+            merged = replace_items(replace_items(stored, overwritten, kept), trained, values)
             for i, x in zeros.items():
                 merged[i] = StandIn(stored[i], merged[i] if i in trained else x)
-            params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(stored))])
+            params = jax.tree.unflatten(self.layout.treedef, merged)
             returned = fn(params, mutable, batch, *args)
             return returned.total, returned
 
@@ -291,23 +291,26 @@ class View:
         return returned, pull
 
     def _pulled_to_full(self, given: LossInputs, traced: TracedLoss | None):
-        """Do the same as `_pulled_to_shards`, but on full parameters. Gradients are partial sums, one per worker."""
+        """Do the same as `_pulled_to_stored`, but on full parameters. Gradients are partial sums, one per worker."""
         trained, overwritten = self._trained, self.layout.overwritten
         function, args, structures = self._flat_loss(given)
         results = [] if traced is None else traced.results
         values, follower, count = [*args, *results], self.comm.follower, len(args)
         further = (given.mutable, given.batch, *given.args)
-        states = [NOWHERE] * len(given.stored) + row_states(further, _OF_ROWS, follower) + [NOWHERE] * len(results)
+        experts = {i: axes if self.reduces_each else () for i, axes in self.comm.experts(self.layout.params).items()}
+        states = (
+            param_states(given.stored, experts) + row_states(further, _OF_ROWS, follower) + [NOWHERE] * len(results)
+        )
         wanted = [*trained, *(count + k for k in ([] if traced is None else traced.moving))]
         active = [i in wanted or i in overwritten for i in range(len(values))]
         run = lambda _, xs: function(xs) if traced is None else traced.run(xs[:count], xs[count:])
-        rows = RowStates(states, (), follower)
+        rows = RowStates(states, (), follower, self.comm.on_own_rows)
         passes = traced_passes(run, (), values, trained=(), active=active, wanted=(0,), rows=rows)
         (total, *rest), saved = passes.run((), values)
         structure = structures[0] if traced is None else traced.structure
 
         def pull(cotangent):
-            _, found = passes.pull(self.comm, (), values, saved, [cotangent], reduced_later=wanted)
+            _, found = passes.pull(self.comm, (), values, saved, [cotangent], sums=Sums.of(wanted, experts))
             of = dict(zip(passes.active_others, found, strict=True))
             return [of[i] for i in wanted], [of[i] for i in overwritten]
 
@@ -323,8 +326,7 @@ class View:
         leaves = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs]
 
         def loss(primals, given):
-            merged = dict(enumerate(given.stored)) | dict(zip(overwritten, primals, strict=True))
-            params = jax.tree.unflatten(self.layout.treedef, [merged[i] for i in range(len(leaves))])
+            params = jax.tree.unflatten(self.layout.treedef, replace_items(given.stored, overwritten, primals))
             return self.loss_of_params()(params, given.mutable, given.batch, *given.args).total
 
         return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
@@ -337,52 +339,31 @@ class View:
         """
         if not self.gathers_on_use:
             return {}
-        leaves = enumerate(zip(self.layout.params, stored, strict=True))
+        experts = {i for i in self.comm.experts(self.layout.params) if self.layout.params[i].kind != "sharded"}
         return {
             i: jnp.zeros(self.comm.grad_shape(leaf), x.dtype)
             if leaf.kind == "sharded"
             else self.comm.zeros(leaf.shape, x.dtype)
-            for i, (leaf, x) in leaves
+            for i, (leaf, x) in enumerate(zip(self.layout.params, stored, strict=True))
             if (is_on_host(x) or leaf.kind != "sharded" or self.comm.grad_shape(leaf) != x.shape)
-            and i not in self.layout.overwritten
+            and i not in {*self.layout.overwritten, *experts}
         }
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Reduce-scatter the gradients, except gradients of parameters gathered on use, which are reduced already."""
         leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
-        pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None]
+        pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None or not self.gathers_on_use]
         only_flat_buckets = self._comm(bucket_bytes=0)
         parts = [leaves[j][1] for j in pending]
         sums = only_flat_buckets.reduce_scatter([grads[j] for j in pending], parts)
         if not self.reduces_across_once:
             sums = only_flat_buckets.reduce_across(sums, parts)
-        reduced = dict(enumerate(grads)) | dict(zip(pending, sums, strict=True))
-        return [reduced[j] for j in range(len(grads))]
+        return replace_items(grads, pending, sums)
 
     def with_shards(self, grads: Sequence[Array], shards: Mapping[int, Array]) -> list[Shaped[Array, "*local"]]:
         """Add the results of `TracedLoss.pull` to gradients that are reduced."""
         wide = lambda grad, i: at_least_float32(grad) + at_least_float32(shards[i]) if i in shards else grad
         return [wide(grad, i) for grad, i in zip(grads, self._trained, strict=True)]
-
-    def reduce_across(
-        self, grads: Sequence[Array], errors: dict[str, Array], factor: Array
-    ) -> tuple[list[Shaped[Array, "*local"]], dict[str, Array]]:
-        """Reduce gradients across hosts, once per step. Return the sums, and the rounding errors of this reduction.
-
-        `errors` has the rounding errors of the previous step, by the path of a parameter; empty without error feedback.
-        `grads` times `factor` are the gradients of the mean loss. The returned errors are also multiplied by `factor`.
-        """
-        leaves = [self.reduced(k) for k in self.differentiable]
-        paths = [self.layout.paths[self.layout.trained[k]] for k in self.differentiable]
-        if not errors:
-            return self.comm.reduce_across(grads, leaves), {}
-        fed_back, given = {path: j for j, path in enumerate(paths) if path in errors}, list(grads)
-        for path, j in fed_back.items():
-            given[j] = self.comm.add(grads[j].astype(jnp.float32), errors[path] / factor)
-        kept = list(fed_back.values())
-        lost = self.comm.rounding_errors([given[j] for j in kept], [leaves[j] for j in kept])
-        errors = {path: x * factor for path, x in zip(fed_back, lost, strict=True)}
-        return self.comm.reduce_across(given, leaves), errors
 
     def reduced(self, k: int) -> Leaf:
         """Return the layout of the gradient of trained parameter `k` before the reduction across hosts."""

@@ -1,4 +1,4 @@
-"""End the process if a step exceeds its time limit, and print the reason. A scheduler can then restart the run.
+"""Print why a step exceeds its time limit, and end the process if the user gave the limit, for a scheduler to restart.
 
 Without a watchdog, the other processes would wait forever in their next collective if one process hangs or dies.
 """
@@ -23,23 +23,26 @@ from jax.sharding import Mesh
 from zerojax.comm.events import AGAIN, EVENTS, Call, gap_since, is_of_all, say
 
 EXIT_STATUS = AGAIN
-DEFAULT_S = 1800.0  # for a run on several processes
+DEFAULT_S = 1800.0  # after which a run on several processes without a limit prints what it waits for
 LABELS_WITHIN_S = 120.0
 
 
 def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
-    """Return the time limit of a step in seconds, or None for no limit."""
+    """Return the seconds after which the watchdog acts, or None if there is no watchdog."""
     if timeout is None:
         return DEFAULT_S if is_of_all(mesh) else None
     return None if math.isinf(timeout) else timeout
 
 
 class Watchdog:
-    """Waits in a thread for the steps of one loss. A step may take `timeout` seconds after the previous step ends."""
+    """Waits in a thread for the steps of one loss. A step may take `timeout` seconds after the previous step ends.
 
-    def __init__(self, timeout: float, collectives: Callable[[], list[str]]):
+    If `ends`, a step that takes longer ends the process. Otherwise the watchdog only prints what it knows.
+    """
+
+    def __init__(self, timeout: float, collectives: Callable[[], list[str]], *, ends: bool):
         """Create a watchdog without a thread. `collectives()` returns the labels of a step's collectives, in order."""
-        self.timeout, self._collectives = timeout, collectives
+        self.timeout, self._collectives, self._ends = timeout, collectives, ends
         self._steps: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -59,7 +62,7 @@ class Watchdog:
 
     def _watch(self, step: Call) -> None:
         if self._thread is None:
-            work = _Waiting(self._steps, self.timeout, self._collectives)
+            work = _Waiting(self._steps, self.timeout, self._collectives, self._ends)
             self._thread = threading.Thread(target=work.run, name="zerojax watchdog", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._steps.put, None)
@@ -76,17 +79,19 @@ class _Waiting:
     steps: queue.SimpleQueue[Call | None]
     timeout: float
     collectives: Callable[[], list[str]]
+    ends: bool
     frozen: float = 0.0
 
     def run(self) -> None:
         """Wait for each step in the queue."""
         while (step := self.steps.get()) is not None:
-            begun = time.monotonic()
+            begun, limit = time.monotonic(), self.timeout
             while not step.has_ended:
-                if time.monotonic() - begun > self.timeout:
+                if time.monotonic() - begun > limit:
                     begun += self._newly_frozen()
-                    if time.monotonic() - begun > self.timeout:
-                        self._end(step)
+                    if time.monotonic() - begun > limit:
+                        self._say(step, limit)
+                        limit *= 2
                 before, nap = time.monotonic(), min(0.05, self.timeout / 20)
                 time.sleep(nap)
                 begun += gap_since(before, nap)  # do not count time in which this process was stopped
@@ -98,15 +103,18 @@ class _Waiting:
             self.frozen = max(one["frozen"] for one in EVENTS.others().values())
         return max(0.0, self.frozen - before)
 
-    def _end(self, step: Call) -> None:
-        """Print what is known about the step that did not end, and end the process."""
+    def _say(self, step: Call, limit: float) -> None:
+        """Print what is known about the step that did not end, and end the process if `ends`."""
         index, count = jax.process_index(), jax.process_count()
-        late = f"step {step.number} did not end within timeout={self.timeout:g} s on process {index} of {count}."
+        within = f"{'timeout=' if self.ends else ''}{limit:g} s"
+        late = f"step {step.number} did not end within {within} on process {index} of {count}."
         say(f"zerojax: {late}")
         behind = self._behind(index, count)
         for line in behind:
             say(f"zerojax: {line}")
         faulthandler.dump_traceback(sys.stderr)
+        if not self.ends:
+            return say("zerojax: it goes on waiting. Give train_step(timeout=) to end a process whose step hangs.")
         # Compile the program again to get its text. Do this in a thread, because compilation may hang like the step.
         thread = threading.Thread(target=self._say_collectives, daemon=True)
         thread.start()

@@ -1,0 +1,121 @@
+"""Which Pallas kernels are proved to use only their own rows. The oracle is the kernel itself, run part by part."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax import compat, zero_shard
+from zerojax.comm.own_rows import on_own_rows
+from zerojax.dims import NOWHERE, Follower, at
+from zerojax.dims.kernels import own_rows
+
+WORKERS, ROWS = 2, 8
+X = jnp.arange(ROWS * 6.0).reshape(ROWS, 6)
+W = jnp.arange(6.0)
+
+
+def sine(ref, w, out):
+    out[...] = jnp.sin(ref[...]) * w[...]
+
+
+def numbered(axis):
+    def body(ref, w, out):
+        out[...] = ref[...] * w[...] + pl.program_id(axis)
+
+    return body
+
+
+def counted(ref, w, out):
+    out[...] = ref[...] * w[...] / pl.num_programs(0)
+
+
+def call(body, grid, x, w, out, shape=None):
+    """A kernel of `X` and `W`, with `(block, index map)` of each."""
+    specs = [pl.BlockSpec(*spec) for spec in (x, w, out)]
+    shape = jax.ShapeDtypeStruct(shape or X.shape, X.dtype)
+    return lambda x, w: pl.pallas_call(
+        body, out_shape=shape, grid=grid, in_specs=specs[:2], out_specs=specs[2], interpret=True
+    )(x, w)
+
+
+whole = ((6,), lambda *_: (0,))
+half = ((3,), lambda i: (i,))
+rows = lambda n: ((n, 6), lambda i, *_: (i, 0))
+second = ((2, 3), lambda j, i: (i, j))
+PROVED = {
+    "a row per program": call(sine, (ROWS,), rows(1), whole, rows(1)),
+    "two rows per program": call(sine, (ROWS // 2,), rows(2), whole, rows(2)),
+    "a squeezed dim": call(sine, (ROWS,), ((None, 6), lambda i: (i, 0)), whole, ((None, 6), lambda i: (i, 0))),
+    "the grid's second dim": call(sine, (2, ROWS // 2), second, ((3,), lambda j, i: (j,)), second),
+    "the number of another dim": call(numbered(0), (2, ROWS // 2), second, ((3,), lambda j, i: (j,)), second),
+    "vmapped": jax.vmap(call(sine, (1,), whole, whole, whole, (6,)), in_axes=(0, None)),
+    "the number of programs, a constant": call(counted, (ROWS,), rows(1), whole, rows(1)),
+    "vmapped with a number": jax.vmap(call(numbered(0), (2,), half, half, half, (6,)), in_axes=(0, None)),
+}
+REFUSED = {
+    "one program": call(sine, (), ((ROWS, 6), lambda: (0, 0)), ((6,), lambda: (0,)), ((ROWS, 6), lambda: (0, 0))),
+    "the number of the program": call(numbered(0), (ROWS,), rows(1), whole, rows(1)),
+    "a sum over programs": call(sine, (ROWS,), rows(1), whole, ((1, 6), lambda i: (0, 0)), (1, 6)),
+    "other rows": call(sine, (ROWS,), ((1, 6), lambda i: (ROWS - 1 - i, 0)), whole, rows(1)),
+    "blocks past the end": call(sine, (4,), rows(3), whole, rows(3)),
+    "too few rows": call(sine, (1,), rows(ROWS), whole, rows(ROWS)),
+    "a diagonal": call(sine, (2,), ((2, 3), lambda i: (i, i)), ((3,), lambda i: (i,)), ((2, 3), lambda i: (i, 0))),
+}
+
+
+def split_of(fn):
+    (eqn,) = [eqn for eqn in compat.opened(jax.make_jaxpr(fn)(X, W))[0].eqns if eqn.primitive.name == "pallas_call"]
+    return eqn, own_rows(eqn, [at(0) if atom.aval.shape == X.shape else NOWHERE for atom in eqn.invars], WORKERS)
+
+
+@pytest.mark.quick(4)
+@pytest.mark.parametrize("name", PROVED)
+def test_a_divided_kernel_computes_its_part(name):
+    eqn, split = split_of(PROVED[name])
+    assert split is not None
+    assert (split.dims, split.out_dims) == ((0, None), (0,))
+    parts = [eqn.primitive.bind(x, W, **split.params)[0] for x in jnp.split(X, WORKERS)]
+    np.testing.assert_array_equal(jnp.concatenate(parts), PROVED[name](X, W))
+
+
+@pytest.mark.skipif(
+    jax.__version__.startswith("0.10."), reason="jax 0.10 interprets such kernels on the mesh of the trace"
+)
+def test_a_divided_kernel_makes_arrays_of_its_own(mesh):
+    def even(ref, w, out):
+        out[...] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, out.shape, 1) % 2 == 0, ref[...], 0.0) * w[...]
+
+    kernel = call(even, (ROWS,), rows(1), whole, rows(1))
+    loss = lambda params, x: jnp.mean(kernel(x, W) @ params["v"])
+    tx, params = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh), {"v": jnp.ones((6, 8))}
+    x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("data")))
+    with warnings.catch_warnings(action="error"):  # about kernels that are not divided
+        _, found = jax.jit(tx.value_and_grad(loss))(tx.shard(params), x)
+    np.testing.assert_allclose(tx.unshard(found)["v"], jax.grad(loss)(params, X)["v"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_kernels_without_a_proof_are_not_divided(name):
+    assert split_of(REFUSED[name])[1] is None
+
+
+def test_a_kernel_of_parameters_is_not_divided():
+    eqn, _ = split_of(PROVED["a row per program"])
+    assert own_rows(eqn, [NOWHERE, NOWHERE], WORKERS) is None
+
+
+def test_a_kernel_is_divided_in_a_forward_pass_that_calls_its_own_derivative_rule():
+    row, whole = ((1, 6), lambda i: (i, 0)), ((6,), lambda i: (0,))
+    op = jax.custom_vjp(call(sine, (ROWS,), row, whole, row))
+    op.defvjp(lambda x, w: (op(x, w), (x, w)), lambda kept, g: (g * kept[1], g.sum(0)))
+    closed = jax.make_jaxpr(lambda x, w: jax.vjp(op, x, w)[0])(X, W)
+    divided = []
+    island = lambda split, primitive, values: divided.append(split) or [values[0]]
+    on_own_rows(closed, [at(0), NOWHERE], Follower(WORKERS, guesses=True), island)
+    assert [split.out_dims for split in divided] == [(0,)]

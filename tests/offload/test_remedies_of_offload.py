@@ -1,0 +1,117 @@
+"""Error messages about offloaded state: each error is raised, and then what it says is done."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import Offload, offload, zero_shard
+from zerojax.checkpoint import Checkpointer, export, import_params
+from zerojax.offload import remat_policy
+from zerojax.offload.folder import DiskError
+from zerojax.offload.remat import require_pinned_host
+
+PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
+SHAPES = jax.eval_shape(lambda: PARAMS)
+X = np.ones((16, 8), np.float32)
+ZERO = functools.partial(zero_shard, optax.sgd(0.1, momentum=0.9), stage=3, mesh=mesh_of(8), persist_below=1)
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def on_disk(path, **options):
+    return ZERO(offload=Offload(optimizer="disk", path=path, update="device", **options))
+
+
+POLICIES = {
+    "one string": (lambda: remat_policy("b", save="a"), r"Write save=\['a'\]", lambda: remat_policy("b", save=["a"])),
+    "a list": (lambda: remat_policy(["a"]), "spread a list with a star", lambda: remat_policy(*["a"])),
+    "twice": (
+        lambda: remat_policy("a", save=["a"]),
+        "Take each name out of `names` or out of `save`",
+        lambda: (remat_policy("a"), remat_policy("b", save=["a"])),
+    ),
+    "no name": (
+        lambda: remat_policy(),
+        r"Name at least one activation, or use jax\.checkpoint_policies\.save_only_these_names",
+        lambda: (remat_policy("a"), jax.checkpoint_policies.save_only_these_names("a")),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", POLICIES)
+def test_what_a_message_about_policies_says_to_do_works(case):
+    broken, words, mended = POLICIES[case]
+    with pytest.raises((ValueError, TypeError), match=words):
+        broken()
+    assert mended()
+
+
+def test_without_pinned_memory_the_message_names_what_remains():
+    class Device:
+        platform = "cpu"
+        addressable_memories = staticmethod(lambda: ())
+
+    with pytest.raises(RuntimeError, match=r"or recompute them: jax\.checkpoint without a policy"):
+        require_pinned_host(Device())
+    assert jax.eval_shape(jax.grad(jax.checkpoint(lambda x: jnp.sin(x).sum())), X).shape == X.shape
+
+
+def test_what_messages_about_folders_of_state_say_to_do_works(tmp_path):
+    (tmp_path / "other" / "process_0").mkdir(parents=True)
+    (tmp_path / "other" / "process_0" / "notes.txt").write_text("mine")
+    with pytest.raises(DiskError, match="Give an empty folder, or a folder that Offload made"):
+        on_disk(tmp_path / "other").create(PARAMS)
+    tx = on_disk(tmp_path / "state")
+    state = tx.create(PARAMS)
+    with pytest.raises(DiskError, match=r"state with zerojax\.offload\.close\(state\); or give another folder"):
+        on_disk(tmp_path / "state").create(PARAMS)
+    offload.close(state)
+    state = tx.create(PARAMS)
+    (tmp_path / "other" / "process_0" / "notes.txt").rename(tmp_path / "other" / "process_0" / ".lock")
+    with pytest.raises(DiskError, match="move it away, or give another folder"):
+        on_disk(tmp_path / "other").create(PARAMS)
+    (tmp_path / "other" / "process_0" / ".lock").rename(tmp_path / "notes.txt")
+    other = on_disk(tmp_path / "other").create(PARAMS)
+    with pytest.raises(DiskError, match="parent folder exists"):
+        on_disk(tmp_path / "a" / "b").create(PARAMS)
+    with pytest.raises(TypeError, match=r"first load the leaves onto the devices with tx\.unshard"):
+        jax.jit(lambda state: tx.unshard(state))(state.opt_state)
+    jax.eval_shape(lambda state: state, tx.unshard(state.opt_state))
+    shapes = tx.create(SHAPES)
+    with pytest.raises(ValueError, match=r"is a shape and has no values\..*or restore a checkpoint into it"):
+        tx.unshard(shapes.opt_state)
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(other)
+        checkpoints.wait()
+        offload.close(state)
+        tx.unshard(checkpoints.restore(shapes).state.opt_state)
+
+
+def test_what_messages_about_parameters_on_disk_say_to_do_works(tmp_path):
+    tx = on_disk(tmp_path / "state", params="disk")
+    state = tx.create(PARAMS)
+    with pytest.raises(TypeError, match="Call it from Python"):
+        jax.jit(tx.eval_step(loss))(state.params, X)
+    np.testing.assert_allclose(tx.eval_step(loss)(state.params, X), loss(PARAMS, X), rtol=1e-5)
+    with pytest.raises(TypeError, match=r"Call the step as it is, outside of jax\.jit"):
+        tx.train_step(loss).trace(state, X)
+    with pytest.raises(TypeError, match=r"Train them with the step of tx\.train_step"):
+        tx.value_and_grad(loss)(state.params, X)
+    sharded = tx.shard(PARAMS)
+    with pytest.raises(ValueError, match=r"export\(params, path\), and then state.replace"):
+        tx.train_step(loss)(state.replace(params=sharded), X)
+    export(sharded, tmp_path / "weights")
+    state = state.replace(params=import_params(tmp_path / "weights", state.params))
+    state, metrics = tx.train_step(loss)(state, X)
+    np.testing.assert_allclose(metrics["loss"], loss(PARAMS, X), rtol=1e-5)
+    offload.close(state)
+    with pytest.raises(ValueError, match=r"zerojax\.offload\.close was called\. Make a state with tx\.create"):
+        tx.eval_step(loss)(state.params, X)
+    tx.eval_step(loss)(tx.create(PARAMS).params, X)

@@ -1,0 +1,52 @@
+"""A transformation that takes the gradients of a part of its parameters: the error names a way that works."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import zero_shard
+
+PARAMS = {"w": jnp.linspace(0.1, 1, 128).reshape(16, 8), "b": jnp.ones(8)}
+BATCHES = np.asarray(jax.random.normal(jax.random.key(0), (4, 16, 16)))
+
+
+def loss(params, rows):
+    return jnp.mean((rows @ params["w"] + params["b"]) ** 2)
+
+
+def lookahead(optimizer, value_and_grad, params):
+    """The loop of optax's documentation."""
+    tx = optax.lookahead(optimizer, sync_period=2, slow_step_size=0.5)
+    both = optax.LookaheadParams.init_synced(params)
+    state = tx.init(both)
+    for rows in BATCHES:
+        _, grads = value_and_grad(both.fast, rows)
+        updates, state = tx.update(grads, state, both)
+        both = optax.apply_updates(both, updates)
+    return both
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
+def test_the_remedy_works(stage):
+    zero = lambda tx: zero_shard(tx, stage=stage, mesh=mesh_of(8), persist_below=0)
+    outside = zero(optax.lookahead(optax.adam(1e-2), 2, 0.5))
+    both = optax.LookaheadParams.init_synced(PARAMS)
+    step, hand = outside.train_step(lambda p, rows: loss(p.fast, rows)), outside.shard(both)
+    tries = {
+        "step": lambda: step(outside.create(both), BATCHES[0]),
+        "by hand": lambda: outside.update(hand, outside.init(hand), hand),
+        "plain": lambda: outside.train_step(loss)(outside.create(PARAMS), BATCHES[0]),
+    }
+    for one in tries.values() if stage == 3 else [tries["step"]]:
+        with pytest.raises((ValueError, AttributeError)) as caught:
+            one()
+        assert any("optax.lookahead(zero_shard(tx, ...), ...)" in note for note in caught.value.__notes__)
+    tx = zero(optax.adam(1e-2))
+    found = lookahead(tx, tx.value_and_grad(loss), tx.shard(PARAMS))
+    wanted = lookahead(optax.adam(1e-2), jax.value_and_grad(loss), PARAMS)
+    for have, want in zip(found, wanted, strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), tx.unshard(have), want)  # other order

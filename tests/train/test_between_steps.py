@@ -1,0 +1,287 @@
+"""Programs that change parameters, states, batches or keys between two steps, in ways that plain JAX allows.
+
+Each program runs on a plain loop and on a sharded one, and their weights are equal, or the program is refused by name.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import Offload, Precision, zero_shard
+
+pytestmark = pytest.mark.slow
+tree_get, tree_set = optax.tree_utils.tree_get, optax.tree_utils.tree_set
+KEYS = jax.random.split(jax.random.key(0), 4)
+SHAPES = {"w": (16, 24), "v": (16, 24), "u": (7, 3), "b": (5,)}
+PARAMS = {name: jax.random.normal(key, shape) / 4 for (name, shape), key in zip(SHAPES.items(), KEYS, strict=True)}
+
+
+def loss(params, x, key=None):
+    wide = lambda a: a.astype(jnp.float32)
+    h = jnp.tanh(wide(x) @ wide(params["w"])[:16] + jnp.cos(wide(x) @ wide(params["v"])))
+    h = h if key is None else h * jax.random.bernoulli(key, 0.5, h.shape)
+    return 20 * jnp.mean((h - 0.3) ** 2) + 3 * jnp.mean(wide(params["u"]) ** 2) + jnp.mean((wide(params["b"]) - 1) ** 2)
+
+
+def batch(i, rows=8):
+    return jax.random.normal(jax.random.key(100 + i), (rows, 16)).astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def adam():
+    """With a large `eps`, an update is a smooth function of the gradient, so that roundings stay small."""
+    return optax.inject_hyperparams(optax.adam)(learning_rate=0.05, eps=0.3)
+
+
+class Plain:
+    """A loop of plain JAX and optax on one device, in mixed precision."""
+
+    sharded = False
+
+    def __init__(self):
+        self.tx = adam()
+        self.restart(PARAMS)
+
+    def restart(self, params, opt_state=None):
+        self.params, self.opt_state = params, self.tx.init(params) if opt_state is None else opt_state
+
+    weights = property(lambda self: self.params)
+    plain_state = property(lambda self: self.opt_state)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradient(self, params, x, key):
+        narrow = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
+        return jax.grad(lambda params: loss(narrow(params), narrow(x), key))(params)
+
+    def step(self, x, *key):
+        grads = self.gradient(self.params, jnp.asarray(x), *(key or (None,)))
+        updates, self.opt_state = self.tx.update(grads, self.opt_state, self.params)
+        self.params = optax.apply_updates(self.params, updates)
+
+    def copied(self):
+        return self.params, self.opt_state
+
+    def go_back(self, copied):
+        self.params, self.opt_state = copied
+
+
+class Sharded:
+    """The same loop with the step of zerojax."""
+
+    sharded = True
+
+    def __init__(self, tx, step):
+        self.tx, self.compiled = tx, step
+        self.restart(PARAMS)
+
+    def restart(self, params, opt_state=None):
+        self.state = self.tx.create(params, opt_state=opt_state)
+
+    params = property(lambda self: self.state.params, lambda self, x: self.replace(params=x))
+    opt_state = property(lambda self: self.state.opt_state, lambda self, x: self.replace(opt_state=x))
+    weights = property(lambda self: self.tx.unshard(self.tx.weights(self.params, self.opt_state)))
+    plain_state = property(lambda self: self.tx.unshard(self.opt_state))
+
+    def replace(self, **changes):
+        self.state = self.state.replace(**changes)
+
+    def step(self, *args):
+        self.state, _ = self.compiled(self.state, *args)
+
+    def copied(self):
+        return jax.tree.map(jnp.copy, self.state)
+
+    def go_back(self, copied):
+        self.state = copied
+
+
+def swapped(tree):
+    return {**tree, "w": tree["v"], "v": tree["w"]}
+
+
+def averaged(a, b):
+    return jax.tree.map(lambda a, b: ((a + b) / 2).astype(a.dtype), a, b)
+
+
+def swap_leaves(loop):
+    loop.params = swapped(loop.params)
+
+
+def swap_leaves_and_moments(loop):
+    loop.params = swapped(loop.params)
+    mu, nu = (tree_get(loop.opt_state, name) for name in ("mu", "nu"))
+    loop.opt_state = tree_set(loop.opt_state, mu=swapped(mu), nu=swapped(nu))
+
+
+def reset_one_moment(loop):
+    loop.opt_state = tree_set(loop.opt_state, mu=jax.tree.map(jnp.zeros_like, tree_get(loop.opt_state, "mu")))
+
+
+def scale_one_moment(loop):
+    loop.opt_state = tree_set(loop.opt_state, nu=jax.tree.map(lambda x: 4 * x, tree_get(loop.opt_state, "nu")))
+
+
+def begin_the_optimizer_again(loop):
+    loop.restart(loop.weights)
+
+
+def begin_the_optimizer_again_by_hand(loop):
+    loop.opt_state = loop.tx.init(loop.params)
+
+
+def grow_an_embedding(loop):
+    weights, state = loop.weights, loop.plain_state
+    grown = lambda tree, value: {**tree, "w": jnp.concatenate([tree["w"], jnp.full((8, 24), value)])}
+    mu, nu = (grown(tree_get(state, name), 0.0) for name in ("mu", "nu"))
+    loop.restart(grown(weights, 0.1), tree_set(state, mu=mu, nu=nu))
+
+
+def average_with_an_earlier_copy(loop):
+    copied = jax.tree.map(jnp.copy, loop.params)
+    loop.step(batch(3))
+    loop.params = averaged(copied, loop.params)
+
+
+def average_two_states(loop):
+    copied = loop.copied()
+    loop.step(batch(3))
+    loop.go_back(averaged(copied, loop.copied()))
+
+
+def change_the_learning_rate(loop):
+    loop.opt_state = tree_set(loop.opt_state, learning_rate=0.1)
+
+
+def change_the_learning_rate_in_place(loop):
+    getattr(loop.opt_state, "inner", loop.opt_state).hyperparams["learning_rate"] = jnp.float32(0.1)
+
+
+def replay_a_batch(loop):
+    for x in [batch(7), np.asarray(batch(8))]:
+        loop.step(x)
+        loop.step(x)
+
+
+def alias_two_leaves(loop):
+    loop.params = {**loop.params, "v": loop.params["w"]}
+
+
+def alias_two_moments(loop):
+    loop.opt_state = tree_set(loop.opt_state, nu=tree_get(loop.opt_state, "mu"))
+
+
+def donate_a_copy_and_go_back(loop):
+    copied, kept = loop.copied(), loop.copied()
+    loop.go_back(copied)
+    loop.step(batch(9))
+    loop.go_back(kept)
+
+
+def repeat_and_change_keys(loop):
+    for seed in (1, 1, 2):
+        loop.step(batch(seed), jax.random.key(seed))
+
+
+def change_rows_and_types_of_the_batch(loop):
+    loop.step(batch(3, 16))
+    loop.step(batch(4, 16).astype(jnp.bfloat16))
+    loop.step(np.asarray(batch(5, 4), np.float64))
+
+
+def mask_weights_after_every_step(loop):
+    mask = jnp.arange(16 * 24).reshape(16, 24) % 3 == 0
+    for i in range(3):
+        loop.params = {**loop.params, "w": jnp.where(mask, 0, loop.params["w"])}
+        loop.step(batch(i))
+
+
+def normalise_rows_in_a_jitted_function(loop):
+    unit = lambda x: (x / jnp.linalg.norm(x.astype(jnp.float32), axis=1, keepdims=True)).astype(x.dtype)
+    loop.params = jax.jit(lambda params: {**params, "w": unit(params["w"])})(loop.params)
+
+
+def give_arrays_of_numpy(loop):
+    loop.params = jax.tree.map(lambda x: x * np.asarray(0.5, x.dtype), jax.device_get(loop.params))
+
+
+def assign_to_the_dict(loop):
+    loop.params["w"] = loop.params["w"] * 0.5
+
+
+def break_a_weight_and_repair_it(loop):
+    kept = jax.tree.map(jnp.copy, loop.params)
+    loop.params = {**loop.params, "b": loop.params["b"].at[0].set(jnp.nan)}
+    loop.params = kept
+
+
+def set_the_count_of_steps(loop):
+    if loop.sharded:
+        loop.replace(step=jnp.zeros((), jnp.int32))
+
+
+EQUAL = [
+    *(swap_leaves, swap_leaves_and_moments, reset_one_moment, scale_one_moment, begin_the_optimizer_again),
+    *(begin_the_optimizer_again_by_hand, grow_an_embedding, average_with_an_earlier_copy, average_two_states),
+    *(change_the_learning_rate, change_the_learning_rate_in_place, replay_a_batch, alias_two_leaves),
+    *(alias_two_moments, donate_a_copy_and_go_back, repeat_and_change_keys, change_rows_and_types_of_the_batch),
+    *(mask_weights_after_every_step, normalise_rows_in_a_jitted_function, give_arrays_of_numpy, assign_to_the_dict),
+    *(break_a_weight_and_repair_it, set_the_count_of_steps),
+]
+PLACES = {"0": (0, None), "3": (3, None), "2-host": (2, "device"), "3-host": (3, "host")}
+
+
+@pytest.fixture(scope="module", params=PLACES.values(), ids=list(PLACES))
+def place(request):
+    stage, update = request.param
+    offload = None if update is None else Offload("host", update=update)
+    options = {"precision": Precision.bf16(), "persist_below": 16, "mesh": mesh_of(2), "offload": offload}
+    tx = zero_shard(adam(), stage=stage, **options)
+    frozen = zero_shard(adam(), stage=stage, trainable=lambda path, _: path != "v", **options)
+    return tx, tx.train_step(loss), frozen.train_step(loss)
+
+
+@pytest.mark.parametrize("program", EQUAL, ids=lambda program: program.__name__)
+def test_the_weights_are_those_of_plain_jax(place, program):
+    found = []
+    for loop in (Plain(), Sharded(*place[:2])):
+        loop.step(batch(0))
+        loop.step(batch(1))
+        program(loop)
+        loop.step(batch(5))
+        loop.step(batch(6))
+        found.append(jax.device_get(loop.weights))
+    # A change of narrow parameters is rounded to bfloat16 once, and `average_two_states` averages rounded copies.
+    close = functools.partial(np.testing.assert_allclose, rtol=2.0**-7, atol=3e-3)
+    jax.tree.map(lambda plain, sharded: close(sharded, plain), *found)
+
+
+REFUSED = {
+    "a leaf of another shape": (lambda p: {**p, "w": jnp.ones((24, 24), p["w"].dtype)}, "params['w'] is"),
+    "a new leaf": (lambda p: {**p, "new": jnp.ones(4)}, "has ['new'] beyond that"),
+    "a leaf of another type": (lambda p: {**p, "w": p["w"].astype(jnp.float16)}, "Cast new values to the type"),
+    "parameters on one device": (lambda p: jax.device_put(p, jax.devices()[1]), "was put on 1 of the 2 devices"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_by_name(place, name):
+    change, message = REFUSED[name]
+    loop = Sharded(*place[:2])
+    loop.params = change(loop.params)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        loop.step(batch(0))
+
+
+def test_a_used_state_and_a_step_that_freezes_more_are_refused(place):
+    loop = Sharded(*place[:2])
+    with pytest.raises(ValueError, match=r"another precision= or trainable= than the step: params\['v'\]"):
+        place[2](loop.state, batch(0))
+    used = loop.state
+    loop.step(batch(0))
+    with pytest.raises(ValueError, match="An earlier step used up this state"):
+        loop.compiled(used, batch(0))

@@ -1,0 +1,101 @@
+"""What a step tells: the learning rate, norms of parameters and updates, and the numbers of the steps in a profile."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from conftest import mesh_of
+
+from zerojax import Offload, collectives, zero_shard
+
+PARAMS = {"w": jnp.ones((16, 64)), "v": jnp.ones((64, 3)), "learning_rate": jnp.ones(())}
+BATCH = jnp.ones((16, 16))
+SCHEDULE = optax.linear_schedule(0.0, 1.0, 8)
+
+
+def loss(params, batch):
+    return jnp.mean(jnp.tanh(batch @ params["w"]) @ params["v"]) * params["learning_rate"]
+
+
+def begun(tx, *, stage=3, offload=None, **options):
+    tx = zero_shard(tx, stage=stage, mesh=mesh_of(8), persist_below=8, offload=offload)
+    return tx.train_step(loss, **options), tx.create(PARAMS)
+
+
+@pytest.mark.parametrize("offload", [None, pytest.param(Offload(optimizer="host"), marks=pytest.mark.slow)])
+def test_metrics_have_the_learning_rate_of_their_step(offload):
+    tx = optax.chain(optax.clip(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=SCHEDULE))
+    step, state = begun(tx, offload=offload, skip_nonfinite=True)
+    for i, batch in enumerate([BATCH, BATCH, jnp.nan * BATCH, BATCH]):
+        state, metrics = step(state, batch)
+        assert metrics["learning_rate"] == SCHEDULE([0, 1, 2, 2][i])  # a skipped step leaves the schedule alone
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(SCHEDULE),  # optax keeps its count, and no rate
+        pytest.param(
+            optax.partition(
+                {k: optax.inject_hyperparams(optax.sgd)(learning_rate=r) for k, r in (("a", 0.1), ("b", 1.0))},
+                {"w": "a", "v": "b", "learning_rate": "b"},
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_metrics_have_no_learning_rate_where_the_state_has_not_exactly_one(tx):
+    step, state = begun(tx)
+    assert "learning_rate" not in jax.eval_shape(step, state, BATCH)[1]
+
+
+def test_a_profile_has_the_number_of_each_step(tmp_path):
+    step, state = begun(optax.sgd(1e-3))
+    state, _ = step(state, BATCH)
+    with jax.profiler.trace(tmp_path):
+        for _ in range(2):
+            state, metrics = step(state, BATCH)
+        metrics["loss"].block_until_ready()
+    (profile,) = pathlib.Path(tmp_path).rglob("*.xplane.pb")
+    events = [
+        dict(event.stats)
+        for plane in jax.profiler.ProfileData.from_file(str(profile)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name == "train"
+    ]
+    assert [int(np.asarray(event["step_num"])) for event in events] == [1, 2]
+
+
+def norms_loss(params, batch):
+    return batch.mean() * sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(params))
+
+
+@pytest.mark.slow
+def test_a_step_tells_how_far_each_parameter_moved():
+    """A step that is skipped moves none."""
+    kept = optax.masked(optax.set_to_zero(), {"w": False, "b": True, "small": False})
+    tx = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.5, 3), kept)
+    tx = zero_shard(tx, stage=3, mesh=mesh_of(7), persist_below=10)
+    start = {
+        "w": jnp.linspace(-1, 4, 9 * 51).reshape(9, 51),
+        "b": jnp.linspace(1, 3, 23),
+        "small": jnp.linspace(-5, -4, 15).reshape(3, 5),
+    }
+    step, state = tx.train_step(norms_loss, leaf_norms=True, skip_nonfinite=True), tx.create(start)
+    for batch, is_skipped in ((jnp.ones((7, 1)), False), (jnp.full((7, 1), jnp.inf), True)):
+        before = tx.unshard(state.params)
+        state, metrics = step(state, batch)
+        after = tx.unshard(state.params)
+        assert metrics["skipped"] == is_skipped
+        for name, old in before.items():
+            np.testing.assert_allclose(metrics["param_norms"][name], np.linalg.norm(old), rtol=1e-5)
+            moved = np.linalg.norm(np.asarray(after[name]) - old)
+            np.testing.assert_allclose(metrics["update_norms"][name], moved, rtol=1e-4)
+            assert (moved > 0) == (name != "b" and not is_skipped)
+    found = collectives(step.lower(state, batch).compile())
+    assert found
+    assert max(array.elements for one in found for array in one.arrays) <= 16  # of this loss, a step sends only sums

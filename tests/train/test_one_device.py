@@ -1,0 +1,117 @@
+"""On one device nothing is gathered and nothing reduced: every stage is the plain program."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yardstick
+from conftest import mesh_of
+from jax.sharding import AxisType
+
+from zerojax import Offload, zero_shard
+
+TINY = {"layers": 3, "tokens": 8, "width": 32, "vocabulary": 64}
+WAYS = {"unrolled": {"scan": False}, "scanned": {"scan": True}, "no remat": {"scan": True, "remat": False}}
+# Everything but arithmetic by element: a step multiplies each gradient by the inverse of the loss scale, a constant 1.
+STRUCTURE = re.compile(
+    r"= \"?stablehlo\.(dot_general|while|transpose|concatenate|slice|dynamic_slice|dynamic_update_slice|gather|scatter"
+    r"|pad|reshape|optimization_barrier|all_gather|all_reduce|reduce_scatter|all_to_all|tanh|exponential"
+    r"|custom_call @(?!Sh))"
+)
+
+
+@functools.cache
+def model(way):
+    """`(loss, params, batch)` of the yardstick, as shapes."""
+    init, loss, shape = yardstick.build("tiny", **WAYS[way], **TINY)
+    return loss, jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((2, *shape[1:]), jnp.int32)
+
+
+def operations(lowered):
+    """How often a lowered program has each operation of `STRUCTURE`."""
+    return Counter(STRUCTURE.findall(lowered.as_text()))
+
+
+@functools.cache
+def of_plain_gradient(way):
+    loss, params, batch = model(way)
+    return operations(jax.jit(jax.value_and_grad(loss)).lower(params, batch))
+
+
+def plain_step(loss, optimizer):
+    """A step of plain optax that returns what `train_step` does."""
+
+    def step(params, state, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, {"loss": value, "grad_norm": optax.tree.norm(grads)}
+
+    return step
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [3, 2, 1, 0])
+def test_the_gradient_is_that_of_plain_jit(stage, way):
+    loss, params, batch = model(way)
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh_of(1), persist_below=100)
+    lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch)
+    assert operations(lowered) == of_plain_gradient(way)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("axes", [(1, 4), (4, 1)])
+@pytest.mark.parametrize("stage", [3, 2])
+def test_an_axis_of_one_device_adds_nothing_to_hybrid_sharding(stage, axes):
+    """A host of one GPU gathers nothing, and one host alone reduces nothing across hosts."""
+    loss, params, batch = model("scanned")
+    batch = jax.ShapeDtypeStruct((8, *batch.shape[1:]), batch.dtype)
+
+    def text(shard_axis, stage, sizes):
+        devices = np.array(jax.devices()[:4]).reshape(sizes)
+        mesh = jax.sharding.Mesh(devices, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
+        tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, axis=("host", "gpu"), shard_axis=shard_axis)
+        return operations(jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch))
+
+    if axes == (1, 4):  # as if the axis of hosts did not exist
+        assert text("gpu", stage, axes) == text(("host", "gpu"), stage, axes)
+    else:  # every device has all of each parameter, so there is nothing to gather on use
+        assert "all_gather" not in text("gpu", stage, axes)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_values_are_those_of_plain_optax(stage, view):
+    def loss(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["w"]) @ params["v"] + params["b"]) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {"w": jax.random.normal(keys[0], (6, 5)), "v": jax.random.normal(keys[1], (5, 3)), "b": jnp.ones(3)}
+    batch = jax.random.normal(keys[2], (4, 6))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    tx = zero_shard(optimizer, stage=stage, mesh=mesh_of(1), persist_below=10, view=view)
+    state, step = tx.create(params), tx.train_step(loss, accumulate=2)
+    expected, opt_state = params, optimizer.init(params)
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        expected, opt_state, plain = jax.jit(plain_step(loss, optimizer))(expected, opt_state, batch)
+        # Two microbatches are added in another order than all rows at once.
+        np.testing.assert_allclose(metrics["grad_norm"], plain["grad_norm"], rtol=1e-5)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), tx.unshard(state.params), expected
+    )
+
+
+@pytest.mark.slow
+def test_parameters_in_host_memory_are_still_copied_at_each_use():
+    """Their one device holds them in full, but not in its own memory."""
+    loss, params, batch = model("scanned")
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(1), offload=Offload("host", params="host"), persist_below=100)
+    jaxpr = jax.make_jaxpr(tx.value_and_grad(loss))(tx.shard(params), batch)
+    assert str(jaxpr).count("device_put") >= 2 * 3  # both passes copy the stacks, the embedding and its tied reading

@@ -1,0 +1,79 @@
+"""Run bare Pallas kernels on each device's own rows, if `dims.kernels` proves that their rows are independent.
+
+The compiler cannot divide a kernel. Outside of a `shard_map`, each device would gather and run all rows.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from zerojax import compat, jaxprs
+from zerojax.dims import Follower, State, states_of
+from zerojax.dims.kernels import OwnRows, own_rows
+
+# The names of parameters of calls, remats, loops and branches that have jaxprs.
+_BODIES = ("jaxpr", "branches", "call_jaxpr")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rewrite:
+    """Rewrite jaxprs. `island(split, values)` runs a divided kernel on each device's part of its operands."""
+
+    follower: Follower
+    island: Callable[[OwnRows, Any, Sequence], list]
+
+    def evaluate(self, jaxpr: Any, consts: Sequence, given: Sequence[State], values: Sequence) -> list:
+        """Evaluate an open jaxpr whose arguments have the states `given`."""
+        found = self.follower.states(jaxpr, given)
+
+        def rule(eqn, values):
+            if not _has_kernel(eqn):
+                return None
+            states = states_of(eqn.invars, found)
+            split = own_rows(eqn, states, self.follower.count)
+            if split is not None:
+                with eqn.ctx.manager:
+                    return self.island(split, eqn.primitive, values)
+            again = self._with_bodies(eqn, states)
+            return None if again is None else compat.evaluate_one(again, values)
+
+        return jaxprs.evaluate(jaxpr, consts, values, rule)
+
+    def _with_bodies(self, eqn: Any, states: Sequence[State]) -> Any:
+        """Return a call, loop or branch with rewritten bodies, or None for other equations."""
+        if (loop := compat.loop_of(eqn)) is not None:
+            inside = self.follower.into_loop(loop, states)
+        elif eqn.primitive.name == "cond":
+            inside = states[1:]
+        elif compat.evaluated_body(eqn) is not None:  # also of a custom derivative whose forward pass calls it again
+            inside = states
+        else:
+            return None
+        again = lambda x: tuple(map(again, x)) if isinstance(x, tuple) else self.rewritten(x, inside)
+        return eqn.replace(params={**eqn.params, **{k: again(eqn.params[k]) for k in _BODIES if k in eqn.params}})
+
+    def rewritten(self, closed: Any, given: Sequence[State]) -> Any:
+        """Return a jaxpr in which kernels run on each device's rows. It is open or closed, as `closed` is."""
+        jaxpr, consts = compat.opened(closed)
+        run = lambda *values: self.evaluate(jaxpr, consts, given, values)
+        return compat.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
+
+
+def on_own_rows(closed: Any, given: Sequence[State], follower: Follower, island: Callable) -> Any:
+    """Return a jaxpr whose kernels run on each device's rows where that is proved.
+
+    `given` has the states of the arguments. `island` is as in `_Rewrite`.
+    """
+    if not any(map(_has_kernel, compat.opened(closed)[0].eqns)):
+        return closed
+    return _Rewrite(follower, island).rewritten(closed, given)
+
+
+def _has_kernel(eqn: Any) -> bool:
+    if eqn.primitive.name == "shard_map":
+        return False
+    return eqn.primitive.name == "pallas_call" or any(
+        _has_kernel(inner) for body in compat.inner_jaxprs(eqn) for inner in body.eqns
+    )

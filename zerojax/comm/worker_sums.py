@@ -1,0 +1,124 @@
+"""Find gradients that a loss reduces over the workers itself, and let each worker return its part of the sum.
+
+A parameter that every worker has in full enters the user's `jax.shard_map` undivided. JAX then ends its gradient in the
+transposed `shard_map` with a `psum` over the data axes, so every worker would have the whole sum. `unreduced` leaves
+this `psum` out. `local_sizes` does the same for the groups of a `ragged_dot`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax import compat, jaxprs, names
+from zerojax.config.data_mesh import axes_of, spec_entry
+
+_SUMS = frozenset({"psum", "psum_invariant", "psum2"})
+# Operations of one array that commute with a sum over the workers.
+_KEPT = frozenset("convert_element_type copy mul div neg pvary reshape squeeze transpose broadcast_in_dim".split())
+
+
+def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]]) -> tuple[list, frozenset[int]] | None:
+    """Evaluate a `shard_map`, and leave out the sums over the data axes that compute the results `wanted`.
+
+    Args:
+        eqn: The equation of the `shard_map`.
+        values: Its operands.
+        wanted: The data axes whose sums are left out, by the index of the result. Only gradients may depend on the
+            result, and linearly. The axes are those of all workers, or those that do not divide an expert.
+
+    Returns:
+        `(results, found)`, where `found` has the indices in `wanted` whose sum is left out. These results have a
+        leading dim with one partial sum per worker. None if there is no such sum.
+    """
+    params = eqn.params
+    jaxpr, consts = compat.opened(params["jaxpr"])
+    made = {var: inner for inner in jaxpr.eqns for var in inner.outvars}
+    specs = params["out_specs"]
+    free = {i: params["newly_manual_axes"] - {*axes_of(specs[i])} for i in wanted}
+    chains = {i: _chain(jaxpr.outvars[i], made, axes) for i, axes in wanted.items() if axes and free[i] >= {*axes}}
+    chains = {i: chain for i, chain in chains.items() if chain}
+    if not chains:
+        return None
+    kept = [atom for i, atom in enumerate(jaxpr.outvars) if i not in chains]
+    parts = [_summand(chain) for chain in chains.values()]
+    needed, _ = jaxprs.needed_for(jaxpr.eqns, [*kept, *parts])
+    bare = compat.part_of(jaxpr, needed, [*compat.constvars_of(jaxpr), *jaxpr.invars], [*kept, *parts])
+
+    def run(*values):
+        found = jaxprs.evaluate(bare, (), [*consts, *values], lambda inner, xs: None)
+        rest = iter(found[: len(kept)])
+        sums = {
+            i: _applied(chain, x, wanted[i])[None]
+            for (i, chain), x in zip(chains.items(), found[len(kept) :], strict=True)
+        }
+        return [sums[i] if i in sums else next(rest) for i in range(len(jaxpr.outvars))]
+
+    partial = lambda i, spec: PartitionSpec(spec_entry(wanted[i]), *spec) if i in chains else spec
+    out_specs = [partial(i, spec) for i, spec in enumerate(specs)]
+    with eqn.ctx.manager:
+        results = jax.shard_map(
+            run,
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=out_specs,
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )(*values)
+    return results, frozenset(chains)
+
+
+def _chain(atom: Any, made: dict, axes: tuple[str, ...]) -> list | None:
+    """Return the equations that compute `atom`: a sum over the workers, then linear equations of one array."""
+    chain: list = []
+    while not compat.is_literal(atom) and (eqn := made.get(atom)) is not None:
+        chain.append((eqn, eqn.outvars.index(atom)))
+        if eqn.primitive.name in _SUMS:
+            named = eqn.params["axes"]
+            whole = eqn.params.get("axis_index_groups") is None and set(axes) <= {*named}
+            return chain[::-1] if whole else None
+        arrays = jaxprs.variables_in(eqn.invars)
+        dividing = eqn.primitive.name == "div" and compat.is_literal(eqn.invars[0])
+        if eqn.primitive.name not in _KEPT or len(arrays) != 1 or dividing or not _is_float(eqn):
+            return None
+        atom = arrays[0]
+    return None
+
+
+def _is_float(eqn: Any) -> bool:
+    """Return whether the result is a float of at least two bytes: a cast to float8 would round each partial sum."""
+    dtype = eqn.outvars[0].aval.dtype
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
+
+
+def _summand(chain: Sequence) -> Any:
+    eqn, index = chain[0]
+    return eqn.invars[index]
+
+
+def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sum `x` over the axes of the chain's first sum that are not data axes, and apply the other equations to it."""
+    others = tuple(axis for axis in chain[0][0].params["axes"] if axis not in axes)
+    x = lax.psum(x, others) if others else x
+    for eqn, _ in chain[1:]:
+        if eqn.primitive.name != "pvary":
+            with names.at(eqn):
+                (x,) = compat.evaluate_one(eqn, [atom.val if compat.is_literal(atom) else x for atom in eqn.invars])
+    return x
+
+
+def local_sizes(sizes: jax.Array, extent: int, axes: tuple[str, ...]) -> jax.Array:
+    """Return how many of this worker's rows are in each group of a `ragged_dot`, whose rows are sorted by group.
+
+    Args:
+        sizes: The number of rows in each group, over all workers. shape=(groups,)
+        extent: The number of rows of one worker.
+        axes: The mesh axes of the workers, which are Manual here.
+    """
+    ends = jnp.cumsum(sizes)
+    first = (lax.axis_index(axes) * extent).astype(ends.dtype)
+    inside = lambda x: jnp.clip(x, first, first + extent)
+    return (inside(ends) - inside(ends - sizes)).astype(sizes.dtype)

@@ -1,0 +1,120 @@
+"""Guess where the followed dim is in a value, if the rules prove nothing.
+
+A kernel, a callback or a call of foreign code has no rule, and a rule can give up, as on a sort of all rows. The shapes
+then still say something: a result that has the size of the operand's rows at the same dim most likely holds the rows
+there. Only code for which a wrong dim costs time and not correctness may guess; see `Follower`.
+"""
+
+import itertools
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from zerojax import jaxprs
+from zerojax.config.data_mesh import entry_axes
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at
+from zerojax.dims.products import guessed_dot
+
+_DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma"})
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def guessed(eqn: Any, states: Sequence[State], found: Sequence[State], context: Context) -> list[State]:
+    """Replace each unknown state in `found`, the states of the results of `eqn`, by a guess where the shapes allow one.
+
+    `states` are the states of the operands.
+    """
+    if UNKNOWN not in found:
+        return list(found)
+    return [
+        _guess(eqn, states, var, context) if state is UNKNOWN else state
+        for var, state in zip(eqn.outvars, found, strict=True)
+    ]
+
+
+def fits(place: Place, shape: Sequence[int], count: int) -> bool:
+    """Return whether a value of this shape can hold the followed dim at `place`, in equal parts."""
+    return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.outer * count) == 0
+
+
+def divided_by(spec: Any, axes: frozenset[str]) -> list[int]:
+    return [dim for dim, entry in enumerate(spec) if not axes.isdisjoint(entry_axes(entry))]
+
+
+def _constrained(eqn: Any, context: Context) -> State:
+    """Return the dim that a sharding constraint divides over the data axes, or unknown."""
+    sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+    dims = divided_by(getattr(sharding, "spec", ()), context.axes)
+    return at(dims[0]) if dims and fits(Place(dims[0]), eqn.outvars[0].aval.shape, context.count) else UNKNOWN
+
+
+def _guess(eqn: Any, states: Sequence[State], var: Any, context: Context) -> State:
+    shape = getattr(var.aval, "shape", ())
+    if not shape:
+        return NOWHERE
+    if (state := _constrained(eqn, context)) is not UNKNOWN:
+        return state
+    if eqn.primitive.name == "dot_general" and UNKNOWN not in states:
+        # The operands have the rows on different dims, for example if a cotangent was joined from halves of the rows.
+        return guessed_dot(eqn, states)
+    for candidates in (_of_equal_size, _of_other_size):
+        for atom, state in zip(eqn.invars, states, strict=True):
+            places = () if state is None else sorted(state.places)
+            found = [p for place in places for p in candidates(place, atom.aval.shape, shape)]
+            if found and fits(found[0], shape, context.count):
+                return Places(frozenset(found[:1]))
+    return UNKNOWN
+
+
+def _of_equal_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iterator[Place]:
+    """Yield `place` if the result has the same size at the same dim, or the only dim of the result with this size."""
+    size = old[place.dim]
+    if place.dim < len(new) and new[place.dim] == size:
+        yield place
+    elif list(new).count(size) == 1:
+        yield place.to(list(new).index(size))
+
+
+def _of_other_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iterator[Place]:
+    """Yield the dim if it was split or merged with the next dims, or if only its size changed, as after a slice.
+
+    A kernel may merge the rows with heads, for example. Other shapes are no evidence: dims of parameters are often
+    multiples of the number of rows, too.
+    """
+    dim = place.dim
+    if dim >= len(new) or not old[dim] or not new[dim]:
+        return
+    merged, split = ({*itertools.accumulate(shape[dim:], operator.mul)} for shape in (old, new))
+    sliced = len(old) == len(new) and [*old[:dim], *old[dim + 1 :]] == [*new[:dim], *new[dim + 1 :]]
+    if new[dim] in merged or old[dim] in split or (sliced and 0 in (old[dim] % new[dim], new[dim] % old[dim])):
+        yield Place(dim)
+
+
+def drawn(jaxpr: Any, given: Sequence[State], found: Mapping[Any, State]) -> frozenset:
+    """Return the random numbers that a jaxpr draws for each row, if it multiplies them before they meet other rows.
+
+    An example is the noise from which a generator or a chain of Langevin steps starts. No operand says that dim 0 of
+    the noise holds the rows, so its size decides. Noise that is only combined with values with rows needs no guess.
+    `given` has the states of the arguments, and `found` those of all variables.
+    """
+    sizes = {
+        var.aval.shape[place.dim]
+        for var, state in zip(jaxpr.invars, given, strict=True)
+        for place in (() if state is None else state.places)
+        if place.outer == 1
+    }
+    is_bare = lambda var: (state := found[var]) is not None and not state.places
+    noise, derived, is_read = set(), set(), False
+    for eqn in jaxpr.eqns if sizes else ():
+        outs = [var for var in eqn.outvars if is_bare(var) and getattr(var.aval, "shape", ())]
+        if not derived.isdisjoint(jaxprs.variables_in(eqn.invars)):
+            derived.update(outs)
+            is_read |= bool(outs) and _contains(eqn, _PRODUCTS)
+        elif any(var.aval.shape[0] in sizes for var in outs) and _contains(eqn, _DRAWS):
+            noise.update(var for var in outs if var.aval.shape[0] in sizes)
+            derived.update(noise)
+    return frozenset(noise) if is_read else frozenset()
+
+
+def _contains(eqn: Any, names: frozenset[str]) -> bool:
+    return any(one.primitive.name in names for one in jaxprs.with_inner(eqn))

@@ -1,0 +1,110 @@
+"""Prove that the programs of a Pallas kernel use only their own rows, and divide the kernel over the devices.
+
+A Pallas kernel runs one program per index of a grid. A block map says which block of each array a program reads or
+writes. Suppose that along one dim of the grid, program i uses only block i of some dim of each result and of each
+operand that it divides, and never asks for i. Then the programs of one range of i compute one range of the results from
+one range of the operands, and each device can run its own range.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from zerojax import compat, jaxprs
+from zerojax.dims.place import Place, State
+
+_ASKS = frozenset({"program_id", "num_programs"})
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnRows:
+    """A Pallas call for the rows of one device.
+
+    Attributes:
+        params: The parameters of the equation for one device.
+        dims: For each operand, the dim that the devices divide, or None for an operand that all devices need whole.
+        out_dims: The same for each result. All results are divided.
+    """
+
+    params: dict[str, Any]
+    dims: tuple[int | None, ...]
+    out_dims: tuple[int, ...]
+
+
+def own_rows(eqn: Any, states: Sequence[State], workers: int) -> OwnRows | None:
+    """Divide a Pallas call over the workers, along a dim of its grid whose programs use only their own rows.
+
+    Return None if there is no proof, or if no operand holds the rows of the batch along such a dim.
+    """
+    if workers == 1 or eqn.primitive.name != "pallas_call":
+        return None
+    grid = eqn.params["grid_mapping"]
+    plain = not grid.num_index_operands and not grid.scratch_avals and not grid.get_grid_indices
+    if not plain or eqn.params.get("mesh") is not None or not all(isinstance(n, int) for n in grid.grid):
+        return None  # Scratch memory may carry values from one program to the next.
+    body, _ = compat.opened(eqn.params["jaxpr"])
+    asked = {inner.params["axis"] for inner in jaxprs.equations(body) if inner.primitive.name in _ASKS}
+    seen = [axis for axis in range(len(grid.grid)) if axis not in grid.vmapped_dims]  # as the body numbers them
+    for axis, programs in enumerate(grid.grid):
+        if programs % workers or (axis in seen and seen.index(axis) in asked):
+            continue
+        dims = [_divided_dim(mapping, axis, programs) for mapping in grid.block_mappings]
+        given, results = dims[: grid.num_inputs], dims[grid.num_inputs :]
+        aliased = [given[i] == results[j] for i, j in eqn.params["input_output_aliases"]]
+        if "mixed" in dims or None in results or not all(aliased) or not _have_rows(given, states):
+            continue
+        return OwnRows(_local(eqn, axis, dims, workers), tuple(given), tuple(results))
+    return None
+
+
+def _have_rows(dims: Sequence[int | None], states: Sequence[State]) -> bool:
+    pairs = zip(dims, states, strict=True)
+    return any(state is not None and Place(dim) in state.places for dim, state in pairs if dim is not None)
+
+
+def _divided_dim(mapping: Any, axis: int, programs: int) -> Any:
+    """Return the dim along which program i uses block i, where i counts along the grid's dim `axis`.
+
+    Return None if the blocks do not depend on i. Return "mixed" if a program uses another block than number i, or if
+    the blocks do not fill the dim exactly.
+    """
+    jaxpr, _ = compat.opened(mapping.index_map_jaxpr)
+    index = jaxpr.invars[axis]
+    depends = jaxprs.dependent_on([index], jaxpr.eqns)
+    dims = [d for d, atom in enumerate(jaxpr.outvars) if not compat.is_literal(atom) and atom in depends]
+    if not dims:
+        return None
+    size = _block_size(mapping.block_shape[dims[0]])
+    if len(dims) > 1 or jaxpr.outvars[dims[0]] is not index or mapping.transforms or size is None:
+        return "mixed"
+    return dims[0] if mapping.array_aval.shape[dims[0]] == size * programs else "mixed"
+
+
+def _block_size(block: Any) -> int | None:
+    """Return the number of entries of a block along one dim. None if the index does not count blocks."""
+    if block is None or type(block).__name__ == "Squeezed":
+        return 1
+    if isinstance(block, int):
+        return block
+    return block.block_size if type(block).__name__ == "Blocked" else None
+
+
+def _local(eqn: Any, axis: int, dims: Sequence[int | None], workers: int) -> dict[str, Any]:
+    """Return the parameters of the equation for one worker."""
+    part = lambda aval, dim: (
+        aval
+        if dim is None
+        else aval.update(shape=tuple(n // workers if d == dim else n for d, n in enumerate(aval.shape)))
+    )
+    grid = eqn.params["grid_mapping"]
+    mappings = tuple(
+        dataclasses.replace(mapping, array_aval=part(mapping.array_aval, dim))
+        for mapping, dim in zip(grid.block_mappings, dims, strict=True)
+    )
+    programs = tuple(n // workers if i == axis else n for i, n in enumerate(grid.grid))
+    results = zip(eqn.params["out_avals"], dims[grid.num_inputs :], strict=True)
+    return {
+        **eqn.params,
+        "grid_mapping": dataclasses.replace(grid, grid=programs, block_mappings=mappings),
+        "out_avals": tuple(part(aval, dim) for aval, dim in results),
+    }

@@ -1,0 +1,127 @@
+"""Contain all code that reads or sets JAX's name scopes and source lines, which JAX's public API cannot do.
+
+Every equation of a jaxpr has both. They become the names of operations in profiles and the lines in errors. Code that
+evaluates an equation enters the equation's context (`contexts`), as `jax.core.eval_jaxpr` does. The name scopes of an
+equation are relative to the jaxpr that contains it, and compose: those of the current context come first.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+
+from zerojax import compat
+
+# The name scopes of what zerojax adds to a loss. Those of collectives and of the update are in `comm.collectives`.
+SHARDS = "zerojax_shards"  # slices, casts, layouts and the order of shards and gradients
+MEAN = "zerojax_mean"  # sums and means of losses and gradients over microbatches and devices
+GRAD_NORM = "zerojax_grad_norm"
+
+
+class Context(source_info_util.UserContextManager):
+    """The context of an equation.
+
+    For `jax_debug_nans`, JAX runs a function again, one operation at a time. It then raises an error without its cause,
+    which has the line. So this context adds a note with the line to the error.
+    """
+
+    __slots__ = ()
+
+    def __exit__(self, kind, error, traceback):
+        """Leave the context. An error gets the source line."""
+        super().__exit__(kind, error, traceback)
+        if isinstance(error, FloatingPointError) and not hasattr(error, "__notes__"):
+            frames = source_info_util.user_frames(self.traceback)
+            for frame in itertools.islice((x for x in frames if compat.is_users(x.file_name)), 1):
+                where = f"{frame.file_name}, line {frame.start_line}, in {frame.function_name}"
+                error.add_note(f"The operation is in {where}.")
+
+
+def contexts() -> Callable[[Any], Any]:
+    """Return a function from an equation to the context in which to evaluate it.
+
+    Everything that is traced in this context gets the source line of the equation, and its name scopes inside of the
+    scopes that are current now. An error that is raised there shows the line. `jax.core.eval_jaxpr` does the same.
+    """
+    outer, known = source_info_util.current_name_stack(), (None, None)
+
+    def context_of(eqn):
+        nonlocal known
+        info = eqn.source_info
+        if info.name_stack is not known[0]:  # Consecutive equations mostly have the same object.
+            known = info.name_stack, outer + info.name_stack
+        return Context(info.traceback, name_stack=known[1])
+
+    return context_of
+
+
+def at(eqn, *transforms: str) -> Any:
+    """Enter the context of one equation (see `contexts`), in the name scopes of JAX's `transforms` around it."""
+    info = eqn.source_info
+    return Context(info.traceback, name_stack=_inside(transforms, info.name_stack.stack))
+
+
+def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
+    """Enter the context of the last equation of a jaxpr, if it has any, in the scopes `outer`; see `at`."""
+    if not jaxpr.eqns:
+        return in_scopes(outer, *transforms)
+    info = jaxpr.eqns[-1].source_info
+    return Context(info.traceback, name_stack=_inside(transforms, (*outer, *info.name_stack.stack)))
+
+
+def in_scopes(scopes: Sequence, *transforms: str) -> Any:
+    """Enter name scopes of equations (`scopes_of`), in the name scopes of JAX's `transforms` around them."""
+    return source_info_util.set_name_stack(_inside(transforms, scopes))
+
+
+def _inside(transforms: Sequence[str], scopes: Sequence) -> Any:
+    """Return the current name scopes, followed by those of transforms and of equations."""
+    outer = source_info_util.current_name_stack()
+    for name in transforms:
+        outer = outer.transform(name)
+    return type(outer)((*outer.stack, *scopes))
+
+
+def outside_transforms() -> Any:
+    """Leave the innermost name scopes, as far as they belong to JAX's transforms, such as `jvp`."""
+    stack = source_info_util.current_name_stack()
+    while len(stack) and isinstance(stack.stack[-1], source_info_util.Transform):
+        stack = stack[:-1]
+    return source_info_util.set_name_stack(stack)
+
+
+def without_transforms(jaxpr, *transforms: str) -> Any:
+    """Remove the name scopes of JAX's `transforms` from equations whose outermost scopes are these."""
+    around = tuple(map(source_info_util.Transform, transforms))
+
+    def without(eqn):
+        scopes = scopes_of(eqn)
+        return with_scopes(eqn, scopes[len(around) :]) if scopes[: len(around)] == around else eqn
+
+    return jaxpr.replace(eqns=[*map(without, jaxpr.eqns)])
+
+
+def scopes_of(eqn) -> tuple:
+    return eqn.source_info.name_stack.stack
+
+
+def with_scopes(eqn, scopes: Sequence) -> Any:
+    """Return an equation with other name scopes."""
+    info = eqn.source_info
+    return eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)(tuple(scopes))))
+
+
+def joined_scopes(scopes: Sequence) -> Any:
+    """Join name scopes into one scope, whose name lists theirs."""
+    first, *others = scopes
+    return type(first)("+".join(scope.name for scope in scopes)) if others else first
+
+
+def inside_call(eqn) -> Any:
+    """Enter the name scope that JAX gives to the body of a call or a remat, to evaluate the body in place."""
+    if compat.is_remat(eqn):
+        return jax.named_scope("checkpoint")
+    name = eqn.params.get("name")
+    return jax.named_scope(eqn.primitive.name if name is None else f"jit({name})")

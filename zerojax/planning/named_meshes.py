@@ -1,0 +1,134 @@
+"""Compile a loss that names the caller's devices, in a `jax.shard_map` or in shardings, for other devices.
+
+A step gets a mesh of the other devices from its configuration. A loss names meshes by itself: a closure of the loss
+holds `tx.config.mesh`, or the mesh that the caller made. Only JAX sees these meshes, when it traces the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from zerojax.planning import compat
+from zerojax.planning.compiled_plan import CompiledStep
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedMeshes:
+    """Replaces the meshes that a loss names. The step's mesh becomes a mesh of other devices with the same axes.
+
+    Attributes:
+        given: The mesh of the step.
+        target: The mesh of the devices to compile for, with the axes of `given`. The axes may have other sizes.
+    """
+
+    given: Mesh
+    target: Mesh
+
+    def __call__(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+        """Return the mesh that replaces `mesh`. The types of its axes stay the same.
+
+        Raises:
+            ValueError: If the mesh has other axes than `given`, and is not a mesh of the same devices.
+        """
+        target = self.target
+        if mesh.empty or is_made_of(target, mesh, unlike=self.given):
+            return mesh
+        same_axes = set(mesh.axis_names) == set(target.axis_names)
+        if isinstance(mesh, AbstractMesh):
+            if not same_axes or dict(mesh.shape) != dict(self.given.shape):
+                return mesh
+            sizes, kind = tuple(target.shape[axis] for axis in mesh.axis_names), target.abstract_mesh.abstract_device
+            return mesh.update(axis_sizes=sizes, abstract_device=kind)
+        if same_axes:
+            devices = target.devices.transpose([target.axis_names.index(axis) for axis in mesh.axis_names])
+            return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        places = dict(zip(self.given.devices.flat, target.devices.flat, strict=False))
+        if self.given.size != target.size or not places.keys() >= set(mesh.devices.flat):
+            raise ValueError(
+                f"The loss names a mesh {dict(mesh.shape)}, and the step's mesh is {dict(self.given.shape)}. Only the "
+                f"step's mesh is known to become {dict(target.shape)}. Name the axes of the step's mesh in the loss, "
+                f"or build the step and the loss on {target.size} devices; "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={target.size} simulates them."
+            )
+        moved = np.array([places[device] for device in mesh.devices.flat]).reshape(mesh.devices.shape)
+        return Mesh(moved, mesh.axis_names, axis_types=mesh.axis_types)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnOneDevice:
+    """Replaces the meshes that a loss names by meshes of one device, which computes its own rows. Each axis has size 1.
+
+    Attributes:
+        target: A mesh of one device.
+        data_axes: The axes that divide the rows.
+    """
+
+    target: Mesh
+    data_axes: tuple[str, ...]
+
+    def __call__(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+        """Return the mesh of one device that replaces `mesh`.
+
+        Raises:
+            ValueError: If the mesh also divides something other than rows.
+        """
+        if mesh.size <= 1 and (isinstance(mesh, AbstractMesh) or is_made_of(self.target, mesh)):
+            return mesh
+        divided = [axis for axis, size in mesh.shape.items() if size > 1]
+        if len(divided) > 1 and not set(divided) <= set(self.data_axes):
+            raise ValueError(
+                f"The loss names a mesh {dict(mesh.shape)}, and its cost is computed for one device, which has a share "
+                f"of the rows and the whole model. Compile the step for all devices: zerojax.plan(step, state, batch, "
+                f"topology=...)."
+            )
+        ones = (1,) * len(mesh.axis_names)
+        if isinstance(mesh, AbstractMesh):
+            return mesh.update(axis_sizes=ones, abstract_device=self.target.abstract_mesh.abstract_device)
+        return Mesh(self.target.devices.reshape(ones), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def is_made_of(target: Mesh, mesh: Mesh | AbstractMesh, *, unlike: Mesh | None = None) -> bool:
+    """Return whether a mesh consists of devices of `target`, and does not have the same devices as `unlike`."""
+    if isinstance(mesh, AbstractMesh):
+        device = target.abstract_mesh.abstract_device
+        return mesh.abstract_device == device and (unlike is None or unlike.abstract_mesh.abstract_device != device)
+    devices = set(mesh.devices.flat)
+    return devices <= set(target.devices.flat) and (unlike is None or devices != set(unlike.devices.flat))
+
+
+@contextlib.contextmanager
+def in_force(move: MovedMeshes | OnOneDevice) -> Iterator[dict[str, None]]:
+    """Enter a context in which JAX traces, lowers and compiles functions as if they named the meshes of `move`.
+
+    The context has notes on meshes whose sizes were changed, as the keys of a dict.
+    """
+    notes: dict[str, None] = {}
+
+    def replace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+        moved = move(mesh)
+        if dict(moved.shape) != dict(mesh.shape):
+            notes[
+                f"The loss names a mesh {dict(mesh.shape)}, which is planned as {dict(moved.shape)}. What Python "
+                f"computes from its sizes keeps the value: in a shard_map, use jax.lax.axis_size instead."
+            ] = None
+        return moved
+
+    with compat.kernels_for(move.target), compat.meshes_replaced(replace, key=move):
+        yield notes
+
+
+def compiling(move: MovedMeshes, compiler: Callable[[Any], CompiledStep]) -> Callable[[Any], CompiledStep]:
+    """Return a function that compiles a step for a batch with the meshes of `move`, and adds notes to the result."""
+
+    def compile_moved(batch: Any) -> CompiledStep:
+        with in_force(move) as notes:
+            step = compiler(batch)
+        return step._replace(notes=(*step.notes, *notes))
+
+    return compile_moved
