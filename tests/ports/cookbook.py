@@ -151,28 +151,3 @@ def zero(stage, mesh=None):
         for batch in batches(config):
             history.append(step(config, state, jax.device_put(batch, P("data"))))
     return history
-
-
-def placed(param):
-    """Divide the last dim, but for the positions: what is added to activations is replicated, as in the cookbook."""
-    spec = P() if param.ndim == 2 and param.shape[0] == Config.length else P(*[None] * (param.ndim - 1), "data")
-    return jax.device_put(param, spec)
-
-
-def gspmd():
-    config, mesh = Config(), explicit(jax.device_count())
-
-    @jax.jit
-    def step(config, state, batch):
-        params = jax.tree.map(jax.ref.get, state.params)
-        loss, grads = jax.value_and_grad(lambda params: cross_entropy(config, params, batch))(params)
-        jax.tree.map(functools.partial(adam, config), state.params, grads, state.moments)
-        return loss
-
-    history = []
-    with jax.set_mesh(mesh):
-        params = jax.tree.map(placed, jax.jit(init_params)(config))
-        state = jax.tree.map(jax.new_ref, Items(params=params, moments=jax.jit(all_moments)(params)))
-        for batch in batches(config):
-            history.append(step(config, state, jax.device_put(batch, P("data"))))
-    return history

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from by_hand import rule
 
 from zerojax import zero_shard
 
@@ -107,31 +106,6 @@ def zero(stage, mesh=None):
 
     history = []
     for i, batch in enumerate(batches()):
-        model, opt_state, loss = make_step(model, opt_state, batch, jax.random.key(i))
-        history += [loss, evaluate(model, batch)]
-    return history
-
-
-def gspmd():
-    sharded, by_rows = rule()
-    model = GPT(jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-    model = eqx.combine(sharded(params), static)
-    tx = optax.adamw(3e-3)
-    opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-
-    @eqx.filter_jit
-    def make_step(model, opt_state, batch, key):
-        loss, grads = eqx.filter_value_and_grad(loss_fn)(model, batch, key)
-        updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
-        return eqx.apply_updates(model, updates), opt_state, loss
-
-    @eqx.filter_jit
-    def evaluate(model, batch):
-        return loss_fn(eqx.nn.inference_mode(model), batch, jax.random.key(2))
-
-    history = []
-    for i, batch in enumerate(map(by_rows, batches())):
         model, opt_state, loss = make_step(model, opt_state, batch, jax.random.key(i))
         history += [loss, evaluate(model, batch)]
     return history

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.training import train_state
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 from zerojax import zero_shard
 
@@ -34,13 +33,13 @@ def rotated(x, positions):
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs, data):
+    def __init__(self, rngs):
         self.norm1, self.norm2 = (nnx.Param(jnp.zeros(WIDTH)) for _ in range(2))
-        self.q = weight(rngs, (HEADS, WIDTH, DEPTH), "model", data, None)
-        self.kv = weight(rngs, (2, WIDTH, DEPTH), None, data, None)  # of one head, as in the smallest Gemma
-        self.o = weight(rngs, (HEADS, DEPTH, WIDTH), "model", None, data)
-        self.gate = weight(rngs, (2, WIDTH, 64), None, data, "model")
-        self.down = weight(rngs, (64, WIDTH), "model", data)
+        self.q = weight(rngs, (HEADS, WIDTH, DEPTH), "model", None, None)
+        self.kv = weight(rngs, (2, WIDTH, DEPTH), None, None, None)  # of one head, as in the smallest Gemma
+        self.o = weight(rngs, (HEADS, DEPTH, WIDTH), "model", None, None)
+        self.gate = weight(rngs, (2, WIDTH, 64), None, None, "model")
+        self.down = weight(rngs, (64, WIDTH), "model", None)
 
     def __call__(self, x, positions, mask):
         y = rms_norm(x, self.norm1[...])
@@ -55,9 +54,9 @@ class Block(nnx.Module):
 
 
 class Gemma(nnx.Module):
-    def __init__(self, rngs, data=None):
-        self.embed = weight(rngs, (VOCABULARY, WIDTH), "model", data)
-        self.blocks = nnx.List([Block(rngs, data)])
+    def __init__(self, rngs):
+        self.embed = weight(rngs, (VOCABULARY, WIDTH), "model", None)
+        self.blocks = nnx.List([Block(rngs)])
         self.norm = nnx.Param(jnp.zeros(WIDTH))
 
     def __call__(self, tokens, positions, mask):
@@ -156,40 +155,6 @@ def zero(stage, mesh=None):
 
     history = []
     for batch in batches():
-        state, metrics = train_step(state, batch)
-        history += [metrics, eval_step(state.params, batch)]
-    return history
-
-
-def gspmd():
-    mesh = jax.make_mesh((jax.device_count() // 2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    create = lambda key: nnx.split(Gemma(nnx.Rngs(key), data="data"))
-    with jax.set_mesh(mesh):
-        graph, params = jax.jit(create)(jax.random.key(0))
-    state = TrainState.create(apply_fn=graph.apply, params=params, tx=INNER, graph=graph)
-
-    @jax.jit
-    def train_step(state, batch):
-        weights, positions, mask = masks(batch["inputs"])
-
-        def loss_fn(params):
-            logits = nnx.merge(state.graph, params)(batch["inputs"], positions, mask)
-            metrics = compute_metrics(logits, batch["targets"], weights)
-            return metrics["loss"] / metrics["denominator"], logits
-
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, logits), grads = grad_fn(state.params)
-        return state.apply_gradients(grads=grads), compute_metrics(logits, batch["targets"], weights)
-
-    @jax.jit
-    def eval_step(params, batch):
-        weights, positions, mask = masks(batch["inputs"])
-        logits = nnx.merge(graph, params)(batch["inputs"], positions, mask)
-        return compute_metrics(logits, batch["targets"], weights)
-
-    history = []
-    for batch in batches():
-        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
         state, metrics = train_step(state, batch)
         history += [metrics, eval_step(state.params, batch)]
     return history

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from by_hand import rule
 
 from zerojax import zero_shard
 
@@ -76,31 +75,6 @@ def zero(stage, mesh=None):
 
     history, keys = [], hk.PRNGSequence(1)
     for batch in batches():
-        params, opt_state, state, metrics = update(params, opt_state, state, batch, next(keys))
-        history += [metrics, evaluate(params, batch, state)]
-    return history
-
-
-def gspmd():
-    params, state = jax.jit(net.init, static_argnums=2)(jax.random.key(0), next(batches())["x"], True)
-    sharded, by_rows = rule()
-    params = sharded(params)
-    tx = optax.adam(3e-3)
-    opt_state = tx.init(params)
-
-    @jax.jit
-    def update(params, opt_state, state, batch, key):
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (loss, (state, logits)), grads = grad_fn(params, batch, state, key)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, state, (loss, accuracy(logits, batch))
-
-    @jax.jit
-    def evaluate(params, batch, state):
-        return accuracy(net.apply(params, state, None, batch["x"], False)[0], batch)
-
-    history, keys = [], hk.PRNGSequence(1)
-    for batch in map(by_rows, batches()):
         params, opt_state, state, metrics = update(params, opt_state, state, batch, next(keys))
         history += [metrics, evaluate(params, batch, state)]
     return history

@@ -3,7 +3,6 @@
 import jax
 import numpy as np
 import optax
-from by_hand import rule
 from flax.training import train_state
 from transformers import FlaxGPT2LMHeadModel, GPT2Config
 
@@ -86,36 +85,6 @@ def zero(stage, mesh=None):
 
     history = []
     for batch in batches():
-        state, loss = train_step(state, batch)
-        history += [loss, eval_step(state.params, batch)]
-    return history
-
-
-def gspmd():
-    model = FlaxGPT2LMHeadModel(CONFIG, seed=0)
-    sharded, by_rows = rule()
-    state = TrainState.create(apply_fn=model, params=sharded(model.params), tx=INNER, dropout_rng=jax.random.key(1))
-
-    @jax.jit
-    def train_step(state, batch):
-        dropout_rng, new_dropout_rng = jax.random.split(state.dropout_rng)
-
-        def compute_loss(params):
-            labels = batch.pop("labels")
-            logits = state.apply_fn(**batch, params=params, dropout_rng=dropout_rng, train=True)[0]
-            return cross_entropy(logits, labels)
-
-        grad_fn = jax.value_and_grad(compute_loss)
-        loss, grads = grad_fn(state.params)
-        return state.apply_gradients(grads=grads, dropout_rng=new_dropout_rng), loss
-
-    @jax.jit
-    def eval_step(params, batch):
-        labels = batch.pop("labels")
-        return cross_entropy(model(**batch, params=params, train=False)[0], labels)
-
-    history = []
-    for batch in map(by_rows, batches()):
         state, loss = train_step(state, batch)
         history += [loss, eval_step(state.params, batch)]
     return history

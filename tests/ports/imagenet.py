@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from by_hand import rule
 from flax import linen as nn
 from flax.training import train_state
 
@@ -106,39 +105,6 @@ def zero(stage, mesh=None):
 
     history = []
     for batch in batches():
-        state, metrics = train_step(state, batch)
-        history += [metrics, eval_step(state, batch)]
-    return history
-
-
-def gspmd():
-    model = ResNet()
-    variables = jax.jit(model.init)(jax.random.key(0), next(batches())["image"])
-    params, statistics = variables["params"], variables["batch_stats"]
-    sharded, by_rows = rule()
-    state = TrainState.create(apply_fn=model.apply, params=sharded(params), tx=INNER, batch_stats=statistics)
-
-    @jax.jit
-    def train_step(state, batch):
-        def loss_fn(params):
-            variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, changed = state.apply_fn(variables, batch["image"], mutable=["batch_stats"])
-            penalty = sum(jnp.sum(x**2) for x in jax.tree.leaves(params) if x.ndim > 1)
-            return cross_entropy(logits, batch["label"]) + 0.5e-4 * penalty, (changed, logits)
-
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, (changed, logits)), grads = grad_fn(state.params)
-        metrics = compute_metrics(logits, batch["label"]) | {"learning_rate": schedule(state.step)}
-        return state.apply_gradients(grads=grads, batch_stats=changed["batch_stats"]), metrics
-
-    @jax.jit
-    def eval_step(state, batch):
-        variables = {"params": state.params, "batch_stats": state.batch_stats}
-        logits = state.apply_fn(variables, batch["image"], train=False, mutable=False)
-        return compute_metrics(logits, batch["label"])
-
-    history = []
-    for batch in map(by_rows, batches()):
         state, metrics = train_step(state, batch)
         history += [metrics, eval_step(state, batch)]
     return history

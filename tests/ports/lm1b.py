@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from by_hand import rule
 from flax import nnx
 from flax.training import train_state
 
@@ -143,43 +142,6 @@ def zero(stage, mesh=None):
 
     history = []
     for batch in batches():
-        state, metrics = train_step(state, batch, jax.random.key(1))
-        history += [metrics, eval_step(state.params, batch)]
-    return history
-
-
-def gspmd():
-    graph, params = nnx.split(jax.jit(lambda key: Decoder(nnx.Rngs(key)))(jax.random.key(0)), nnx.Param)
-    sharded, by_rows = rule()
-    state = TrainState.create(apply_fn=graph.apply, params=sharded(params), tx=INNER, graph=graph)
-
-    @jax.jit
-    def train_step(state, batch, key):
-        key = jax.random.fold_in(key, state.step)
-
-        def loss_fn(params):
-            module = nnx.merge(state.graph, params)
-            module.train()
-            inputs = batch["inputs"]
-            weights = jnp.where(inputs > 0, 1.0, 0.0)
-            logits = module(inputs, nnx.Rngs(dropout=key))
-            loss, count = weighted_cross_entropy(logits, inputs, weights)
-            return loss / count, (logits, weights)
-
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, (logits, weights)), grads = grad_fn(state.params)
-        metrics = compute_metrics(logits, batch["inputs"], weights) | {"learning_rate": schedule(state.step)}
-        return state.apply_gradients(grads=grads), metrics
-
-    @jax.jit
-    def eval_step(params, batch):
-        module = nnx.merge(state.graph, params)
-        module.eval()
-        weights = jnp.where(batch["inputs"] > 0, 1.0, 0.0)
-        return compute_metrics(module(batch["inputs"]), batch["inputs"], weights)
-
-    history = []
-    for batch in map(by_rows, batches()):
         state, metrics = train_step(state, batch, jax.random.key(1))
         history += [metrics, eval_step(state.params, batch)]
     return history

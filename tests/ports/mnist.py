@@ -2,7 +2,6 @@
 
 import numpy as np
 import optax
-from by_hand import rule
 from flax import nnx
 
 import zerojax.flax
@@ -84,38 +83,6 @@ def zero(stage, mesh=None):
 
     history = []
     for batch in batches():
-        model.train()
-        train_step(model, optimizer, metrics, rngs, batch)
-        history.append(metrics.compute())
-        metrics.reset()
-        model.eval()
-        eval_step(model, metrics, rngs, batch)
-        history.append(metrics.compute())
-        metrics.reset()
-    return history
-
-
-def gspmd():
-    model, rngs = CNN(nnx.Rngs(0)), nnx.Rngs(1)
-    sharded, by_rows = rule()
-    nnx.update(model, sharded(nnx.state(model, nnx.Param)))
-    optimizer = nnx.Optimizer(model, optax.adamw(0.005, 0.9), wrt=nnx.Param)
-    metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
-
-    @nnx.jit
-    def train_step(model, optimizer, metrics, rngs, batch):
-        grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)
-        (loss, logits), grads = grad_fn(model, rngs, batch)
-        metrics.update(loss=loss, logits=logits, labels=batch["label"])
-        optimizer.update(model, grads)
-
-    @nnx.jit
-    def eval_step(model, metrics, rngs, batch):
-        loss, logits = loss_fn(model, rngs, batch)
-        metrics.update(loss=loss, logits=logits, labels=batch["label"])
-
-    history = []
-    for batch in map(by_rows, batches()):
         model.train()
         train_step(model, optimizer, metrics, rngs, batch)
         history.append(metrics.compute())

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from by_hand import rule
 from flax import linen as nn
 from flax import struct
 from flax.training.train_state import TrainState
@@ -107,39 +106,6 @@ def zero(stage, mesh=None):
 
     history = []
     for batch in batches():
-        state, metrics = train_step(state, batch, {"dropout": jax.random.key(1)})
-        history += [metrics, eval_step(state, batch)]
-    return history
-
-
-def gspmd():
-    model = Classifier()
-    example = next(batches())
-    params = jax.jit(model.init, static_argnums=3)(jax.random.key(0), example["tokens"], example["length"], True)[
-        "params"
-    ]
-    sharded, by_rows = rule()
-    state = TrainState.create(apply_fn=model.apply, params=sharded(params), tx=INNER)
-
-    @jax.jit
-    def train_step(state, batch, rngs):
-        rngs = {name: jax.random.fold_in(rng, state.step) for name, rng in rngs.items()}
-
-        def loss_fn(params):
-            logits = state.apply_fn({"params": params}, batch["tokens"], batch["length"], False, rngs=rngs)
-            return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, batch["label"][:, None])), logits
-
-        grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-        (_, logits), grads = grad_fn(state.params)
-        return state.apply_gradients(grads=grads), compute_metrics(batch["label"], logits)
-
-    @jax.jit
-    def eval_step(state, batch):
-        logits = state.apply_fn({"params": state.params}, batch["tokens"], batch["length"], True)
-        return compute_metrics(batch["label"], logits)
-
-    history = []
-    for batch in map(by_rows, batches()):
         state, metrics = train_step(state, batch, {"dropout": jax.random.key(1)})
         history += [metrics, eval_step(state, batch)]
     return history

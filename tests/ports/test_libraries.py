@@ -1,4 +1,4 @@
-"""Training loops of other libraries, and of repositories that pip does not have: results are those of one device.
+"""Training loops of other libraries: results are those of one device.
 
 Each port has its loop twice: `plain` for one device, and `zero`. `docs/ports.md` counts how they differ, and says how
 closely the results agree.
@@ -18,15 +18,11 @@ from test_ports import HERE, PAGE, changed, lines_of
 LIBRARIES = {
     "brax_ppo": ("brax", 1),
     "haliax_gpt": ("haliax", 2),
-    "torchax_step": ("torchax", 0),
     "dp_sgd": ("jax_privacy", 1),
     "numpyro_vae": ("numpyro", 0),
     "flowjax_fit": ("flowjax", 2),
     "optimistix_fit": ("optimistix", 0),
     "blackjax_vi": ("blackjax", 1),
-    "pure_ppo": ("flax", 2),
-    "nano_decoder": ("flax", 1),
-    "diffusion": ("jax", 2),
 }
 ROW = re.compile(r"^\| `(\w+)` \| .* \| (\d+) \| (\d+) \| .* \| (\S+) \|$", re.M)
 
