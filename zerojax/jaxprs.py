@@ -250,7 +250,7 @@ def equation_key(eqn: Any, same: Mapping, *, functions: bool = True) -> Any:
 
     `same` maps variables to other variables with the same value. `functions` is as in `signature`.
     """
-    operands = [_of_operand(v, {}) if compat.is_literal(v) else same.get(v, v) for v in eqn.invars]
+    operands = [literal_key(v) if compat.is_literal(v) else same.get(v, v) for v in eqn.invars]
     return _of_equation(eqn, operands, functions), tuple(v.aval for v in eqn.outvars)
 
 
@@ -260,8 +260,11 @@ def _of_equation(eqn: Any, operands: Sequence, functions: bool) -> tuple:
 
 
 def _of_operand(atom: Any, number: dict) -> Any:
-    if not compat.is_literal(atom):
-        return number[atom]
+    return literal_key(atom) if compat.is_literal(atom) else number[atom]
+
+
+def literal_key(atom: Any) -> Any:
+    """Return a hashable form of a literal."""
     return atom.aval, np.asarray(atom.val).tobytes()
 
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
 
-from zerojax import block, collectives, zero_shard
+from zerojax import block, collectives, jaxprs, zero_shard
 from zerojax.gather.merged import merged
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
@@ -67,6 +67,60 @@ def test_gradients_are_those_of_plain_jit():
         np.testing.assert_allclose(a, b, atol=1e-6)  # sums over devices in another order
 
 
+def critic(params, x, act=jnp.tanh):
+    for w in params["generator"]:
+        x = act(x @ w)
+    return (x @ params["critic"]).sum(-1)
+
+
+stop = jax.lax.stop_gradient
+
+
+def gradient_penalty(params, x):
+    """R1: the critic inside of a derivative, and the same critic on the same rows outside."""
+    slopes = jax.grad(lambda x: critic(params, x, jax.nn.silu).sum())(x)
+    return jnp.mean(jnp.sum(slopes**2, -1)) + jnp.mean(critic(params, x, jax.nn.silu))
+
+
+def penalty_after(params, x):
+    """The same with the plain call first, and an activation with a derivative rule."""
+    out = critic(params, x, jax.nn.relu)
+    return jnp.mean(out**2) + jnp.mean(jax.grad(lambda x: critic(params, x, jax.nn.relu).sum())(x) ** 2)
+
+
+def adversarial(params, x):
+    """A critic for whose loss its rows are constant, and for whose other loss its parameters are."""
+    fake = jnp.tanh(x @ params["generator"][0])
+    return jnp.mean(critic(params, stop(fake)) ** 2) - jnp.mean(critic(stop(params), fake))
+
+
+def self_taught(params, x):
+    """A network that predicts the output of a copy of its own, whose parameters are constant."""
+    return jnp.mean((critic(params, x) - 0.9 * critic(stop(params), x) - 1) ** 2) + jnp.mean(critic(params, x))
+
+
+TWICE = {  # a loss, and its products: those of one pass of the critic, and of its derivative
+    "gradient penalty": (gradient_penalty, 2 * (LAYERS + 1)),
+    "penalty after": (penalty_after, 2 * (LAYERS + 1)),
+    "adversarial": (adversarial, 1 + LAYERS + 1),
+    "self-taught": (self_taught, LAYERS + 1),
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_network_that_is_called_several_times_has_its_products_once(name):
+    loss, products = TWICE[name]
+    params, batch = setup()
+    closed = jax.make_jaxpr(loss)(params, batch)
+    found = merged(closed.jaxpr, closed.jaxpr.invars[:-1])
+    run = lambda *args: jaxprs.inline_calls(found, closed.consts, *jax.tree.leaves(args))[0]
+    forward = jax.make_jaxpr(lambda *args: jax.vjp(run, *args)[0])(params, batch).jaxpr
+    assert sum(eqn.primitive.name == "dot_general" for eqn in jaxprs.alive(forward)) == products
+    again, plain = (jax.jit(jax.value_and_grad(fn))(params, batch) for fn in (run, loss))
+    for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)  # sums of cotangents in another order
+
+
 def noise(w, x, key):
     return x @ w + jax.random.normal(key, x.shape)
 
@@ -88,6 +142,11 @@ PAIRS = {
     "other keys": (lambda w, x, k: (noise(w, x, k), noise(w, x, jax.random.fold_in(k, 1))), False),
     "one is not differentiated": (lambda w, x, k: (x @ w, x @ jax.lax.stop_gradient(w)), False),
     "other types": (lambda w, x, k: (x @ w, jnp.matmul(x, w, precision="highest")), False),
+    "a call": (lambda w, x, k: (x @ w, jax.jit(lambda x: (x + 1, x @ w))(x)[1]), True),
+    "a call with another constant": (
+        lambda w, x, k: (jax.jit(lambda x: x @ w + 1)(x), jax.jit(lambda x: x @ w + 2)(x)),
+        False,
+    ),
     "kept apart": (lambda w, x, k: [jax.lax.optimization_barrier(x @ w) for _ in range(2)], False),
 }
 

@@ -10,12 +10,10 @@ from registry import (
     HIDDEN,
     MANY,
     OUT,
-    REPEATED,
     ROWS,
     TIME,
     VOCABULARY,
     WIDTH,
-    Allowed,
     enter,
     ids,
     norm,
@@ -254,7 +252,7 @@ GAN = {"g": {"layers": unrolled(ROW_MLP), "head": (WIDTH, WIDTH)}, "d": ROW_ENCO
 NOISY = {"x": (MANY, WIDTH), "z": (MANY, WIDTH)}
 
 
-@program("Losses", GAN, NOISY, exceptions={"FLOPs": Allowed(1.11, REPEATED, (3,))})
+@program("Losses", GAN, NOISY)
 def gan(p, batch):
     """Both losses of a step, each of which calls the generator"""
     critic = lambda d, x: row_tower(d, x).sum(-1)
@@ -263,7 +261,7 @@ def gan(p, batch):
     return of_g - log_sigmoid(critic(p["d"], batch["x"])).mean() - log_sigmoid(-critic(p["d"], fake)).mean()
 
 
-@program("Losses", GAN, NOISY, exceptions={"FLOPs": Allowed(1.09, REPEATED, (3,))})
+@program("Losses", GAN, NOISY)
 def wgan_gp(p, batch):
     """Both losses of a step, with a penalty on the critic's gradient"""
     critic = lambda d, x: row_tower(d, x, jnp.tanh).sum(-1)

@@ -77,10 +77,6 @@ class Program:
         return params, structs(self.batch), structs(self.args)
 
 
-REPEATED = (
-    "the loss computes a network again on the same values, once for a derivative and once not, and the barriers that "
-    "order stage 3's gathers keep the compiler from merging the two. Device view has the same"
-)
 TABLE: dict[str, Program] = {}
 
 

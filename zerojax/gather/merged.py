@@ -1,10 +1,12 @@
 """Merge equations of a loss that compute the same value. The planner calls `merged` before it divides the loss.
 
-A loss that calls its model twice on the same input has each equation twice. XLA would merge the two, but it cannot do
-so after the engine has put different barriers around the gathers of the two uses.
+A loss that calls its model twice on the same input has each equation twice, also if one of the calls is differentiated
+inside of the loss, or stops gradients elsewhere. XLA would merge the two, but it cannot do so after the engine has put
+different barriers around the gathers of the two uses.
 """
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
 from zerojax.layout.leaf import replace_items
 
 _APART = frozenset({"optimization_barrier", "rng_uniform"})
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def merged(jaxpr: Any, params: Collection) -> Any:
@@ -22,49 +25,112 @@ def merged(jaxpr: Any, params: Collection) -> Any:
 
     Equations on parameters alone are not merged, because segments repeat them anyway. Equations that depend on no
     parameter are not merged either, because computing a mask or a row of zeros twice is cheaper than keeping it.
-    `params` are the arguments that are sharded parameters.
+    If two products have the same result but other derivatives, because one operand is under `stop_gradient`, the second
+    takes the result of the first and keeps its own derivative. `params` are the arguments that are sharded parameters.
     """
-    same: dict = {}  # a variable -> the first variable with the same value
-    earlier: dict = {}  # an equation's key, without the functions in it -> the earlier equations that have this key
+    stops = any(eqn.primitive.name == "stop_gradient" for eqn in jaxprs.equations(jaxpr))
+    alike, equal = _Numbers(), _Numbers(ignore_stops=True) if stops else None
     weights, activations = set(params), set()
     eqns: list = []
-    taken: dict = {}  # a result of an equation that is left out -> the variable to read instead
+    taken: dict = {}  # a variable -> the variable to read instead
+    first: dict = {}  # a number of `alike` -> the first activation with it
+    products: dict = {}  # a number of `equal` -> the first product with it
     for eqn in jaxpr.eqns:
         reads = jaxprs.variables_in(eqn.invars)
         if _is_weight(eqn, weights):
             weights.update(eqn.outvars)
         elif not activations.isdisjoint(reads) or not weights.isdisjoint(reads):
             activations.update(eqn.outvars)
-        alike = None if _is_apart(eqn) else _first(eqn, same, earlier)
-        if alike is not None:
-            pairs = list(zip(eqn.outvars, alike.outvars, strict=True))
-            same.update(pairs)
-            if activations.issuperset(eqn.outvars):
-                taken.update(pairs)
-                continue
-        eqns.append(eqn)
-    if not taken:
+        alike.add(eqn)
+        results = [v for v in eqn.outvars if v in activations and not compat.is_dropped(v)]
+        same = {v: first[alike.of[v]] for v in results if alike.of[v] in first}
+        taken |= same
+        first |= {alike.of[v]: v for v in results if v not in same}
+        if equal:
+            equal.add(eqn)
+            if results and eqn.primitive.name in _PRODUCTS:
+                value = products.setdefault(equal.of[results[0]], results[0])
+                if not same and value is not results[0]:
+                    eqns += _with_value(eqn, value)
+                    continue
+        if not results or len(same) < len(results):
+            eqns.append(eqn)
+    if len(eqns) == len(jaxpr.eqns) and not taken:
         return jaxpr
     put = lambda atoms: [atom if compat.is_literal(atom) else taken.get(atom, atom) for atom in atoms]
     eqns = [eqn.replace(invars=put(eqn.invars)) for eqn in eqns]
     return compat.part_of(jaxpr, eqns, jaxpr.invars, put(jaxpr.outvars))
 
 
-def _first(eqn: Any, same: Mapping, earlier: dict) -> Any:
-    """Return the earlier equation with the same results as `eqn`, or add `eqn` to `earlier` and return None."""
-    candidates = earlier.setdefault(jaxprs.equation_key(eqn, same, functions=False), [])
-    for candidate in candidates:
-        pairs = zip(eqn.outvars, candidate.outvars, strict=True)
-        if any(compat.is_dropped(there) and not compat.is_dropped(here) for here, there in pairs):
-            continue
-        if jaxprs.equation_key(eqn, same) == jaxprs.equation_key(candidate, same):
-            return candidate
-        # The equations differ only in functions, such as derivative rules. Each call of `jax.nn.relu` makes a new rule.
-        # So the derivatives are traced and compared.
-        if (pulled := _pulled(eqn)) is not None and pulled == _pulled(candidate):
-            return candidate
-    candidates.append(eqn)
-    return None
+class _Numbers:
+    """Numbers values, so that equal values have equal numbers. The equations inside of calls are numbered, too.
+
+    Attributes:
+        of: The number of each variable. A variable that no equation computes is its own number.
+    """
+
+    def __init__(self, ignore_stops: bool = False):
+        """With `ignore_stops`, the result of `stop_gradient` has the number of its operand."""
+        self.of: dict = {}
+        self._fresh, self._ignore_stops = itertools.count(), ignore_stops
+        self._earlier: dict = {}  # equations and their results' numbers, by their keys without functions
+
+    def add(self, eqn: Any) -> None:
+        """Number the results of an equation."""
+        self.of |= zip(eqn.outvars, self._results(eqn, self.of), strict=True)
+
+    def _results(self, eqn: Any, of: dict) -> Sequence:
+        if eqn.effects or eqn.primitive.name in _APART or any(map(compat.is_ref, eqn.invars)):
+            return [next(self._fresh) for _ in eqn.outvars]
+        numbered = lambda atom: jaxprs.literal_key(atom) if compat.is_literal(atom) else of.get(atom, atom)
+        if eqn.primitive.name == "stop_gradient" and self._ignore_stops:
+            return [numbered(eqn.invars[0])]
+        inner, consts = compat.opened(compat.called(eqn))
+        if inner is not None and not consts and eqn.primitive.name != compat.MAPPED:
+            of = dict(zip(inner.invars, map(numbered, eqn.invars), strict=True))
+            for one in inner.eqns:
+                of |= zip(one.outvars, self._results(one, of), strict=True)
+            return [jaxprs.literal_key(atom) if compat.is_literal(atom) else of[atom] for atom in inner.outvars]
+        candidates = self._earlier.setdefault(jaxprs.equation_key(eqn, of, functions=False), [])
+        for candidate, its, numbers in candidates:
+            # The equations may differ only in functions, such as derivative rules. Each call of `jax.nn.relu` makes a
+            # new rule. So the derivatives are traced and compared.
+            if jaxprs.equation_key(eqn, of) == jaxprs.equation_key(candidate, its) or (
+                (pulled := _pulled(eqn)) is not None and pulled == _pulled(candidate)
+            ):
+                return numbers
+        numbers = [next(self._fresh) for _ in eqn.outvars]
+        candidates.append((eqn, of, numbers))
+        return numbers
+
+
+@jax.custom_jvp
+def _valued(value: jax.Array, computed: jax.Array) -> jax.Array:
+    """Return `value`, which is equal to `computed`, with the derivative of `computed`."""
+    return value
+
+
+_valued.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
+def _with_value(eqn: Any, value: Any) -> list:
+    """Return equations with the result and the derivative of `eqn`. They read the result from the variable `value`."""
+    operands = [v for v in eqn.invars if not compat.is_literal(v)]
+
+    @jax.jit
+    def product(value, *values):
+        every = iter(values)
+        operands = [v.val if compat.is_literal(v) else next(every) for v in eqn.invars]
+        return _valued(value, *compat.evaluate_one(eqn, operands))
+
+    def both(value, *values):
+        return product(jax.lax.stop_gradient(value), *values)
+
+    traced, _ = compat.opened(jax.make_jaxpr(both)(value.aval, *(v.aval for v in operands)))
+    stop, call = traced.eqns  # without `stop_gradient`, `value` would get a cotangent of zeros
+    source = {"source_info": eqn.source_info, "ctx": eqn.ctx}
+    stop = stop.replace(invars=[value], **source)
+    return [stop, call.replace(invars=[*stop.outvars, *operands], outvars=eqn.outvars, **source)]
 
 
 def _pulled(eqn: Any) -> Any:
@@ -94,11 +160,6 @@ def _pulled(eqn: Any) -> Any:
     # A rule often calls its function once more, for a result that the derivative does not read.
     alive = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     return jaxprs.signature(alive), tuple(map(id, consts))
-
-
-def _is_apart(eqn: Any) -> bool:
-    """Return whether an equation must not be merged, for example because its result differs from call to call."""
-    return bool(eqn.effects) or eqn.primitive.name in _APART or any(map(compat.is_ref, eqn.invars))
 
 
 def _is_weight(eqn: Any, weights: Collection) -> bool:
