@@ -10,7 +10,6 @@ if _TYPE_CHECKING:
     from zerojax.compilations import cache_compilations
     from zerojax.config import DynamicScale, Offload, Precision, Wire
     from zerojax.dims.declared import rows
-    from zerojax.display import progress
     from zerojax.gather import block, tiled
     from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
@@ -35,7 +34,6 @@ _MODULES = {
     "compilations": "cache_compilations",
     "config": "DynamicScale Offload Precision Wire",
     "dims.declared": "rows",
-    "display": "progress",
     "gather": "block tiled",
     "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
@@ -87,7 +85,6 @@ __all__ = [
     "offload",
     "plan",
     "plot",
-    "progress",
     "remat",
     "report",
     "rows",

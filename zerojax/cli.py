@@ -62,10 +62,8 @@ def verify(
     """Check every file of the checkpoints in DIRECTORY against its digest."""
     with errors_in_one_line(as_json):
         from zerojax.checkpoint.verifying import verify_steps
-        from zerojax.display import progress
 
-        with progress():
-            intact = verify_steps(directory, step)
+        intact = verify_steps(directory, step)
     text = "\n".join(f"step {number}: intact" for number in intact)
     print_result({"intact": intact} if as_json else text, as_json=as_json)
 
@@ -93,11 +91,9 @@ def export(
     with errors_in_one_line(as_json):
         from zerojax import user_code
         from zerojax.checkpoint.export import export_checkpoint
-        from zerojax.display import progress
 
         names = None if mapping is None else user_code.load_object(mapping)
-        with progress():
-            written = export_checkpoint(directory, out, step=step, dtype=dtype, mapping=names)
+        written = export_checkpoint(directory, out, step=step, dtype=dtype, mapping=names)
     paths = list(map(str, written))
     print_result({"written": paths} if as_json else "\n".join(paths), as_json=as_json)
 

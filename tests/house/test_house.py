@@ -15,7 +15,7 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "compat", "display", "gpus", "units"},
+    {"version", "compat", "gpus", "units"},
     {"names"},
     {"compilations", "config", "jaxprs"},
     {"layout"},

@@ -11,21 +11,19 @@ import pytest
 from conftest import HELPERS
 
 LAST = r"On process LAST, unlike 0: "
-PROGRAM = (
-    r"ValueError: The processes do not {} alike: their programs differ at \S*differing_child\.py:\d+\. On process "
-)
+PROGRAM = r"ValueError: The processes do not {} alike: the programs of process LAST differ from that of process 0\. "
 VALUES = r"ValueError: The processes do not {} alike\. On process LAST, unlike 0: the checksum of {} is "
 STEP = r"ValueError: The processes do not step with {} alike\. " + LAST
 BEGIN = r"ValueError: The processes do not begin alike\. " + LAST
 # What both processes are told, by case.
 SAID = {
     "nothing": "$",
-    "learning_rate": PROGRAM.format("step with loss") + r".*dense<-1\..*dense<-5\.",
-    "learning_rate_at_stage_0": PROGRAM.format("step with loss") + r".*dense<-1\..*dense<-5\.",
+    "learning_rate": PROGRAM.format("step with loss"),
+    "learning_rate_at_stage_0": PROGRAM.format("step with loss"),
     "learning_rate_in_the_state": VALUES.format("create a state", r"opt_state.hyperparams\['learning_rate'\]"),
     "schedule": PROGRAM.format("step with loss"),
-    "factor_in_the_loss": PROGRAM.format("step with <lambda>") + r".*dense<2.*dense<1",
-    "function_in_the_loss": PROGRAM.format("step with <lambda>") + ".*cosine.*sine",
+    "factor_in_the_loss": PROGRAM.format("step with <lambda>"),
+    "function_in_the_loss": PROGRAM.format("step with <lambda>"),
     "data_that_the_loss_closes_over": PROGRAM.format("step with <lambda>"),
     "static_flag": STEP.format("<lambda>") + r"constant arguments is \[True\], not \[False\]",
     "key_of_dropout": STEP.format("<lambda>") + r"the checksum of args\[0\] is ",
@@ -42,9 +40,9 @@ SAID = {
     "flag_of_xla": BEGIN + r"XLA_FLAGS is .*--xla_allow_excess_precision=false.*, not ",
     "option_of_jax": BEGIN + r"jax_default_matmul_precision is 'highest', not None",
     "version_of_optax": BEGIN + r"optax is \S+\.post1, not ",
-    "evaluation": PROGRAM.format("evaluate <lambda>") + r".*dense<3\.5",
+    "evaluation": PROGRAM.format("evaluate <lambda>"),
     "gradient": PROGRAM.format("differentiate <lambda>"),
-    "update": PROGRAM.format("update") + r".*dense<-1\..*dense<-5\.",
+    "update": PROGRAM.format("update"),
     "loss_that_is_trained_first": r"ValueError: .* Process LAST is about to step with other, and process 0 is about "
     "to step with loss",
     "call_that_is_made": r"ValueError: .* Process LAST is about to open .*, and process 0 is about to begin",

@@ -29,7 +29,6 @@ from zerojax.checkpoint.disk_leaves import begin_copy
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.records import ARRAYS, SavedLeaf
 from zerojax.checkpoint.zarr_files import ZarrFiles
-from zerojax.display import advance
 from zerojax.layout.chunked import Chunked
 from zerojax.offload.read_ahead import read_ahead
 from zerojax.placement.chunking import assembled, joined
@@ -152,11 +151,10 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     pairs = [(one, opened(directory, one.saved)) for one in requests]
     every = [(directory, one.saved, box, files) for one, files in pairs for box in places_of(one)]
     sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for _, saved, box, _ in every]
-    values, arrays = read_ahead(read_spans, every, sizes, bytes_ahead(sum(sizes))), []
-    for one in requests:
-        arrays.append(assembled(one.shape, one.sharding, one.saved.storage_dtype, values, places_of(one).values()))
-        advance(one.saved.bytes)
-    return arrays
+    values = read_ahead(read_spans, every, sizes, bytes_ahead(sum(sizes)))
+    return [
+        assembled(one.shape, one.sharding, one.saved.storage_dtype, values, places_of(one).values()) for one in requests
+    ]
 
 
 def bytes_ahead(size: int) -> int:

@@ -28,7 +28,6 @@ from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.display import tracking
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -282,8 +281,7 @@ def write_sources(
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, lock = free_folder(path)
     try:
-        with tracking(f"Exporting to {path}", sum(tensor.bytes for tensor in kept)):
-            written = write(temporary, kept, metadata, file_bytes)
+        written = write(temporary, kept, metadata, file_bytes)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
 from zerojax.checkpoint.safetensors import DTYPES, Files
 from zerojax.checkpoint.state_leaves import keys_of
-from zerojax.display import advance, tracking
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
@@ -82,19 +80,16 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
             tensors[section.leaf][section.index] = files.tied.get(name, name), section
     loaded: dict[Any, Any] = {}
     arrays = []
-    sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in leaves]
-    with tracking(f"Importing {path}", sum(sizes)):
-        for node, x, of_leaf, size in zip(nodes, leaves, tensors, sizes, strict=True):
-            if is_chunked(node):
-                arrays.append(filled(node, functools.partial(read_shard, files, of_leaf, x)))
-            else:
-                stored = x.storage if is_padded(x) else x
-                sources = tuple((name, one.pattern, one.start) for name, one in of_leaf.values())
-                same = sources, tuple(x.shape), tuple(stored.shape), x.dtype, getattr(stored, "sharding", None)
-                if not sources or same not in loaded:
-                    loaded[same] = read_leaf(files, of_leaf, x)
-                arrays.append(loaded[same])
-            advance(size)
+    for node, x, of_leaf in zip(nodes, leaves, tensors, strict=True):
+        if is_chunked(node):
+            arrays.append(filled(node, functools.partial(read_shard, files, of_leaf, x)))
+            continue
+        stored = x.storage if is_padded(x) else x
+        sources = tuple((name, one.pattern, one.start) for name, one in of_leaf.values())
+        same = sources, tuple(x.shape), tuple(stored.shape), x.dtype, getattr(stored, "sharding", None)
+        if not sources or same not in loaded:
+            loaded[same] = read_leaf(files, of_leaf, x)
+        arrays.append(loaded[same])
     return jax.tree.unflatten(structure, arrays)
 
 

@@ -29,7 +29,6 @@ from zerojax.comm.mesh import replicated
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
 from zerojax.config.data_mesh import entry_axes, spec_entry
-from zerojax.display import advance, tracking
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import KINDS, to_device
@@ -100,14 +99,12 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
     moves = [(given[saved.name], saved, leaf) for saved, leaf in matched.pairs]
     # Leaves that shrink come first. Otherwise devices would hold the grown leaves and those that are still to shrink.
     moves.sort(key=lambda move: bytes_on_device(move[2].array) - bytes_on_device(move[0].array))
-    with tracking("Resharding the state", sum(one.leaf.bytes for one, _, _ in moves)):
-        for one, saved, leaf in moves:
-            keeps = donate and is_same(one, leaf)
-            moved[leaf.name] = one.array if keeps else moved_leaf(one, saved, leaf)
-            jax.block_until_ready(jax.tree.leaves(moved[leaf.name]))  # one leaf at a time is in memory in both layouts
-            advance(one.leaf.bytes)
-            if donate:
-                free([one.array], keep=[moved[leaf.name]])
+    for one, saved, leaf in moves:
+        keeps = donate and is_same(one, leaf)
+        moved[leaf.name] = one.array if keeps else moved_leaf(one, saved, leaf)
+        jax.block_until_ready(jax.tree.leaves(moved[leaf.name]))  # one leaf at a time is in memory in both layouts
+        if donate:
+            free([one.array], keep=[moved[leaf.name]])
     return with_leaves(like, moved)
 
 

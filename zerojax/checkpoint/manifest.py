@@ -24,7 +24,6 @@ from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, write_synced
 from zerojax.checkpoint.packing import Piece
 from zerojax.checkpoint.records import Manifest, SavedLeaf
 from zerojax.checkpoint.soundness import is_count, is_text, require_sound, unique_keys
-from zerojax.display import advance
 from zerojax.optim.description import Description
 from zerojax.version import version
 
@@ -140,10 +139,6 @@ def digest(path: Path) -> tuple[int, str]:
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
     """Return the size and the sha256 of the files `names` in a folder, by name."""
-    found = {}
     names = list(names)
     with ThreadPoolExecutor(8) as pool:
-        for name, one in zip(names, pool.map(lambda name: digest(directory / name), names), strict=True):
-            found[name] = one
-            advance(one[0])
-    return found
+        return dict(zip(names, pool.map(lambda name: digest(directory / name), names), strict=True))

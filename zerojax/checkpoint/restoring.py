@@ -21,7 +21,6 @@ from zerojax.checkpoint.records import Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.resharding import convert, read_plan
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.display import advance, tracking
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import filled, joined, replaced
 from zerojax.train.state import ZeroState
@@ -77,9 +76,7 @@ def read_state(
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
     matched = matched_leaves(manifest, like, partial=partial, where=where)
     wanted = state_leaves(like)
-    large = sum(saved.bytes for saved, _ in matched.pairs if saved.folder)
-    with tracking(f"Restoring step {manifest.step}", large):
-        restored = read_leaves(folder, matched.pairs)
+    restored = read_leaves(folder, matched.pairs)
     for name in matched.missing:
         array = wanted[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
@@ -96,7 +93,6 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
             files = arrays.opened(folder, saved)
             read = lambda box, saved=saved, files=files: arrays.read_box(folder, saved, box, files)
             restored[wanted.name] = filled(wanted.array, read)
-            advance(saved.bytes if saved.folder else 0)
         elif is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
             restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
     return restored

@@ -21,8 +21,6 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.display import advance
-
 # The name of each type in a file.
 NAMES = {"bool": "BOOL", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 NAMES |= {f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
@@ -88,7 +86,6 @@ def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) 
             array = np.asarray(tensor.fetch(), order="C")
             assert (array.shape, array.dtype) == (tensor.shape, tensor.dtype), tensor.name
             file.write(array.reshape(-1).view(np.uint8).data)
-            advance(tensor.bytes)
         file.flush()
         os.fsync(file.fileno())
 

@@ -29,7 +29,6 @@ from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.soundness import require_sound
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.checkpoint.verifying import damage_in, in_words, incomplete
-from zerojax.display import bytes_in, tracking
 from zerojax.offload.lock import Lock, lock_folder
 from zerojax.train.state import ZeroState
 
@@ -54,7 +53,6 @@ class Save:
         self._temporary = root / directory.temporary_name(step)
         self._mark: Lock | None = None
         self._quiet: QuietLoops | None = None
-        self._bytes = 0
         self._pieces: dict[str, list[packing.Piece]] = {}  # the pieces that this process writes
         # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
         self._begun = threading.Event()
@@ -80,7 +78,6 @@ class Save:
 
     def _begin(self, state: ZeroState, data: str) -> None:
         leaves = state_leaves(state)
-        self._bytes = sum(map(storage_bytes, leaves.values()))
         description = None if state.plan.describe is None else state.plan.describe.description
         manifest = Manifest(self.step, saved_leaves(leaves), files={}, made_by={}, transformation=description)
         failure = attempt(self._make_folders, leaves.values()) if self._processes.is_first else ""
@@ -90,9 +87,8 @@ class Save:
         small = {one.name: leaves[one.name].array for one in manifest.leaves if not one.folder and not one.is_empty}
         failure, finish, blocks = "", None, []
         try:
-            with tracking(f"Copying step {self.step} to host memory"):
-                blocks = packing.copied(small)
-                finish = arrays.write(self._temporary / ARRAYS, by_folder)
+            blocks = packing.copied(small)
+            finish = arrays.write(self._temporary / ARRAYS, by_folder)
         except Exception as error:  # the thread tells the other processes, as it does for its own errors
             failure = in_one_line(error)
         work = (failure, finish, blocks, manifest, data)
@@ -138,17 +134,15 @@ class Save:
             self._mark.release()  # does nothing a second time
 
     def _write(self, finish: Callable[[], None], blocks: list[packing.Block], data: str) -> None:
-        with tracking(f"Writing step {self.step}", self._bytes, measure=lambda: bytes_in(self._temporary)):
-            self._pieces = packing.write(self._temporary / packing.packed_file(self._processes.index), blocks)
-            finish()
+        self._pieces = packing.write(self._temporary / packing.packed_file(self._processes.index), blocks)
+        finish()
         directory.write_synced(self._temporary / data_file(self._processes.index), data)
 
     def _digest(self) -> None:
         """Digest this process's share of the files, and block until they are on disk."""
         written = [name for name in directory.files_in(self._temporary) if not name.startswith(DIGESTS)]
         share = written[self._processes.index :: self._processes.count]
-        with tracking(f"Digesting step {self.step}", sum((self._temporary / name).stat().st_size for name in share)):
-            sums = digests(self._temporary, share)
+        sums = digests(self._temporary, share)
         directory.sync(self._temporary / name for name in share)
         pieces = {name: list(map(dataclasses.asdict, ours)) for name, ours in self._pieces.items()}
         text = json.dumps({"files": sums, "pieces": pieces})

@@ -25,7 +25,6 @@ from zerojax.checkpoint.packing import damaged_leaves
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.soundness import is_storage_of
-from zerojax.display import advance, tracking
 
 T = TypeVar("T")
 NAMED = 5
@@ -155,13 +154,8 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
         problem = problem or (OTHER if leaves else "")
         return [(leaf, name, problem) for leaf in dict.fromkeys(leaves) or [manifest.leaf_of(name)] if problem]
 
-    found = []
-    total = sum(manifest.files[name][0] for name in names)
-    with tracking(f"Verifying step {manifest.step}", total), ThreadPoolExecutor(8) as pool:
-        for name, damage in zip(names, pool.map(damage_of, names), strict=True):
-            found += damage
-            advance(manifest.files[name][0])
-    return found
+    with ThreadPoolExecutor(8) as pool:
+        return [damage for found in pool.map(damage_of, names) for damage in found]
 
 
 def incomplete(directory: Path, manifest: Manifest, leaves: Sequence[SavedLeaf]) -> list[Damage]:

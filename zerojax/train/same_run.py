@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import os
-import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from importlib import metadata
 from typing import Any
 
@@ -20,7 +17,6 @@ from zerojax import compat
 from zerojax.comm.events import EVENTS, first_array, is_of_all
 from zerojax.comm.processes import Processes, require_same
 from zerojax.config import Config
-from zerojax.display import tracking
 from zerojax.optim.plan import ShardingPlan, choose_update
 from zerojax.train.arguments import is_constant
 from zerojax.train.same_values import checksums
@@ -35,8 +31,6 @@ OF_JAX = tuple(
 )
 OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # XLA flags with one of these words may differ
-LONGEST = 160  # most characters of a program's line to show in an error
-VALUE = re.compile(r"%\w+")
 
 
 def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
@@ -96,92 +90,25 @@ def require_same_values(config: Config, topic: str, **trees: Any) -> None:
 
 
 def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
-    """Compare programs over processes; see `require_same_program`. Do nothing if there is only one process."""
-    if is_of_all(config.mesh) and not compat.is_tracing():
-        for one in lower:
-            require_same_program(what, one().as_text)
-
-
-def require_same_program(what: str, as_text: Callable[..., str]) -> None:
-    """Compare a lowered program with the programs of the other processes.
+    """Compare lowered programs over processes. Do nothing if there is only one process.
 
     Numbers that a function closes over are constants of the program, so programs with different learning rates differ.
-    If programs differ, every process raises a ValueError with the first line that differs and the Python code of this
-    line. If another process does not compile such a program, raise a TimeoutError. `what` is a verb phrase that says
-    what the program does. `as_text` is the method of `jax.stages.Lowered`.
+    If programs differ, every process raises a ValueError. If another process does not compile such a program, raise a
+    TimeoutError. `what` is a verb phrase that says what the programs do.
     """
-    topic = f"compile the program of: {what}"
-    processes = Processes("program", call=EVENTS.begin(topic))
-    lines = as_text().splitlines()
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests = processes.exchange(topic, digest)
-    if len(set(digests)) == 1:
+    if not is_of_all(config.mesh) or compat.is_tracing():
         return
-    # A program may have megabytes of text, so processes exchange digests of all lines, and then the text of one line.
-    short = lambda line: hashlib.sha256(line.encode()).hexdigest()[:8]
-    each = [tuple(map(short, line)) for line in lines_of(as_text())]
-    of_all = [json.loads(text) for text in processes.exchange("compare lines", json.dumps(each))]
-    index = next(i for i, digest in enumerate(digests) if digest != digests[0])
-    place = first_difference(of_all[0], of_all[index])
-    shown = [lines[place].strip() if place < len(lines) else "the end", origin(as_text, place)]
-    said = [json.loads(text) for text in processes.exchange("compare one line", json.dumps(shown))]
-    (first, where), (other, _) = said[0], said[index]
-    first, other = around_difference(first, other)
-    raise ValueError(
-        f"The processes do not {what} alike: their programs differ{where}. On process {index}, unlike process 0, line "
-        f"{place + 1} of the program is `{other}`, not `{first}`. A number that differs may be a learning rate, a "
-        f"factor, a key or data that a function closes over. Give every process the same program, options, values "
-        f"and shapes."
-    )
-
-
-def lines_of(text: str) -> list[tuple[str, str]]:
-    """Return each line of a program's text without the names of values, and as it is.
-
-    Programs are first compared without the names, because an earlier difference shifts the numbers in them.
-    """
-    return [(VALUE.sub("%", line), line) for line in text.splitlines()]
-
-
-def first_difference(one: Sequence, other: Sequence) -> int:
-    """Return the number of the first line that differs, of lines from `lines_of` or their digests."""
-    length = min(len(one), len(other))
-    differ = [k for k in range(length) if one[k][0] != other[k][0]]
-    differ += [k for k in range(length) if one[k] != other[k]]
-    return differ[0] if differ else length
-
-
-def around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return the parts of the lines `one` and `other` around the first character that differs."""
-    same = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), 0)
-    start = max(0, same - LONGEST // 2)
-    return one[start:][:LONGEST], other[start:][:LONGEST]
-
-
-def origin(as_text: Callable[..., str], place: int) -> str:
-    """Return the Python file and line for line `place` of the program, or for the next line that has a location."""
-    text = as_text(debug_info=True).splitlines()
-    defined = [re.match(r"(#loc\d*) = (.*)", line) for line in text]
-    places = {str(found[1]): str(found[2]) for found in defined if found is not None}
-    body = [*(line for line in text if not line.startswith("#loc")), ""]
-    place = min(place, len(body) - 1)
-    # The location of a constant is the jitted call. The first line that reads the constant has a better location.
-    if constant := re.match(r"\s*(%\w+) = stablehlo.constant", body[place]):
-        uses = re.compile(rf"{re.escape(constant.group(1))}\b")
-        place = next((i for i, line in enumerate(body[place + 1 :], place + 1) if uses.search(line)), place)
-    for line in body[place : place + 8]:
-        named = re.search(r"loc\((#loc\d*)\)", line)
-        if named and (found := in_users_code(named.group(1), places)):
-            return f" at {found}"
-    return ""
-
-
-def in_users_code(name: str, places: dict[str, str]) -> str:
-    """Return the file and line of a location in user code. For a location in a library, return the user's call."""
-    text = places.get(name, "")
-    if (file := re.match(r'loc\("([^"]+)":(\d+):', text)) is not None:
-        return f"{file.group(1)}:{file.group(2)}" if compat.is_users(file.group(1)) else ""
-    return next((found for inner in re.findall(r"#loc\d+", text) if (found := in_users_code(inner, places))), "")
+    for one in lower:
+        topic = f"compile the program of: {what}"
+        digest = hashlib.sha256(one().as_text().encode()).hexdigest()
+        digests = Processes("program", call=EVENTS.begin(topic)).exchange(topic, digest)
+        if differ := [str(i) for i, other in enumerate(digests) if other != digests[0]]:
+            raise ValueError(
+                f"The processes do not {what} alike: the programs of process {', '.join(differ)} differ from that of "
+                f"process 0. A number that differs may be a learning rate, a factor, a key or data that a function "
+                f"closes over. Give every process the same program, options, values and shapes. To find the line, "
+                f"write step.lower(state, batch).as_text(debug_info=True) to a file of each process, and compare them."
+            )
 
 
 class SameCalls:
@@ -226,19 +153,15 @@ class SameCalls:
         require_same_programs(self._config, self._what, [lower])
 
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:
-        """Call a jitted function, and show a new compilation.
-
-        With several processes, compare a new program first, and announce the call.
-        """
-        with tracking(f"Compiling to {self._what}") if is_new else contextlib.nullcontext():
-            if is_new:
-                self.require_same_program(functools.partial(program.lower, *args, **keywords))
-            if not self.is_needed:
-                return program(*args, **keywords)
-            with EVENTS.calling(self._what, self._config.mesh) as call:
-                returned = program(*args, **keywords)
-                call.result = first_array(returned)
-            return returned
+        """Call a jitted function. With several processes, compare a new program first, and announce the call."""
+        if is_new:
+            self.require_same_program(functools.partial(program.lower, *args, **keywords))
+        if not self.is_needed:
+            return program(*args, **keywords)
+        with EVENTS.calling(self._what, self._config.mesh) as call:
+            returned = program(*args, **keywords)
+            call.result = first_array(returned)
+        return returned
 
 
 def signature_of(tree: Any) -> Hashable:

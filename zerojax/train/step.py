@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,7 +18,6 @@ from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
-from zerojax.display import tracking
 from zerojax.gather import Decided
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
@@ -204,8 +202,7 @@ class Step:
         number = next(self._calls)  # counted here, because reading `state.step` would wait for the device
         if is_new and self._watchdog is not None:
             self._shapes = jax.tree.map(shape_of, (state, batch, args))
-        shown = tracking(f"Compiling the step with {self._name}") if is_new else contextlib.nullcontext()
-        with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call, shown:
+        with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
             if self._watchdog is None:
                 state, metrics = self._run(number, state, batch, args, is_new=is_new)
             else:
