@@ -5,17 +5,13 @@ import errno
 import fcntl
 import importlib.metadata
 import json
-import logging
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-import types
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +35,6 @@ from zerojax.checkpoint import (
     zarr_files,
 )
 from zerojax.checkpoint.manifest import digest, digest_line, read_manifest, write_manifest
-from zerojax.checkpoint.quiet import QuietLoops, is_of_another, quiet_writes
 from zerojax.checkpoint.records import Manifest
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.state_leaves import state_leaves
@@ -579,60 +574,3 @@ def test_a_damaged_file_of_safetensors_is_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(ValueError, match=r"index.json is no index of safetensors"):
         import_params(tmp_path, {"w": jnp.ones(3)})
-
-
-FAILS = """
-import resource, signal, sys
-import jax, jax.numpy as jnp, optax
-from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer
-
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit is then an error
-params = {f"w{i}": jnp.ones((256, 1000)) for i in range(6)}
-state = zero_shard(optax.adam(1e-2), stage=3).create(params)
-checkpoints = Checkpointer(sys.argv[1])
-resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-try:
-    checkpoints.save(state)
-    checkpoints.wait()
-except RuntimeError as error:
-    print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.parametrize(("path", "is_dropped"), [("run/.tmp-step_00000000-0bbf/arrays/w", True), ("mine/w", False)])
-def test_a_write_that_nobody_awaits_any_more_is_not_logged(path, is_dropped):
-    error = ValueError(f'OUT_OF_RANGE: Error writing local file "{path}"')
-    record = logging.LogRecord(
-        "asyncio", logging.ERROR, "base_events.py", 1, "never retrieved", (), (None, error, None)
-    )
-    assert is_of_another(record) is not is_dropped
-
-
-@pytest.mark.slow
-def test_a_failed_save_says_so_once(tmp_path):
-    """All that is printed is the caller's: tracebacks of the threads that wrote are not."""
-    call = [sys.executable, "-c", FAILS, str(tmp_path / "run")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(call, capture_output=True, text=True, check=True, timeout=120, env=environment)
-    assert re.match(r"CheckpointError Saving step 0 to .* failed: .*too large", done.stdout, re.IGNORECASE)
-    assert not re.search("Traceback|Error|error:", done.stderr), done.stderr[:2000]
-
-
-def test_what_others_log_is_logged(caplog):
-    quiet_writes()
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).error("of another thread, in %s", "/data/.tmp-step_00000001-0")
-    assert len(caplog.records) == 2
-    hook, told = sys.unraisablehook, []
-    sys.unraisablehook = told.append
-    try:
-        for _ in range(3):  # a failed save leaves its hook, and the next takes its place
-            loops = QuietLoops()
-        for text in ("Event loop is closed", "mine"):
-            sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text)))
-        assert [str(one.exc_value) for one in told] == ["mine"]
-        loops.end()
-        assert sys.unraisablehook == told.append
-    finally:
-        sys.unraisablehook = hook

@@ -224,7 +224,7 @@ def test_reports_and_plans():
     tx, auto = sharded(mesh), sharded(mesh_of(8))
     with jax.set_mesh(mesh):
         state = tx.create(params())
-        assert zerojax.check(tx, loss_fn, state.params, batch()).ok
+        assert zerojax.check(tx.train_step(loss_fn), state, batch()).ok
         bytes_here = zerojax.report(state).total
         estimated = zerojax.estimate(params(), tx=ADAM)
         lowered = tx.train_step(loss_fn).lower(tx.create(jax.eval_shape(params)), batch())

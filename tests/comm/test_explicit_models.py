@@ -176,5 +176,5 @@ def test_checked_and_compared():
     params, batch = model.params(scanned=False), model.batch()
     with jax.set_mesh(mesh):
         tx = zero(mesh, 3)
-        assert zerojax.check(tx, model.loss, tx.shard(params), batch).flops_formula > 0
+        assert zerojax.check(tx.train_step(model.loss), tx.create(params), batch).flops_formula > 0
         assert zerojax.compare(tx, model.loss, params, batch, stages=3).ok

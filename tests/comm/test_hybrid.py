@@ -198,7 +198,8 @@ def test_parameters_are_sharded_within_a_host_and_all_else_over_all_devices():
 @pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
 def test_only_shards_of_gradients_cross_hosts(view):
     tx = zero(view=view)
-    compiled = tx.train_step(awkward_loss).lower(tx.create(awkward_params()), awkward_batches(1)[0]).compile()
+    made = tx.train_step(awkward_loss), tx.create(awkward_params()), awkward_batches(1)[0]
+    compiled = made[0].lower(*made[1:]).compile()
     moved = collectives(compiled)
     assert {c.group for c in moved.of("all-gather", "reduce-scatter")} == {(0, 1, 2, 3)}
     across = sum(c.elements for c in moved.of("all-reduce") if c.group == (0, 4))
@@ -206,14 +207,15 @@ def test_only_shards_of_gradients_cross_hosts(view):
     assert 0 < across <= scattered / 4
     # the loss, and what is persistent
     assert sum(c.elements for c in moved.of("all-reduce") if c.group_size == 8) <= 20
-    assert view == "device" or check(tx, awkward_loss, awkward_params(), awkward_batches(1)[0]).ok
+    assert view == "device" or check(*made).ok
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
 def test_a_quarter_is_reduce_scattered_across_hosts_and_a_quarter_gathered(view):
     tx = zero(way="params", view=view)
-    compiled = tx.train_step(awkward_loss).lower(tx.create(awkward_params()), awkward_batches(1)[0]).compile()
+    made = tx.train_step(awkward_loss), tx.create(awkward_params()), awkward_batches(1)[0]
+    compiled = made[0].lower(*made[1:]).compile()
     moved = collectives(compiled)
     inside, across, everywhere = (0, 1, 2, 3), (0, 4), tuple(range(8))
     count = lambda kind, group: sum(c.elements for c in moved.of(kind) if tuple(sorted(c.group)) == group)
@@ -222,7 +224,7 @@ def test_a_quarter_is_reduce_scattered_across_hosts_and_a_quarter_gathered(view)
     assert count("reduce-scatter", everywhere) + count("all-gather", everywhere) <= 40  # what is persistent
     assert {tuple(sorted(c.group)) for c in moved.of("all-gather", "reduce-scatter")} == {inside, across, everywhere}
     assert count("all-reduce", across) == 0
-    assert view == "device" or check(tx, awkward_loss, awkward_params(), awkward_batches(1)[0]).ok
+    assert view == "device" or check(*made).ok
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,9 @@ def test_check_finds_a_bare_kernel(mesh):
     tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh, view="global")
     kernel = jax.custom_vjp(losses.kernel(jnp.sin))
     kernel.defvjp(lambda x: (kernel(x), x), lambda x, g: (g * jnp.cos(x),))
+    step, state = tx.train_step(lambda w, x: jnp.mean((kernel(x) @ w) ** 2)), tx.create(jnp.zeros((256, 256)))
     with pytest.warns(UserWarning, match="runs all rows"):
-        found = check(tx, lambda w, x: jnp.mean((kernel(x) @ w) ** 2), jnp.zeros((256, 256)), jnp.zeros((64, 4, 256)))
+        found = check(step, state, jnp.zeros((64, 4, 256)))
     assert any("runs all rows of the batch on every device" in finding for finding in found.findings)
 
 

@@ -238,7 +238,7 @@ def test_bytes_are_those_of_the_formula():
     total = lambda kind: sum(c.times_if_once * c.bytes for c in moved if c.kind == kind and c.dtype == "u8")
     assert total("all-gather") == 2 * LAYERS * 2 * 8 * gathered
     assert total("all-to-all") == LAYERS * 2 * (8 + 2) * reduced  # over "gpu" all rows, over "host" what is left
-    found = check(tx, loss, params(), BATCH)
+    found = check(tx.train_step(loss), tx.create(params()), BATCH)
     assert found.ok, found
     assert found.reduced == pytest.approx(found.reduced_formula, rel=0.02)
     once = WIDTH * WIDTH  # the embedding's gradient does not read it

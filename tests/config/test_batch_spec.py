@@ -159,7 +159,7 @@ def test_it_is_planned_and_checked_for_absent_gpus():
     found = plan(step, state, batch, topology="h200:16")
     leaves = {"x": 12 * 8 * 4 / 2, "real": 12 / 2, "weight": 4}  # bytes a row on a device
     assert dict(found.memory)["batch"] == 2 * sum(leaves.values())
-    peak = lambda tx: check(tx, loss, PARAMS, batch, topology="h200:16").peak
+    peak = lambda tx: check(tx.train_step(loss), tx.create(PARAMS), batch, topology="h200:16").peak
     assert peak(tx) < peak(zero(batch_spec=None))
     with pytest.raises(ValueError, match="batch_spec"):
         plan.fit(tx, loss, PARAMS, BATCH)

@@ -49,20 +49,14 @@ def traced(loss, params, stage=3, **options):
 
 
 @pytest.mark.parametrize(
-    ("loss", "params", "why"),
-    [
-        (shared, {"w": W}, None),
-        (before, {"w": W}, "a value of it is needed before its other uses"),
-        (together, {"w": W, "v": W}, "an equation reads several parameters whole"),
-        (looped, {"w": jnp.stack([W, W])}, "a loop gathers one layer at a time"),
-    ],
+    ("loss", "params"),
+    [(shared, {"w": W}), (before, {"w": W}), (together, {"w": W, "v": W}), (looped, {"w": jnp.stack([W, W])})],
     ids=["shared", "before", "together", "looped"],
 )
-def test_a_separate_gather_is_named_with_its_reason(loss, params, why):
+def test_a_separate_gather_is_named(loss, params):
     found = traced(loss, params).decided
-    assert list(found.separate) == ([] if why is None else [why])
-    if why is not None:
-        assert all("['w']" in leaf and "test_decided.py" in leaf for leaf in found.separate[why])
+    assert len(found.separate) == (loss is not shared)
+    assert all("['w']" in leaf and "test_decided.py" in leaf for leaf in found.separate)
 
 
 def test_the_lines_count_the_equations_of_each_rule():
@@ -73,7 +67,7 @@ def test_the_lines_count_the_equations_of_each_rule():
     assert others == []
 
 
-def test_a_line_names_three_parameters_per_reason():
+def test_a_line_names_three_parameters():
     layers = {f"w{i}": W for i in range(5)}
 
     def loss(params, x):
@@ -82,7 +76,7 @@ def test_a_line_names_three_parameters_per_reason():
         return jnp.sum(x)
 
     line = traced(loss, layers).decided.in_words()[-1]
-    assert line.startswith("separate gathers   5, as a value of it is needed before its other uses: ['w0']")
+    assert line.startswith("separate gathers   5: ['w0']")
     assert line.endswith(", ...")
 
 
@@ -90,7 +84,7 @@ def test_a_line_names_three_parameters_per_reason():
 def test_stages_that_replicate_parameters_say_what_runs_on_shards(stage):
     found = traced(shared, {"w": W}, stage).decided
     assert list(found.rules) == ["reduction"]
-    assert found.separate == {}
+    assert found.separate == ()
 
 
 @pytest.mark.slow
@@ -98,8 +92,6 @@ def test_check_and_report_print_the_lines():
     tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), persist_below=0)
     lines = traced(before, {"w": W}).decided.in_words()
     assert len(lines) == 3
-    checked = zerojax.check(tx, before, {"w": W}, X)
-    assert all(f"\n  {line}\n" in str(checked) for line in lines)
     step, state = tx.train_step(before), tx.create({"w": W})
     assert zerojax.report(state, step).engine == ""  # nothing is traced yet
     state, _ = step(state, X)

@@ -11,7 +11,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import check, collectives, zero_shard
 from zerojax.compat import keeps_barriers
 from zerojax.inspect.pieces import operations
-from zerojax.layout.tree import layout_of
 from zerojax.planning.check import check_program
 from zerojax.planning.contract import Checked
 from zerojax.train.batch import place_batch
@@ -75,10 +74,10 @@ def test_a_program_has_findings_if_and_only_if_it_moves_more_than_device_view(na
         return collectives(compiled).moved(unknown_once=True).sent
 
     tx, device = zero(mesh, stage), zero(mesh, stage, view="device")
-    found = check(tx, loss, params, batch)
+    found = check(tx.train_step(loss), tx.create(params), batch)
     assert found.ok == (sent(tx) < 1.05 * sent(device)), found
     assert found.ok or ("test_check_activations.py:" in str(found) and 'view="device"' in str(found))
-    assert name == "row-major" or check(device, loss, params, batch).ok
+    assert name == "row-major" or check(device.train_step(loss), device.create(params), batch).ok
 
 
 def one_layer(p, x, change=lambda x: x):
@@ -98,13 +97,13 @@ MOVED = {
 
 @pytest.mark.parametrize("kind", MOVED)
 def test_what_the_compiler_moves_is_named_by_kind_and_line_unless_plain_jit_moves_it(kind, mesh):
-    tx, params, moving = zero(mesh, 2), LAYERS[:1], lambda p, x: one_layer(p, x, MOVED[kind](mesh))
-    compiled = jax.jit(tx.value_and_grad(moving)).lower(tx.shard(params), BATCH).compile()
+    tx, moving = zero(mesh, 2), lambda p, x: one_layer(p, x, MOVED[kind](mesh))
+    state = tx.create(LAYERS[:1])
+    compiled = tx.train_step(moving).lower(state, BATCH).compile()
 
     def held_against(loss):
         rows = place_batch(tx.config, BATCH)
-        checked = Checked(tx.config, layout_of(tx.config, params), Loss(loss), rows, ())
-        return check_program(compiled, checked)
+        return check_program(compiled, Checked(tx.config, state.plan, Loss(loss), rows, ()))
 
     still, beyond = held_against(one_layer), held_against(moving)
     assert still.activations_formula == 0 < still.activations
@@ -117,7 +116,8 @@ def test_a_sum_over_rows_that_were_lost_is_named(mesh):
     """Some of the rows, in an order that the batch chooses: the devices divide no dim that is summed."""
     reordered = lambda p, batch: one_layer(p, jnp.take(batch[0], jnp.argsort(batch[1])[3:], axis=0))
     batch = BATCH, jax.ShapeDtypeStruct((ROWS,), jnp.int32)
-    found = str(check(zero(mesh, 2), reordered, LAYERS[:1], batch))
+    tx = zero(mesh, 2)
+    found = str(check(tx.train_step(reordered), tx.create(LAYERS[:1]), batch))
     assert "all-reduced by the compiler" in found
 
 
@@ -129,11 +129,12 @@ def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
     def stacked(p, ids):
         return lax.scan(lambda total, one: (total + (one[0][one[1]] ** 2).mean(), None), 0.0, (p, ids.T))[0]
 
-    found = check(zero(mesh, 3), apart, dict.fromkeys(names, shape(4096, 8)), rows)
+    tx = zero(mesh, 3)
+    found = check(tx.train_step(apart), tx.create(dict.fromkeys(names, shape(4096, 8))), rows)
     gathered = "6 parameters are gathered at the same time, 0.8 MiB. One use and its prefetch need 0.2"
     assert found.ok == (found.peak < 0.7 * 2**20), found
     assert found.ok or gathered in str(found)
-    assert "at the same time" not in str(check(zero(mesh, 3), stacked, shape(6, 4096, 8), rows))
+    assert "at the same time" not in str(check(tx.train_step(stacked), tx.create(shape(6, 4096, 8)), rows))
 
 
 @pytest.mark.slow
@@ -170,7 +171,7 @@ def test_what_check_takes_is_said(mesh):
     tx = zero(mesh, 2)
     with pytest.raises(TypeError, match=r"needs its ZeroState, not list.*tx\.create"):
         check(tx.train_step(row_major), LAYERS, BATCH)
-    with pytest.raises(TypeError, match=r"\(tx, loss_fn, params, batch\).*there is no batch"):
+    with pytest.raises(TypeError, match=r"\(step, state, batch\).*not ZeroTransformation"):
         check(tx, row_major, LAYERS)
 
 

@@ -184,7 +184,6 @@ def test_parameters_on_disk():
     assert row.disk == 18 * elements
     assert (row.read, row.written) == ((3 * 2 + 4 + 12) * elements, (4 + 2 + 12) * elements)
     assert found.offload_seconds(3, link=25e9, disk=3e9) == pytest.approx(40 * elements / 3e9)
-    assert found.disk_bandwidth(3, seconds=10) == pytest.approx(4.0 * elements)
     twice = estimate(7.5e9, devices=8, stages=(3,), accumulate=2, offload=offload)[3]
     assert (twice.read - row.read, twice.written - row.written) == ((2 * 2 + 4) * elements, 4 * elements)
 

@@ -24,7 +24,6 @@ from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import digests, leaf_of, made_by, write_manifest
 from zerojax.checkpoint.processes import Processes
-from zerojax.checkpoint.quiet import QuietLoops, quiet_writes
 from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.soundness import require_sound
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
@@ -52,7 +51,6 @@ class Save:
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark: Lock | None = None
-        self._quiet: QuietLoops | None = None
         self._pieces: dict[str, list[packing.Piece]] = {}  # the pieces that this process writes
         # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
         self._begun = threading.Event()
@@ -64,8 +62,6 @@ class Save:
 
         If this raises an error, even `KeyboardInterrupt`, nothing is saved, and the unfinished folder is removed.
         """
-        quiet_writes()
-        self._quiet = QuietLoops()
         try:
             self._begin(state, data)
         except BaseException as error:
@@ -119,8 +115,6 @@ class Save:
             self.error = self._failed(error)
         finally:
             self._release_mark()
-            if self.error is None and self._quiet is not None:
-                self._quiet.end()
             self._done.set()
 
     def _make_folders(self, leaves: Iterable[StateLeaf]) -> None:

@@ -21,8 +21,10 @@ from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam, bytes_of
 from zerojax.layout.leaf import Leaf
 
-_IN_THE_BODY = "Do it in the loop's body, to one layer"
-_SCAN = "Scan over it (jax.lax.scan, nn.scan)"
+_REMEDY = (
+    "Scan over a stack (jax.lax.scan, nn.scan), change its layers in the loop's body, leave microbatches to "
+    "accumulate= of train_step, and change a single weight under jax.checkpoint."
+)
 
 
 class Whole(NamedTuple):
@@ -32,18 +34,15 @@ class Whole(NamedTuple):
         path: The path of the largest of these parameters, and the line that uses it.
         bytes: The bytes of all these parameters.
         layers: The number of layers in these bytes.
-        why: The reason why the parameters are not gathered one layer at a time.
-        remedy: The change of the loss that helps.
     """
 
     path: str
     bytes: int
     layers: int
-    why: str
-    remedy: str
 
     def __str__(self) -> str:
-        return f"{self.path} ({self.bytes / 2**20:,.1f} MiB): {self.why}. {self.remedy}."
+        size = f"{self.bytes / 2**20:,.1f} MiB"
+        return f"{self.path} ({size}) is gathered whole, or kept for the backward pass. {_REMEDY}"
 
 
 class WorkingSet(NamedTuple):
@@ -55,7 +54,7 @@ class WorkingSet(NamedTuple):
         stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
         layer: Bytes of the largest use. A stack that is gathered whole counts as one layer.
         repeats: For each parameter that a loop over microbatches gathers, by index, the number of iterations.
-        whole: The parameters that are gathered whole, and why.
+        whole: The parameters that are gathered whole.
         recomputed: Products of parameters alone that are computed in several places, each with its line.
     """
 
@@ -119,16 +118,13 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
             return
         path = max(segment.params, key=lambda param: param.leaf.bytes).leaf.path
         path += f" and {len(segment.params) - 1} more" * (len(segment.params) > 1)
-        yield Whole(path, bytes_of(segment.params), layers, *_why_early(segment, reader))
+        yield Whole(path, bytes_of(segment.params), layers)
         return
     for param, var in zip(segment.params, segment.jaxpr.invars, strict=False):
-        if reads := row_reads(segment.jaxpr, var):
-            yield Whole(param.leaf.path, param.leaf.bytes, var.aval.shape[0], *_why_row_by_row(reads))
-        elif isinstance(segment, BlockSegment) and (eqn := _kept(segment, param, var)) is not None:
-            why = f"{named(eqn)} makes an array of its size of more than parameters, which the backward pass keeps"
-            yield Whole(
-                param.leaf.path, jaxprs.nbytes(eqn.outvars[0]), 1, why, "Under jax.checkpoint it is computed again"
-            )
+        if _reads_rows(segment.jaxpr, var):
+            yield Whole(param.leaf.path, param.leaf.bytes, var.aval.shape[0])
+        elif isinstance(segment, BlockSegment) and (kept := _kept(segment, param, var)) is not None:
+            yield Whole(param.leaf.path, jaxprs.nbytes(kept), 1)
 
 
 def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
@@ -141,47 +137,28 @@ def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
     return loop.length if all(place >= loop.consts for place in places) else 1
 
 
-def _why_early(segment: Segment, reader: Segment | None) -> tuple[str, str]:
-    if reader is None:
-        return "the loss returns it", "The state has it: use it outside of the loss"
-    if segment.jaxpr.eqns:
-        return f"before the loop, {named(segment.jaxpr.eqns[-1])} makes another array of it", _IN_THE_BODY
-    if segment.params[0].leaf.dim == 0:
-        return "it is sharded over its layers, since the devices divide no other dim", "Make another dim divisible"
-    return "the loop carries it", "Scan over it, or close over it"
+def _reads_rows(jaxpr: Any, var: Any, *, in_loop: bool = False) -> bool:
+    """Return whether loops read an argument only row by row: as slices of one row, or by a scan in another loop."""
+    uses = jaxprs.uses_of(jaxpr)[0].get(var, ())
+    is_result = var in jaxprs.variables_in(jaxpr.outvars)
+    return bool(uses) and not is_result and all(_reads_row(eqn, place, in_loop) for eqn, place in uses)
 
 
-def _why_row_by_row(reads: set[str]) -> tuple[str, str]:
-    if "loop" in reads:
-        remedy = "If the outer loop is over microbatches, leave that to accumulate= of train_step"
-        return "the loop over its layers is in another loop, each iteration of which gathers it", remedy
-    return "a loop reads its layers by index", _SCAN
-
-
-def row_reads(jaxpr: Any, var: Any, *, in_loop: bool = False) -> set[str]:
-    """Return how loops read rows of an argument: `"index"` for a slice of one row, `"loop"` for a scan in another loop.
-
-    The set is empty if any equation reads the argument in another way.
-    """
-    reads = {_row_read(eqn, place, in_loop) for eqn, place in jaxprs.uses_of(jaxpr)[0].get(var, ())}
-    return set() if "" in reads or var in jaxprs.variables_in(jaxpr.outvars) else reads
-
-
-def _row_read(eqn: Any, place: int, in_loop: bool) -> str:
-    """Return how an equation reads an operand: `"index"`, `"loop"`, or `""` for anything else."""
-    name, shape = eqn.primitive.name, eqn.invars[place].aval.shape
-    if name == "dynamic_slice":
-        return "index" if in_loop and place == 0 and eqn.params["slice_sizes"][:1] == (1,) and len(shape) > 1 else ""
+def _reads_row(eqn: Any, place: int, in_loop: bool) -> bool:
+    """Return whether an equation, perhaps in a loop, reads an operand row by row. See `_reads_rows`."""
+    if eqn.primitive.name == "dynamic_slice":
+        is_matrix = len(eqn.invars[place].aval.shape) > 1
+        return in_loop and place == 0 and eqn.params["slice_sizes"][:1] == (1,) and is_matrix
     body = compat.inlined_body(eqn)
     if (loop := compat.loop_of(eqn)) is not None:
         if place >= loop.consts + loop.carry:
-            return "loop" if in_loop else ""  # The outermost loop gathers one layer at a time.
+            return in_loop  # The outermost loop gathers one layer at a time.
         body, in_loop = compat.opened(loop.body)[0] if place < loop.consts else None, True
-    return "" if body is None else max(row_reads(body, body.invars[place], in_loop=in_loop), default="")
+    return body is not None and _reads_rows(body, body.invars[place], in_loop=in_loop)
 
 
 def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
-    """Return the equation, if any, that changes a parameter elementwise and whose result is kept like an activation."""
+    """Return the result, if any, of an elementwise change of a parameter that is kept like an activation."""
     if len(param.leaf.shape) < 2:
         return None
     params = set(segment.jaxpr.invars[: len(segment.params)])
@@ -190,7 +167,7 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
         if params.issuperset(reads):
             params.update(eqn.outvars)
         elif var in reads and eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0] in segment.results:
-            return eqn
+            return eqn.outvars[0]
     return None
 
 

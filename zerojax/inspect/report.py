@@ -6,26 +6,23 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from zerojax.inspect.planned import planned
-from zerojax.inspect.report_tree import Node, Row, as_rich, as_text, build_tree
+from zerojax.inspect.report_tree import Node, Row, as_text, build_tree
 from zerojax.layout.chunked import Chunked
 from zerojax.layout.padded import Padded
 from zerojax.placement.misplaced import Misplaced, misplaced
 from zerojax.placement.storage import is_stored_node
 from zerojax.placement.unusable import unusable_named
 
-if TYPE_CHECKING:
-    from rich.tree import Tree
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Bytes per device of a state. `print` shows a tree of parts and modules, and `rich.print` adds colours.
+    """Bytes per device of a state. `print` shows a tree of parts and modules.
 
     Attributes:
         bytes: For each part, the bytes on the device that holds the most bytes of this part.
@@ -79,17 +76,10 @@ class Report:
 
     def __str__(self) -> str:
         """Return totals, notes, and a line per part, module and leaf. Equal modules share a line."""
-        return f"{self._head}\n\n{as_text(self.tree)}"
+        head = self.title, self.padding, self.warning, self.groups, self.matrices, self.engine, *self.compiled
+        return "\n".join([*filter(None, head), "", as_text(self.tree)])
 
     __repr__ = __str__
-
-    def __rich__(self) -> Tree:
-        return as_rich(self._head, self.tree)
-
-    @property
-    def _head(self) -> str:
-        found = self.title, self.padding, self.warning, self.groups, self.matrices, self.engine, *self.compiled
-        return "\n".join(filter(None, found))
 
     @property
     def padding(self) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import jax
-    from rich.tree import Tree
 
 PLACES = ("device", "host", "disk")
 OFFLOADED = {"host": "host memory", "disk": "files"}
@@ -172,21 +171,3 @@ def size_text(line: Line, place: str) -> str:
     if not size and (place != "device" or line.node.host or line.node.disk):
         return ""
     return f"{line.count} x {size:,d}" if line.count > 1 else f"{size:,d}"
-
-
-def as_rich(title: str, node: Node) -> Tree:
-    """Return the tree for rich's consoles."""
-    from rich.text import Text
-    from rich.tree import Tree
-
-    branches = [Tree(Text(title))]
-    for line in lines(node):
-        del branches[line.depth + 1 :]
-        text = Text(line.label, style="bold" if line.node.children else "")
-        for place in PLACES:
-            if size := size_text(line, place):
-                text.append(f"  {size} bytes" + (f" in {OFFLOADED[place]}" if place in OFFLOADED else ""), "cyan")
-        if line.node.text:
-            text.append(f"  {line.node.text}", "dim")
-        branches.append(branches[line.depth].add(text))
-    return branches[0]

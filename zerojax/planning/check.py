@@ -1,4 +1,4 @@
-"""Check whether a compiled gradient or step keeps its stage's contract on memory, communication and FLOPs.
+"""Check whether a compiled step keeps its stage's contract on memory, communication and FLOPs.
 
 The most common failure in JAX is a "stage 3" that silently keeps gathered parameters, or gathers all parameters at
 once. The next is a program in which the compiler moves activations between devices. `check` compares the compiled
@@ -7,10 +7,9 @@ program with a contract that follows only from the model. Each excess is a findi
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
-import jax
 import numpy as np
 
 from zerojax import compat
@@ -24,8 +23,6 @@ from zerojax.inspect.memory import held_at_once, memory_analysis
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.pieces import Piece, pieces
 from zerojax.inspect.roofline import kernels, product_flops
-from zerojax.layout.tree import layout_of
-from zerojax.placement.storage import padded_forms
 from zerojax.planning.absent_program import check_state, state_shapes
 from zerojax.planning.contract import Checked, WithMutable, contract_of
 from zerojax.planning.findings import (
@@ -41,21 +38,17 @@ from zerojax.planning.findings import (
     volume_findings,
 )
 from zerojax.planning.named_meshes import MovedMeshes, in_force
-from zerojax.planning.shapes import abstract, logical_shapes, shape_of
+from zerojax.planning.shapes import abstract
 from zerojax.train.arguments import packed
 from zerojax.train.batch import place_batch
-from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
-from zerojax.train.tree_api import value_and_grad_tree
 from zerojax.zero import ZeroTransformation
-
-ABSENT: Any = object()
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A compiled gradient, or a whole step, compared with the contract of its stage.
+    """A compiled step, compared with the contract of its stage.
 
     Attributes:
         stage: ZeRO stage.
@@ -63,7 +56,7 @@ class Check:
         peak: Peak bytes per device: the sum of arguments, results and temporary memory.
         floor: Bytes per device that the contract allows: arguments, results, the temporary memory of plain jit with
             replicated parameters, and three times the largest layer of the model (a layer in use, a prefetched layer,
-            and gradients). For a step, also its gradients, and the update's memory if this exceeds the activations.
+            and gradients), the gradients, and the update's memory if this exceeds the activations.
         gathered: Elements of parameters that are all-gathered, counted in full tensors.
         gathered_formula: The most elements that the stage may gather.
         reduced: Elements of gradients that are reduce-scattered or all-reduced, counted in full tensors.
@@ -71,8 +64,8 @@ class Check:
         activations: Bytes of everything else that the loss moves along the data axes: activations that are gathered,
             summed, exchanged or shifted.
         activations_formula: Bytes of activations that plain jit moves with replicated parameters.
-        update: For a step, bytes that the compiler moves for the optimizer's update, without the exchanges between
-            owners of matrices. None for a gradient.
+        update: Bytes that the compiler moves for the optimizer's update, without the exchanges between owners of
+            matrices.
         flops: FLOPs of a device's matrix products, by the type of the operands.
         flops_formula: FLOPs of plain jit's matrix products, of all types.
         hidden: Share of the collectives' bytes that overlap with matrix products. None on CPU, where nothing overlaps.
@@ -91,7 +84,7 @@ class Check:
     reduced_formula: int
     activations: int
     activations_formula: int
-    update: int | None
+    update: int
     flops: dict[str, int]
     flops_formula: int
     hidden: float | None
@@ -119,7 +112,7 @@ class Check:
             row("gathered, elements", count(self.gathered), count(self.gathered_formula)),
             row("reduced, elements", count(self.reduced), count(self.reduced_formula)),
             row("activations, MiB", mib(self.activations), mib(self.activations_formula)),
-            *([] if self.update is None else [row("update moves, MiB", mib(self.update), "")]),
+            row("update moves, MiB", mib(self.update), ""),
             row("products, MFLOP", mflop(flops), mflop(self.flops_formula))
             + "   "
             + ", ".join(f"{kind} {flops / 1e6:,.1f}" for kind, flops in self.flops.items()),
@@ -130,104 +123,50 @@ class Check:
         return "\n".join(line.rstrip() for line in lines)
 
 
-@overload
-def check(
-    tx: ZeroTransformation,
-    loss_fn: Callable,
-    params: Any,
-    batch: Any,
-    *args: Any,
-    topology: str | None = None,
-    has_aux: bool = False,
-    weighted: bool = False,
-) -> Check: ...
-
-
-@overload
-def check(tx: Step, loss_fn: ZeroState, params: Any, *args: Any, topology: str | None = None) -> Check: ...
-
-
 @auto_context()
-def check(
-    tx: Any,
-    loss_fn: Any,
-    params: Any,
-    batch: Any = ABSENT,
-    *args: Any,
-    topology: str | None = None,
-    has_aux: bool = False,
-    weighted: bool = False,
-) -> Check:
-    """Compile the gradient of a loss, or a whole training step, and compare it with the contract of its stage.
+def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | None = None) -> Check:
+    """Compile a training step, and compare it with the contract of its stage.
 
-    `check(tx, loss_fn, params, batch, *args)` checks the gradient. `check(step, state, batch, *args)`, with a step of
-    `tx.train_step`, checks the whole step: microbatches, the optimizer's update, and the gathers after the update. With
-    offloaded state, it checks the program up to the gradients.
+    The contract includes microbatches, the optimizer's update, and the gathers after the update. With offloaded state,
+    the program up to the gradients is checked. Nothing is run.
 
-    Nothing is run. The printed result has a table of the program's figures and of the contract's figures. Each finding
-    says which leaves and lines of the model cause the excess, why, and what to change.
+    The printed result has a table of the program's figures and of the contract's figures. Each finding says which
+    leaves and lines of the model cause the excess, why, and what to change.
 
     Args:
-        tx: A transformation of `zero_shard`, or a step of `train_step`.
-        loss_fn: As for `value_and_grad`. For a step: its `ZeroState`; shapes are enough.
-        params: Parameters in any form; shapes are enough. For a step: the batch.
-        batch: The global batch; shapes are enough. For a step: the first of its further arguments, if any.
+        step: A step of `tx.train_step`.
+        state: Its state; shapes are enough.
+        batch: The global batch; shapes are enough.
         *args: Further arguments of the loss.
         topology: GPUs to compile for, such as `"h200:8"` or `"h100:8x8"`, which this machine need not have. This needs
-            the extra `aot`. Default: the devices in the mesh of `tx`.
-        has_aux: As for `value_and_grad`. For a step, give it to `train_step` instead.
-        weighted: As for `value_and_grad`. For a step, give it to `train_step` instead.
+            the extra `aot`. Default: the devices in the mesh of the step.
 
     Returns:
         A `Check`. Its `ok` says whether the program keeps the contract.
 
     Raises:
-        TypeError: If a step is not given a `ZeroState`, `tx` is neither a transformation of `zero_shard` nor a step, or
-            the parameters are on disk.
+        TypeError: If `step` is not a step, `state` is not a `ZeroState`, or the parameters are on disk.
         ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names mesh axes. Plain
             jit, with which the loss is compared, has no axes.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
-    if getattr(getattr(tx, "config", None), "params_on_disk", False):
+    if not isinstance(step, Step):
+        raise TypeError(f"check takes (step, state, batch), with a step of tx.train_step, not {type(step).__name__}.")
+    if step.config.params_on_disk:
         raise TypeError(
             'check compiles one program, and with Offload(params="disk") a step is many programs. zerojax.plan '
             "compiles each of them and adds up their figures. Or check the same loss with parameters in memory."
         )
-    if isinstance(tx, Step):
-        rest = args if batch is ABSENT else (batch, *args)
-        return check_step(tx, loss_fn, params, rest, topology)
-    if not isinstance(tx, ZeroTransformation) or batch is ABSENT:
-        raise TypeError(
-            f"check takes (tx, loss_fn, params, batch) with tx from zero_shard, or (step, state, batch) with a step of "
-            f"tx.train_step. The first argument is a {type(tx).__name__}{' and there is no batch' * (batch is ABSENT)}."
-        )
-    shapes = to_auto(logical_shapes(params, keep_shardings=topology is None))
-    config = on_topology(tx.config, topology)
-    stored = ZeroTransformation.of(config).shard(shapes)
-    loss = Loss(loss_fn, has_aux, weighted)
-    rows = place_batch(config, jax.tree.map(shape_of, batch))
-    layout, forms, given = layout_of(config, shapes), padded_forms(stored), packed(args)
-
-    def gradient(params, batch, *args):
-        return value_and_grad_tree(config, loss, params, None, batch, *args, layout=layout, forms=forms)
-
-    with on_devices(tx.config, config):
-        compiled = jax.jit(gradient).lower(stored, rows, *given).compile()
-        return check_program(compiled, Checked(config, layout, loss, to_auto(rows), to_auto(with_types(given))))
-
-
-def check_step(step: Step, state: ZeroState, batch: Any, args: tuple, topology: str | None) -> Check:
-    """Check a training step, as `check` does."""
     check_state(state)
     config, accumulate = on_topology(step.config, topology), step.options.accumulate
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
     with on_devices(step.config, config):
         compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
-        loss, plan = moved.program.loss, shapes.plan
+        loss = moved.program.loss
         if loss.mutable:
             loss, given = WithMutable(loss), (abstract(shapes.mutable), *given)
-        return check_program(compiled, Checked(config, plan.layout, loss, rows, abstract(given), accumulate, plan))
+        return check_program(compiled, Checked(config, shapes.plan, loss, rows, abstract(given), accumulate))
 
 
 def on_topology(config: Config, topology: str | None) -> Config:
@@ -243,8 +182,8 @@ def on_devices(given: Config, moved: Config) -> contextlib.AbstractContextManage
 
 
 def check_program(compiled: Any, checked: Checked) -> Check:
-    """Compare a compiled gradient or step with the contract of its stage."""
-    config, layout = checked.config, checked.layout
+    """Compare a compiled step with the contract of its stage."""
+    config, layout = checked.config, checked.plan.layout
     memory, contract = memory_analysis(compiled), contract_of(checked)
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak, floor = resident + memory.temp_size_in_bytes, resident + contract.temporary
@@ -284,7 +223,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
         reduced_formula=contract.reduced,
         activations=moved.bytes,
         activations_formula=contract.times * plain.bytes,
-        update=None if checked.plan is None else moved.of_update,
+        update=moved.of_update,
         flops=flops,
         flops_formula=contract.flops,
         hidden=None if on_cpu else hiding.hidden_share,

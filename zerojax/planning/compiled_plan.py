@@ -70,9 +70,8 @@ class Plan:
         transfers: The least seconds per step of the host link, and of the disk if its bandwidth was given. Empty unless
             parameters are on disk.
         update: The seconds per step after the gradients, in which offloaded state is copied to the device, updated and
-            copied back. They come from a model of a GPU's queues (docs/plan.md), at the rate of `host_link=` in each
-            direction, and of `disk=` if it is given. 0 if all state stays on the device, with parameters on disk, or if
-            the host updates the state.
+            copied back: its bytes at the rate of `host_link=` in each direction, and of `disk=` if it is given. 0 if
+            all state stays on the device, with parameters on disk, or if the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function, and with

@@ -1,4 +1,4 @@
-"""Compute the contract of a stage, which limits the memory, communication and FLOPs of a gradient or step.
+"""Compute the contract of a stage, which limits the memory, communication and FLOPs of a step.
 
 The contract follows from the element counts of the model's layout, and from the program that plain jit compiles for
 the loss with replicated parameters. It does not depend on the program that is checked.
@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comm.encoding import Encoding
@@ -30,24 +29,22 @@ from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.shapes import rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes
 from zerojax.train.loss import Loss, Returned
-from zerojax.train.tree_api import returned_grads
 from zerojax.train.typed_loss import TypedLoss
 
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """The gradient or step that is checked.
+    """The step that is checked.
 
-    `loss` is a `Loss` or has the same method `call`. `batch` has shapes with shardings. `plan` is None for a gradient.
+    `loss` is a `Loss` or has the same method `call`. `batch` has shapes with shardings.
     """
 
     config: Config
-    layout: Layout
+    plan: ShardingPlan
     loss: Loss | Any
     batch: Any
     args: tuple
     accumulate: int = 1
-    plan: ShardingPlan | None = None
 
     @property
     def microbatch(self) -> Any:
@@ -78,7 +75,8 @@ class Contract:
 
 def contract_of(checked: Checked) -> Contract:
     """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs."""
-    config, layout, rows = checked.config, checked.layout, checked.microbatch
+    config, plan, rows = checked.config, checked.plan, checked.microbatch
+    layout = plan.layout
     try:
         plain = plain_gradient(layout, TypedLoss(config, layout, checked.loss), rows, checked.args, mesh=config.mesh)
     except NameError as error:
@@ -91,20 +89,15 @@ def contract_of(checked: Checked) -> Contract:
     temporary = memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
     plain_module = read(plain)
     flops, gathered = sum(product_flops(kernels(plain_module)).values()), gathered_elements(checked, program)
-    update = True
-    if checked.plan is not None:
-        plan, compiled = checked.plan, plain_update(checked.plan, config)
-        products = sum(product_flops(kernels(read(compiled))).values())
-        flops = checked.accumulate * flops + products
-        gathered += gathered_after_update(plan)
-        update = bool(products) and not (plan.matrices is not None and plan.matrices.owned and not plan.matrices.left)
-        of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
-        if products:  # a matrix optimizer, whose owners hold whole matrices
-            of_update += memory_analysis(compiled).temp_size_in_bytes
-        temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
-    elif config.stage < 3:  # plain jit returns full gradients, whose buffers may hold activations before
-        types = dict(zip((leaf.path for leaf in layout.params), layout.compute, strict=True))
-        temporary += sum(leaf.size * np.dtype(types[leaf.path]).itemsize for leaf in trained)
+    compiled = plain_update(plan, config)
+    products = sum(product_flops(kernels(read(compiled))).values())
+    flops = checked.accumulate * flops + products
+    gathered += gathered_after_update(plan)
+    update = bool(products) and not (plan.matrices is not None and plan.matrices.owned and not plan.matrices.left)
+    of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
+    if products:  # a matrix optimizer, whose owners hold whole matrices
+        of_update += memory_analysis(compiled).temp_size_in_bytes
+    temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
     reduced, replicated = reduced_elements(checked, program)
     count, loops = rows_of(rows), {1, *program.repeats.values()}
     return Contract(
@@ -138,8 +131,8 @@ def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
     """Return how many elements of parameters the forward and backward passes gather."""
-    sizes, passes = sizes_of(checked.layout, program), 2 if checked.config.reshard_after_forward else 1
-    sharded = [leaf for leaf in checked.layout.params if is_float(leaf) and leaf.dim is not None]
+    sizes, passes = sizes_of(checked.plan.layout, program), 2 if checked.config.reshard_after_forward else 1
+    sharded = [leaf for leaf in checked.plan.layout.params if is_float(leaf) and leaf.dim is not None]
     return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded)
 
 
@@ -159,13 +152,11 @@ def gathered_after_update(plan: ShardingPlan) -> int:
 
 def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
     """Return how many gradient elements are reduced, and how many of them belong to gradients that stay replicated."""
-    config, sizes = checked.config, sizes_of(checked.layout, program)
-    trained = checked.layout.trained_only()
-    grads = trained.grads if checked.plan is None else checked.plan.grads
-    kept = grads if checked.plan is not None else returned_grads(config, trained, [True] * len(trained.params))
+    config, sizes = checked.config, sizes_of(checked.plan.layout, program)
+    trained = checked.plan.layout.trained_only()
     each = 1 if config.stage < 2 else checked.accumulate
     total = replicated = 0
-    for param, grad, result in zip(trained.params, grads, kept, strict=True):
+    for param, grad in zip(trained.params, checked.plan.grads, strict=True):
         if not is_float(param) or set(config.data.batch) <= set(axes_of(param.others)):
             continue  # The gradient of experts on all data axes is not reduced.
         leaf = grad if param.dim is None else param
@@ -174,7 +165,7 @@ def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
         again = leaf.kind != "replicated" and not over <= set(leaf.axes)
         hops = each * _hops(config, leaf) + again * each / leaf.shards
         total += int(sizes[param.path] * hops)
-        replicated += sizes[param.path] * each if result.kind == "replicated" else 0
+        replicated += sizes[param.path] * each if grad.kind == "replicated" else 0
     return total, replicated
 
 

@@ -90,15 +90,6 @@ class Estimate:
         """
         return max(self[stage].transfer_seconds(link=link, disk=disk).values())
 
-    def disk_bandwidth(self, stage: int, *, seconds: float) -> float:
-        """Return the least disk bandwidth at which the disk does not slow a step down, in bytes per second per device.
-
-        Args:
-            stage: ZeRO stage.
-            seconds: The time of the step without disk traffic: the longer of the times of compute and of the link.
-        """
-        return (self[stage].read + self[stage].written) / seconds
-
     def __str__(self) -> str:
         """Return a table with stages in rows and parts in columns."""
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]

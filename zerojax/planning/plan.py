@@ -19,9 +19,9 @@ from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.largest_batch import largest_that_fits
 from zerojax.planning.options import FitOptions, HardwareOptions, split_options
-from zerojax.planning.queue_model import Rates, simulated_seconds
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.streaming.stores import chunk_bytes, kept_on_device
+from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
 from zerojax.units import format_bytes, format_seconds
@@ -216,22 +216,30 @@ def candidate_config(config: Config, space: SearchSpace, candidate: Candidate) -
 
 
 def update_seconds(program: AbsentProgram, topology: str, given: Hardware) -> float:
-    """Return the seconds in which a step updates offloaded state after its gradients. 0 without such state."""
+    """Return the seconds in which a step updates offloaded state after its gradients. 0 without such state.
+
+    State crosses the link in both directions at once, and the updates of its chunks take a few percent of that time.
+    Chunks that stay on the device are read and written there.
+    """
     if program.update is None:
         return 0.0
-    link = given.to_host(topology)
-    # In the order of the step, nothing crosses the link during the passes, so their time does not matter here.
-    streamed = simulated_seconds(program.update, 0.0, Rates(link, link, given.achievable(topology).bandwidth))
+    sizes, kept = offloaded_chunks(program.update)
+    streamed = (sum(sizes) - kept) / given.to_host(topology) + 2 * kept / given.achievable(topology).bandwidth
     return max(streamed, (program.facts.read + program.facts.written) / given.disk if given.disk else 0.0)
+
+
+def offloaded_chunks(update: StreamedUpdate) -> tuple[list[int], int]:
+    """Return the bytes per device of each chunk of offloaded state, and of all chunks that stay on the device."""
+    plan, groups = update.plan, update.partition.groups
+    sizes = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
+    return sizes, sum(kept_on_device(update.config, plan).values())
 
 
 def room_note(program: AbsentProgram, peak: int, topology: str, given: Hardware) -> tuple[str, ...]:
     """Return a note that says how much offloaded state the device could keep, and what that saves."""
     if program.update is None or (offload := program.update.config.offload) is None or offload.optimizer != "host":
         return ()
-    plan, groups = program.update.plan, program.update.partition.groups
-    kept = sum(kept_on_device(program.update.config, plan).values())
-    sizes = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
+    sizes, kept = offloaded_chunks(program.update)
     # The chunks in flight need memory, too, although activations are free when they do.
     room = int(given.usable(given.device(topology))) - peak - IN_FLIGHT * max(sizes)
     if (more := min(room, sum(sizes) - kept)) < min(sizes):
