@@ -36,7 +36,6 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 
 
 def print_version(asked: bool) -> None:
-    """Print the version and exit, if the option is given."""
     if asked:
         from zerojax.version import version
 
@@ -278,7 +277,6 @@ def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raise an error, before any work is done, if the folder of a file to write does not exist."""
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first.")
 
@@ -312,7 +310,6 @@ def errors_in_one_line(as_json: bool, *, on_cpu: bool = True) -> Iterator[None]:
 
 
 def print_error(text: str, *, as_json: bool) -> None:
-    """Print an error to standard error and, if JSON is wanted, as `{"error": ...}` to standard output."""
     print(f"zerojax: {text}", file=sys.stderr)
     if as_json:
         print_result({"error": text}, as_json=True)

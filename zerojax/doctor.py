@@ -65,7 +65,6 @@ def examine(path: Path) -> Iterator[Finding]:
 
 
 def version_of(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -93,7 +92,6 @@ def run_check(name: str, check: Callable[[], str | tuple[str, dict[str, Any]]]) 
 
 
 def bandwidths() -> tuple[str, dict[str, Any]]:
-    """Measure the bandwidths of the link between host and device, and of host memory."""
     speed = measure(resolve_mesh(None, ("data",)), ("data",))
     text = (
         f"{format_bytes(speed.link)}/s each way per device, {format_bytes(speed.host)}/s of host memory per device "
@@ -172,7 +170,6 @@ def host_compute() -> str:
 
 
 def offloaded_activations() -> str:
-    """Check that this backend and jaxlib can offload activations."""
     remat_policy("any_name")
     return "supported here"
 

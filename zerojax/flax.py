@@ -239,7 +239,6 @@ class ModuleLoss:
 
 
 def is_node(x: Any) -> bool:
-    """Return whether a value is an NNX object (a module or a variable), which NNX updates in place."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 
@@ -254,7 +253,6 @@ def refuse_nodes(keywords: Mapping) -> None:
 
 
 def joined(nodes: Any, arrays: Any) -> Any:
-    """Join the NNX objects and the arrays of one argument. Each tree has None where the other tree has a leaf."""
     return jax.tree.map(
         lambda node, x: x if node is None else node, nodes, arrays, is_leaf=lambda x: x is None or is_node(x)
     )

@@ -327,7 +327,6 @@ def notebook_figure() -> type[Figure]:
 
 
 def device_colors(count: int) -> list:
-    """Return a different color for each device."""
     import matplotlib
 
     return [matplotlib.colormaps["turbo"](0.08 + 0.84 * i / max(count - 1, 1)) for i in range(count)]

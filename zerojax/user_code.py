@@ -80,7 +80,6 @@ def running(path: Path) -> Iterator[None]:
 
 
 def split_reference(text: str) -> tuple[Path, str]:
-    """Return the file and the name in `"train.py:make_step"`. The default name is `MAKE_STEP`."""
     match = REFERENCE.fullmatch(text)
     return (Path(match[1]), match[2]) if match else (Path(text), MAKE_STEP)
 
@@ -169,14 +168,12 @@ def load_transformation(text: str) -> optax.GradientTransformation:
 
 
 def parse_precision(text: str | None) -> Precision | None:
-    """Return the preset of `Precision` with the name `text`, or None if `text` is None."""
     if text is not None and text not in PRESETS:
         raise ValueError(f"Unknown precision {text!r}. Give one of {', '.join(PRESETS)}.")
     return None if text is None else getattr(Precision, text)()
 
 
 def parse_offload(text: str | None) -> Offload | None:
-    """Return the `Offload` for `"host"`, `"disk"`, `"host+params"` or `"disk+params"`, or None if `text` is None."""
     if text is None:
         return None
     where: Any = text.removesuffix("+params")

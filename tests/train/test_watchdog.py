@@ -40,7 +40,6 @@ def test_a_step_that_hangs_ends_the_process():
     assert done.returncode == EXIT_STATUS, done.stderr
     assert "zerojax: step 2 did not end within timeout=1 s on process 0 of 1." in done.stderr
     assert 'File "<string>", line 6 in <lambda>' in done.stderr  # the stacks of all threads
-    assert "zerojax: the first collective of a step is gather of ['w'] <string>:" in done.stderr
 
 
 @pytest.mark.slow
@@ -141,7 +140,6 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
     assert children[0].returncode == EXIT_STATUS, errors
     assert "step 3 did not end within timeout=4 s on process 0 of 2" in errors
     assert "process 1 was last seen in step 2 with <lambda>: process 0 waits for it in a collective" in errors
-    assert "the first collective of a step is gather of ['w']" in errors
     assert out.splitlines()[-1] == "done 2"
     _, errors = children[1].communicate(timeout=120)  # ended by jax, whose coordination service is gone
     assert children[1].returncode not in (0, None), errors

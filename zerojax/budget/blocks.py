@@ -206,14 +206,12 @@ class Blocks:
         return compat.opened(called)[0]
 
     def _body(self, eqn: Any) -> Any:
-        """Return the open jaxpr of the block that an equation runs, or None if the equation runs no block."""
         if compat.loop_of(eqn) is None and not self._is_block(eqn):
             return None
         jaxpr = self._called(eqn)
         return None if _has_refs(jaxpr) or any(map(compat.is_remat, jaxprs.equations(jaxpr))) else jaxpr
 
     def _called(self, eqn: Any) -> Any:
-        """Return the open jaxpr of a loop's body, or of the function that an equation calls."""
         loop = compat.loop_of(eqn)
         return compat.opened(compat.called(eqn) if loop is None else loop.body)[0]
 

@@ -45,7 +45,6 @@ def bytes_written(eqn: Any) -> int:
 
 
 def is_array(atom: Any) -> bool:
-    """Return whether a value is an array of numbers, and not a PRNG key, a ref or a token."""
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and hasattr(dtype, "itemsize") and hasattr(atom.aval, "size") and not compat.is_ref(atom)
 

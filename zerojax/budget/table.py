@@ -78,7 +78,6 @@ def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, .
 
 
 def rows_of(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a table of blocks. The first row has the titles."""
     if blocks:
         yield "", "saved", "offloaded", "recomputed", "repeated", "of FLOPs"
     for b in blocks:
@@ -110,8 +109,6 @@ def _figures(jaxpr: Any) -> _Figures:
 
 
 def _without_remat(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with its calls and the bodies of `jax.checkpoint` inlined."""
-
     def rule(eqn, values):
         return None if compat.inlined_body(eqn) is None else jaxprs.evaluate_call(eqn, values, rule)
 
@@ -119,8 +116,6 @@ def _without_remat(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 
 def _flops_of_gradient(fn: Any, avals: Sequence) -> int:
-    """Return the FLOPs of a function's value and its cotangents."""
-
     def both(*args):
         results, pull = jax.vjp(fn, *args)
         ones = lambda x: jnp.ones_like(x) if jaxprs.differentiable(x.dtype) else np.zeros(x.shape, jax.dtypes.float0)

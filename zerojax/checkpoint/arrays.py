@@ -176,7 +176,6 @@ def places_of(one: ReadRequest) -> dict[tuple[tuple[int, int], ...], list[Single
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
-    """Make an array of PRNG keys from the key data that was read."""
     try:
         wrap = functools.partial(jax.random.wrap_key_data, impl=one.saved.key)
         return jax.jit(wrap, out_shardings=one.sharding)(x)  # device_put rejects an array that spans processes
@@ -187,7 +186,6 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
 
 
 def opened(directory: Path, saved: SavedLeaf) -> ZarrFiles | None:
-    """Return the files of a leaf that has a folder. Return None for a packed leaf."""
     if saved.pieces:
         return None
     with unreadable_named(directory, saved):
@@ -253,7 +251,6 @@ def is_key(x: Any) -> bool:
 
 
 def run(coroutine: Coroutine) -> Any:
-    """Run a coroutine in another thread, because a notebook's thread has an event loop already. Return the result."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, quietly(coroutine)).result()
 

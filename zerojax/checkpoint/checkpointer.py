@@ -258,7 +258,6 @@ class Checkpointer:
             raise CheckpointError("This Checkpointer is closed. Open another to save.")
 
     def _remove_again(self) -> None:
-        """Remove files that were still written after their save had failed."""
         while self._failed:
             self._failed.pop().remove_again()
 
@@ -312,7 +311,6 @@ class FailedStream:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush the wrapped stream, and raise an error if the interpreter is ending."""
         self._stream.flush()
         if sys.is_finalizing():
             raise OSError("A save failed.")

@@ -71,7 +71,6 @@ def encode(data: Any) -> Any:
 
 
 def encode_array(x: Any) -> dict:
-    """Encode an array with its type and shape, or PRNG keys with their data and implementation."""
     if is_key(x):
         return {"key": str(jax.random.key_impl(x)), "of": encode_array(jax.random.key_data(x))}
     host = np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) and x.is_fully_replicated else x)

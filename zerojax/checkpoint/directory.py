@@ -93,7 +93,6 @@ def clean(directory: Path) -> dict[str, str]:
 
 
 def require_space(directory: Path, size: int) -> None:
-    """Raise an error if the disk has less than `size` bytes available."""
     disk = os.statvfs(directory)
     if size > (available := disk.f_bavail * disk.f_frsize):
         raise CheckpointError(
@@ -143,7 +142,6 @@ def commit(temporary: Path, step: int) -> None:
 
 
 def is_removable(path: Path) -> bool:
-    """Return whether `prune` and `commit` are allowed to remove a path: it is a link, or a folder with a manifest."""
     return path.is_symlink() or any(os.path.lexists(path / name) for name in (MANIFEST, MANIFEST_DIGEST))
 
 

@@ -28,7 +28,6 @@ class DamagedError(CheckpointError):
     """
 
     def __init__(self, message: str, *, step: int, damage: tuple = (), intact: int | None = None):
-        """Set the attributes, in addition to the message."""
         super().__init__(message)
         self.step, self.damage, self.intact = step, damage, intact
 
@@ -53,6 +52,5 @@ def attempt(work: Callable[..., Any], *args: Any) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's type and text in one line. For a `CheckpointError`, return only the text."""
     text = " ".join(str(error).split())[:MAX_LENGTH]
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"

@@ -308,7 +308,6 @@ def free_folder(path: Path) -> tuple[Path, Lock]:
 
 
 def check_tie(tensors: dict[str, Tensor], name: str, other: str) -> None:
-    """Raise an error unless the tensors `name` and `other` exist and are equal."""
     if name not in tensors or other not in tensors:
         missing = name if name not in tensors else other
         raise ValueError(f"tied= names {missing!r}, and there is no such parameter. There are {', '.join(tensors)}.")

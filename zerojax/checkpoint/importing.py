@@ -94,14 +94,12 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
 
 
 def padded_form(node: Chunked) -> Padded:
-    """Return a `Padded` node with the storage shape, type and sharding of a parameter on disk."""
     assert node.leaf.dim is not None
     shape: Any = jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=node.sharding)
     return Padded(shape, node.leaf.shape, node.leaf.dim)
 
 
 def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
-    """Yield one line for each disagreement between the files' headers and the leaves."""
     for name, sections in resolved.tensors.items():
         if name not in files:
             yield f"{name} is missing"

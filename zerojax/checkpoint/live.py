@@ -109,7 +109,6 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
 
 
 def bytes_on_device(x: Any) -> int:
-    """Return the bytes of a leaf, or of its shape, on each device that holds it."""
     if is_chunked(x):  # chunks that are not in host memory are those of `Offload(device_bytes=)`
         return sum(map(bytes_on_device, x.chunks)) if x.store is None else 0
     if x.sharding.memory_kind in KINDS:
@@ -196,6 +195,5 @@ def moved_through_host(x: jax.Array, saved: SavedLeaf, target: Leaf, like: jax.S
 
 
 def devices_of(sharding: Any) -> tuple:
-    """Return the devices of a sharding in the order of its mesh. Empty for a sharding without a mesh."""
     mesh = getattr(sharding, "mesh", None)
     return tuple(mesh.devices.flat) if isinstance(mesh, Mesh) else ()

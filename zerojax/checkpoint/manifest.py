@@ -43,7 +43,6 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def made_by(processes: int) -> dict[str, Any]:
-    """Return the versions of the libraries that write a checkpoint, and the number of processes."""
     versions = {"zerojax": version(), "jax": jax.__version__, "optax": optax.__version__}
     return {**versions, "orbax-checkpoint": ocp.__version__, "processes": processes}
 
@@ -119,7 +118,6 @@ def plain_file(directory: Path, name: str) -> Path:
 
 
 def read_limited(directory: Path, name: str, limit: int) -> bytes:
-    """Read a whole file of a checkpoint. Raise an `OSError` if it is not a plain file, or exceeds `limit` bytes."""
     path = plain_file(directory, name)
     if (size := path.stat().st_size) > limit:
         raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are expected", name)
@@ -131,14 +129,12 @@ def digest_line(text: bytes) -> str:
 
 
 def digest(path: Path) -> tuple[int, str]:
-    """Return the size and the sha256 of a file."""
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), sha256
 
 
 def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    """Return the size and the sha256 of the files `names` in a folder, by name."""
     names = list(names)
     with ThreadPoolExecutor(8) as pool:
         return dict(zip(names, pool.map(lambda name: digest(directory / name), names), strict=True))

@@ -51,7 +51,6 @@ class Pattern:
         return tuple(name for dim in self.left for name in dim)
 
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the tensor's shape, given the size of each of the leaf's dims by name."""
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.left)
 
     def from_file(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
@@ -80,7 +79,6 @@ class Section:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the size of each of the leaf's dims, by its name in the pattern."""
         return dict(zip(self.pattern.right, self.shape, strict=True))
 
 

@@ -98,7 +98,6 @@ def match(
 def matched_leaves(
     manifest: Manifest, like: ZeroState, *, partial: bool | str = False, where: str, words: Words = OF_CHECKPOINT
 ) -> Match:
-    """Match a described state with `like`, and compare their transformations."""
     matched = match(manifest.leaves, state_leaves(like), partial=partial, where=where, words=words)
     check_transformation(manifest, like.plan.describe, partial=partial, where=where, words=words)
     return matched
@@ -137,7 +136,6 @@ def takes_any_dtype(wanted: StateLeaf) -> bool:
 
 
 def widens_exactly(narrow: Any, wide: Any) -> bool:
-    """Return whether the floating type `wide` differs from `narrow` and represents every value of `narrow`."""
     narrow, wide = jnp.dtype(narrow), jnp.dtype(wide)
     both = jnp.issubdtype(narrow, jnp.floating) and jnp.issubdtype(wide, jnp.floating)
     return both and narrow != wide and common_dtype(narrow, wide) == wide

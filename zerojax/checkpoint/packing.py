@@ -117,13 +117,11 @@ def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
 
 
 def damaged_leaves(path: Path, extents: Sequence[Extent]) -> list[str]:
-    """Return the names of the leaves whose bytes in a file do not match their digests."""
     with path.open("rb") as file:
         return [one.leaf for one in extents if read_verified(file, one.offset, one.bytes, one.sha256) is None]
 
 
 def read_verified(file: IO[bytes], offset: int, size: int, sha256: str) -> bytes | None:
-    """Return `size` bytes of a file, or None if they do not match the digest."""
     file.seek(offset)
     content = file.read(size)
     return content if hashlib.sha256(content).hexdigest() == sha256 else None
@@ -133,7 +131,6 @@ class Files(contextlib.ExitStack):
     """A context that reads packed leaves of one checkpoint, and closes the opened files at its end."""
 
     def __init__(self, directory: Path):
-        """Open no file yet. Each file is opened when it is first read."""
         super().__init__()
         self._directory, self._files = directory, {}
 

@@ -15,7 +15,6 @@ ARRAYS = "arrays"
 
 
 def data_file(process: int) -> str:
-    """Return the name of the file in which a process keeps the data that belongs to a state."""
     return f"data.{process}.json"
 
 
@@ -73,7 +72,6 @@ class Manifest:
         return names[0] if arrays == ARRAYS and separator and names else ""
 
     def packed(self) -> dict[str, list[Extent]]:
-        """Return the extents of the leaves in each file of packed leaves, sorted by offset."""
         files: dict[str, list[Extent]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:

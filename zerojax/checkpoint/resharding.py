@@ -80,8 +80,6 @@ def convert(arrays: Sequence[Any], conversions: Sequence[Conversion]) -> list[An
 
 @functools.lru_cache(maxsize=16)
 def converter(conversions: tuple[Conversion, ...]):
-    """Return the jitted program of `convert`."""
-
     def program(arrays):
         return [
             in_storage_shape(in_logical_shape(to_device(x), source), target).astype(target.dtype)

@@ -86,7 +86,6 @@ def read_state(
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read leaves in storage shape, and offloaded leaves as chunks. Return all of them by name."""
     restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
         if is_read_by_chunk(saved, wanted):

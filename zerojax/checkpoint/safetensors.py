@@ -148,7 +148,6 @@ class Files:
         return set(self._headers)
 
     def header(self, name: str) -> Header:
-        """Return the header of a tensor, or of the tensor that it is tied to."""
         return self._headers[self.tied.get(name, name)]
 
     def map(self, name: str) -> np.ndarray:

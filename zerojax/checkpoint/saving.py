@@ -97,7 +97,6 @@ class Save:
             attempt(directory.remove, self._temporary)
 
     def wait(self) -> None:
-        """Block until the thread has ended, and raise `error` if the save failed."""
         self._done.wait()
         if self.error is not None:
             raise self.error
@@ -105,7 +104,6 @@ class Save:
     def _finish(
         self, failure: str, finish: Callable[[], None], blocks: list[packing.Block], manifest: Manifest, data: str
     ) -> None:
-        """Write, digest and commit the checkpoint, in the thread of this save."""
         try:
             self._processes.agree("write a checkpoint", failure or attempt(self._write, finish, blocks, data))
             self._processes.agree("digest a checkpoint", attempt(self._digest))
@@ -225,7 +223,6 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
 
 
 def record_of(one: StateLeaf, folder: str = "") -> SavedLeaf:
-    """Return the record of a live leaf, whose values are in `folder`."""
     key = str(jax.random.key_impl(one.array)) if is_key(one.array) else None
     return SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key)
 

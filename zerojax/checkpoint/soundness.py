@@ -57,7 +57,6 @@ def require_packed(manifest: Manifest) -> None:
 
 
 def require_unique(what: str, names: Iterable[Any]) -> None:
-    """Raise a `ValueError` if a name occurs twice."""
     seen = set()
     for name in names:
         if name in seen:
@@ -72,7 +71,6 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
-    """Explain why no save writes a file's entry with these values, or return an empty string."""
     if not is_text(name):
         return "has a name that cannot be printed"
     if not is_count(size):
@@ -87,7 +85,7 @@ def problem_of_leaf(leaf: SavedLeaf) -> str:
         return "has a name that is not printable text"
     if any(surrogates(text) for text in texts):
         return "has text that is no Unicode"
-    if not agrees(leaf.name, leaf.path):
+    if not leaf.path or not leaf.name.startswith(leaf.path[0]):
         return f"has the path {list(leaf.path)!r}, which is not that of its name"
     if len(leaf.shape) > MAX_DIMS or not all(is_count(n) and n < MAX_DIM for n in leaf.shape):
         return f"has the shape {list(leaf.shape)[:MAX_DIMS]!r}, in which not all are numbers of elements"
@@ -155,34 +153,6 @@ def problem_of_dtype(dtype: str, key: str | None) -> str:
         return f"has the type {dtype!r}, which does not exist"
     numeric = any(jnp.issubdtype(found, kind) for kind in SCALARS)
     return "" if numeric and found.name == dtype else f"has the type {dtype!r}, which no saved array has"
-
-
-def agrees(name: str, path: Sequence[str]) -> bool:
-    """Return whether a leaf's name, as `jax.tree_util.keystr` writes it, consists of the keys of its path."""
-    if not path or not path[0] or not name.startswith(path[0]):
-        return False
-    rest = name[len(path[0]) :]
-    for key in path[1:]:
-        forms = (f"[{key!r}]", f".{key}", f"[{key}]", f"[<flat index {key}>]", key)
-        found = next((form for form in forms if form and rest.startswith(form)), None)
-        rest = rest[len(found) :] if found else after_other_key(rest, key)
-        if rest is None:
-            return False
-    return not rest
-
-
-def after_other_key(rest: str, key: str) -> str | None:
-    """Return `rest` after `key` in a form such as `[<Name.KEY: 1>]`, or None if `rest` does not begin with such a form.
-
-    A key in quotes is a string. `agrees` has already compared its `repr`.
-    """
-    end = rest.find("]")
-    inner = rest[1:end]
-    if not rest.startswith("[") or end < 0 or inner[:1] in ("'", '"') or not key:
-        return None
-    before, found, after = inner.partition(key)
-    whole = found and not before[-1:].isalnum() and not after[:1].isalnum()
-    return rest[end + 1 :] if whole else None
 
 
 def is_count(x: Any) -> bool:

@@ -63,7 +63,6 @@ def state_leaves(state: ZeroState) -> dict[str, StateLeaf]:
 
 
 def require_arrays(state: ZeroState) -> None:
-    """Raise an error if a leaf of a state is a Python number instead of an array."""
     for field in ("opt_state", "mutable"):
         for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field), is_leaf=is_chunked)[0]:
             if not hasattr(x, "dtype"):
@@ -106,7 +105,6 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
 
 
 def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[StateLeaf]:
-    """Return the leaves of a field whose arrays are replicated."""
     return [
         state_leaf(field, path, Leaf(jax.tree_util.keystr(path), tuple(x.shape), x.dtype, data.batch, data.workers), x)
         for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field))[0]
@@ -114,7 +112,6 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
-    """Return a `StateLeaf` whose name and path are made from `field` and the key path `path`."""
     return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 

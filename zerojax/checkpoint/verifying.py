@@ -35,7 +35,6 @@ WRITTEN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", 
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
-    """Check every file of one checkpoint, or of all checkpoints, as `Checkpointer.verify` does."""
     steps = (steps_in(root) or [existing_step(root, None)]) if step is None else [existing_step(root, step)]
     return [verified(root, one).step for one in steps]
 
@@ -208,6 +207,5 @@ def damage_of_folder(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple
 
 
 def in_words(damage: Sequence[Damage]) -> str:
-    """Describe the first damaged files for an error."""
     named = "; ".join(f"{leaf + ', ' if leaf else ''}{file}: {problem}" for leaf, file, problem in damage[:NAMED])
     return f"{named}; and {len(damage) - NAMED} more" if len(damage) > NAMED else named

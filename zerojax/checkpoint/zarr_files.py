@@ -47,7 +47,6 @@ class ZarrFiles(NamedTuple):
 
 
 def cells(box: tuple[slice, ...], chunks: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the index of each file that has a part of the box."""
     yield from itertools.product(
         *(range(one.start // n, -(-one.stop // n)) for one, n in zip(box, chunks, strict=True))
     )
@@ -75,7 +74,6 @@ def copy_rows(
 
 
 def read_all(file: IO[bytes], into: memoryview) -> None:
-    """Read as many bytes as `into` has. Raise an `EOFError` if the file is shorter."""
     while into:
         count = file.readinto(into)  # pyright: ignore[reportAttributeAccessIssue]
         if not count:

@@ -112,7 +112,6 @@ def abstract_mesh(count: int, axes: tuple[str, ...] = ("data",), *, hosts: int =
 
 
 def installed() -> bool:
-    """Return whether the compiler plugin is installed."""
     return importlib.util.find_spec("jax_plugins") is not None and any(
         importlib.util.find_spec(f"jax_plugins.xla_cuda{version}") is not None for version in (13, 12)
     )

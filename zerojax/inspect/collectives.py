@@ -219,7 +219,6 @@ def collectives(compiled: Any) -> CompiledCollectives:
 
 
 def collectives_of(module: Module) -> CompiledCollectives:
-    """Return the collectives of a parsed program."""
     listed = []
     for name in module.callers_first:
         computation, count = module.computations[name], module.executions[name]
@@ -256,7 +255,6 @@ def cause_of(c: Collective) -> str:
 
 
 def leaves_in(op_name: str) -> str:
-    """Return the leaves that zerojax wrote into the name of an operation, or ""."""
     found = LABEL.search(op_name)
     return found[2].replace("\\", "") if found else ""
 
@@ -268,7 +266,6 @@ def lines_of_model(frames: Sequence[str]) -> list[str]:
 
 
 def arrays_of(shape: str) -> list[Array]:
-    """Return the arrays in an HLO shape. The shape of a tuple contains several arrays, which are in order."""
     return [
         Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)

@@ -42,7 +42,6 @@ class Expected:
 
     @classmethod
     def total(cls, parts: Iterable[tuple[Expected, int]]) -> Expected:
-        """Return the expected time of programs that run one after the other, each with its number of executions."""
         parts = list(parts)
         sums = {name: sum(getattr(one, name) * times for one, times in parts) for name in ("waits", "slowed")}
         return cls(total((one.roofline, times) for one, times in parts), **sums)

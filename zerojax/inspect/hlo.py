@@ -60,7 +60,6 @@ class Instruction(NamedTuple):
 
     @property
     def callees(self) -> list[tuple[str, str]]:
-        """Return the computations that the attributes name, as pairs of attribute and name."""
         found = _CALLEES.findall(self.attributes)
         return [(key, name) for key, names in found for name in re.findall(r"[\w.\-]+", names)]
 
@@ -89,7 +88,6 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Return the instructions that read each instruction's result."""
         found = defaultdict(list)
         for i in self.instructions:
             for name in i.operands:
@@ -115,7 +113,6 @@ class Module:
 
     @cached_property
     def calls(self) -> dict[str, list[Call]]:
-        """Return the calls that each computation makes, in schedule order."""
         return {
             c.name: [call for i in c.instructions for call in self._calls(c, i)] for c in self.computations.values()
         }
@@ -163,7 +160,6 @@ class Module:
         return counts
 
     def callee(self, instruction: Instruction) -> Computation | None:
-        """Return the first computation that an instruction names, such as the body of a fusion."""
         return next((self.computations.get(name) for _, name in instruction.callees), None)
 
     def frames(self, instruction: Instruction) -> tuple[str, ...]:

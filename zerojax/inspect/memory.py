@@ -14,7 +14,6 @@ _ALIASES = frozenset(
 
 
 def memory_analysis(compiled: Any) -> Any:
-    """Return `compiled.memory_analysis()`, which every supported backend has."""
     memory = compiled.memory_analysis()
     assert memory is not None
     return memory

@@ -30,7 +30,6 @@ class Origin:
     where: str
 
     def __str__(self) -> str:
-        """Describe the origin in words."""
         if not self.primitive:
             return f"the first {self.kind} is given in {self.where}"
         return f"the first {self.kind} is made by {self.primitive} at {self.where or 'an unknown line'}"
@@ -96,7 +95,6 @@ class Walk:
 
 
 def has(kinds: set[str], values: Sequence) -> bool:
-    """Return whether any element of the arrays in `values` is of one of `kinds`, which are `"nan"` or `"inf"`."""
     return any(bool(TESTS[kind](x).any()) for kind in kinds for x in values if is_float(x))
 
 

@@ -76,7 +76,6 @@ class Piece:
 
 
 def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[Piece]:
-    """Yield the pieces of the collectives in `only`, or of all collectives of the program if `only` is None."""
     nearest = Nearest(module)
     for c in collectives_of(module) if only is None else only:
         names = operations(c.op_name)
@@ -126,7 +125,6 @@ class Nearest:
     """Find the line of the model nearest to an instruction without a line, such as a barrier or a compiler's copy."""
 
     def __init__(self, module: Module):
-        """Prepare to search a program."""
         self.module = module
         self._callers: dict[str, list[tuple[str, str]]] = defaultdict(list)
         for where, calls in module.calls.items():

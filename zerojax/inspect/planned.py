@@ -57,7 +57,6 @@ def planned(state: Any, tx: Any = None) -> Planned:
 
 
 def has_parts(state: Any) -> bool:
-    """Return whether a tree has the parts `params` and `opt_state`, like Flax's `TrainState`."""
     names = ("params", "opt_state")
     return all(name in state if isinstance(state, Mapping) else hasattr(state, name) for name in names)
 

@@ -175,7 +175,6 @@ def measured(state: Any, tx: Any) -> Report:
 
 
 def place_of(array: jax.Array | Chunked) -> str:
-    """Return where an array is stored: `"device"`, `"host"` or `"disk"`."""
     if isinstance(array, Chunked):
         return "host" if array.store is None else "disk"
     return "device" if array.sharding.memory_kind in (None, "device") else "host"
@@ -218,7 +217,6 @@ def itemsize(array: jax.Array | Chunked) -> int:
 
 
 def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, int]) -> str:
-    """Describe the padding of an array that has no plan, or say that the array is replicated."""
     if isinstance(x, Padded):
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):

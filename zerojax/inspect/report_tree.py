@@ -49,11 +49,9 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of the leaf on the device that has the most of them."""
         return max(self.device_bytes.values(), default=0)
 
     def __str__(self) -> str:
-        """Return the type, shape and sharding, and why the leaf is not sharded."""
         text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
         return f"{text}  ({self.note})" if self.note else text
 
@@ -166,7 +164,6 @@ def as_text(node: Node) -> str:
 
 
 def size_text(line: Line, place: str) -> str:
-    """Return the bytes of a line in one place, as text. Empty if all bytes are in other places."""
     size = getattr(line.node, place)
     if not size and (place != "device" or line.node.host or line.node.disk):
         return ""

@@ -112,7 +112,6 @@ def total(parts: Iterable[tuple[Roofline, int]]) -> Roofline:
 
 
 def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
-    """Return the FLOPs of the matrix products in one run on one device, by type of the operands."""
     found = Counter[str]()
     for kernel in launched:
         found.update({dtype: count * kernel.times for dtype, count in kernel.operations.items()})
@@ -124,7 +123,6 @@ def product_seconds(operations: dict[str, int], device: Device) -> float:
 
 
 def collective_seconds(c: Collective, device: Device) -> float:
-    """Return the seconds that a collective takes in all executions, on a ring at the links' peak bandwidth."""
     return c.sent * c.times_if_once / device.ring_bandwidth(c.group)
 
 
@@ -140,7 +138,6 @@ def is_kernel(module: Module, i: Instruction) -> bool:
 
 
 def kernels(module: Module) -> Iterator[Kernel]:
-    """Return every kernel that a run of the program launches."""
     executed = set(module.entries)
     for name in module.callers_first:
         if name not in executed:
@@ -190,7 +187,6 @@ def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[st
 
 
 def _rate_dtype(i: Instruction, operand: Array) -> str:
-    """Return the operand type that decides at which rate a product runs."""
     highest = operand.dtype == "f32" and re.search(r'operand_precision(?:=\{|":\[")highest', i.rest, re.IGNORECASE)
     return HIGHEST if highest else operand.dtype
 
@@ -210,8 +206,6 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
 
 
 def _bytes_read(fused: Computation) -> int:
-    """Return the bytes that a fused computation reads from its parameters."""
-
     def read(i: Instruction) -> int:
         full, touched = _bytes(i.shape), 0
         for user in fused.users.get(i.name, ()):
@@ -242,7 +236,6 @@ def _bytes_written(fused: Computation, name: str) -> int:
 
 
 def _update_bytes(c: Computation, i: Instruction) -> int:
-    """Return the bytes that an in-place update writes, which are the bytes of its operand with the new values."""
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 

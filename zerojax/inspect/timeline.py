@@ -204,7 +204,6 @@ class _Streams:
         return self.spans[-1]
 
     def wait(self, span: Span) -> None:
-        """Stall the compute stream until a collective is complete."""
         if span.end > self.now:
             self.compute("waiting", span.end - self.now, span.name, span.collective)
         span.done = self.now
@@ -223,7 +222,6 @@ class _Streams:
     def compute(
         self, kind: str, seconds: float, name: str, collective: Collective | None = None, *, slowed: float = 0.0
     ) -> None:
-        """Append a span to the compute stream."""
         begin, self.now = self.now, self.now + seconds
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective, slowed))
 

@@ -132,7 +132,6 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
 
 def check_state(state: Any) -> None:
-    """Raise an error unless a state is a `ZeroState`."""
     if not isinstance(state, ZeroState):
         raise TypeError(
             f"A step of train_step needs its ZeroState, not {type(state).__name__}. Make the state with "
@@ -231,6 +230,5 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
 
 def row_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    """Return the mesh axes that divide dim 0 of an array with sharding `sharding`, in the order of the mesh."""
     named = axes_of([sharding.spec[:1]])
     return tuple(axis for axis in sharding.mesh.axis_names if axis in named)

@@ -170,14 +170,12 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
 
 
 def on_topology(config: Config, topology: str | None) -> Config:
-    """Return `config` with a mesh of the GPUs of `topology`. If `topology` is None, return `config` unchanged."""
     if topology is None:
         return config
     return dataclasses.replace(config, user_mesh=absent_mesh_like(config.user_mesh, topology, axes=config.axis))
 
 
 def on_devices(given: Config, moved: Config) -> contextlib.AbstractContextManager:
-    """Return a context in which the loss of a step on the mesh of `given` is compiled for the mesh of `moved`."""
     return contextlib.nullcontext() if given is moved else in_force(MovedMeshes(given.mesh, moved.mesh))
 
 

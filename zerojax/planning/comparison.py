@@ -164,7 +164,6 @@ class Comparison:
 
 
 def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) -> Snapshot:
-    """Return the results of one step, by quantity and leaf."""
     trees = {"value": metrics.get("loss"), "gradient": grads, "parameters": params, "mutable": mutable}
     trees["aux"] = metrics.get("aux")
     return {
@@ -178,7 +177,6 @@ def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) 
 def differences(
     stage: int, step: int, found: Snapshot, expected: Snapshot, noise: dict[Key, float], tolerance: float
 ) -> Iterator[Difference]:
-    """Yield the difference between `found` and `expected` for each leaf of one step."""
     sizes = {key: largest(x) for key, x in expected.items()}
     of_all = {quantity: max(size for key, size in sizes.items() if key[0] == quantity) for quantity, _ in expected}
     for key, y in expected.items():
@@ -202,7 +200,6 @@ def off_by(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def largest(x: np.ndarray) -> float:
-    """Return the largest finite magnitude of an array, or 0 if the array has no finite element."""
     size = np.abs(wide(x))
     return float(np.max(size, initial=0.0, where=np.isfinite(size)))
 

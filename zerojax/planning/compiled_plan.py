@@ -285,7 +285,6 @@ class CompiledStep(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Return the peak bytes per device."""
         if self.memory is None:
             return peak_bytes(self.programs[0][0]) + self.kept
         return sum(self.memory.values())
@@ -349,7 +348,6 @@ def read_plan(
 
 
 def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
-    """Return the seconds per step that kernels wait for collectives, by cause of the collective."""
     waits = Counter[str]()
     for collective, seconds in simulate(module, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]

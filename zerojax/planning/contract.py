@@ -48,7 +48,6 @@ class Checked:
 
     @property
     def microbatch(self) -> Any:
-        """Return the shapes of one microbatch."""
         part = lambda x: x.update(shape=(x.shape[0] // self.accumulate, *x.shape[1:]))
         return self.batch if self.accumulate == 1 else jax.tree.map(part, self.batch)
 
@@ -130,7 +129,6 @@ def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
 
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
-    """Return how many elements of parameters the forward and backward passes gather."""
     sizes, passes = sizes_of(checked.plan.layout, program), 2 if checked.config.reshard_after_forward else 1
     sharded = [leaf for leaf in checked.plan.layout.params if is_float(leaf) and leaf.dim is not None]
     return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded)
@@ -196,14 +194,11 @@ class WithMutable:
 
     @property
     def decided(self) -> list[Decided]:
-        """Return what the planner of the engine decided about the loss; see `Loss`."""
         return self.loss.decided
 
     @property
     def undivided(self) -> list[str]:
-        """Return the kernels that every device runs on all rows; see `Loss`."""
         return self.loss.undivided
 
     def call(self, params: Any, mutable: Any, batch: Any, args: tuple) -> Returned:
-        """Call the loss; see `Loss.call`."""
         return self.loss.call(params, args[0], batch, args[1:])

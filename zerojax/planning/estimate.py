@@ -275,7 +275,6 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
 
 
 def has_init(model: Any) -> bool:
-    """Return whether an object has an `init` that takes a key, like a Linen module or the module's class."""
     linen = sys.modules.get("flax.linen")
     if isinstance(model, type):
         return linen is not None and issubclass(model, linen.Module)

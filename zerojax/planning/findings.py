@@ -173,14 +173,12 @@ def flops_findings(flops: int, contract: Contract) -> list[str]:
 
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:
-    """Describe the excess if more elements of parameters or gradients are moved than the formula allows."""
     if elements <= VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
         return []
     return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
 
 
 def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
-    """Find communication that no matrix product hides."""
     if not hiding.in_flight or hiding.hidden_share >= LEAST_HIDDEN:
         return []
     exposed = pieces(module, (f.collective for f in hiding.exposed))
@@ -192,7 +190,6 @@ def causes_of(which: Iterable[Piece]) -> str:
 
 
 def _most(sizes: Iterable[tuple[str, int]]) -> str:
-    """Add up bytes by name, and list the names with the most bytes."""
     total: Counter[str] = Counter()
     for name, size in sizes:
         total[name] += size

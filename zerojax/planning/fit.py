@@ -154,7 +154,6 @@ class SearchSpace:
     recompute: bool = False
 
     def __post_init__(self):
-        """Raise an error if a number in `rows` is invalid."""
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
 
@@ -167,7 +166,6 @@ class SearchSpace:
         return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
 
     def axes(self, config: Config) -> tuple[str, ...]:
-        """Return the names of the data axes. If `hosts` is given, the axes are the hosts and the GPUs of a host."""
         return config.axis if self.hosts is None or len(config.axis) == 2 else (HOST, "gpu")
 
     def shardings(self, config: Config, count: int, stage: int, offload: Offload | None) -> list[dict[str, Any]]:
@@ -185,7 +183,6 @@ class SearchSpace:
         return found
 
     def usable(self, count: int) -> float:
-        """Return the bytes of memory that a program may use on one of `count` GPUs."""
         hardware = self.hardware
         return hardware.fitted(self.device(count)) if self.recompute else hardware.usable(self.device(count))
 
@@ -262,7 +259,6 @@ def estimate_candidate(
 
 
 def rejection(candidate: Candidate, usable: float) -> str:
-    """Return the reason why a candidate is not compiled, or an empty string if it may be compiled."""
     if candidate.peak <= (1 + PEAK_MARGIN) * usable:
         return ""
     least = "at least " if candidate.seconds == math.inf else ""

@@ -33,7 +33,6 @@ class Hardware:
     rates: Any = None  # Rates, once it is parsed
 
     def __post_init__(self):
-        """Raise an error if `memory`, `host_link`, `disk` or a rate is invalid. `Device` checks the other links."""
         object.__setattr__(self, "rates", Rates.parse(self.rates))
         if isinstance(self.memory, str):
             object.__setattr__(self, "memory", parse_bytes("memory=", self.memory, least=1))
@@ -56,5 +55,4 @@ class Hardware:
         return min(self.usable(device), USABLE * SCHEDULED * device.memory)
 
     def to_host(self, topology: str) -> float:
-        """Return the bytes per second in each direction between a GPU of a topology and its host."""
         return self.host_link or self.rates.host_link or HOST_LINKS[Topology.parse(topology).kind]

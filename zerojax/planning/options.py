@@ -50,6 +50,5 @@ class FitOptions(LossOptions, HardwareOptions, total=False):
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of the loss, with defaults, and all other given options."""
     others = dict(options)
     return {name: others.pop(name, False) for name in LossOptions.__annotations__}, others

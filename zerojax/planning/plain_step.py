@@ -102,6 +102,5 @@ class PlainStep:
         return jax.tree.map(lambda x: x[first] if first else x, without_types(fn(*args)))
 
     def _trained(self, params: PyTree) -> Any:
-        """Return a tree of the trained parameters only."""
         leaves = jax.tree.leaves(params)
         return self.layout.trained_only().treedef.unflatten([leaves[i] for i in self.layout.trained])

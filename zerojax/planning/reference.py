@@ -117,7 +117,6 @@ class Reference:
         return jax.jit(self.plain.step)
 
     def run(self, state: PlainState, steps: int) -> tuple[list[PlainState], list[Snapshot]]:
-        """Return the state before each step, and the results of each step."""
         states, snapshots = [], []
         for _ in range(steps):
             states.append(state)
@@ -162,6 +161,5 @@ def to_host(tree: Any) -> Any:
 
 
 def dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    """Yield the types of all results in `jaxpr`, and in the jaxprs inside of its equations."""
     for eqn in jaxprs.equations(jaxpr):
         yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))

@@ -13,12 +13,10 @@ from zerojax.layout.tree import canonical
 
 
 def is_array(x: Any) -> bool:
-    """Return whether a leaf is an array or its shape. A Python number and a type are neither."""
     return hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    """Return the `ShapeDtypeStruct` of an array or a number `x`, with the type that jit gives to `x`."""
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
 
 
@@ -28,7 +26,6 @@ def abstract(tree: Any) -> Any:
 
 
 def named_sharding(x: Any) -> NamedSharding | None:
-    """Return the sharding of a leaf if it is a `NamedSharding`, otherwise None."""
     sharding = getattr(x, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
@@ -58,13 +55,11 @@ def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the number of rows of a batch, or None if its leaves differ in rows or have no dim 0."""
     lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
     (only,) = lengths if len(lengths) == 1 else ((),)
     return only[0] if only else None
 
 
 def with_rows(batch: Any, rows: int) -> Any:
-    """Return shapes of a batch with another number of rows. Shardings are kept."""
     resized = lambda x: shape_of(x, named_sharding(x)).update(shape=(rows, *jnp.shape(x)[1:]))
     return jax.tree.map(resized, batch)

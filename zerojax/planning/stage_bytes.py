@@ -179,7 +179,6 @@ def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes
 
 
 def grads_on_device(config: Config, plan: ShardingPlan) -> list[int]:
-    """Return the indices of the trained parameters whose gradients are on the device."""
     leaves = enumerate(plan.trained.params)
     return [k for k, leaf in leaves if not (config.params_on_disk and leaf.kind == "sharded")]
 

@@ -89,7 +89,6 @@ class Compiler:
     """
 
     def __init__(self, mesh: Mesh):
-        """Begin without programs."""
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._made: dict[Any, Any] = {}
         self.counts: dict[Any, int] = {}

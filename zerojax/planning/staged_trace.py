@@ -81,7 +81,6 @@ def trace_step(step: Step, state: ZeroState, batch: Any, args: tuple) -> StepTra
 def chunk_shapes(
     config: Config, plan: ShardingPlan, files: ModelFiles
 ) -> Iterator[tuple[ChunkKey, jax.ShapeDtypeStruct]]:
-    """Yield the key and the shape of each chunk of parameters, gradients and optimizer state on disk."""
     kept: dict[Any, tuple] = {("model", k): files.leaf(k) for k in files.numbers}
     for k, chunking in plan.offloaded.items():
         kept["state", k] = plan.state[k], chunking, named(config, plan.state[k])
@@ -94,7 +93,6 @@ class UnskippedStep(StagedStep):
     """A step for a trace. It is never skipped, because a skipped step runs fewer programs."""
 
     def on_files(self, state: ZeroState, batch: Any, args: tuple, files: Any, store: Any) -> tuple[ZeroState, dict]:
-        """Run the step. `files` replaces the `ModelFiles` of the state, and `store` replaces its `StateStore`."""
         return self._run(state, files, store, batch, args)
 
     def _is_skipped(self, done: Finished) -> bool:
@@ -105,7 +103,6 @@ class TracedFiles:
     """The files of parameters and gradients in a trace. See `ModelFiles` for the methods."""
 
     def __init__(self, chunks: Mapping[ChunkKey, Array]):
-        """Store the arguments of the trace that represent the chunks."""
         self._chunks = chunks
         self._copying: collections.deque[Array] = collections.deque()
 
@@ -122,11 +119,9 @@ class TracedFiles:
             jax.device_put(self._copying.popleft())
 
     def nodes(self) -> dict:
-        """Return no nodes, because the new state is not used."""
         return {}
 
     def advance(self) -> None:
-        """End the step: wait for the last copies."""
         while self._copying:
             jax.device_put(self._copying.popleft())
 
@@ -147,10 +142,8 @@ class TracedStore:
         return arrays
 
     def complete(self, ticket: Sequence[Array]) -> None:
-        """Copy the arrays to host memory."""
         for x in ticket:
             jax.device_put(x)
 
     def nodes(self, group: UpdateGroup) -> list[None]:
-        """Return no nodes, because the new state is not used."""
         return [None] * len(group.state)

@@ -165,6 +165,5 @@ class SameCalls:
 
 
 def signature_of(tree: Any) -> Hashable:
-    """Return the structure of a tree, and the shape and type of each array, as one hashable value."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)

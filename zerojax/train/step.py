@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.core
-import numpy as np
 
-from zerojax.comm.collectives import LABEL
 from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
@@ -38,18 +35,6 @@ from zerojax.train.staged_step import StagedStep
 from zerojax.train.state import ZeroState, check_is_state, donatable, ready_state
 from zerojax.train.step_program import Metrics, StepOptions, StepProgram
 from zerojax.train.watchdog import Watchdog, limit_of
-
-
-def shape_of(x: Any) -> Any:
-    """Return the shape, type and sharding of an array. Return any other value unchanged."""
-    is_array = isinstance(x, jax.Array | np.ndarray)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None)) if is_array else x
-
-
-def labels_of(step: weakref.ref[Step]) -> list[str]:
-    """Return the labels of a step's collectives, or an empty list if the step no longer exists."""
-    found = step()
-    return [] if found is None else found.collective_labels()
 
 
 class Step:
@@ -90,7 +75,6 @@ class Step:
         self._name = getattr(loss.fn, "__name__", "a loss")
         self._calls, self._placed = itertools.count(), PlacementCheck()
         self._same = SameCalls(config, f"step with {self._name}", options)
-        self._shapes: Any = None
 
     def __reduce__(self):
         """Pickle only the arguments of `Step`. The process that unpickles the `Step` compiles its own programs."""
@@ -118,8 +102,7 @@ class Step:
     def _watchdog(self) -> Watchdog | None:
         # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
         timeout = limit_of(self.options.timeout, self.config.mesh)
-        labels, ends = functools.partial(labels_of, weakref.ref(self)), self.options.timeout is not None
-        return None if timeout is None else Watchdog(timeout, labels, ends=ends)
+        return None if timeout is None else Watchdog(timeout, ends=self.options.timeout is not None)
 
     @property
     def decided(self) -> Decided:
@@ -200,8 +183,6 @@ class Step:
         parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
         self._placed.first(parts, self.config.data.batch, stacklevel=2)
         number = next(self._calls)  # counted here, because reading `state.step` would wait for the device
-        if is_new and self._watchdog is not None:
-            self._shapes = jax.tree.map(shape_of, (state, batch, args))
         with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
             if self._watchdog is None:
                 state, metrics = self._run(number, state, batch, args, is_new=is_new)
@@ -230,14 +211,6 @@ class Step:
             if not state.plan.offloaded:
                 return jitted.whole(state, rows, *args)
             return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
-
-    def collective_labels(self) -> list[str]:
-        """Return labels of the collectives outside of loops, in the program of the latest arguments with new shapes."""
-        state, batch, args = self._shapes
-        text = self.lower(state, batch, *args).compile().as_text() or ""
-        entry = text.partition("\nENTRY ")[2]
-        found = dict.fromkeys(LABEL.findall(entry.replace("\\", "")))
-        return [f"{kind.replace('_', '-')} of {leaves}" for kind, leaves in found]
 
     def _fitted(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
         """Return the functions to compile and run. With `memory=`, they depend on the arguments."""

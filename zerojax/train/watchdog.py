@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import jax
@@ -24,11 +24,9 @@ from zerojax.comm.events import AGAIN, EVENTS, Call, gap_since, is_of_all, say
 
 EXIT_STATUS = AGAIN
 DEFAULT_S = 1800.0  # after which a run on several processes without a limit prints what it waits for
-LABELS_WITHIN_S = 120.0
 
 
 def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
-    """Return the seconds after which the watchdog acts, or None if there is no watchdog."""
     if timeout is None:
         return DEFAULT_S if is_of_all(mesh) else None
     return None if math.isinf(timeout) else timeout
@@ -40,9 +38,8 @@ class Watchdog:
     If `ends`, a step that takes longer ends the process. Otherwise the watchdog only prints what it knows.
     """
 
-    def __init__(self, timeout: float, collectives: Callable[[], list[str]], *, ends: bool):
-        """Create a watchdog without a thread. `collectives()` returns the labels of a step's collectives, in order."""
-        self.timeout, self._collectives, self._ends = timeout, collectives, ends
+    def __init__(self, timeout: float, *, ends: bool):
+        self.timeout, self._ends = timeout, ends
         self._steps: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -62,7 +59,7 @@ class Watchdog:
 
     def _watch(self, step: Call) -> None:
         if self._thread is None:
-            work = _Waiting(self._steps, self.timeout, self._collectives, self._ends)
+            work = _Waiting(self._steps, self.timeout, self._ends)
             self._thread = threading.Thread(target=work.run, name="zerojax watchdog", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._steps.put, None)
@@ -78,12 +75,10 @@ class _Waiting:
 
     steps: queue.SimpleQueue[Call | None]
     timeout: float
-    collectives: Callable[[], list[str]]
     ends: bool
     frozen: float = 0.0
 
     def run(self) -> None:
-        """Wait for each step in the queue."""
         while (step := self.steps.get()) is not None:
             begun, limit = time.monotonic(), self.timeout
             while not step.has_ended:
@@ -97,7 +92,6 @@ class _Waiting:
                 begun += gap_since(before, nap)  # do not count time in which this process was stopped
 
     def _newly_frozen(self) -> float:
-        """Return the seconds for which another process was stopped since the last call of this method."""
         before = self.frozen
         with suppress(Exception):  # the coordination service may be gone
             self.frozen = max(one["frozen"] for one in EVENTS.others().values())
@@ -115,10 +109,6 @@ class _Waiting:
         faulthandler.dump_traceback(sys.stderr)
         if not self.ends:
             return say("zerojax: it goes on waiting. Give train_step(timeout=) to end a process whose step hangs.")
-        # Compile the program again to get its text. Do this in a thread, because compilation may hang like the step.
-        thread = threading.Thread(target=self._say_collectives, daemon=True)
-        thread.start()
-        thread.join(LABELS_WITHIN_S)
         EVENTS.last_words(EXIT_STATUS, " ".join([late, *behind]))
         os._exit(EXIT_STATUS)
 
@@ -137,8 +127,3 @@ class _Waiting:
                         f"process {other} was last seen in {at}: process {index} waits for it in a collective."
                     )
         return found
-
-    def _say_collectives(self) -> None:
-        with suppress(Exception):
-            first, *rest = self.collectives()
-            say(f"zerojax: the first collective of a step is {first}; {len(rest)} follow.")
