@@ -117,7 +117,8 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
         if reader is not None and layers == 1:  # Each iteration needs all of it.
             return
         path = max(segment.params, key=lambda param: param.leaf.bytes).leaf.path
-        path += f" and {len(segment.params) - 1} more" * (len(segment.params) > 1)
+        line = compat.line_of(segment.jaxpr.eqns[-1]) if segment.jaxpr.eqns else ""
+        path += f" {line}" * bool(line) + f" and {len(segment.params) - 1} more" * (len(segment.params) > 1)
         yield Whole(path, bytes_of(segment.params), layers)
         return
     for param, var in zip(segment.params, segment.jaxpr.invars, strict=False):

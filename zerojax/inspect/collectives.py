@@ -198,8 +198,7 @@ def collectives(compiled: Any) -> CompiledCollectives:
 
     Loops, calls, fusions and asynchronous computations around a collective decide how often it executes:
 
-    - The trip count of a loop is the number that XLA wrote into the program. Without this number, the trip count is
-      computed from a counter with a constant start, step and bound. It is unknown if there is no such counter.
+    - The trip count of a loop is the number that XLA wrote into the program. Without this number, it is unknown.
     - Every branch of a conditional counts as executed.
 
     Dtypes are from the compiled program. XLA:CPU widens bf16 to f32. If XLA replaces a permute by point-to-point

@@ -20,8 +20,6 @@ _CALLEES = re.compile(
 # Other instructions also name computations, such as the sum of an all-reduce, but do not run them as programs.
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
-_MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE"}
-_DEPTH = 12  # the most instructions through which a loop counter is traced, to bound the work on other values
 
 
 class Instruction(NamedTuple):
@@ -113,17 +111,15 @@ class Module:
 
     @cached_property
     def calls(self) -> dict[str, list[Call]]:
-        return {
-            c.name: [call for i in c.instructions for call in self._calls(c, i)] for c in self.computations.values()
-        }
+        return {c.name: [call for i in c.instructions for call in self._calls(i)] for c in self.computations.values()}
 
-    def _calls(self, caller: Computation, instruction: Instruction) -> Iterator[Call]:
+    def _calls(self, instruction: Instruction) -> Iterator[Call]:
         opcode, trips = instruction.opcode, 1
         if opcode not in _CALLERS and not opcode.endswith("-start"):
             return
         if opcode == "while":
             known = _TRIP_COUNT.search(instruction.rest)
-            trips = int(known.group(1)) if known else _trip_count(self, caller, instruction)
+            trips = int(known.group(1)) if known else None
         for key, name in instruction.callees:
             if name in self.computations:
                 # The condition runs once more than the body.
@@ -250,95 +246,3 @@ def read(compiled: Any) -> Module:
             "Give the whole text of compile(), not of lower()."
         )
     return Module(text, computations, tuple(entries))
-
-
-class _Affine(NamedTuple):
-    """An integer in a loop. It is `offset`, plus element number `element` of the carry unless `element` is None."""
-
-    element: int | None
-    offset: int
-
-
-def _trace(
-    module: Module,
-    c: Computation,
-    name: str,
-    element: int | None = None,
-    arguments: list["_Affine | None"] | None = None,
-    depth: int = _DEPTH,
-) -> _Affine | None:
-    """Trace the value `name`, or its `element` if it is a tuple, to a constant or to an element of the loop's carry.
-
-    In a fusion or a call, `arguments` are the traced arguments. If `arguments` is None, the parameter is the carry.
-    """
-    i = c.by_name.get(name)
-    # A counter is an integer scalar, alone or in a tuple. Tracing other values could take exponential time.
-    if i is None or depth == 0 or not re.match(r"[su]\d+\[\]|\(", i.shape):
-        return None
-    operands, follow = i.operands, lambda name, at=None: _trace(module, c, name, at, arguments, depth - 1)
-    if i.opcode == "constant" and re.fullmatch(r"-?\d+", i.literal):
-        return _Affine(None, int(i.literal))
-    if i.opcode == "parameter":
-        carry = None if element is None else _Affine(element, 0)
-        return carry if arguments is None else arguments[int(i.literal)]
-    if i.opcode in ("copy", "convert", "bitcast", "reshape"):
-        return follow(operands[0], element)
-    if i.opcode == "tuple" and element is not None:
-        return follow(operands[element])
-    if i.opcode == "get-tuple-element" and element is None:
-        return follow(operands[0], int(i.attributes.partition("index=")[2].partition(",")[0]))
-    if i.opcode in ("fusion", "call"):
-        inner = module.callee(i)
-        passed = [follow(o) for o in operands]
-        return _trace(module, inner, inner.root, element, passed, depth - 1) if inner else None
-    if i.opcode in ("add", "subtract"):
-        left, right = follow(operands[0]), follow(operands[1])
-        if i.opcode == "subtract" and right is not None:
-            right = _Affine(right.element, -right.offset) if right.element is None else None
-        if left and right and None in (left.element, right.element):
-            return _Affine(left.element if right.element is None else right.element, left.offset + right.offset)
-    return None
-
-
-def _comparison(
-    module: Module, c: Computation, name: str, arguments: list[_Affine | None] | None = None
-) -> tuple | None:
-    """Return `(left, right, direction)` of the comparison that ends a loop, or None for any other condition."""
-    i = c.by_name.get(name)
-    if i is None or i.opcode not in ("compare", "fusion", "call"):
-        return None
-    operands = [_trace(module, c, operand, arguments=arguments) for operand in i.operands]
-    if i.opcode == "compare":
-        direction = re.search(r"direction=(\w+)", i.attributes)
-        return *operands, direction and direction[1]
-    inner = module.callee(i)
-    return inner and _comparison(module, inner, inner.root, operands)
-
-
-def _trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Return the number of iterations of a loop if its counter has a constant start, step and bound, otherwise None."""
-    callees = dict(loop.callees)
-    condition, body = (module.computations.get(callees.get(key, "")) for key in ("condition", "body"))
-    compared = condition and _comparison(module, condition, condition.root)
-    if not compared or not body or compared[0] is None or compared[1] is None or compared[2] not in _MIRRORED:
-        return None
-    counter, bound, direction = compared
-    if counter.element is None:
-        counter, bound, direction = bound, counter, _MIRRORED[direction]
-    if counter.element is None or bound.element is not None:
-        return None
-    start = _trace(module, caller, loop.operands[0], counter.element)
-    following = _trace(module, body, body.root, counter.element)
-    if not start or not following or start.element is not None or following.element != counter.element:
-        return None
-    if following.offset == 0:
-        return None
-    sign = -1 if direction in ("GT", "GE") else 1
-    step, distance = following.offset * sign, (bound.offset - start.offset - counter.offset) * sign
-
-    if direction == "NE":
-        return distance // step if distance * step >= 0 and distance % step == 0 else None
-    distance += direction in ("LE", "GE")
-    if distance <= 0:
-        return 0
-    return -(-distance // step) if step > 0 else None

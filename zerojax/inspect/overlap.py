@@ -29,7 +29,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The collectives of one program, each with the number of products that run meanwhile. `print` shows a table."""
+    """The collectives of one program, each with the number of products that run meanwhile."""
 
     in_flight: tuple[InFlight, ...]
 
@@ -59,18 +59,6 @@ class Overlap:
     @property
     def exposed(self) -> tuple[InFlight, ...]:
         return tuple(sorted((f for f in self.in_flight if not f.products), key=lambda f: -f.bytes))
-
-    def __str__(self) -> str:
-        groups = dict.fromkeys((f.collective.computation, f.collective.kind) for f in self.in_flight)
-        lines = [f"{'computation':32} {'kind':20} {'in text':>8} {'MiB':>11} {'hidden':>7}"]
-        for computation, kind in groups:
-            group = Overlap(tuple(f for f in self.of(kind).in_flight if f.collective.computation == computation))
-            lines.append(
-                f"{computation[:32]:32} {kind:20} {len(group.in_flight):8} {group.bytes / 2**20:11.2f} "
-                f"{group.hidden_share:7.1%}"
-            )
-        lines.append(f"{'all':53} {len(self.in_flight):8} {self.bytes / 2**20:11.2f} {self.hidden_share:7.1%}")
-        return "\n".join(lines)
 
 
 def overlap(compiled: Any) -> Overlap:
