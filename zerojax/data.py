@@ -78,7 +78,6 @@ class ShardedBatches:
     """An iterator over the batches of a loader, placed on the mesh. `shard_batches` makes this iterator."""
 
     def __init__(self, source: Iterator, placement: Placement, prefetch: int):
-        """Wrap a loader's iterator. No batch is read yet."""
         self._source, self._placement, self._prefetch = source, placement, prefetch
         self._ahead: collections.deque[tuple[Any, Any]] = collections.deque()
         self._position = self._source_position()
@@ -157,7 +156,6 @@ class Placement:
     """Turns batches of this process into arrays on the mesh. The first batch decides how many rows a batch has."""
 
     def __init__(self, tx: ZeroTransformation, of_process: bool, pads: bool, accumulate: int):
-        """Keep the options of `shard_batches`."""
         self._config, self._pads, self._accumulate, self.of_process = tx.config, pads, accumulate, of_process
         self.processes = jax.process_count() if of_process else 1
         if self.processes > 1:

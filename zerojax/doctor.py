@@ -101,7 +101,6 @@ def bandwidths() -> tuple[str, dict[str, Any]]:
 
 
 def host_memory(device: str) -> str:
-    """Describe how much host memory is free, and on GPUs how much of it JAX may pin."""
     available = available_bytes()
     free = "an unknown amount is free" if available is None else f"{format_bytes(available)} is free"
     if device != "gpu":
@@ -159,7 +158,6 @@ def slowdown(products: float, gather: float, both: float) -> float | None:
 
 
 def host_compute() -> str:
-    """Check that a program over arrays in host memory gives correct results."""
     mesh = resolve_mesh(None, ("data",))
     on_host = host_sharding(mesh, jax.sharding.PartitionSpec())
     x = np.arange(1024, dtype=np.float32)
@@ -189,7 +187,6 @@ def disk_bandwidth(path: Path) -> str:
 
 
 def chunk_bandwidths(path: Path) -> tuple[float, float]:
-    """Return the bytes per second at which offloaded chunks are written to a folder, and read from it."""
     data = np.random.default_rng(0).random(CHUNK_BYTES // 4, np.float32)
     spec = ChunkSpec("probe", (((CHUNK_BYTES // 4,), data.dtype),))
     with (

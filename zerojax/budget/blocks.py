@@ -254,7 +254,6 @@ def _has_refs(jaxpr: Any) -> bool:
 
 
 def _scanned(loop: compat.LoopEqn, run: Callable, values: Sequence) -> list:
-    """Run `loop` with `run` as its body. `values` are the operands of the loop."""
     consts, rest = values[: loop.consts], values[loop.consts :]
 
     def iteration(carry, slices):

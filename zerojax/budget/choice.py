@@ -199,7 +199,6 @@ class _Program:
         )
 
     def least_bytes(self, host_bytes: float) -> int:
-        """Return the least number of bytes that must be saved."""
         objective = np.concatenate([np.zeros(self.equations), self.bytes, np.zeros(self.values)])
         found = self._run(_ALL * objective / max(self.bytes.sum(), 1.0), self.bytes.sum(), host_bytes)
         assert found is not None, "everything can be saved"

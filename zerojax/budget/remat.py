@@ -109,7 +109,6 @@ class Remat:
         return self._rematerialised(*compat.opened(closed))[1]
 
     def _traced(self, args: tuple, kwargs: dict) -> tuple[Any, Any, list]:
-        """Return the function's jaxpr, the structure of its results, and the leaves of its arguments."""
         static = {i % len(args): args[i] for i in self._static if -len(args) <= i < len(args)}
         leaves, structure = jax.tree.flatten(([x for i, x in enumerate(args) if i not in static], kwargs))
 

@@ -115,7 +115,6 @@ def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator
 
 
 def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
-    """Read one leaf into the layout of `like`, one shard at a time."""
     stored = like.storage if is_padded(like) else like
     sharding: Sharding | None = getattr(stored, "sharding", None)
     read = functools.partial(read_shard, files, tensors, like)

@@ -35,7 +35,6 @@ Damage = tuple[str, str, str]
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
-    """Write a manifest, and its digest, into a checkpoint."""
     body = {"version": VERSION, **dataclasses.asdict(manifest)}
     text = json.dumps(body, indent=1) + "\n"
     write_synced(directory / MANIFEST, text)

@@ -91,7 +91,6 @@ class Resolved:
     problems: list[str]  # one line per mismatch
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the tensor with this name."""
         first, *others = self.tensors[name]
         sizes, divided = first.sizes, first.pattern.divided
         if divided is not None:
@@ -216,7 +215,6 @@ def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> l
 
 
 def parse(text: str) -> Pattern:
-    """Parse a pattern, or raise a `ValueError`."""
     before, arrow, after = text.partition("->")
     dims = [(inner or one).split() for inner, one in re.findall(r"\(([^()]*)\)|([^\s()]+)", before)]
     left = tuple(tuple(name.removesuffix("+") for name in dim) for dim in dims)

@@ -181,7 +181,6 @@ def structures(saved: Description, wanted: Description, was: str) -> str:
 
 
 def changes(saved: Description, wanted: Description, was: str) -> str:
-    """Describe the operations that only `saved` or only `wanted` has."""
     before = [one for one in saved.operations if one not in wanted.operations]
     after = [one for one in wanted.operations if one not in saved.operations]
     if not before and not after:

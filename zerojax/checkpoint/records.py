@@ -65,7 +65,6 @@ class Manifest:
     transformation: Description | None = None  # the optimizer's description; None if an early zerojax saved it
 
     def leaf_of(self, file: str) -> str:
-        """Return the name of the leaf that a file belongs to, or an empty string."""
         arrays, _, rest = file.partition("/")
         folder, separator, _ = rest.partition("/")
         names = [leaf.name for leaf in self.leaves if leaf.folder == folder]

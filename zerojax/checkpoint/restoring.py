@@ -143,7 +143,6 @@ def zeros_of(array: Any) -> jax.Array:
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
-    """Read the data that was saved with the state for this process."""
     count = manifest.made_by["processes"]
     same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:

@@ -71,7 +71,6 @@ def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], 
 
 
 def write_file(path: Path, tensors: Sequence[Tensor], metadata: dict[str, str]) -> None:
-    """Write one file. Arrays are fetched one at a time."""
     header: dict[str, Any] = {METADATA: metadata}
     end = 0
     for tensor in tensors:

@@ -141,7 +141,6 @@ class Save:
         directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", text)
 
     def _commit(self, manifest: Manifest) -> None:
-        """Write the manifest with the digests of all processes, and give the folder its final name."""
         self._begun.wait()
         if self.error is not None:  # `begin` was interrupted
             raise self.error

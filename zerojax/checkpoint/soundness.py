@@ -79,7 +79,6 @@ def problem_of_file(name: Any, size: Any, sha256: Any) -> str:
 
 
 def problem_of_leaf(leaf: SavedLeaf) -> str:
-    """Explain why no save writes this leaf, or return an empty string."""
     texts = (leaf.name, leaf.dtype, leaf.kind, *leaf.path, *([] if leaf.key is None else [leaf.key]))
     if not all(isinstance(text, str) for text in (*texts, leaf.folder)) or not is_text(leaf.name):
         return "has a name that is not printable text"
@@ -142,7 +141,6 @@ def is_storage_of(leaf: SavedLeaf, shape: Sequence[int], dtype: jnp.dtype) -> bo
 
 
 def problem_of_dtype(dtype: str, key: str | None) -> str:
-    """Explain why no saved array has this type, or return an empty string."""
     if dtype.startswith("key<") != (key is not None):
         return f"is {dtype} and {'not said to be' if key is None else 'said to be'} PRNG keys"
     if key is not None:

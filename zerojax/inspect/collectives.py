@@ -286,7 +286,6 @@ def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[A
 
 
 def _group(module: Module, i: Instruction) -> tuple[int, ...]:
-    """Return the devices of an instruction's first group, by their number in the mesh."""
     text = i.attributes
     if pairs := re.search(r"source_target_pairs=\{([\d{},\s]*)\}", text):
         return tuple(sorted({int(n) for n in re.findall(r"\d+", pairs[1])}))

@@ -36,7 +36,6 @@ def held_at_once(module: Module, gathers: Iterable[Piece]) -> list[Piece]:
 
 
 def _held_in(c: Computation, gathers: Sequence[Piece]) -> list[Piece]:
-    """Return the gathered parameters that one computation holds when their total bytes are at a maximum."""
     order = {i.name: at for at, i in enumerate(c.instructions)}
     last = dict(order)  # the position where each result is read last
     for i in reversed(c.instructions):

@@ -130,7 +130,6 @@ def report(state: Any, tx: Any = None) -> Report:
 
 
 def measured(state: Any, tx: Any) -> Report:
-    """Return the report of a tree of arrays."""
     plan = planned(state, tx)
     elsewhere: dict[str, Misplaced] = {}
     rows: list[Row] = []

@@ -97,7 +97,6 @@ class Line(NamedTuple):
 
 
 def build_tree(rows: Sequence[Row], depth: int = 0) -> Node:
-    """Build the tree of the leaves in `rows`, whose paths agree in the first `depth` keys."""
     branches: dict[str, list[Row]] = {}
     totals: dict[str, Counter] = {place: Counter() for place in PLACES}
     text = ""
@@ -148,7 +147,6 @@ def run_key(index: int, child: tuple[str, Node]) -> tuple:
 
 
 def as_text(node: Node) -> str:
-    """Return a table with the tree, the bytes in each place, and the text of each leaf."""
     all_lines = list(lines(node))
     places = ["device", *(place for place in OFFLOADED if getattr(node, place))]
     labels = ["  " * line.depth + line.label for line in all_lines]

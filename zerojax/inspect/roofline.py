@@ -82,7 +82,6 @@ class Roofline:
 
 
 def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
-    """Return the total times of the kernels in `module`, and of the collectives in `overlap`, on a device."""
     launched = list(kernels(module))
     operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)
@@ -167,7 +166,6 @@ def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter
 
 
 def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
-    """Return the FLOPs of a product, which are two for each element of the result and each contracted index."""
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)

@@ -159,7 +159,6 @@ class _Streams:
     unslowed: float = 0.0
 
     def computation(self, name: str, *, depth: int) -> None:
-        """Run one computation from its first instruction to its last."""
         calls: dict[str, list[Call]] = {}
         for call in self.module.calls[name]:
             calls.setdefault(call.instruction.name, []).append(call)
@@ -196,7 +195,6 @@ class _Streams:
         return next((self.in_flight[key] for key in keys if key in self.in_flight), None)
 
     def start(self, started: InFlight, name: str) -> Span:
-        """Append a collective to its stream."""
         begin, c = max(self.now, self.link_free), started.collective
         self.link_free = begin + collective_seconds(replace(c, times_if_once=1), self.device)
         kind = "hidden" if started.products else "exposed"
@@ -209,7 +207,6 @@ class _Streams:
         span.done = self.now
 
     def run(self, i: Instruction) -> None:
-        """Append a kernel to the compute stream."""
         kernel = self.kernels[i.name]
         kind = "kernel" if not kernel.operations else "backward" if "transpose(" in i.op_name else "forward"
         seconds, slowdown = kernel.seconds(self.device), self.device.slowdown if kernel.operations else 0.0

@@ -101,7 +101,6 @@ class Check:
         return not self.findings
 
     def __str__(self) -> str:
-        """Return a table of the figures, followed by the findings."""
         hidden = "no overlap on CPU: collectives are synchronous" if self.hidden is None else f"{self.hidden:.1%}"
         row = lambda name, compiled, contract: f"  {name:20} {compiled:>12}   {contract:>14}"
         mib, count, mflop = lambda n: f"{n / MIB:,.1f}", lambda n: f"{n:,d}", lambda n: f"{n / 1e6:,.1f}"
@@ -180,7 +179,6 @@ def on_devices(given: Config, moved: Config) -> contextlib.AbstractContextManage
 
 
 def check_program(compiled: Any, checked: Checked) -> Check:
-    """Compare a compiled step with the contract of its stage."""
     config, layout = checked.config, checked.plan.layout
     memory, contract = memory_analysis(compiled), contract_of(checked)
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

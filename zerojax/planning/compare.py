@@ -99,7 +99,6 @@ def compare_step(
 def run_and_compare(
     step: Step, params: Any, mutable: Any, batch: Any, args: tuple, stages: int | Sequence[int]
 ) -> Comparison:
-    """Run the reference and each stage, and compare their results."""
     stages = (stages,) if isinstance(stages, int) else tuple(stages)
     workers = step.config.data.workers
     args = packed(args)
@@ -151,7 +150,6 @@ def at_stage(config: Config, stage: int) -> Config:
 
 
 def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> list[Snapshot]:
-    """Run all steps on the mesh, and return one snapshot of results per step."""
     tx, snapshots = ZeroTransformation.of(step.config), []
     state = tx.create(params, mutable=mutable)
     for _ in range(STEPS):

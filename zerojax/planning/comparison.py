@@ -86,7 +86,6 @@ class NonFinite:
     origins: tuple[Origin, ...]
 
     def __str__(self) -> str:
-        """Return a text with the name of the leaf, and the line that computes the first NaN or inf."""
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"
         by_line = {origin.where: origin for origin in self.origins}  # for a line with an inf and a NaN, keep the NaN
         begins = "; ".join(map(str, by_line.values())) or "made by the update, not by the loss"
@@ -126,7 +125,6 @@ class Comparison:
         return tuple(sorted(bad, key=lambda leaf: (leaf.step, QUANTITIES.index(leaf.quantity))))
 
     def __str__(self) -> str:
-        """Return the largest difference per quantity and stage, then the differing leaves and a likely reason."""
         present = [q for q in QUANTITIES if any(leaf.quantity == q for leaf in self.leaves)]
         if not self.leaves:
             return str(self.nonfinite)

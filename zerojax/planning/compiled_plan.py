@@ -186,7 +186,6 @@ class Plan:
         return fields | derived | {"collectives": listed}
 
     def __str__(self) -> str:
-        """Return tables of memory, bytes sent, and time, followed by the notes."""
         line = lambda name, *cells: f"  {name:24s}" + "".join(f"{cell:>12s}" for cell in cells)
         verdict = f"  of {format_bytes(self.usable)} usable: {'fits' if self.fits else 'does not fit'}"
         rows = "" if self.batch is None else f", {self.batch:,} rows"

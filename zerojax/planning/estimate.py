@@ -91,7 +91,6 @@ class Estimate:
         return max(self[stage].transfer_seconds(link=link, disk=disk).values())
 
     def __str__(self) -> str:
-        """Return a table with stages in rows and parts in columns."""
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
         peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
@@ -186,7 +185,6 @@ def estimate(
 
 
 def check_arguments(tx: Any, loss_fn: Any, batch: Any, accumulate: Any, number: float | None) -> None:
-    """Raise an error if arguments of `estimate` are invalid or cannot be combined."""
     check_count("accumulate", accumulate, "microbatches", least=1)
     if isinstance(tx, ZeroTransformation):
         raise TypeError(

@@ -90,7 +90,6 @@ class Candidate:
         return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
 
     def __str__(self) -> str:
-        """Return the choice in one line."""
         sharding = f", {self.sharding}" if self.shard_axis or self.params_axis else ""
         memory = f", memory={self.memory!r}" if self.memory else ""
         where = f"state on the {self.placement}"
@@ -204,7 +203,6 @@ Setup = tuple[Config, Layout, StageEstimate]
 def candidates(
     config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
 ) -> Iterator[Candidate]:
-    """Estimate every candidate on `count` devices."""
     mesh = abstract_mesh(count, space.axes(config), hosts=space.hosts or 1)
     setups: list[Setup] = []
     for stage, offload in space.combinations:
@@ -351,7 +349,6 @@ def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iter
 
 
 def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequence[int]) -> str:
-    """Return the error message for a search in which nothing fits."""
     among = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     if not tried:
         return (

@@ -45,7 +45,6 @@ class PlainStep:
     axes: tuple[str, ...] = ()
 
     def init(self, params: PyTree, mutable: PyTree = None) -> PlainState:
-        """Return the state before the first step."""
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
         params = self.layout.treedef.unflatten(cast(leaves, [leaf.dtype for leaf in self.layout.grads]))
         scaling = init_scaling(self.program.config.precision, len(self.layout.trained))

@@ -205,7 +205,6 @@ def gpus_of(gpu: str, devices: int | str | None) -> tuple[str, int | None, list[
 
 
 def candidate_config(config: Config, space: SearchSpace, candidate: Candidate) -> Config:
-    """Return the configuration of a candidate, with a mesh of its GPUs."""
     axes = space.axes(config)
     mesh = absent_mesh(space.topology(candidate.devices), axes=axes)
     config = dataclasses.replace(config, user_mesh=mesh, stage=candidate.stage, offload=candidate.offload)
@@ -252,7 +251,6 @@ def room_note(program: AbsentProgram, peak: int, topology: str, given: Hardware)
 
 
 def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usable: float) -> int:
-    """Return the rows of the largest batch that fits, given the peak of a batch with `rows` rows."""
     unit = program.row_multiple
     peaks = {rows // unit: peak}
 

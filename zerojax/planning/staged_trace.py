@@ -52,7 +52,6 @@ class StepTrace:
 
 
 def trace_step(step: Step, state: ZeroState, batch: Any, args: tuple) -> StepTrace:
-    """Trace a step with parameters on disk. `state`, `batch` and `args` have shapes."""
     config, plan = step.config, state.plan
     staged, files = UnskippedStep(step.program, plan), files_of_run(config, plan)
     chunks = dict(chunk_shapes(config, plan, files))

@@ -113,7 +113,6 @@ class _Waiting:
         os._exit(EXIT_STATUS)
 
     def _behind(self, index: int, count: int) -> list[str]:
-        """Describe the processes that have not begun the last call of this process."""
         if count == 1:
             return []
         found, last = [], EVENTS.last_number()
