@@ -78,7 +78,7 @@ def run(folder, steps, moment, is_reference):
         state, _ = step(state, batch_of(start))  # everything is compiled before the steps that are measured
         state = checkpoints.restore(state).state
         for owner, name, phase in (
-            (StagedUpdate, "run", "update"),
+            (StagedUpdate, "on_files", "update"),
             (saving.Save, "_write", "copying"),
             (saving.Save, "_digest", "digesting"),
             (saving.Save, "_commit", "committing"),

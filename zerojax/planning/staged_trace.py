@@ -21,8 +21,9 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.storage import named
 from zerojax.staged.model_files import COPYING, ModelFiles
 from zerojax.staged.state import files_of_run
+from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.batch import place_batch
-from zerojax.train.staged_step import Finished, StagedStep
+from zerojax.train.staged_step import StagedStep
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 
@@ -94,7 +95,7 @@ class UnskippedStep(StagedStep):
     def on_files(self, state: ZeroState, batch: Any, args: tuple, files: Any, store: Any) -> tuple[ZeroState, dict]:
         return self._run(state, files, store, batch, args)
 
-    def _is_skipped(self, done: Finished) -> bool:
+    def _is_skipped(self, inputs: UpdateInputs) -> bool:
         return False
 
 

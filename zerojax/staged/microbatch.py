@@ -6,7 +6,7 @@ import collections
 import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -18,11 +18,11 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.gather.segments import Gathered
-from zerojax.staged.loop import StagedLoop
+from zerojax.staged.gradients import Gradients
+from zerojax.staged.item import Item
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
-from zerojax.staged.program import StagedBlock, StagedProgram
+from zerojax.staged.program import StagedProgram
 from zerojax.staged.sources import Piece, Source
-from zerojax.staged.whole import WholeStage
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 
 # The number of stages that the devices may still be running, or have queued, while Python prepares the next stage.
 _RUNNING = 1
-
-
-class Sink(Protocol):
-    """An object that accepts the gradients of chunks."""
-
-    def add(self, piece: Piece, grad: Array) -> None: ...
-
-    def write(self) -> None: ...
 
 
 class Reader:
@@ -100,7 +92,7 @@ def _stacked(rows, dim):
 class Microbatch:
     """One forward pass and one backward pass of a staged program."""
 
-    def __init__(self, staged: StagedProgram, reader: Reader, comm: Collectives, mesh: Mesh, sink: Sink):
+    def __init__(self, staged: StagedProgram, reader: Reader, comm: Collectives, mesh: Mesh, sink: Gradients | None):
         """Store the arguments.
 
         Args:
@@ -108,7 +100,7 @@ class Microbatch:
             reader: The reader of the chunks of both passes.
             comm: The collectives, which add two cotangents of one variable.
             mesh: The mesh. If its devices are simulated, each program ends before the next one starts.
-            sink: The object that accepts the gradients of chunks.
+            sink: The object that accepts the gradients of chunks. None if there is no backward pass.
         """
         self._staged, self._reader, self._sink, self._mesh = staged, reader, sink, mesh
         self._add_two = _adding(comm)
@@ -123,13 +115,7 @@ class Microbatch:
         env.update({staged.program.invars[i]: x for i, x in args.items()})
         last_read, arguments = staged.last_read, set(env)
         for index, item in enumerate(staged.items):
-            if isinstance(item, StagedLoop):
-                results = self._loop_forward(item)
-            elif isinstance(item, WholeStage):
-                results = self._whole_forward(item)
-            else:
-                results = self._block_forward(item)
-            env.update(zip(item.segment.results, results, strict=True))
+            env.update(zip(item.segment.results, self._forward(item), strict=True))
             for v in [v for v in env if last_read.get(v, -1) <= index and v not in arguments]:
                 del env[v]
         outs = staged.program.outs
@@ -141,12 +127,7 @@ class Microbatch:
         if staged.backward:
             self._cotangents[staged.program.outs[0]] = cotangent
         for item in staged.backward:
-            if isinstance(item, StagedLoop):
-                self._loop_backward(item)
-            elif isinstance(item, WholeStage):
-                self._whole_backward(item)
-            else:
-                self._block_backward(item)
+            self._backward(item)
             for key in item.segment.results:
                 self._cotangents.pop(key, None)
         return {i: self._cotangents[v] for i, v in enumerate(staged.program.invars) if v in self._cotangents}
@@ -168,14 +149,12 @@ class Microbatch:
                 jax.block_until_ready(oldest)
         return self._wait(results)
 
-    def _operands(self, item: Any) -> dict:
-        return {v: self._env[v] for v in item.segment.operands}
-
     def _shards(self, sources: Sequence[Source], operands: Mapping) -> list[Array]:
         chunks = self._reader.take() if sources else {}
         return self._wait([source.shard(chunks, operands) for source in sources])
 
     def _add_grads(self, sources: Sequence[Source], grads: Sequence[Array | None], operands: Mapping) -> None:
+        assert self._sink is not None
         # Write the gradients of the previous stage. If Python wrote the gradients of this stage here, it would wait for
         # this stage, and the devices would be idle until the next stage's shards have arrived.
         self._sink.write()
@@ -189,107 +168,57 @@ class Microbatch:
             found = self._cotangents.get(key)
             self._cotangents[key] = cotangent if found is None else self._wait(self._add_two(found, cotangent))
 
-    def _block_forward(self, item: StagedBlock) -> list:
-        operands, others = self._operands(item), [self._env[v] for v in item.segment.others]
-        results, saved = self._ran(item.stage.forward(self._shards(item.sources, operands), others))
-        if item.stage.passes is not None:
-            self._kept[item] = saved, [others[i] for i in item.stage.kept], operands
-        return results
-
-    def _block_backward(self, item: StagedBlock) -> None:
-        saved, others, operands = self._kept.pop(item)
-        shards = self._shards([item.sources[i] for i in item.stage.needed], operands)
-        cotangents = [self._cotangents.get(key) for key in item.segment.results]
-        to_params, to_others = self._ran(item.stage.backward(shards, others, saved, cotangents))
-        del shards
-        for key, x in zip(item.segment.others, to_others, strict=True):
-            self._add(key, x)
-        self._add_grads(item.sources, to_params, operands)
-
-    def _whole_forward(self, item: WholeStage) -> list:
-        operands, inputs = self._operands(item), [self._env[v] for v in item.inputs]
-        results, residuals = self._ran(item.forward(self._whole_shards(item, operands), inputs))
-        if item.is_differentiated:
-            self._kept[item] = residuals, operands
-        return results
-
-    def _whole_backward(self, item: WholeStage) -> None:
-        residuals, operands = self._kept.pop(item)
-        cotangents = [self._cotangents.get(key) for key in item.segment.results]
-        inputs = [operands.get(v) for v in item.inputs]
-        shards = self._whole_shards(item, operands)
-        to_shards, to_others = self._ran(item.backward(shards, inputs, residuals, cotangents))
-        for key, x in zip(item.segment.others, to_others, strict=True):
-            self._add(key, x)
-        for root, grads in zip(item.trained, to_shards, strict=True):
-            self._add_grads(item.roots[root], grads, operands)
-
-    def _whole_shards(self, item: WholeStage, operands: Mapping) -> list[list[Array]]:
-        shards = iter(self._shards(item.sources, operands))
-        return [[next(shards) for _ in sources] for sources in item.roots.values()]
-
-    def _loop_forward(self, item: StagedLoop) -> list:
-        loop, stage, operands = item.loop, item.stage, self._operands(item)
+    def _forward(self, item: Item) -> list:
+        stage, operands = item.stage, {v: self._env[v] for v in item.segment.operands}
         consts, carry, slices = item.values(self._env)
-        written: list[list] = [[] for _ in range(loop.length)]
-        kept = []
-        for iteration in range(loop.length):
-            layer = loop.layer(iteration)
-            others = [*consts, *carry, *(_row(x, layer) for x in slices), *item.consts]
+        rows, kept = [], []
+        for iteration in range(item.length):
+            others = [*consts, *carry, *(_row(x, item.layer(iteration)) for x in slices), *item.closed]
             results, saved = self._ran(stage.forward(self._shards(item.sources(iteration), operands), others))
-            carry, written[layer] = results[: loop.carry], results[loop.carry :]
+            carry = results[: item.returned]
+            rows.append(results[item.returned :])
             if stage.passes is not None:
                 kept.append((saved, [others[i] for i in stage.kept]))
         self._kept[item] = kept, operands
-        outs = {i: x for i, x in enumerate(carry) if i in loop.results}
-        for i in loop.results:
-            if i >= loop.carry:
-                outs[i] = self._wait(_stacked([rows[i - loop.carry] for rows in written], 0))
-        return [outs[i] for i in loop.results]
+        stack = lambda i: self._stacked([row[i - item.returned] for row in rows], item, 0)
+        return [carry[i] if i < item.returned else stack(i) for i in item.results]
 
-    def _loop_backward(self, item: StagedLoop) -> None:
-        loop, stage, (kept, operands) = item.loop, item.stage, self._kept.pop(item)
+    def _backward(self, item: Item) -> None:
+        stage, (kept, operands) = item.stage, self._kept.pop(item)
         passes = stage.passes
         assert passes is not None
-        given = {i: self._cotangents.get(key) for i, key in zip(loop.results, item.segment.results, strict=True)}
+        given = {i: self._cotangents.get(key) for i, key in zip(item.results, item.segment.results, strict=True)}
         avals = [v.aval for v in passes.forward.jaxpr.outvars[: passes.results]]
-        cotangents: list[Any] = [None] * len(avals)
-        for i in passes.active_results:
-            if i < loop.carry:
-                x = given.get(i)
-                cotangents[i] = compat.zero_cotangent(avals[i].shape, avals[i].dtype) if x is None else x
-        inner = loop.consts + loop.carry
-        sums: dict[int, Array] = {}
-        rows: dict[int, list] = collections.defaultdict(lambda: [None] * loop.length)
-        for iteration in reversed(range(loop.length)):
-            layer = loop.layer(iteration)
+        cotangents = [given.get(i) if i < item.returned else None for i in range(len(avals))]
+        for i in passes.active_results if item.carry else ():  # so that all iterations run the same program
+            if i < item.returned and cotangents[i] is None:
+                cotangents[i] = compat.zero_cotangent(avals[i].shape, avals[i].dtype)
+        inner = item.consts + item.carry
+        rows: dict[int, list] = collections.defaultdict(list)
+        for iteration in reversed(range(item.length)):
             for i in passes.active_results:
-                if i >= loop.carry and given.get(i) is not None:
-                    cotangents[i] = _row(given[i], layer)
+                if i >= item.returned and (stack := given.get(i)) is not None:
+                    cotangents[i] = _row(stack, item.layer(iteration))
             saved, others = kept.pop()
             sources = item.sources(iteration)
             shards = self._shards([sources[i] for i in stage.needed], operands)
             to_params, to_others = self._ran(stage.backward(shards, others, saved, cotangents))
             del shards
-            self._add_grads(sources, to_params, operands)
-            for i, x in enumerate(to_others[: len(loop.others)]):
+            for i, (key, x) in enumerate(zip(item.others, to_others, strict=False)):
                 if x is None:
                     continue
-                if i < loop.consts:
-                    sums[i] = self._wait(self._add_two(sums[i], x)) if i in sums else x
+                if i < item.consts:
+                    self._add(key, x)
                 elif i < inner:
-                    cotangents[i - loop.consts] = x
+                    cotangents[i - item.consts] = x
                 else:
-                    rows[i][layer] = x
-        for i, x in sums.items():
-            self._add_other(item, i, x)
-        for i in range(loop.carry):
-            self._add_other(item, loop.consts + i, cotangents[i])
+                    rows[i].insert(0, x)
+            self._add_grads(sources, to_params, operands)
+        for i in range(item.consts, inner):
+            self._add(item.others[i], cotangents[i - item.consts])
         for i, xs in rows.items():
-            rank = passes.other_shapes[i].ndim
-            self._add_other(item, i, self._wait(_stacked(xs, xs[0].ndim - rank)))
+            self._add(item.others[i], self._stacked(xs, item, xs[0].ndim - passes.other_shapes[i].ndim))
 
-    def _add_other(self, item: StagedLoop, i: int, cotangent: Array | None) -> None:
-        place = item.loop.others[i]
-        if place is not None:
-            self._add(item.segment.others[place], cotangent)
+    def _stacked(self, rows: list, item: Item, dim: int) -> Array:
+        """Stack the values of all iterations in the order of the layers."""
+        return self._wait(_stacked(rows[::-1] if item.reverse else rows, dim))

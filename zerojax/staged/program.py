@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax.numpy as jnp
 
 from zerojax import compat
 from zerojax.dims import NOWHERE
@@ -15,39 +15,18 @@ from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates
-from zerojax.staged.before_loops import gathered_before_loops
-from zerojax.staged.loop import StagedLoop, staged_loop
+from zerojax.layout.chunked import MOST_ROWS
+from zerojax.staged.item import Item
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
-from zerojax.staged.stage import Stage, Stages, Wanted
-from zerojax.staged.whole import WholeStage
-
-log = logging.getLogger("zerojax.staged")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StagedBlock:
-    """A segment that runs once per pass.
-
-    Attributes:
-        segment: The segment.
-        stage: The forward and backward programs of the segment.
-        sources: The source of each parameter of the segment.
-    """
-
-    segment: Segment
-    stage: Stage
-    sources: tuple[Source, ...]
-
-
-Item = StagedBlock | StagedLoop | WholeStage
+from zerojax.staged.stage import Stages, Wanted
 
 
 class StagedProgram:
-    """A traced function, divided into stages. Each message of `gathered_before` is logged as a warning.
+    """A traced function, divided into stages.
 
     Attributes:
         program: The traced function and its segments.
-        items: One stage per segment, in the order in which they run.
+        items: One item per segment, in the order in which they run.
         reads: The chunks of each execution of a stage that reads chunks, in the order of a forward and a backward pass.
         expected: The number of gradients that each chunk gets in one backward pass.
         backward: The items that have a backward pass. The last item of `items` comes first.
@@ -65,43 +44,24 @@ class StagedProgram:
             active: For each parameter, whether its gradient is needed.
             options: How parameters are gathered.
             mesh: The mesh of the shards.
+
+        Raises:
+            ValueError: If a loop reads parameters, and is no scan over stacks whose layers can be read one by one.
         """
         self.program = program
         self.variables = {program.invars[i]: of for i, of in on_disk.items()}
-        self._stages, self._options, self._mesh = Stages(options, mesh), options, mesh
+        self._stages, self._follower = Stages(options, mesh), options.comm.follower
         self.live = program.live(active, program.outs[:1])
-        self._arguments = frozenset([*program.invars, *program.held])
+        # The cotangents of these variables stay one partial sum per worker until they are gradients of parameters.
+        self._summed_later = frozenset([*program.invars, *program.held, *self._weights()])
         self.items = [self._item(segment) for segment in program.segments]
         self.backward = self._reached()
-        self.expected: collections.Counter[Piece] = collections.Counter()
-        for sources in self._trained_uses():
-            self.expected.update(piece for source in sources for piece in source.pieces)
-        forward = [list(use) for item in self.items for use in _forward_uses(item)]
-        backward = [use for item in self.backward for use in _backward_uses(item)]
-        uses = [
-            tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in [*forward, *backward]
-        ]
-        self.reads = [use for use in uses if use]
-        for reason in self.gathered_before:
-            log.warning(reason)
-
-    @property
-    def gathered_before(self) -> list[str]:
-        """Return, per loop whose layers cannot be read one by one, a message with its parameters and the reason."""
-        return [
-            *(item.reason for item in self.items if isinstance(item, WholeStage)),
-            *(self._gathered_whole(params) for s in self.program.segments if (params := gathered_before_loops(s))),
-        ]
-
-    def _gathered_whole(self, params: Sequence[ShardedParam]) -> str:
-        """Return a message that says which parameters are gathered in full before a loop, and why."""
-        roots = [root for p in params for root in ([x.root for x in self.program.joined.get(p.root, ())] or [p.root])]
-        paths = ", ".join(f"params{path}" for path in sorted({self.variables[root].leaf.path for root in roots}))
-        return (
-            f"A loop reads {paths} in every iteration, and cannot read one layer per iteration. So the devices gather "
-            f"them in full before the loop, and hold them while it runs. Use jax.lax.scan over a stack of layers, "
-            f"outside of jax.checkpoint, if they do not fit."
-        )
+        trained = [source for item in self.backward for use in item.trained_uses for source in use]
+        self.expected = collections.Counter[Piece](piece for source in trained for piece in source.pieces)
+        uses = [use for item in self.items for use in item.forward_uses]
+        uses += [use for item in self.backward for use in item.backward_uses]
+        reads = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in uses]
+        self.reads = [use for use in reads if use]
 
     @property
     def last_read(self) -> dict[Any, int]:
@@ -112,17 +72,23 @@ class StagedProgram:
             found |= dict.fromkeys([*item.segment.others, *operands], i)
         return found | dict.fromkeys(variables_of(self.program.outs), len(self.items))
 
+    def _weights(self) -> set:
+        """Return what segments compute from parameters alone, if no other result of the segment has a cotangent."""
+        weights = {v for v in self.program.invars if (rows := self.program.rows.get(v)) is not None and not rows.places}
+        for segment in self.program.segments:
+            if isinstance(segment, BlockSegment | PlainSegment) and not segment.has_rule:
+                others = set(segment.after([v for v in segment.others if v not in weights]))
+                weights.update(set(segment.results) - others if self.live.isdisjoint(others) else ())
+        return weights
+
     def _item(self, segment: Segment) -> Item:
         moving = set() if self.live.isdisjoint(segment.results) else self.live.intersection(segment.sources)
-        rows, follower = self.program.rows, self._options.comm.follower
-        if isinstance(segment, ScanSegment):
-            loop = staged_loop(
-                segment, self._stages, self._source, self._layers, moving, self._arguments, rows, follower
-            )
-            if loop is not None:
-                return loop
+        if isinstance(segment, ScanSegment) and segment.loop.stacked:
+            return self._scan(segment, moving)
+        if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
+            segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
         if not isinstance(segment, BlockSegment | PlainSegment):
-            return WholeStage(segment, self._sources_of_root(segment), moving, self.program, self._options)
+            raise ValueError(self._refusal(segment.params))
         sources = tuple(map(self._source, segment.params))
         results = None
         if isinstance(segment, PlainSegment):
@@ -131,12 +97,55 @@ class StagedProgram:
             tuple(p.root in moving for p in segment.params),
             tuple(v in moving for v in segment.others),
             results,
-            frozenset(i for i, v in enumerate(segment.others) if v in self._arguments),
+            frozenset(i for i, v in enumerate(segment.others) if v in self._summed_later),
         )
+        rows = self.program.rows
         others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
         by_row = [source.row is not None for source in sources]
-        stage = self._stages.of(segment, wanted, RowStates(others, outs, follower), by_row)
-        return StagedBlock(segment, stage, sources)
+        stage = self._stages.of(segment, wanted, RowStates(others, outs, self._follower), by_row)
+        count = len(segment.results)
+        return Item(segment, stage, sources, segment.others, len(segment.others), tuple(range(count)), count)
+
+    def _scan(self, segment: ScanSegment, moving: set) -> Item:
+        loop, rows = segment.loop, self.program.rows
+        stacked = tuple(map(self._layers, loop.stacked))
+        shared = tuple(map(self._source, loop.shared))
+        body, closed = compat.opened(loop.eqn.body)
+        operands = list(zip(loop.is_param, body.invars, strict=True))
+        params, inputs = [v for on, v in operands if on], [v for on, v in operands if not on]
+        jaxpr = compat.part_of(body, body.eqns, [*params, *inputs, *compat.constvars_of(body)], body.outvars)
+        layers = (*loop.shared, *(p.at_layer(0) for p in loop.stacked))
+        block = BlockSegment(jaxpr, layers, tuple(inputs), tuple(jaxpr.outvars))
+        others = tuple(None if index is None else segment.others[index] for index in loop.others)
+        carried = range(loop.consts, loop.consts + loop.carry)
+        active = [bool(moving) if i in carried else key in moving for i, key in enumerate(others)]
+        wanted = Wanted(
+            tuple(p.root in moving for p in loop.params),
+            (*active, *[False] * len(closed)),
+            None,
+            frozenset(i for i, key in enumerate(others) if i not in carried and key in self._summed_later),
+        )
+        inside = loop.rows_inside([rows.get(key, NOWHERE) for key in segment.others], self._follower)
+        states = RowStates([*inside, *[NOWHERE] * len(closed)], (), self._follower)
+        by_row = [source.row is not None for source in (*shared, *(sources[0] for sources in stacked))]
+        stage = self._stages.of(block, wanted, states, by_row)
+        values = zip(loop.others, loop.literals, inputs, strict=True)
+        literals = {i: jnp.asarray(x, v.aval.dtype) for i, (index, x, v) in enumerate(values) if index is None}
+        return Item(
+            segment,
+            stage,
+            shared,
+            others,
+            loop.consts,
+            loop.results,
+            loop.carry,
+            stacked=stacked,
+            length=loop.length,
+            reverse=loop.eqn.reverse,
+            carry=loop.carry,
+            literals=literals,
+            closed=tuple(closed),
+        )
 
     def _source(self, param: ShardedParam) -> Source:
         """Return the source of a parameter's shard.
@@ -152,70 +161,35 @@ class StagedProgram:
             )
         return source_of(param, self.variables[param.root])
 
-    def _layers(self, param: ShardedParam) -> tuple[Source, ...] | None:
-        """Return the source of each layer of a stack, or None if the layers cannot be read one by one."""
-        if param.slices:
-            return None
+    def _layers(self, param: ShardedParam) -> tuple[Source, ...]:
+        """Return the source of each layer of a stack, or raise a ValueError if they cannot be read one by one."""
+        found: tuple[Source, ...] = ()
         if param.root in self.program.joined:
-            return tuple(map(self._source, self.program.joined[param.root]))
-        of = self.variables[param.root]
-        return tuple(Source(of, row) for row in range(of.leaf.shape[0])) if of.is_by_row else None
+            found = tuple(map(self._source, self.program.joined[param.root]))
+        elif (of := self.variables[param.root]).is_by_row:
+            found = tuple(Source(of, row) for row in range(of.leaf.shape[0]))
+        if param.slices or len({source.row is None for source in found}) != 1:
+            raise ValueError(self._refusal([param]))
+        return found
 
-    def _sources_of_root(self, segment: Segment) -> dict[Any, tuple[Source, ...]]:
-        """Return the sources of the arrays of which a segment's parameters are slices, by the variable of the array."""
-        members = {p.root: self.program.joined.get(p.root) for p in segment.params}
-        return {
-            root: (Source(self.variables[root]),) if layers is None else tuple(map(self._source, layers))
-            for root, layers in members.items()
-        }
+    def _refusal(self, params: Sequence[ShardedParam]) -> str:
+        roots = [root for p in params for root in ([x.root for x in self.program.joined.get(p.root, ())] or [p.root])]
+        paths = ", ".join(f"params{path}" for path in sorted({self.variables[root].leaf.path for root in roots}))
+        return (
+            f'A loop reads {paths}, and not layer by layer. Offload(params="disk") only runs scans over a stack of '
+            f"at most {MOST_ROWS} layers, as it is in the tree of parameters. Scan over such a stack, and use "
+            f"accumulate= of train_step for microbatches."
+        )
 
     def _reached(self) -> list[Item]:
         """Return the items whose results get cotangents in the backward pass, in the order of that pass."""
         reached, found = {v for v in variables_of(self.program.outs[:1]) if v in self.live}, []
         for item in reversed(self.items):
-            if not reached.isdisjoint(_differentiated(item)):
+            if not reached.isdisjoint(item.differentiated):
                 found.append(item)
                 reached.update(v for v in item.segment.others if v in self.live)
         return found
 
-    def _trained_uses(self) -> list[list[Source]]:
-        """Return the sources that get gradients, for each execution of a stage's backward program."""
-        uses = []
-        for item in self.backward:
-            if isinstance(item, WholeStage):
-                uses.append([source for root in item.trained for source in item.roots[root]])
-                continue
-            assert item.stage.passes is not None
-            chosen = item.stage.passes.active_params
-            uses += [[use[i] for i in chosen] for use in _forward_uses(item)]
-        return uses
-
 
 def variables_of(outs: Sequence) -> list:
     return [atom for atom in outs if isinstance(atom, Gathered) or not compat.is_literal(atom)]
-
-
-def _differentiated(item: Item) -> list:
-    """Return the results of an item that can be differentiated."""
-    if isinstance(item, WholeStage):
-        return list(item.segment.results) if item.is_differentiated else []
-    if item.stage.passes is None:
-        return []
-    if isinstance(item, StagedLoop):
-        places = zip(item.loop.results, item.segment.results, strict=True)
-        return [key for i, key in places if i in item.stage.passes.active_results]
-    return [item.segment.results[i] for i in item.stage.passes.active_results]
-
-
-def _forward_uses(item: Item) -> list[list[Source]]:
-    """Return the sources that each execution of an item's forward program reads."""
-    if isinstance(item, StagedLoop):
-        return [item.sources(iteration) for iteration in range(item.loop.length)]
-    return [list(item.sources)]
-
-
-def _backward_uses(item: Item) -> list[list[Source]]:
-    """Return the sources that each execution of an item's backward program reads, in the order of the executions."""
-    if isinstance(item, WholeStage):
-        return [item.sources]
-    return [[use[i] for i in item.stage.needed] for use in reversed(_forward_uses(item))]

@@ -20,7 +20,7 @@ from zerojax.optim.state_forms import is_on_disk, state_shardings, state_to_host
 from zerojax.optim.traced import trace_inlined
 from zerojax.placement.chunking import chunked, split_chunks
 from zerojax.placement.storage import cast, named, unpadded
-from zerojax.streaming.stores import HostStateStore, StateStore, disk_nodes, kept_on_device, store_for
+from zerojax.streaming.stores import StateStore, disk_nodes, kept_on_device, store_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -32,8 +32,7 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[A
     if is_whole or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
     check_host_room(config, plan)
-    store = store_for(config, plan) if plan.offloaded else HostStateStore(config, plan)
-    return init_state_by_group(config, plan, stored, store)
+    return init_state_by_group(config, plan, stored, store_for(config, plan))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -150,7 +150,7 @@ class DiskStateStore(StateStore):
 def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = None) -> StateStore:
     """Return the store of a state. `nodes` has one entry per leaf of the state, and is None for a first state."""
     assert config.offload is not None
-    if config.offload.optimizer == "host":
+    if config.offload.optimizer == "host" or not plan.offloaded:
         return HostStateStore(config, plan, nodes or ())
     if nodes is None:
         return DiskStateStore(disk_nodes(config, plan))

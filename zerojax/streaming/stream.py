@@ -60,7 +60,7 @@ class UpdateInputs(NamedTuple):
         state: One array per leaf of the state; None for offloaded leaves.
         grads: The gradients that the groups read, by index, in storage shape.
         shared: The shared values, which several groups may read.
-        skipped: Whether the step is skipped.
+        skipped: Whether the step is skipped. None: it is not.
     """
 
     params: list
@@ -68,7 +68,7 @@ class UpdateInputs(NamedTuple):
     state: list
     grads: dict[int, Array]
     shared: list
-    skipped: Bool[Array, ""]
+    skipped: Bool[Array, ""] | None
 
 
 class StreamedUpdate:
@@ -85,7 +85,7 @@ class StreamedUpdate:
         self.update = choice and choice.update
         self.partition = partitioned_update(config, plan)
         options = dict(compiler_options) or None
-        self.program = functools.cache(lambda make, *given: make(config, *given, options=options))
+        self.program = functools.cache(lambda make, *given, **how: make(config, *given, **how, options=options))
         self.key = functools.cache(lambda g, length: ProgramKey.of(plan, self.partition.groups[g], length))
         self._compiled: dict[Any, Callable] = {}
 
@@ -119,20 +119,20 @@ class StreamedUpdate:
             wait_if_simulated(self.config.mesh, inputs)
             # Reading `skipped` blocks, which costs no time here: the host must wait for the gradients anyway.
             if self.update == "host" and inputs.skipped:
-                return self._skip(inputs, store)
+                return self.skip(inputs, store)
             with ThreadPoolExecutor(self.host_threads) as threads:
                 return UpdateQueue(self, inputs, store, threads).update()
         except BaseException:
             store.abandon()
             raise
 
-    def _skip(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
-        """Return the old parameters and the old state, because the step is skipped."""
+    def skip(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
+        """Return the old parameters and the old state, because the step is skipped. Parameters on disk are None."""
         params, state = list(inputs.params), list(inputs.state)
         for group in self.partition.groups:
             for k, node in zip(group.state, store.unchanged(group), strict=True):
                 state[k] = node
-            pending = [inputs.pending.pop(i) for i in group.params]
+            pending = [inputs.pending.pop(i, None) for i in group.params]
             for i, x in zip(group.params, self.unsharded(group, pending), strict=True):
                 params[self.plan.layout.trained[i]] = x
         return params, state
@@ -180,7 +180,7 @@ class GroupInFlight:
     """
 
     group: UpdateGroup
-    params: list[Array]
+    params: list
     resident: list[Array]
 
 
@@ -196,7 +196,9 @@ class Chunk(NamedTuple):
 class UpdateQueue:
     """The queue of one step's chunks, which are fetched, updated and written. Updates on the host run in `threads`."""
 
-    def __init__(self, streamed: StreamedUpdate, inputs: UpdateInputs, store: StateStore, threads: Executor):
+    def __init__(
+        self, streamed: StreamedUpdate, inputs: UpdateInputs, store: StateStore, threads: Executor | None = None
+    ):
         self._streamed, self._inputs, self._store, self._threads = streamed, inputs, store, threads
         self._groups = streamed.partition.groups
         self._host = host_kind(streamed.config.mesh)
@@ -213,9 +215,7 @@ class UpdateQueue:
         """Run the update; see `StreamedUpdate.run`."""
         self._fetch(IN_FLIGHT - 1)
         for g, group in enumerate(self._groups):
-            params = [to_device(self._inputs.pending.pop(i)) for i in group.params]
-            in_flight = GroupInFlight(group, params, [self._state[k] for k in group.resident])
-            del params
+            in_flight = GroupInFlight(group, self._params_of(group), [self._state[k] for k in group.resident])
             update = self._begin_on_host if self._streamed.runs_on_host(group) else self._update_on_device
             for n, (start, length) in enumerate(group.chunks):
                 update(Chunk(in_flight, n, self._streamed.key(g, length), np.int32(start)))
@@ -227,12 +227,18 @@ class UpdateQueue:
 
     def _fetch(self, count: int) -> None:
         for group, n in itertools.islice(self._to_fetch, count):
-            kind = self._host if self._streamed.runs_on_host(group) else DEVICE
-            self._fetching.append(self._store.fetch(group, n, kind))
+            self._fetching.append(self._begin(group, n))
+
+    def _begin(self, group: UpdateGroup, n: int) -> Any:
+        return self._store.fetch(group, n, self._host if self._streamed.runs_on_host(group) else DEVICE)
+
+    def _params_of(self, group: UpdateGroup) -> list:
+        return [to_device(self._inputs.pending.pop(i)) for i in group.params]
 
     def _inputs_of(self, group: UpdateGroup) -> GroupInputs:
+        grads: list[Any] = [self._inputs.grads.get(i) for i in group.reads(GRAD)]  # None on disk
         return GroupInputs(
-            [self._inputs.grads[i] for i in group.reads(GRAD)],
+            grads,
             [self._inputs.shared[i] for i in group.reads(SHARED)],
             [self._streamed.partition.consts[i] for i in group.reads(CONST)],
         )
@@ -253,6 +259,7 @@ class UpdateQueue:
         params, grads = ([to_memory(x, self._host) for x in arrays] for arrays in chunks)
         shared = [self._shared[i] for i in group.reads(SHARED)]
         args = params, grads, state, shared, [to_memory(x, self._host) for x in inputs.consts]
+        assert self._threads is not None
         self._on_host.append((chunk, self._threads.submit(self._streamed.compiled(chunk.key, *args), *args)))
         self._complete_on_host(most=self._streamed.host_threads - 1)
 
@@ -278,7 +285,7 @@ class UpdateQueue:
         """Free the gradients that no later group reads, and store the group's parameters."""
         streamed, group = self._streamed, of.group
         for i in {i for i in group.reads(GRAD) if self._last_reader[i] is group}:
-            del self._inputs.grads[i]
+            self._inputs.grads.pop(i, None)
         for k, x in zip(group.resident, of.resident, strict=True):
             self._state[k] = x
         for k, node in zip(group.state, self._store.nodes(group), strict=True):
@@ -289,7 +296,7 @@ class UpdateQueue:
         # Wait for the previous group's parameters, so that the device holds the shards of at most two groups. One group
         # is fetched and updated while the other group returns to the host.
         jax.block_until_ready(self._returning)
-        self._returning = [x for x in params.values() if is_on_host(x)]
+        self._returning = [x for x in params.values() if x is not None and is_on_host(x)]
         wait_if_simulated(streamed.config.mesh, params)
 
 

@@ -9,20 +9,18 @@ import jax
 import jax.core
 
 from zerojax.config import Config
-from zerojax.gather.engine import split_arrays, trace_loss
-from zerojax.gather.options import Options
+from zerojax.gather.engine import split_arrays
 from zerojax.layout.chunked import is_chunked
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.tree import layout_of
 from zerojax.placement.storage import leaves_of, storage_leaves
 from zerojax.staged.microbatch import Microbatch, Reader
-from zerojax.staged.program import StagedProgram
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.state import files_of, shapes_on_disk
-from zerojax.train.staged_loss import OF_ROWS, Traced, type_key
+from zerojax.train.staged_loss import Traced, trace_stages, type_key
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import PyTree
 
 
 class StagedFunction:
@@ -55,41 +53,15 @@ class StagedFunction:
         }
         inputs = self._on_devices(None, batch, *args)
         view = View(self._config, layout, (), self._function, 1)
-        found = self._trace(view, layout, kept, stored, inputs)
+        key = layout, tuple(of.leaf.dtype for of in kept.values()), type_key(inputs)
+        if key not in self._traced:
+            self._traced[key] = trace_stages(view, kept, stored, inputs)
+        found = self._traced[key]
         arrays, _ = split_arrays(inputs)
         given = stored | dict(enumerate([*arrays, *found.consts], len(leaves)))
         reader = Reader(files, found.staged.reads)
         try:
-            outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, NoGradients()).forward(given)
+            outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, None).forward(given)
         finally:
             reader.close()
         return jax.tree.unflatten(found.structure, outs)
-
-    def _trace(
-        self, view: View, layout: Layout, kept: dict[int, OnDisk], stored: dict[int, Array], inputs: tuple
-    ) -> Traced:
-        key = layout, tuple(of.leaf.dtype for of in kept.values()), type_key(inputs)
-        if key not in self._traced:
-            full = [
-                stored[i] if i in stored else jax.ShapeDtypeStruct(leaf.shape, kept[i].leaf.dtype)
-                for i, leaf in enumerate(layout.params)
-            ]
-            call = view.loss_of_params()
-            program, _, consts, structure = trace_loss(
-                call, layout.treedef, layout.params, full, inputs, OF_ROWS, view.comm
-            )
-            options = Options(view.comm, prefetch=0, reshard_after_forward=True)
-            staged = StagedProgram(program, kept, [False] * len(full), options, self._config.mesh)
-            self._traced[key] = Traced(staged, consts, structure)
-        return self._traced[key]
-
-
-class NoGradients:
-    """A sink of gradients for a program without a backward pass."""
-
-    def add(self, piece: Any, grad: Any) -> None:
-        """Raise an `AssertionError`, because nothing is differentiated."""
-        raise AssertionError(piece)
-
-    def write(self) -> None:
-        """Do nothing, because there are no gradients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from zerojax.staged.gradients import Gradients
 from zerojax.staged.microbatch import Microbatch, Reader
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.program import StagedProgram
+from zerojax.staged.sources import OnDisk
 from zerojax.staged.state import on_disk
 from zerojax.train.batch import batch_shardings, fold_keys
 from zerojax.train.checked import checked
@@ -88,26 +90,9 @@ class StagedLoss:
         if key not in self._traced:
             if self.view.accumulate > 1:
                 check_reduction(self.view, LossInputs((), *inputs))
-            self._traced[key] = self._trace(stored, arrays)
+            trained = {self.view.layout.trained[k] for k in self.view.differentiable}
+            self._traced[key] = trace_stages(self.view, self.disk, stored, arrays, trained)
         return self._traced[key]
-
-    def _trace(self, stored: dict[int, Array], arrays: tuple) -> Traced:
-        view, layout = self.view, self.view.layout
-        call = view.loss_of_params()
-        if not view.is_one_loss:
-            call = checked(call, manual=())
-        full = [
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if i not in stored else stored[i]
-            for i, leaf in enumerate(layout.params)
-        ]
-        program, _, consts, structure = trace_loss(
-            call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm
-        )
-        trained = {layout.trained[k] for k in view.differentiable}
-        active = [i in trained for i in range(len(full))]
-        options = Options(view.comm, prefetch=0, reshard_after_forward=True)
-        staged = StagedProgram(program, self.disk, active, options, view.config.mesh)
-        return Traced(staged, consts, structure)
 
     def run(
         self,
@@ -199,6 +184,29 @@ class StagedLoss:
         if sums is None:
             return grads
         return [x if x is None else total + x.astype(total.dtype) for total, x in zip(sums, grads, strict=True)]
+
+
+def trace_stages(
+    view: View, disk: Mapping[int, OnDisk], stored: Mapping[int, Array], arrays: tuple, trained: Collection[int] = ()
+) -> Traced:
+    """Trace the loss of `view`, and divide it into stages.
+
+    Args:
+        view: The view, of a loss or of another function.
+        disk: The parameters on disk, by index.
+        stored: The parameters on the devices, by index.
+        arrays: The arguments after the parameters.
+        trained: The indices of the parameters whose gradients are needed.
+    """
+    layout, call = view.layout, view.loss_of_params()
+    if not view.is_one_loss:
+        call = checked(call, manual=())
+    shape = lambda i, leaf: jax.ShapeDtypeStruct(leaf.shape, disk[i].leaf.dtype)
+    full = [stored[i] if i in stored else shape(i, leaf) for i, leaf in enumerate(layout.params)]
+    program, _, consts, structure = trace_loss(call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm)
+    options = Options(view.comm, prefetch=0, reshard_after_forward=True)
+    active = [i in trained for i in range(len(full))]
+    return Traced(StagedProgram(program, disk, active, options, view.config.mesh), consts, structure)
 
 
 def type_key(arrays: tuple) -> Any:

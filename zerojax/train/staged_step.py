@@ -14,7 +14,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.optim.update import roll_back, unshard_after_update
+from zerojax.optim.update import Updated
 from zerojax.placement.storage import leaves_of, storage_leaves, unpadded
 from zerojax.staged.gradients import Finishing, Gradients, logical_chunk
 from zerojax.staged.model_files import ModelFiles
@@ -22,8 +22,10 @@ from zerojax.staged.reductions import Cut, Reductions, combined
 from zerojax.staged.state import files_of, trained_on_disk
 from zerojax.staged.update import StagedUpdate
 from zerojax.streaming.stores import StateStore, store_for
+from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.gradients import Gradients as AllGradients
+from zerojax.train.jitted_step import resident_state
 from zerojax.train.loss import mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.staged_loss import LossAndGrads, StagedLoss, wait
@@ -54,26 +56,6 @@ class Small(NamedTuple):
     whole: Mapping[int, Array]
 
 
-class Finished(NamedTuple):
-    """The results of a step before the parameters and optimizer state in files are updated.
-
-    Attributes:
-        new: The new state, without parameters and optimizer state.
-        metrics: The step's metrics.
-        params: One array per parameter on the devices. Parameters that groups update have old values. Others are None.
-        opt_state: One array per leaf of the optimizer state. None for leaves in files.
-        shared: The values that several groups of the update read.
-        others: Parameters and gradients on the devices that groups may read, by `("param", i)` and `("grad", i)`.
-    """
-
-    new: ZeroState
-    metrics: dict
-    params: list
-    opt_state: list
-    shared: list
-    others: dict
-
-
 class StagedStep:
     """The training step of one plan. Its programs are compiled when they are first needed."""
 
@@ -87,7 +69,6 @@ class StagedStep:
         self._finishing = Finishing()
         self._finish = jax.jit(self._finished)
         self._round = jax.jit(self._small_values, static_argnums=1)
-        self._unshard = jax.jit(self._unsharded)
 
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
         """Run one step. After an error the files may be half written. Then they are given up."""
@@ -106,24 +87,21 @@ class StagedStep:
             )
         leaves = leaves_of(state.params)
         files.require(next(x for x in leaves if is_chunked(x)).chunks[0])
-        held = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        store = store_for(self._config, self._plan, held) if self._plan.offloaded else None
-        written = lambda: files.writes + (0 if store is None else store.writes)
-        before = written()
+        store = store_for(self._config, self._plan, jax.tree.leaves(state.opt_state, is_leaf=is_chunked))
+        before = files.writes + store.writes
         try:
             return self._run(state, files, store, batch, args)
         except BaseException:
-            if written() > before:
+            if files.writes + store.writes > before:
                 files.abandon()
-                if store is not None:
-                    store.abandon()
+                store.abandon()
             raise
 
     def _run(
-        self, state: ZeroState, files: ModelFiles, store: StateStore | None, batch: Any, args: tuple
+        self, state: ZeroState, files: ModelFiles, store: StateStore, batch: Any, args: tuple
     ) -> tuple[ZeroState, dict]:
         config, plan = self._config, self._plan
-        resident = [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
+        resident = resident_state(state)
         stored = self._stored(state)
         inputs = state.mutable, batch, args
         traced = self._loss.traced(stored, inputs)
@@ -134,28 +112,23 @@ class StagedStep:
         found = self._loss.run(traced, files, gradients, stored, inputs, scale)
         squares, known = gradients.scalars()
         cuts = [known.get(cut.var) for cut in self._reductions.cuts]
-        bare = state.replace(params=None, opt_state=None)
-        small = Small(bare, stored, found, squares, cuts, {})
+        small = Small(state.replace(params=None, opt_state=None), stored, found, squares, cuts, {})
         small = self._reduced(small, resident, files)
-        done = wait(config.mesh, self._finish(small, resident))
-        leaves, params = list(done.opt_state), list(done.params)
-        if self._is_skipped(done):
-            before = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-            leaves = [old if is_chunked(old) else x for old, x in zip(before, leaves, strict=True)]
+        new, metrics, inputs = wait(config.mesh, self._finish(small, resident))
+        if self._is_skipped(inputs):
+            params, leaves = self._update.skip(inputs, store)
         else:
-            kept = {k: x for k, x in enumerate(leaves) if x is not None}
-            held, updated = self._update.run(files, store, done.shared, kept, done.others)
-            leaves = [held.get(k, x) for k, x in enumerate(leaves)]
-            if updated:
-                params = [new if new is not None else x for new, x in zip(self._unshard(updated), params, strict=True)]
+            params, leaves = self._update.on_files(inputs._replace(skipped=None), store, files)
             files.advance()
-        nodes = files.nodes()
-        tree = jax.tree.unflatten(plan.layout.treedef, [nodes.get(i, x) for i, x in enumerate(in_forms(params, plan))])
-        return done.new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), done.metrics
+        nodes, pairs = files.nodes(), zip(params, plan.layout.params, strict=True)
+        # Only sharded parameters have padding, and these are in files.
+        in_forms = [x if x is None else unpadded(x, leaf) for x, leaf in pairs]
+        tree = jax.tree.unflatten(plan.layout.treedef, [nodes.get(i, x) for i, x in enumerate(in_forms)])
+        return new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), metrics
 
-    def _is_skipped(self, done: Finished) -> bool:
+    def _is_skipped(self, inputs: UpdateInputs) -> bool:
         """Return whether the step is skipped. This waits for the devices if the step can be skipped."""
-        return self._program.may_skip and bool(done.new.scaling.skips > 0)
+        return self._program.may_skip and bool(inputs.skipped)
 
     def _stored(self, state: ZeroState) -> dict[int, Array]:
         """Return the parameters on the devices, by index, in storage shape."""
@@ -231,8 +204,8 @@ class StagedStep:
         pairs = zip(given, unscale(list(given.values()), factor), strict=True)
         return {k: constrain(self._config.mesh, x, plan.grads[k]) for k, x in pairs}
 
-    def _finished(self, small: Small, resident: Sequence) -> Finished:
-        """Finish the step, except the update of files. Traced under jit."""
+    def _finished(self, small: Small, resident: Sequence) -> tuple[ZeroState, dict, UpdateInputs]:
+        """Finish the step, except the update of files; see `StepProgram.ended`. Traced under jit."""
         config, plan, program = self._config, self._plan, self._program
         state, found, view = small.state, small.found, self._loss.view
         old, wide = self._old(small), self._grads(small)
@@ -244,32 +217,19 @@ class StagedStep:
         mutable = lax.with_sharding_constraint(mean_mutable(found.mutable, view.comm), replicated(config.mesh))
         grads = {k: x.astype(plan.grads[k].dtype) for k, x in wide.items()}
         results = iter(self._reductions.results(self._known(small, resident, old, grads)))
-        partition = self._update.partition
-        updated = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in partition.first.params}
-        new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in partition.first.resident}
-        leaves, shared = [new_state.get(k, x) for k, x in enumerate(resident)], list(results)
+        first = self._update.partition.first
+        updated = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in first.params}
+        new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in first.resident}
+        leaves, trained = [new_state.get(k, x) for k, x in enumerate(resident)], range(len(plan.grads))
         scaling, skipped = program.next_scaling(state.scaling, squares, found.weights_valid)
-        opt_state = jax.tree.unflatten(plan.state_def, leaves)
-        if program.may_skip:
-            before = {i: old[i] for i in updated}, list(resident), state.mutable
-            updated, leaves, mutable = roll_back(~skipped, (updated, leaves, mutable), before)
-        gradients = AllGradients(found.loss, [], self._aux(found), None, mutable, found.weights_valid, squares, [])
-        metrics = program.metrics(state, Differentiated(gradients, [], [], scaling, skipped), opt_state)
-        params = self._unsharded(updated, small.stored)
-        step = state.step + jnp.where(skipped, 0, 1)
-        new = ZeroState(step, None, None, scaling, mutable, plan)
-        others = {("param", i): x for i, x in old.items() if i not in updated} | {
-            ("grad", i): x for i, x in grads.items()
-        }
-        return Finished(new, metrics, params, leaves, shared, others)
-
-    def _unsharded(self, updated: Mapping[int, Array], stored: Mapping[int, Array] | None = None) -> list:
-        """Return updated parameters as they are stored, and others from `stored`. Parameters in neither are None."""
-        plan, given = self._plan, stored or {}
-        frozen = [given.get(i) for i in range(len(plan.layout.params))]
-        new = [updated.get(k) for k in range(len(plan.grads))]
-        params = unshard_after_update(self._config, plan, new, frozen)  # pyright: ignore[reportArgumentType]
-        return [given.get(i) if x is None else x for i, x in enumerate(params)]
+        resident_grads: list[Any] = [grads.get(k) for k in trained]
+        aux = self._aux(found)
+        gradients = AllGradients(found.loss, resident_grads, aux, None, mutable, found.weights_valid, squares, [])
+        stored = [small.stored.get(i) for i in range(len(plan.layout.params))]
+        done = Differentiated(gradients, stored, [old.get(k) for k in trained], scaling, skipped)
+        return program.ended(
+            state.replace(opt_state=list(resident)), done, Updated(updated, leaves, list(results), tuple(trained))
+        )
 
     def _aux(self, found: LossAndGrads) -> Any:
         view = self._loss.view
@@ -281,9 +241,3 @@ class StagedStep:
         if view.loss.weighted:
             total = jnp.where(found.weights_valid, total, jnp.nan)
         return merged(*combine(stacked, weights, total, view.comm, view.rows_of))
-
-
-def in_forms(params: Sequence, plan: ShardingPlan) -> list:
-    """Return parameters on the devices as leaves of a tree in storage. Only sharded parameters have padding there."""
-    pairs = zip(params, plan.layout.params, strict=True)
-    return [x if x is None else unpadded(x, leaf) for x, leaf in pairs]

@@ -20,7 +20,7 @@ from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import state_to_device, state_to_host
-from zerojax.optim.update import resident_update, roll_back, shard_for_update, unshard_after_update
+from zerojax.optim.update import Updated, resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.compiling import options_of_mesh
@@ -140,11 +140,15 @@ class StepProgram:
         has neither parameters nor optimizer state. They are in `inputs`, the inputs of the streamed update. If nothing
         is offloaded, `inputs` contains all new parameters and the whole new optimizer state.
         """
-        config, plan = self.config, state.plan
         done = self._gradients(state, batch, args)
-        grads = cast(done.gradients.grads, [leaf.dtype for leaf in plan.grads])
+        grads = cast(done.gradients.grads, [leaf.dtype for leaf in state.plan.grads])
         with jax.named_scope(UPDATE):
-            resident = resident_update(config, plan, grads, state.opt_state, done.old, done.gradients.loss)
+            resident = resident_update(self.config, state.plan, grads, state.opt_state, done.old, done.gradients.loss)
+        return self.ended(state, done, resident)
+
+    def ended(self, state: ZeroState, done: Differentiated, resident: Updated) -> tuple[ZeroState, dict, UpdateInputs]:
+        """End a step after the update of its first group; see `resident_step`. Arrays that are in files are None."""
+        config, plan = self.config, state.plan
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
         metrics = self.metrics(state, done, jax.tree.unflatten(plan.state_def, leaves))
         if self.may_skip:
@@ -154,8 +158,8 @@ class StepProgram:
             metrics |= norms_of_update(plan, done.old, updated)
         on_host = return_to_host(config, updated, plan.trained.params)
         params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
-        pending = {i: x for i, x in enumerate(done.old) if i not in updated}
-        wanted = {i: done.gradients.grads[i] for i in resident.grads}
+        pending = {i: x for i, x in enumerate(done.old) if i not in updated and x is not None}
+        wanted = {i: x for i in resident.grads if (x := done.gradients.grads[i]) is not None}
         inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
         with jax.named_scope(UPDATE):
             step = state.step + jnp.where(done.skipped, 0, 1)
