@@ -22,23 +22,14 @@ from zerojax.budget.remat import checkpointed
 
 
 class Block(NamedTuple):
-    """A block of a loss.
+    """A block of a loss."""
 
-    Attributes:
-        line: The line of the user's code that calls the block.
-        calls: The number of times that one call of the loss runs the block.
-        jaxpr: The block's open jaxpr.
-        graph: The graph of the values that the block's backward pass reads.
-        is_loop: Whether the block is the body of a scan.
-        inputs: Bytes of the activations that one call takes. They are saved, too.
-    """
-
-    line: str
-    calls: int
-    jaxpr: Any
-    graph: Graph
-    is_loop: bool
-    inputs: int
+    line: str  # the line of the user's code that calls the block
+    calls: int  # the number of times that one call of the loss runs the block
+    jaxpr: Any  # the block's open jaxpr
+    graph: Graph  # the graph of the values that the block's backward pass reads
+    is_loop: bool  # whether the block is the body of a scan
+    inputs: int  # bytes of the activations that one call takes, which are saved, too
 
 
 class UsersBlock(NamedTuple):

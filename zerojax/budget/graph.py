@@ -37,38 +37,23 @@ _FLOPS_PER_BYTE = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value that can be saved, because `jax.checkpoint` knows it by a name.
+    """A value that can be saved, because `jax.checkpoint` knows it by a name."""
 
-    Attributes:
-        name: The name, given by `named`, or by the user with `checkpoint_name`.
-        equation: The index in `Graph.equations` of the equation that names the value.
-        bytes: The size of the value.
-        users_name: Whether the user gave the name.
-        is_form_of_argument: Whether the value is an argument of the block in another shape or type.
-    """
-
-    name: str
-    equation: int
-    bytes: int
-    users_name: bool
-    is_form_of_argument: bool
+    name: str  # the name, given by `named`, or by the user with `checkpoint_name`
+    equation: int  # the index in `Graph.equations` of the equation that names the value
+    bytes: int  # the size of the value
+    users_name: bool  # whether the user gave the name
+    is_form_of_argument: bool  # whether the value is an argument of the block in another shape or type
 
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """An equation of the forward pass, or of its derivative, on which the backward pass depends.
+    """An equation of the forward pass, or of its derivative, on which the backward pass depends."""
 
-    Attributes:
-        reads: The indices of the equations whose results this equation reads.
-        cost: The FLOPs to compute the equation again, plus a small part of the bytes that it writes.
-        flops: The FLOPs to compute the equation again.
-        is_collective: Whether other devices take part in the equation.
-    """
-
-    reads: tuple[int, ...]
-    cost: float
-    flops: int
-    is_collective: bool
+    reads: tuple[int, ...]  # the indices of the equations whose results this equation reads
+    cost: float  # the FLOPs to compute the equation again, plus a small part of the bytes that it writes
+    flops: int  # the FLOPs to compute the equation again
+    is_collective: bool  # whether other devices take part in the equation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,17 +28,11 @@ _REMEDY = (
 
 
 class Whole(NamedTuple):
-    """Parameters that are gathered whole, or kept like activations.
+    """Parameters that are gathered whole, or kept like activations."""
 
-    Attributes:
-        path: The path of the largest of these parameters, and the line that uses it.
-        bytes: The bytes of all these parameters.
-        layers: The number of layers in these bytes.
-    """
-
-    path: str
-    bytes: int
-    layers: int
+    path: str  # the path of the largest of these parameters, and the line that uses it
+    bytes: int  # the bytes of all these parameters
+    layers: int  # the number of layers in these bytes
 
     def __str__(self) -> str:
         size = f"{self.bytes / 2**20:,.1f} MiB"

@@ -191,17 +191,11 @@ class Module:
 
 
 class Executions(NamedTuple):
-    """How often one run of the program executes a computation.
+    """How often one run of the program executes a computation."""
 
-    Attributes:
-        times_if_once: The number of executions, if each loop of unknown trip count has one iteration.
-        known: Whether every trip count around the computation is known.
-        conditional: Whether the computation is in a branch of a conditional.
-    """
-
-    times_if_once: int
-    known: bool
-    conditional: bool
+    times_if_once: int  # the number of executions, if each loop of unknown trip count has one iteration
+    known: bool  # whether every trip count around the computation is known
+    conditional: bool  # whether the computation is in a branch of a conditional
 
 
 def read(compiled: Any) -> Module:

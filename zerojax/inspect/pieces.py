@@ -24,25 +24,15 @@ _MOST = 300  # the most instructions that `Nearest` visits, to bound the work if
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The part of a collective that one JAX operation moves.
+    """The part of a collective that one JAX operation moves."""
 
-    Attributes:
-        collective: The collective, which may move other pieces, too.
-        op_name: The JAX operation that the piece came from, or "".
-        elements: The number of elements of the full tensors, in all executions.
-        bytes: The number of bytes of the full tensors, in all executions.
-        once: The number of elements of the full tensors, in one execution.
-        is_free: Whether the piece has so few elements that its cost does not count.
-        nearest: Finds a line of the model near a collective that has no line.
-    """
-
-    collective: Collective
-    op_name: str
-    elements: int
-    bytes: int
-    once: int
-    is_free: bool
-    nearest: "Nearest"
+    collective: Collective  # the collective, which may move other pieces, too
+    op_name: str  # the JAX operation that the piece came from, or ""
+    elements: int  # the number of elements of the full tensors, in all executions
+    bytes: int  # the number of bytes of the full tensors, in all executions
+    once: int  # the number of elements of the full tensors, in one execution
+    is_free: bool  # whether the piece has so few elements that its cost does not count
+    nearest: "Nearest"  # finds a line of the model near a collective that has no line
 
     @property
     def kind(self) -> str:

@@ -81,19 +81,12 @@ class Node:
 
 
 class Line(NamedTuple):
-    """One line of a report.
+    """One line of a report."""
 
-    Attributes:
-        depth: The indent; 0 for a part.
-        label: The names of the nodes that share the line.
-        count: The number of these nodes. They are equal, and the line shows the bytes of one of them.
-        node: The first of these nodes.
-    """
-
-    depth: int
-    label: str
-    count: int
-    node: Node
+    depth: int  # the indent; 0 for a part
+    label: str  # the names of the nodes that share the line
+    count: int  # the number of these nodes, which are equal: the line shows the bytes of one of them
+    node: Node  # the first of these nodes
 
 
 def build_tree(rows: Sequence[Row], depth: int = 0) -> Node:

@@ -61,17 +61,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The simulated run of one program on a device.
+    """The simulated run of one program on a device."""
 
-    Attributes:
-        spans: Kernels, stalls and collectives, in schedule order.
-        loops: The loops that have more than one iteration.
-        hidden_share: The share of the collectives' bytes that matrix products hide, in all iterations.
-    """
-
-    spans: tuple[Span, ...]
-    loops: tuple[Loop, ...]
-    hidden_share: float
+    spans: tuple[Span, ...]  # kernels, stalls and collectives, in schedule order
+    loops: tuple[Loop, ...]  # the loops that have more than one iteration
+    hidden_share: float  # the share of the collectives' bytes that matrix products hide, in all iterations
 
     @property
     def seconds(self) -> float:

@@ -42,21 +42,13 @@ STAGED_NOTE = (
 
 
 class AbsentProgram(NamedTuple):
-    """A program for GPUs that this machine does not have.
+    """A program for GPUs that this machine does not have."""
 
-    Attributes:
-        compile: `compile(batch)` compiles the step for a batch of shapes.
-        row_multiple: The number of rows of each batch must be a multiple of this number.
-        facts: Facts that cannot be read from the compiled step.
-        row: The estimate of the step's bytes if parameters are on disk. Otherwise None.
-        update: The update of offloaded state, if the device updates it.
-    """
-
-    compile: Callable[[Any], CompiledStep]
-    row_multiple: int
-    facts: StepFacts
-    row: StageEstimate | None = None
-    update: StreamedUpdate | None = None
+    compile: Callable[[Any], CompiledStep]  # `compile(batch)` compiles the step for a batch of shapes
+    row_multiple: int  # the number of rows of each batch must be a multiple of this number
+    facts: StepFacts  # facts that cannot be read from the compiled step
+    row: StageEstimate | None = None  # the estimate of the step's bytes; only if parameters are on disk
+    update: StreamedUpdate | None = None  # the update of offloaded state, if the device updates it
 
 
 def compile_lowered(

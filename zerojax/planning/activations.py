@@ -39,19 +39,12 @@ from zerojax.train.typed_loss import TypedLoss, on_one_device
 
 @dataclasses.dataclass(frozen=True)
 class GradientCost:
-    """The cost of the plain gradient of a loss at a stage.
+    """The cost of the plain gradient of a loss at a stage."""
 
-    Attributes:
-        activations: Bytes of temporary memory and of one device's rows.
-        gathered: Bytes of parameters that are gathered at the same time.
-        compiled: The program.
-        blocks: The blocks of the loss, if they save as little as possible in the program.
-    """
-
-    activations: int
-    gathered: int
-    compiled: Any
-    blocks: Blocks | None = None
+    activations: int  # bytes of temporary memory and of one device's rows
+    gathered: int  # bytes of parameters that are gathered at the same time
+    compiled: Any  # the program
+    blocks: Blocks | None = None  # the blocks of the loss, if they save as little as possible in the program
 
     @functools.cached_property
     def kernels(self) -> tuple[Kernel, ...]:

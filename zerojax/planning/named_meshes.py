@@ -20,15 +20,10 @@ from zerojax.planning.compiled_plan import CompiledStep
 
 @dataclasses.dataclass(frozen=True)
 class MovedMeshes:
-    """Replaces the meshes that a loss names. The step's mesh becomes a mesh of other devices with the same axes.
+    """Replaces the meshes that a loss names. The step's mesh becomes a mesh of other devices with the same axes."""
 
-    Attributes:
-        given: The mesh of the step.
-        target: The mesh of the devices to compile for, with the axes of `given`. The axes may have other sizes.
-    """
-
-    given: Mesh
-    target: Mesh
+    given: Mesh  # the mesh of the step
+    target: Mesh  # the mesh of the devices to compile for, with the axes of `given` in other sizes, perhaps
 
     def __call__(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         """Return the mesh that replaces `mesh`. The types of its axes stay the same.
@@ -62,15 +57,10 @@ class MovedMeshes:
 
 @dataclasses.dataclass(frozen=True)
 class OnOneDevice:
-    """Replaces the meshes that a loss names by meshes of one device, which computes its own rows. Each axis has size 1.
+    """Replaces the meshes that a loss names by meshes of one device for its own rows, in which each axis has size 1."""
 
-    Attributes:
-        target: A mesh of one device.
-        data_axes: The axes that divide the rows.
-    """
-
-    target: Mesh
-    data_axes: tuple[str, ...]
+    target: Mesh  # a mesh of one device
+    data_axes: tuple[str, ...]  # the axes that divide the rows
 
     def __call__(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         """Return the mesh of one device that replaces `mesh`.
