@@ -15,7 +15,6 @@ from published_programs import (
     SERIES,
     TOKENS,
     answered,
-    calls,
     log_sigmoid,
     net,
     stop,
@@ -176,7 +175,7 @@ def distilled(p, batch, teacher):
 BYOL = {"net": NET, "project": (OUT, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
 
 
-@program("Published", BYOL, {"x": (MANY, 2, WIDTH)}, args=(BYOL,), exceptions=calls(3.7, "twice"))
+@program("Published", BYOL, {"x": (MANY, 2, WIDTH)}, args=(BYOL,))
 def own_latent(p, batch, target):
     """google-deepmind/deepmind-research: BYOL, two views, each predicts the other's projection by a moving average"""
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
@@ -187,10 +186,7 @@ def own_latent(p, batch, target):
     return sum(jnp.mean(2 - 2 * jnp.sum(predict(x) * y, -1)) for x, y in zip((a, b), seen, strict=True))
 
 
-COVARIANCE = {"shared": "a covariance over the batch", "exceptions": calls(3.7, "twice")}
-
-
-@program("Published", BYOL, {"x": (MANY, WIDTH), "y": (MANY, WIDTH)}, **COVARIANCE)
+@program("Published", BYOL, {"x": (MANY, WIDTH), "y": (MANY, WIDTH)}, shared="a covariance over the batch")
 def covariances(p, batch):
     """facebookresearch/vicreg: variance and covariance of the features over the whole batch"""
     a, b = (jax.nn.relu(net(p["net"], x) @ p["project"] @ p["up"]) @ p["down"] for x in (batch["x"], batch["y"]))

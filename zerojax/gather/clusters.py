@@ -6,6 +6,7 @@ block that gathers the weight already (`Clusters`).
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -76,6 +77,77 @@ def weights_late(jaxpr: Any, params: Collection) -> Any:
             eqns += [late.pop(id(one)) for one in needed]
         eqns.append(eqn)
     return jaxpr.replace(eqns=[*eqns, *late.values()])
+
+
+def reads_together(jaxpr: Any, params: Collection) -> Any:
+    """Move equations that read parameters up to an earlier equation that reads them, so that they share its gather.
+
+    Two views of a batch then pass a network's layers side by side. An equation moves if no other gather comes before
+    it, and if the values that are computed early take at most as many bytes as the parameters, the other operands and
+    the values that wait to be read anyway. `params` are the sharded parameters.
+    """
+    reads = [jaxprs.variables_in(eqn.invars) for eqn in jaxpr.eqns]
+    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    roots: dict = {var: {var} for var in params}  # of values that are computed from parameters alone
+    uses: dict = {}  # the parameters that each of the other equations reads
+    free: set = set()
+    for i, eqn in enumerate(jaxpr.eqns):
+        found = set().union(*(roots.get(v, ()) for v in reads[i]))
+        if not found:
+            free.update(eqn.outvars if free.issuperset(reads[i]) else ())
+        elif all(v in roots or v in free for v in reads[i]):
+            roots |= dict.fromkeys(eqn.outvars, found)
+        else:
+            uses[i] = found
+    readers: dict = {}
+    for i, found in uses.items():
+        for root in found:
+            readers.setdefault(root, []).append(i)
+    if max(map(len, readers.values()), default=0) < 2 or any(map(compat.is_ref, made)):
+        return jaxpr
+    left = Counter(v for each in [*reads, jaxprs.variables_in(jaxpr.outvars)] for v in each)
+    order: dict = {}  # the indices of the equations so far
+    early: set = set()  # values that are computed early
+    waiting: set = set()  # values that are still to be read
+    blocked: dict = {}  # an equation that cannot move before another one has run -> the other one
+
+    def needed(i: int) -> list | None:
+        """Return `i` and what must run before it, or None if that gathers or has effects."""
+        found, pending = {i}, [i]
+        while pending:
+            one = pending.pop()
+            if jaxpr.eqns[one].effects or compat.loop_of(jaxpr.eqns[i]) or (one in uses and one != i):
+                blocked[i] = one
+                return None
+            more = {made[v] for v in reads[one] if v in made} - order.keys() - found
+            found, pending = found | more, [*pending, *more]
+        return sorted(found)
+
+    def run(i: int) -> None:
+        order[i] = None
+        left.subtract(reads[i])
+        waiting.update(v for v in jaxpr.eqns[i].outvars if left[v] and v not in roots)
+        waiting.difference_update([v for v in reads[i] if not left[v]])
+
+    for i in range(len(jaxpr.eqns)):
+        if i in order:
+            continue
+        run(i)
+        if i not in uses or compat.loop_of(jaxpr.eqns[i]):
+            continue
+        for j in sorted({j for root in uses[i] for j in readers[root] if j not in order and uses[j] <= uses[i]}):
+            apart = any(k in uses and k not in order and not uses[k] <= uses[i] for k in range(i + 1, j))
+            moved = needed(j) if apart and blocked.get(j, i) in order else None
+            if moved is None:
+                continue
+            again = Counter(v for k in moved for v in reads[k])
+            new = {v for k in moved for v in jaxpr.eqns[k].outvars if v not in roots} | (early & waiting)
+            room = sum(map(jaxprs.nbytes, uses[i] | ((waiting | {*reads[i]}) - early - roots.keys())))
+            if sum(jaxprs.nbytes(v) for v in new if left[v] > again[v]) <= room:
+                early |= new
+                for k in moved:
+                    run(k)
+    return jaxpr.replace(eqns=[jaxpr.eqns[i] for i in order])
 
 
 class Joined(NamedTuple):

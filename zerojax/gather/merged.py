@@ -65,18 +65,19 @@ def merged(jaxpr: Any, params: Collection) -> Any:
 class _Numbers:
     """Numbers values, so that equal values have equal numbers. The equations inside of calls are numbered, too.
 
+    With `ignore_stops`, the result of `stop_gradient` has the number of its operand.
+
     Attributes:
         of: The number of each variable. A variable that no equation computes is its own number.
     """
 
     def __init__(self, ignore_stops: bool = False):
-        """With `ignore_stops`, the result of `stop_gradient` has the number of its operand."""
         self.of: dict = {}
         self._fresh, self._ignore_stops = itertools.count(), ignore_stops
         self._earlier: dict = {}  # equations and their results' numbers, by their keys without functions
 
     def add(self, eqn: Any) -> None:
-        """Number the results of an equation."""
+        """Give numbers to the results of an equation."""
         self.of |= zip(eqn.outvars, self._results(eqn, self.of), strict=True)
 
     def _results(self, eqn: Any, of: dict) -> Sequence:

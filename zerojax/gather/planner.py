@@ -21,7 +21,7 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather.assembly import Draft, assembled
-from zerojax.gather.clusters import weights_late
+from zerojax.gather.clusters import reads_together, weights_late
 from zerojax.gather.equal import with_shared_passes
 from zerojax.gather.held import worth_holding
 from zerojax.gather.layer_stacks import Derived, combined, over_stacks
@@ -63,7 +63,7 @@ def planned(
         bare, newer = _closed_over(*moved_into_loops(bare, layouts, [*alike, *constant]))
         more = [*more, *new, *newer]
     params = [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None]
-    bare = weights_late(merged(bare, params), params)
+    bare = reads_together(weights_late(merged(bare, params), params), params)
     missing = [None] * (len(bare.invars) - len(leaves))
     states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
     rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, states))
