@@ -197,6 +197,7 @@ INNER, HALF = dataclasses.replace(W, axes=("gpu",), shards=4), dataclasses.repla
         ([W, INNER, W], 1000, [[0, 2], [1]]),
         ([W, TENSOR_PARALLEL, W], 1000, [[0, 2], [1]]),
         ([W, REPLICATED, REPLICATED], 1000, [[0], [1], [2]]),
+        ([W, dataclasses.replace(W, is_quantised=True), W], 1000, [[0, 2], [1]]),
     ],
 )
 def test_which_leaves_share_a_bucket(leaves, limit, expected):

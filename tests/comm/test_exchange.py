@@ -1,7 +1,6 @@
 """Messages between processes, with a service that answers at once: nobody waits, and no process is started."""
 
 import json
-import math
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax.comm import processes
-from zerojax.comm.buckets import buckets, from_rows, split, to_rows
+from zerojax.comm.buckets import split, to_rows
 from zerojax.comm.events import EVENTS, Events
 from zerojax.comm.processes import Processes, first_difference, require_same
 from zerojax.layout.leaf import Leaf
 
-F32 = np.dtype("float32")
 RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"), max_size=3), min_size=1, max_size=4)
 
 
@@ -137,43 +135,9 @@ def test_a_difference_is_one_and_none_is_missed(records, partial):
             assert not partial or (name in records[reference] and name in records[index])
 
 
-def leaf(*shape, kind="sharded", dim=0, shards=4, **options):
-    return Leaf("", shape, F32, ("data",), shards, kind=kind, dim=dim if kind == "sharded" else None, **options)
-
-
-@pytest.mark.parametrize(
-    ("leaves", "limit", "expected"),
-    [
-        ([leaf(4)] * 3, 32, [[0, 1], [2]]),  # 16 bytes each: two fill a bucket
-        ([leaf(4)] * 3, 31, [[0], [1], [2]]),
-        ([leaf(4)] * 2, 16, [[0], [1]]),  # as large as the limit: alone
-        ([leaf(4), leaf(8), leaf(4)], 32, [[0, 2], [1]]),
-        ([leaf(4, kind="flat")] * 3, 0, [[0, 1, 2]]),
-        ([leaf(4, kind="flat"), leaf(4), leaf(4, kind="flat")], 99, [[0, 2], [1]]),
-        ([leaf(4, kind="replicated")] * 2, 99, [[0], [1]]),
-        ([leaf(4), leaf(4, 2, others=(None, "model")), leaf(4, others=(None,))], 99, [[0, 2], [1]]),
-        ([leaf(4), leaf(4, is_quantised=True), leaf(4)], 99, [[0, 2], [1]]),
-    ],
-)
-def test_buckets_hold_leaves_of_one_kind_up_to_the_limit(leaves, limit, expected):
-    assert buckets([jnp.zeros(x.shape) for x in leaves], leaves, limit) == expected
-
-
-@pytest.mark.parametrize("of", [leaf(5, 3), leaf(3, 5, dim=1), leaf(2, 3, kind="flat"), leaf(2, 9, 2, dim=1, shards=2)])
-def test_rows_are_the_shards_and_back(of):
-    value = jnp.arange(1.0, 1 + math.prod(of.shape)).reshape(of.shape)
-    rows = to_rows(value, of)
-    assert rows.shape == (of.shards, math.prod(of.local_shape))
-    assert float(rows.sum()) == float(value.sum()), "padding is not zero"
-    np.testing.assert_array_equal(from_rows(rows, of), value)
-    if of.dim is not None:
-        padding = [(0, s - n) for n, s in zip(of.shape, of.storage_shape, strict=True)]
-        shards = np.split(np.pad(value, padding), of.shards, of.dim)
-        np.testing.assert_array_equal(rows, np.stack([shard.reshape(-1) for shard in shards]))
-
-
 def test_a_bucket_is_split_where_it_was_joined():
-    leaves = [leaf(5, 3), leaf(8), leaf(4, 2)]
+    of = lambda *shape: Leaf("", shape, np.dtype("float32"), ("data",), 4, kind="sharded", dim=0)
+    leaves = [of(5, 3), of(8), of(4, 2)]
     parts = [to_rows(jnp.full(x.shape, i + 1.0), x) for i, x in enumerate(leaves)]
     found = split(jnp.concatenate(parts, axis=1), leaves)
     for part, other in zip(parts, found, strict=True):

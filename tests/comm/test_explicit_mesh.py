@@ -127,11 +127,8 @@ def with_jitted_loop(tx, params):
 @pytest.mark.parametrize(
     ("kinds", "stage", "set_mesh", "train"),
     [
-        pytest.param((EXPLICIT,), 3, False, with_train_step, marks=pytest.mark.slow),
-        pytest.param((EXPLICIT,), 2, True, with_jitted_loop, marks=pytest.mark.slow),
-        pytest.param((EXPLICIT,), 0, True, with_own_loop, marks=pytest.mark.slow),
         ((EXPLICIT, EXPLICIT), 3, True, with_jitted_loop),
-        ((EXPLICIT, AUTO), 1, True, with_train_step),
+        ((EXPLICIT,), 1, True, with_train_step),
         ((AUTO, EXPLICIT), 2, False, with_own_loop),
     ],
 )

@@ -1,4 +1,4 @@
-"""One process with eight devices, two with four and four with two train to the same numbers, and read each other."""
+"""One process with eight devices and four with two train to the same numbers, and read each other's checkpoints."""
 
 import json
 import os
@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from conftest import HELPERS
 
-LAYOUTS = {"1x8": (), "2x4": ("1x8",), "4x2": ("1x8", "2x4"), "again": ("2x4", "4x2")}  # which others' are restored
+LAYOUTS = {"1x8": (), "4x2": ("1x8",), "again": ("4x2",)}  # which others' are restored
 STEPS, SAVED = 20, 15
 
 
 def run(folder, name, others):
     """What the first process of a layout said, by stage and view."""
-    processes = {"2x4": 2, "4x2": 4}.get(name, 1)
+    processes = {"4x2": 4}.get(name, 1)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -38,19 +38,16 @@ def run(folder, name, others):
 @pytest.mark.slow
 def test_every_layout_trains_alike_and_goes_on_from_the_others_checkpoints(tmp_path):
     found = {name: run(tmp_path, name, others) for name, others in LAYOUTS.items()}
-    assert list(found["1x8"]) == ["global-1", "global-3", "device-2"]
+    assert list(found["1x8"]) == ["global-3", "device-1"]
     for name, one in found["1x8"].items():
         assert len(one["losses"]) == STEPS
         assert one["losses"][-1] < 0.9 * one["losses"][0]
-        for layout in ("2x4", "4x2"):  # the same programs on the same devices; gloo sums in another order
-            several, at = found[layout][name], f"{name}, {layout}"
-            np.testing.assert_allclose(several["losses"], one["losses"], rtol=2e-6, err_msg=at)
-            np.testing.assert_allclose(several["weights"], one["weights"], rtol=1e-5, err_msg=at)
-    for stage in (1, 3):
-        losses = found["1x8"][f"global-{stage}"]["losses"][SAVED:]
-        for layout, others in LAYOUTS.items():
-            restored = found[layout][f"global-{stage}"]["restored"]
-            assert set(restored) == set(others)
-            for other, again in restored.items():
-                at = f"stage {stage}, {layout} from {other}"
-                np.testing.assert_allclose(again, losses, rtol=2e-6, err_msg=at)
+        several = found["4x2"][name]  # the same programs on the same devices; gloo sums in another order
+        np.testing.assert_allclose(several["losses"], one["losses"], rtol=2e-6, err_msg=name)
+        np.testing.assert_allclose(several["weights"], one["weights"], rtol=1e-5, err_msg=name)
+    losses = found["1x8"]["global-3"]["losses"][SAVED:]
+    for layout, others in LAYOUTS.items():
+        restored = found[layout]["global-3"]["restored"]
+        assert set(restored) == set(others)
+        for other, again in restored.items():
+            np.testing.assert_allclose(again, losses, rtol=2e-6, err_msg=f"{layout} from {other}")

@@ -299,31 +299,6 @@ def test_each_leaf_says_how_it_is_sent():
     assert "sent as it is" not in str(plain.plan)
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "make"),
-    [
-        (ValueError, "quantises nothing. Give gather= or reduce=", lambda: Wire()),
-        (ValueError, r"Wire\(gather=\) is one of None, 'int4', 'int8'", lambda: Wire(gather="int2")),
-        (ValueError, r"Wire\(rounding=\"stochastic\"\) rounds", lambda: Wire(gather="int8", rounding="stochastic")),
-        (ValueError, r"Wire\(block=3\) must be even", lambda: Wire(gather="int8", block=3)),
-        (TypeError, r"Wire\(over=\) names mesh axes", lambda: Wire(gather="int8", over=(1,))),
-        (TypeError, r"Wire\(where=\) is a function", lambda: Wire(gather="int8", where=[3])),
-        (TypeError, r"wire is a zerojax.Wire, such as", lambda: transformation(wire="int8")),
-        (ValueError, "Stage 0 all-reduces gradients, and with wire= every partial sum", lambda: transformation(0)),
-        (ValueError, r"Wire\(gather='int8'\) needs stage 3: stage 2", lambda: transformation(2)),
-        (ValueError, "sums would be rounded once more. Use params_axis=", lambda: transformation(shard_axis="gpu")),
-        (
-            ValueError,
-            r"Wire\(over=\) names axis 'model', over which no rows",
-            lambda: transformation(wire=Wire(gather="int8", over="model")),
-        ),
-    ],
-)
-def test_what_cannot_be_kept_is_refused(error, message, make):
-    with pytest.raises(error, match=message):
-        make()
-
-
 @pytest.mark.slow
 def test_a_run_is_the_same_on_processes_that_choose_leaves_alike():
     """Each has functions of its own, at other addresses; what they choose is compared."""

@@ -110,6 +110,8 @@ def shape(*dims, dtype=jnp.float32):
         (lambda: DynamicScale(hysteresis=0), ValueError, "at least 1"),
         (lambda: DynamicScale(factor=1.0), ValueError, "greater than 1.0"),
         (lambda: DynamicScale(factor=float("inf")), ValueError, "finite in float32"),
+        (lambda: DynamicScale(factor=float("nan")), ValueError, "factor=.*but is nan"),
+        (lambda: DynamicScale(initial=float("nan")), ValueError, "initial=nan"),
         (lambda: DynamicScale(floor=0.0), ValueError, "greater than 0.0"),
         (lambda: DynamicScale(initial=0.5), ValueError, "at least floor=1.0"),
         (lambda: DynamicScale(initial=1e39), ValueError, "finite in float32"),

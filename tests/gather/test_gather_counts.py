@@ -132,12 +132,6 @@ def test_two_passes_are_moved_at_every_depth(style, depth, prefetch):
     assert passes(*model(style, "remat", depth), prefetch=prefetch) == (two_passes(depth), 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("wrap", ["remat", "block"])
-def test_two_passes_are_moved_by_a_deep_unrolled_model(wrap):
-    assert passes(*model("unrolled", wrap, 96)) == (two_passes(96), 1)
-
-
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("style", STYLES)
 def test_gathered_parameters_are_not_kept(wrap, style):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from conftest import mesh_of
-from flax import linen, nnx
+from flax import linen
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import zero_shard
@@ -51,28 +51,12 @@ class Linen(linen.Module):
         return jnp.mean(linen.Dense(2 * WIDTH, name="Head")(x) ** 2)
 
 
-class Nnx(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
-        self.head = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
-
-    def __call__(self, x):
-        for i, one in enumerate(self.layers):
-            with jax.named_scope(f"Dense_{i}"):  # unlike linen, nnx has no scopes
-                x = x + jnp.tanh(one(x))
-        with jax.named_scope("Head"):
-            return jnp.mean(self.head(x) ** 2)
-
-
 @functools.cache
 def given(name):
     """The loss, the parameters, and the rows of a model."""
     x = jnp.ones((ROWS, WIDTH))
     if name == "linen":
         return lambda params, x: Linen().apply(params, x), Linen().init(jax.random.key(0), x), x
-    if name == "nnx":
-        graph, params = nnx.split(Nnx(nnx.Rngs(0)))
-        return lambda params, x: nnx.merge(graph, params)(x), params, x
     two, stack = [jnp.ones((WIDTH, WIDTH))] * 2, jnp.ones((3, WIDTH, WIDTH))
     return functions, {"unrolled": two, "remat": two, "stack": stack, "head": jnp.ones((WIDTH, 2 * WIDTH))}, x
 
@@ -113,14 +97,10 @@ def require_names(text, products):
     assert not [name for name, _ in instructions(text, "fusion") if not LAYER.search(name) and "zerojax_" not in name]
 
 
-QUICK = [("functions", 3, "global")]
-SLOW = [("functions", *case) for case in ((0, "device"), (1, "global"), (2, "global"), (2, "device"), (3, "device"))]
-SLOW += [("linen", 3, "global"), ("nnx", 2, "device")]
-CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "stage", "view"), CASES)
+@pytest.mark.parametrize(
+    ("model", "stage", "view"), [("functions", 3, "global"), ("functions", 2, "device"), ("linen", 3, "global")]
+)
 def test_products_and_fusions_have_the_names_and_lines_of_plain_jit(model, stage, view, mesh, optimized):
     text = by_zerojax(model, stage, view, mesh)
     require_names(text, "dot")
@@ -152,7 +132,7 @@ def failing(params, x):
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("stage", "view"), [(0, "global"), (2, "global"), (3, "global"), (3, "device")])
+@pytest.mark.parametrize(("stage", "view"), [(3, "global"), (3, "device")])
 def test_an_error_of_debug_nans_has_the_users_line(stage, view, mesh):
     tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=0)
     state = tx.create([jnp.ones((WIDTH, WIDTH))] * 2)

@@ -318,13 +318,7 @@ def test_a_product_that_quantises_a_weight_itself(style, view, reads_weight):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(
-    ("op", "style", "view"),
-    [
-        pytest.param(op, style, view, marks=[pytest.mark.slow] * ((style, view) != ("unrolled", "global")))
-        for op in OPS
-        for style in ("unrolled", "scanned")
-        for view in ("global", "device")
-    ],
+    ("op", "style", "view"), [(OPS[0], "unrolled", "global"), *((op, "scanned", "device") for op in OPS)]
 )
 def test_flaxs_fp8_layers_gather_float8(op, style, view):
     loss, variables = fp8(op, X, style)
@@ -335,7 +329,7 @@ def test_flaxs_fp8_layers_gather_float8(op, style, view):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulate", "view", "op", "style"),
-    fraction(3, (1, 4), ("global", "device"), OPS, ("unrolled", "scanned")),
+    [(1, "global", OPS[0], "scanned"), (4, "device", OPS[-1], "unrolled")],
 )
 def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
     """New scales and histories are the maximum over microbatches and, in device view, over devices.

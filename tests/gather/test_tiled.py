@@ -145,9 +145,9 @@ SMALL = llama.Config(vocabulary=64, width=16, hidden=24, layers=2, heads=4, kv_h
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [SMALL, dataclasses.replace(SMALL, tied=True)])
-def test_the_examples_model_is_the_same_in_tiles(config, monkeypatch):
-    """And with attention by blocks, and layers' inputs offloaded."""
+def test_the_examples_model_is_the_same_in_tiles(monkeypatch):
+    """And with a tied head, attention by blocks, and layers' inputs offloaded."""
+    config = dataclasses.replace(SMALL, tied=True)
     monkeypatch.setattr(long_context, "QUERIES", 4)
     monkeypatch.setattr(long_context, "KEYS", 8)
     monkeypatch.setitem(long_context.TILES, "offload", (5, 7))
@@ -167,7 +167,7 @@ def test_the_examples_model_is_the_same_in_tiles(config, monkeypatch):
 @pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
 def test_no_more_memory_for_gpus_than_a_tile_needs(optimized):
     """Whole, logits and what is inside of the feed-forward layers are tokens times a width; a tile is a 64th of it."""
-    length = wide = 16384
+    length = wide = 8192
     config = dataclasses.replace(SMALL, vocabulary=wide, hidden=wide, width=64, head=16)
 
     def temporary(tiles):

@@ -1,4 +1,4 @@
-"""Small functions of parameters and rows, one for each construct a model may use around a parameter.
+"""Small functions of parameters and rows: constructs around a parameter beside those of `test_random_programs.py`.
 
 Each takes `({"w": (8, 8), "v": (8, 8), "stack": (3, 8, 8), "table": (11, 8), "b": (8,)}, x)` with `x` of
 shape `(rows, 8)` and gives a scalar.
@@ -32,14 +32,6 @@ def plain(p, x):
     return mean(jnp.tanh(x @ p["w"]) @ p["v"].T + p["b"])
 
 
-def jitted(p, x):
-    @jax.jit
-    def inner(w, x):
-        return jax.jit(jnp.dot)(x, w.T)
-
-    return mean(inner(p["w"], inner(p["v"], x)))
-
-
 def remat(p, x):
     @jax.checkpoint
     def layer(w, v, x):
@@ -58,14 +50,6 @@ def remat_with(policy, p, x):
     return mean(layer(p["w"], layer(p["v"], x)))
 
 
-def remat_in_remat(p, x):
-    @jax.checkpoint
-    def outer(w, v, x):
-        return jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x) @ v
-
-    return mean(outer(p["w"], p["v"], x))
-
-
 def scan_xs(p, x, reverse=False, unroll=1, wrap=lambda f: f):
     def layer(x, w):
         x = wrap(lambda x, w: jnp.tanh(x @ w) + x)(x, w)
@@ -73,22 +57,6 @@ def scan_xs(p, x, reverse=False, unroll=1, wrap=lambda f: f):
 
     x, ys = lax.scan(layer, x, p["stack"], reverse=reverse, unroll=unroll)
     return mean(x) + mean(ys)
-
-
-def scan_consts(p, x):
-    def layer(x, scale):
-        return jnp.tanh(x @ p["w"]) * scale + x @ p["w"].T, None
-
-    return mean(lax.scan(layer, x, jnp.arange(3.0))[0])
-
-
-def scan_carry(p, x):
-    def layer(carry, _):
-        w, x = carry
-        return (w * 0.9, jnp.tanh(x @ w)), None
-
-    (w, x), _ = lax.scan(layer, (p["w"], x), None, length=3)
-    return mean(x) + mean(w)
 
 
 def scan_everything(p, x):
@@ -114,13 +82,6 @@ def scan_then_scan(p, x):
     return scan_xs(p, x) + scan_xs(p, jnp.sin(x) @ p["w"], reverse=True)
 
 
-def scan_nested(p, x):
-    def outer(x, scale):
-        return lax.scan(lambda x, w: (jnp.tanh(x @ w) * scale, None), x, p["stack"])[0], None
-
-    return mean(lax.scan(outer, x, jnp.array([1.0, 2.0]))[0])
-
-
 def scan_of_groups(p, x):
     def outer(x, group):
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, group)[0], None
@@ -128,17 +89,6 @@ def scan_of_groups(p, x):
     groups = jnp.stack([p["stack"], p["stack"] * 2])
     direct = p["stack"].reshape(3, 1, 8, 8)
     return mean(lax.scan(outer, x, groups)[0]) + mean(lax.scan(outer, x, direct)[0])
-
-
-def while_loop(p, x):
-    steps = lax.while_loop(
-        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] @ lax.stop_gradient(p["w"])), (0, lax.stop_gradient(x))
-    )
-    return mean(x @ p["w"]) + mean(lax.stop_gradient(steps[1]))
-
-
-def fori(p, x):
-    return mean(lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ p["stack"][i] + p["b"]), x))
 
 
 def indexed(p, x):
@@ -228,30 +178,6 @@ def product_in_many_places(p, x):
     return mean(x @ w.T) + mean(merged) + mean(jax.checkpoint(lambda x, w: jnp.sin(x @ w))(x, merged))
 
 
-def cond(p, x):
-    return mean(lax.cond(jnp.sum(x) > 0, lambda w, v, x: x @ w, lambda w, v, x: jnp.sin(x @ v), p["w"], p["v"], x))
-
-
-def switch(p, x):
-    index = (jnp.sum(x * x) * 7).astype(jnp.int32) % 3
-    return mean(lax.switch(index, [lambda x, i=i: jnp.sin(x @ p["stack"][i]) for i in range(3)], x))
-
-
-@jax.custom_jvp
-def _odd(w, x):
-    return x @ w
-
-
-@_odd.defjvp
-def _odd_jvp(primals, tangents):
-    (w, x), (dw, dx) = primals, tangents
-    return x @ w, 2 * (x @ dw) + dx @ w
-
-
-def custom_jvp(p, x):
-    return mean(_odd(p["w"], jax.nn.gelu(x)))
-
-
 @jax.custom_vjp
 def _flash(w, x):
     return jnp.sin(x @ w)
@@ -268,10 +194,6 @@ def _flash_backward(kept, ct):
 
 
 _flash.defvjp(_flash_forward, _flash_backward)
-
-
-def custom_vjp(p, x):
-    return mean(_flash(p["w"], _flash(p["v"], x)))
 
 
 def custom_vjp_in_scan(p, x):
@@ -320,19 +242,10 @@ def _with_own_ref(w, x):
     return product[...]
 
 
-def ensemble(p, x):
-    return mean(jax.vmap(lambda w: jnp.tanh(x @ w))(p["stack"])) + mean(jax.vmap(jnp.dot, (None, 0))(x, p["stack"]))
-
-
 def stacked_layers(p, x):
     for i in range(3):
         x = jnp.tanh(x @ p["stack"][i])
     return mean(x @ p["stack"][-1, :, 2:6])
-
-
-def dynamic_layers(p, x):
-    index = jnp.argmax(x[0]) % 3
-    return mean(jnp.tanh(x @ p["stack"][index]) @ lax.dynamic_index_in_dim(p["stack"], index, keepdims=False))
 
 
 def constant_layers(p, x):
@@ -347,30 +260,10 @@ def cast(p, x):
     return mean((h @ v.T).astype(jnp.float32)) + mean(v.astype(jnp.float32))
 
 
-def cast_transposed(p, x):
-    low = jnp.bfloat16
-    layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w.T.reshape(8, 8).astype(low)))
-    return mean(layer(p["v"], layer(p["w"], x.astype(low))).astype(jnp.float32)) + mean(p["v"])
-
-
-def transposed(p, x):
-    return mean(jnp.einsum("bi,ji->bj", x, p["w"]) @ jnp.swapaxes(p["v"], 0, 1).reshape(2, 4, 8).reshape(8, 8))
-
-
 def embedding(p, x):
     ids = (jnp.abs(x) * 100).astype(jnp.int32) % 11
     logits = jnp.tanh(p["table"][ids].sum(1) @ p["w"]) @ p["table"].T
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, :1], -1))
-
-
-def one_row(p, x):
-    return mean(x + p["table"][3]) + mean(jnp.take(p["table"], jnp.array([1, 2, 1]), axis=0))
-
-
-def random_bits(p, x):
-    keep = jax.random.bernoulli(jax.random.key(3), 0.5, x.shape)
-    noise = jax.random.normal(jax.random.PRNGKey(4), p["w"].shape)
-    return mean(jnp.where(keep, x, 0) @ (p["w"] + noise))
 
 
 def debug_print(p, x):
@@ -393,11 +286,6 @@ def merged(p, x):
     return mean(x @ (p["stack"][0] + lora)) + mean(x @ (p["w"] / jnp.linalg.norm(p["w"])))
 
 
-def gradient_inside(p, x):
-    inner = jax.grad(lambda x: jnp.sum(jnp.tanh(x @ p["w"])))(x)
-    return mean(inner @ p["v"])
-
-
 def marked_block(p, x):
     from zerojax.gather import block
 
@@ -408,18 +296,6 @@ def marked_block(p, x):
     return mean(layer(p["w"], p["v"], layer(p["v"], p["w"], x)))
 
 
-def everything_saveable(p, x):
-    return remat_with(POLICIES.everything_saveable, p, x)
-
-
-def no_parameters(p, x):
-    return mean(x)
-
-
-def sort_and_sum(p, x):
-    return mean(jnp.sort(p["w"], axis=0) @ x.T) + mean(jnp.cumsum(p["w"]))
-
-
 def concatenated(p, x):
     fused = jnp.concatenate([p["w"], p["v"]], axis=1)
     return mean(jnp.split(x @ fused, 2, axis=-1)[1]) + mean(x @ jnp.stack([p["w"], p["v"]])[1])
@@ -428,24 +304,14 @@ def concatenated(p, x):
 TABLE = {
     f.__name__: f
     for f in (
-        plain, jitted, remat, remat_in_remat, scan_xs, scan_consts, scan_carry, scan_everything, scan_nested,
-        scan_same_stack_twice, scan_then_scan, scan_of_groups, while_loop, fori, cond, switch, custom_jvp,
-        custom_vjp, custom_vjp_in_scan, ensemble, stacked_layers, dynamic_layers, constant_layers, cast,
-        cast_transposed, transposed, embedding, one_row, random_bits, debug_print, penalty, merged, marked_block,
-        gradient_inside, custom_vjp_of_a_constant, stateful, everything_saveable, no_parameters, sort_and_sum,
-        concatenated, indexed, cast_and_scaled_layers, masked_layers, layers_in_another_order, microbatches,
-        changed_weights, product_in_many_places,
+        plain, remat, scan_xs, scan_everything, scan_same_stack_twice, scan_then_scan, scan_of_groups,
+        custom_vjp_in_scan, stacked_layers, constant_layers, cast, embedding, debug_print, penalty, merged,
+        marked_block, custom_vjp_of_a_constant, stateful, concatenated, indexed, cast_and_scaled_layers, masked_layers,
+        layers_in_another_order, microbatches, changed_weights, product_in_many_places,
     )
 }  # fmt: skip
 TABLE |= {
-    "remat_dots": functools.partial(remat_with, POLICIES.dots_saveable),
     "remat_names": functools.partial(remat_with, POLICIES.save_only_these_names("weight", "hidden")),
-    "remat_any_but": functools.partial(remat_with, POLICIES.save_anything_except_these_names("hidden")),
-    "scan_reverse": functools.partial(scan_xs, reverse=True),
     "scan_unroll": functools.partial(scan_xs, unroll=3),
     "scan_remat": functools.partial(scan_xs, wrap=functools.partial(jax.checkpoint, prevent_cse=False)),
-    "scan_remat_barrier": functools.partial(scan_xs, wrap=jax.checkpoint),
-    "scan_remat_dots": functools.partial(
-        scan_xs, wrap=functools.partial(jax.checkpoint, policy=POLICIES.dots_saveable), reverse=True
-    ),
 }

@@ -49,16 +49,8 @@ def learning_rate():
     train(tx=optax.sgd(0.5 * (1 + last)))
 
 
-def learning_rate_at_stage_0():
-    train(tx=optax.adamw(0.5 * (1 + last)), stage=0)
-
-
 def learning_rate_in_the_state():
     train(tx=optax.inject_hyperparams(optax.sgd)(learning_rate=1e-2 * (1 + last)))
-
-
-def schedule():
-    train(tx=optax.sgd(optax.cosine_decay_schedule(1e-2, 100 + last)))
 
 
 def factor_in_the_loss():
@@ -69,11 +61,6 @@ def function_in_the_loss():
     train(loss=lambda params, batch: jnp.sum((jnp.sin, jnp.cos)[last](batch @ params["w"])))
 
 
-def data_that_the_loss_closes_over():
-    table = np.arange(16, dtype=np.float32) + last * (np.arange(16) == 7)
-    train(loss=lambda params, batch: jnp.mean((batch @ params["w"] * table) ** 2))
-
-
 def static_flag():
     train(bool(last), loss=lambda params, batch, flag: loss(params, batch))
 
@@ -82,25 +69,13 @@ def key_of_dropout():
     train(jax.random.key(last), loss=lambda params, batch, key: loss(params, batch) + jax.random.uniform(key))
 
 
-def number_as_argument():
-    train(0.5 + last, loss=lambda params, batch, scale: loss(params, batch) * scale)
-
-
 def initial_key(stage=0):
     tx = zero_shard(optax.sgd(1e-2), stage=stage)
     tx.init_params(lambda key: {"w": jax.random.normal(key, (4, 16))}, jax.random.key(last))
 
 
-def initial_key_that_is_closed_over():
-    zero_shard(optax.sgd(1e-2), stage=0).init_params(lambda: {"w": jax.random.normal(jax.random.key(last), (4, 16))})
-
-
 def initial_values():
     begin(params={"w": jax.random.normal(jax.random.key(last), (4, 16)), "b": jnp.ones(16)})
-
-
-def initial_values_of_numpy():
-    begin(stage=0, params={"b": np.ones(4), "w": np.random.default_rng(last).normal(size=(4, 16))})
 
 
 def shards_that_two_processes_hold():

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -133,32 +132,6 @@ def dropout(key, x):
     return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x / 0.5, 0)
 
 
-@program({"encoder": "encoder", "head": HEAD}, PAIRS)
-def in_batch_negatives(p, batch):
-    z, y = embed(p, batch["x"]), embed(p, batch["y"])
-    return xent(8 * z @ y.T, jnp.arange(len(z))).mean()
-
-
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(HIDDEN, use_bias=False)(x)
-        x = jax.nn.silu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
-        return nn.Dense(CLASSES)(x)
-
-
-@functools.cache
-def normed_variables():
-    return weights(jax.eval_shape(Normed().init, jax.random.key(3), jnp.ones((2, WIDTH))))
-
-
-@program(lambda: normed_variables()["params"], LABELED, mutable=lambda: normed_variables()["batch_stats"])
-def linen_batch_norm(p, stats, batch):
-    variables = {"params": p, "batch_stats": stats}
-    logits, new = Normed().apply(variables, batch["x"], mutable=["batch_stats"])
-    return xent(logits, batch["label"]).mean(), new["batch_stats"]
-
-
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.hidden = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
@@ -216,21 +189,6 @@ def logits_and_counts_as_aux(p, batch):
     right = found == batch["label"]
     aux = {"logits": logits, "found": found, "right": right, "count": right.sum(), "confusion": confusion}
     return xent(logits, batch["label"]).mean(), aux
-
-
-@jax.custom_vjp
-def clipped(w):
-    return w
-
-
-clipped.defvjp(lambda w: (w, None), lambda _, ct: (ct * jnp.minimum(1, 0.02 / jnp.linalg.norm(ct)),))
-
-
-@program({"encoder": "encoder", "w": (HIDDEN, HIDDEN), "head": HEAD}, X)
-def clipped_cotangent(p, batch):
-    """The custom rule sees the cotangent of all rows."""
-    x = encode(p["encoder"], batch["x"])
-    return jnp.mean((jnp.tanh(x @ clipped(p["w"])) @ clipped(p["head"]) - batch["x"]) ** 2)
 
 
 CLOSED_OVER = jax.random.key(13)
@@ -294,47 +252,6 @@ def experts_with_capacity(p, batch):
 
     x, (balanced, load) = lax.scan(experts, batch["x"], p)
     return jnp.mean((x - batch["x"][::-1]) ** 2) + 0.01 * balanced.sum(), load
-
-
-@program(EXPERTS, X)
-def experts_that_choose(p, batch):
-    """Expert choice: each expert takes the 12 rows of the batch that it scores highest."""
-    x = batch["x"]
-    for i in range(2):
-        gates, rows = lax.top_k(jax.nn.softmax(x @ p["router"][i]).T, 12)
-        y = jnp.tanh(jnp.einsum("ecd,edh->ech", x[rows], p["up"][i]))
-        x = x.at[rows].add(gates[..., None] * (y @ p["down"][i]))
-    return jnp.mean((x - batch["x"][::-1]) ** 2)
-
-
-@program({"encoder": "encoder", "out": (HIDDEN, 1)}, PAIRS, args=(jax.random.key(15),))
-def gradient_penalty(p, batch, key):
-    """WGAN-GP: a second derivative."""
-    critic = lambda x: jnp.sum(jnp.tanh(encode(p["encoder"], x)) @ p["out"])
-    weight = jax.random.uniform(key, (ROWS, 1))
-    slope = jax.grad(critic)(weight * batch["x"] + (1 - weight) * batch["y"])
-    penalty = jnp.mean((jnp.linalg.norm(slope, axis=-1) - 1) ** 2)
-    return (critic(batch["x"]) - critic(batch["y"])) / ROWS + 10 * penalty
-
-
-@program({"encoder": "encoder", "head": HEAD}, PAIRS)
-def hessian_vector_penalty(p, batch):
-    fit = lambda p: jnp.mean((encode(p["encoder"], batch["x"]) @ p["head"] - batch["y"]) ** 2)
-    value, slope = jax.value_and_grad(fit)(p)
-    _, product = jax.jvp(jax.grad(fit), (p,), (lax.stop_gradient(slope),))
-    return value + sum(jnp.sum(x**2) for x in jax.tree.leaves(product))
-
-
-@program({"encoder": "encoder", "head": HEAD}, PAIRS)
-def learning_to_learn(p, batch):
-    """MAML: one gradient step on half of the rows, judged on the others."""
-
-    def fit(p, rows):
-        return jnp.mean((encode(p["encoder"], batch["x"][rows]) @ p["head"] - batch["y"][rows]) ** 2)
-
-    half = ROWS // 2
-    moved = jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(fit)(p, slice(half)))
-    return fit(moved, slice(half, None))
 
 
 @program({"encoder": "encoder", "head": HEAD}, X, on_mesh=True)

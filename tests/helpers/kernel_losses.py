@@ -1,15 +1,14 @@
 """Losses whose attention, norm or experts are kernels, or stand in a `shard_map`: what the engine cannot look into.
 
+More of them are in `tests/programs/kernel_*.py`.
+
 Each takes `(params, batch)` of `make_params` and `make_batch`, and needs a mesh with the axis "data".
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -78,43 +77,6 @@ pallas_attention = with_derivative(kernel(attention, 1), lambda args, g: kernel(
 def in_shard_map(fn, mesh, count, **options):
     """`fn` of `count` arrays of rows in a `shard_map` over the data axis."""
     return jax.shard_map(fn, mesh=mesh, in_specs=(P("data"),) * count, out_specs=P("data"), **options)
-
-
-def partitioned():
-    """Attention under `custom_partitioning`, with a sharding rule."""
-
-    def made(fn, count, results):
-        wrapped = custom_partitioning(fn)
-        rule = ", ".join(["b t d"] * count) + " -> " + ", ".join(["b t d"] * results)
-
-        def partition(mesh, args, result):
-            spec = args[0].sharding.spec
-            given = NamedSharding(args[0].sharding.mesh, P(spec[0] if spec else None))
-            return mesh, fn, given if results == 1 else (given,) * results, (given,) * count
-
-        wrapped.def_partition(partition=partition, sharding_rule=rule)
-        return wrapped
-
-    forward, backward = made(attention, 3, 1), made(pull_attention, 4, 3)
-    return with_derivative(forward, lambda args, g: backward(*args, g))
-
-
-def by_callback(q, k, v):
-    """Attention that NumPy computes on the host."""
-
-    def on_host(q, k, v):
-        scores = np.asarray(q) @ np.swapaxes(k, -1, -2) / q.shape[-1] ** 0.5
-        exps = np.exp(scores - scores.max(-1, keepdims=True))
-        return (exps / exps.sum(-1, keepdims=True) @ np.asarray(v)).astype(np.float32)
-
-    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(q.shape, q.dtype), q, k, v, vmap_method="broadcast_all")
-
-
-def batched(q, k, v):
-    """Attention with a rule for `jax.vmap`."""
-    fn = jax.custom_batching.custom_vmap(attention)
-    fn.def_vmap(lambda size, given, *args: (attention(*args), True))
-    return fn(q, k, v)
 
 
 def dense(attend, around=lambda layer: layer):
@@ -198,8 +160,8 @@ def linear_kernel(mesh):
     return jax.shard_map(fn, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)
 
 
-def experts(mixed):
-    """Dropless experts. `mixed`: tokens are sorted over all devices; otherwise each device sorts its own."""
+def experts(mesh):
+    """Dropless experts, of the tokens of each device."""
 
     def moe(w, x):
         tokens = x.reshape(-1, x.shape[-1])
@@ -209,22 +171,15 @@ def experts(mixed):
         out = jax.lax.ragged_dot(tokens[order], w, sizes)
         return jnp.zeros_like(out).at[order].set(out).reshape(*x.shape[:-1], -1)
 
-    def on_mesh(mesh):
-        if not mixed:
-            specs = {"in_specs": (P(), P("data")), "out_specs": P("data")}
-            run = jax.shard_map(moe, mesh=mesh, **specs)
-        else:
-            run = moe
+    run = jax.shard_map(moe, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
 
-        def loss(params, x):
-            for p in params["layers"]:
-                x = x + jnp.tanh(run(params["experts"], x)) @ p["down"]
-                x = jnp.tanh(x @ p["up"]) @ p["down"]
-            return jnp.mean(x**2) + 0 * sum(jnp.sum(p["qkv"]) for p in params["layers"])
+    def loss(params, x):
+        for p in params["layers"]:
+            x = x + jnp.tanh(run(params["experts"], x)) @ p["down"]
+            x = jnp.tanh(x @ p["up"]) @ p["down"]
+        return jnp.mean(x**2) + 0 * sum(jnp.sum(p["qkv"]) for p in params["layers"])
 
-        return loss
-
-    return on_mesh
+    return loss
 
 
 def shuffled(how):
@@ -261,30 +216,16 @@ def back(mesh, x):
 
 
 in_map = lambda fn, **options: lambda mesh: in_shard_map(fn, mesh, 3, **options)
-bare = lambda fn: lambda mesh: fn
-remat = functools.partial(dense, around=jax.checkpoint)
 LOSSES = {
-    "attention in a shard_map": dense(in_map(attention)),
-    "under remat": remat(in_map(attention)),
-    "plain in a scan": scanned(bare(attention)),
     "in a scan": scanned(in_map(attention)),
     "without types": dense(in_map(attention, check_vma=False)),
-    "kernel in a shard_map": dense(in_map(pallas_attention, check_vma=False)),
-    "kernel under remat": remat(in_map(pallas_attention, check_vma=False)),
     "kernel in a scan": scanned(in_map(pallas_attention, check_vma=False)),
-    "bare kernel": dense(bare(pallas_attention)),
-    "bare kernel in a scan": scanned(bare(pallas_attention)),
-    "bare kernel under remat": remat(bare(pallas_attention)),
-    "custom_partitioning with a rule": dense(bare(partitioned())),
-    "custom_vjp without residuals": dense(bare(with_derivative(attention, optimize_remat=True))),
-    "custom_vmap": dense(bare(with_derivative(batched))),
-    "callback": dense(bare(with_derivative(by_callback))),
-    "callback under remat": remat(bare(with_derivative(by_callback))),
+    "kernel under remat": dense(in_map(pallas_attention, check_vma=False), around=jax.checkpoint),
+    "bare kernel": dense(lambda mesh: pallas_attention),
     "product in a shard_map": fused_linear(linear_in_shard_map()),
     "product without types": fused_linear(linear_in_shard_map(check_vma=False)),
     "product with a kernel": fused_linear(linear_kernel),
-    "experts per device": experts(mixed=False),
-    "experts of all devices": experts(mixed=True),
+    "experts per device": experts,
     "sorted rows": shuffled(lambda mesh, x: jnp.sort(x, 0)),
     "every other row": shuffled(lambda mesh, x: jnp.concatenate([x[::2], x[1::2]])),
     "constraint": shuffled(back),

@@ -47,46 +47,6 @@ def siglip(p, batch):
     return total / ROWS
 
 
-@program(EMBED, PAIRS)
-def simclr(p, batch):
-    """Chen et al. 2020, NT-Xent: both views in one matrix, without its diagonal."""
-    z = embed(p, jnp.concatenate([batch["x"], batch["y"]]))
-    logits = jnp.where(jnp.eye(2 * ROWS, dtype=bool), -jnp.inf, z @ z.T / 0.5)
-    return xent(logits, jnp.roll(jnp.arange(2 * ROWS), ROWS)).mean()
-
-
-@program(EMBED, LABELED)
-def supervised_contrastive(p, batch):
-    """Khosla et al. 2020."""
-    z, same = embed(p, batch["x"]), batch["label"][:, None] == batch["label"]
-    others = ~jnp.eye(ROWS, dtype=bool)
-    log_p = jax.nn.log_softmax(jnp.where(others, z @ z.T / 0.5, -1e9))
-    same &= others
-    return -jnp.mean((same * log_p).sum(1) / jnp.maximum(same.sum(1), 1))
-
-
-@program(EMBED, PAIRS)
-def barlow_twins(p, batch):
-    """Zbontar et al. 2021: the cross-correlation of features over the batch."""
-    normed = lambda z: (z - z.mean(0)) / z.std(0)
-    z, y = (normed(encode(p["encoder"], batch[k]) @ p["head"]) for k in "xy")
-    c = z.T @ y / ROWS
-    return jnp.sum((c.diagonal() - 1) ** 2) / 10 + 0.005 * jnp.sum(c**2 * (1 - jnp.eye(WIDTH)))
-
-
-@program(EMBED, PAIRS)
-def vicreg(p, batch):
-    """Bardes et al. 2022: variance and covariance over the batch."""
-    z, y = (encode(p["encoder"], batch[k]) @ p["head"] for k in "xy")
-
-    def spread(z):
-        z = z - z.mean(0)
-        hinge = jax.nn.relu(1 - jnp.sqrt(z.var(0, ddof=1) + 1e-4)).mean()
-        return hinge + jnp.sum((z.T @ z / (ROWS - 1)) ** 2 * (1 - jnp.eye(WIDTH))) / WIDTH / 25
-
-    return jnp.mean((z - y) ** 2) + spread(z) + spread(y)
-
-
 @program(EMBED | {"prototypes": (WIDTH, 12)}, PAIRS)
 def swav(p, batch):
     """Caron et al. 2020: rows are assigned to prototypes in equal shares, by Sinkhorn-Knopp."""
@@ -159,84 +119,6 @@ def minibatch_deviation(p, batch):
     return jnp.mean(jax.nn.softplus(x @ p["out"]))
 
 
-@program({"encoder": "encoder", "kernels": (6, HIDDEN, 4), "out": (HIDDEN + 6, WIDTH)}, X)
-def minibatch_discrimination(p, batch):
-    """Salimans et al. 2016: closeness to all other rows, by learned kernels."""
-    x = encode(p["encoder"], batch["x"])
-    m = jnp.einsum("nh,khd->nkd", x, p["kernels"])
-    close = jnp.exp(-jnp.abs(m[:, None] - m[None]).sum(-1)).sum(1)
-    return jnp.mean(jax.nn.softplus(jnp.concatenate([x, close], -1) @ p["out"]))
-
-
-@program(CLASSIFY, {"x": (WIDTH,), "label": 3 * CLASSES})
-def focal(p, batch):
-    """Lin et al. 2017: divided by the number of positives in the batch."""
-    positive = jax.nn.one_hot(batch["label"], CLASSES)  # most rows are background
-    logits = encode(p["encoder"], batch["x"]) @ p["head"]
-    q = jax.nn.sigmoid(jnp.where(positive > 0, -logits, logits))
-    return jnp.sum(q**2 * -jnp.log1p(-q)) / jnp.maximum(positive.sum(), 1)
-
-
-@program(CLASSIFY, LABELED)
-def dice(p, batch):
-    """Milletari et al. 2016: overlap of each class, over the batch."""
-    q, target = jax.nn.softmax(encode(p["encoder"], batch["x"]) @ p["head"]), jax.nn.one_hot(batch["label"], CLASSES)
-    return 1 - jnp.mean((2 * jnp.sum(q * target, 0) + 1) / (q.sum(0) + target.sum(0) + 1))
-
-
-@program({"encoder": "encoder", "out": (HIDDEN, 1)}, {"x": (WIDTH,), "relevance": 5})
-def listwise_ranking(p, batch):
-    """ListNet, Cao et al. 2007: the batch is one list."""
-    score = (encode(p["encoder"], batch["x"]) @ p["out"])[:, 0]
-    return -jnp.sum(jax.nn.softmax(batch["relevance"] * 1.0) * jax.nn.log_softmax(score))
-
-
-@program({"encoder": "encoder", "out": (HIDDEN, 1)}, {"x": (WIDTH,), "label": 2})
-def area_under_curve(p, batch):
-    """Yan et al. 2003: every positive row against every negative one."""
-    score = (encode(p["encoder"], batch["x"]) @ p["out"])[:, 0]
-    pairs = (batch["label"][:, None] == 1) & (batch["label"] == 0)
-    return jnp.sum(pairs * jax.nn.softplus(score - score[:, None])) / pairs.sum()
-
-
-@program(
-    CLASSIFY | {"w": (HIDDEN, HIDDEN)},
-    LABELED,
-    mutable=lambda: {"mean": jnp.zeros(HIDDEN), "std": jnp.ones(HIDDEN)},
-)
-def batch_renorm(p, running, batch):
-    """Ioffe 2017."""
-    x = encode(p["encoder"], batch["x"]) @ p["w"]
-    mean, std = x.mean(0), jnp.sqrt(x.var(0) + 1e-3)
-    r = lax.stop_gradient(jnp.clip(std / running["std"], 1 / 3, 3))
-    d = lax.stop_gradient(jnp.clip((mean - running["mean"]) / running["std"], -5, 5))
-    new = {"mean": 0.9 * running["mean"] + 0.1 * mean, "std": 0.9 * running["std"] + 0.1 * std}
-    return xent(jax.nn.silu((x - mean) / std * r + d) @ p["head"], batch["label"]).mean(), new
-
-
-@program(EMBED, PAIRS)
-def matched_distributions(p, batch):
-    """Li et al. 2015, MMD: a kernel as wide as the batch's median distance."""
-    z, y = (encode(p["encoder"], batch[k]) @ p["head"] for k in "xy")
-    width = lax.stop_gradient(jnp.median(distances(z, y)))
-    kernel = lambda a, b: jnp.exp(-distances(a, b) / width).mean()
-    return kernel(z, z) + kernel(y, y + 2) - 2 * kernel(z, y + 2)
-
-
-@program(
-    {"encoder": "encoder", "w": (HIDDEN, WIDTH)},
-    PAIRS,
-    mutable=lambda: {"u": jax.random.normal(jax.random.key(7), (HIDDEN,))},
-)
-def spectral_norm(p, state, batch):
-    """Miyato et al. 2018: one power iteration a step."""
-    w, unit = lax.stop_gradient(p["w"]), lambda x: x / jnp.linalg.norm(x)
-    v = unit(w.T @ state["u"])
-    u = unit(w @ v)
-    score = [(encode(p["encoder"], batch[k]) @ p["w"]) / (u @ p["w"] @ v) for k in "xy"]
-    return jax.nn.relu(1 - score[0]).mean() + jax.nn.relu(1 + score[1]).mean(), {"u": u}
-
-
 @program(EMBED, X)
 def hardest_rows(p, batch):
     """Shrivastava et al. 2016, and the conditional value at risk: the mean over the worst quarter."""
@@ -254,15 +136,6 @@ def mixup(p, batch, key):
     return jnp.mean(part * xent(logits, label) + (1 - part) * xent(logits, jnp.roll(label, 1)[order]))
 
 
-@program(CLASSIFY, SEQUENCES | {"other": CLASSES})
-def preferences(p, batch):
-    """Rafailov et al. 2023, DPO, and a likelihood of the chosen ones, divided by the batch's number of tokens."""
-    log_p, there = tokens_of(p, batch)
-    chosen, rejected = (jnp.take_along_axis(log_p, batch[k][:, None, None], -1)[..., 0] for k in ("label", "other"))
-    margin = jnp.sum((chosen - rejected) * there, 1)
-    return -jax.nn.log_sigmoid(0.1 * margin).mean() - jnp.sum(chosen * there) / there.sum()
-
-
 @program({"encoder": "encoder", "head": (HIDDEN, CLASSES)}, SEQUENCES | {"other": CLASSES})
 def alignments(p, batch):
     """Graves et al. 2006, CTC: a scan over time; divided by the batch's number of labels."""
@@ -270,18 +143,6 @@ def alignments(p, batch):
     labels = jnp.stack([batch["label"], batch["other"]], 1)
     each = optax.ctc_loss(log_p, 1.0 - there, labels, (labels == 0) * 1.0)
     return jnp.sum(each) / jnp.sum(labels != 0)
-
-
-@program({"encoder": "encoder", "policy": (HIDDEN, CLASSES), "value": (HIDDEN, 1)}, LABELED | {"reward": (), "old": ()})
-def proximal_policy(p, batch):
-    """Schulman et al. 2017: advantages are normalised over the batch."""
-    x = encode(p["encoder"], batch["x"])
-    value = (x @ p["value"])[:, 0]
-    advantage = lax.stop_gradient(batch["reward"] - value)
-    advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-    ratio = jnp.exp(-xent(x @ p["policy"], batch["label"]) + 2 + batch["old"] / 4)
-    surrogate = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
-    return jnp.mean((batch["reward"] - value) ** 2) / 2 - surrogate.mean()
 
 
 @program(CLASSIFY, LABELED | {"group": 4}, mutable=lambda: jnp.full(4, 0.25), has_aux=True)
@@ -301,14 +162,6 @@ def sampled_softmax(p, batch):
     often = jnp.zeros(30).at[batch["item"]].add(1.0)[batch["item"]] / ROWS
     logits = embed(p, batch["x"]) @ p["items"][batch["item"]].T - jnp.log(often)
     return xent(logits, jnp.arange(ROWS)).mean()
-
-
-@program({"encoder": "encoder", "query": (HIDDEN, HIDDEN), "key": (HIDDEN, HIDDEN), "head": HEAD}, X)
-def attention_between_rows(p, batch):
-    """Kossen et al. 2021, and BatchFormer: rows attend to each other."""
-    x = encode(p["encoder"], batch["x"])
-    weight = jax.nn.softmax((x @ p["query"]) @ (x @ p["key"]).T / HIDDEN)
-    return jnp.mean(((x + weight @ x) @ p["head"] - batch["x"]) ** 2)
 
 
 @program(EMBED, PAIRS)

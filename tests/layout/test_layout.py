@@ -1,7 +1,6 @@
 """Where leaves live: pure arithmetic, tested for more devices than any machine has."""
 
 import contextlib
-import dataclasses
 import math
 
 import jax
@@ -17,8 +16,7 @@ from models import awkward_params
 
 from zerojax import Padded, report, zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
-from zerojax.layout.leaf import Leaf, shard_extent
-from zerojax.layout.opt_state import lay_out_state, params_of_state
+from zerojax.layout.leaf import shard_extent
 from zerojax.layout.tree import best_dim, lay_out
 
 SHAPES = st.lists(st.integers(0, 5000), max_size=4).map(tuple)
@@ -73,14 +71,6 @@ def test_an_extent_needs_elements_and_shards(bad):
         shard_extent(*bad)
 
 
-def test_storage_of_a_padded_and_of_a_flat_leaf():
-    chunking = Leaf("w", (13, 7), np.dtype("float32"), "data", 8, kind="sharded", dim=0)
-    assert (chunking.storage_shape, chunking.local_shape, chunking.padding) == ((16, 7), (2, 7), 21)
-    flat = dataclasses.replace(chunking, kind="flat", dim=None, shape=(3,))
-    assert (flat.storage_shape, flat.local_shape, flat.padding) == ((8,), (1,), 5)
-    assert flat.spec == chunking.spec == PartitionSpec("data")
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_found_on_every_device_are_those_predicted(stage, count):
@@ -95,16 +85,6 @@ def test_bytes_found_on_every_device_are_those_predicted(stage, count):
     assert {part: found.bytes[part] for part in predicted} == predicted
     counters = 4 + 17 + len(plan.grads)  # the step; the guard's scale, counts and flag, and a byte a parameter
     assert set(found.per_device.values()) == {sum(predicted.values()) + counters}, "devices differ"
-
-
-@pytest.mark.parametrize("count", [2, 8])
-def test_large_leaves_cost_one_nth(count):
-    params = {"a": jnp.ones((512, 64)), "b": jnp.ones((64, 1024))}
-    total = 4 * (512 * 64 + 64 * 1024)
-    for stage, fractions in {1: (1, 1 / count), 2: (1, 1 / count), 3: (1 / count, 1 / count)}.items():
-        found = report(zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(count)).create(params)).bytes
-        np.testing.assert_allclose(found["params"], fractions[0] * total, rtol=0.01)
-        np.testing.assert_allclose(found["opt_state"], fractions[1] * 2 * total, rtol=0.01)
 
 
 def test_state_keeps_the_transformations_own_structure(mesh):
@@ -217,14 +197,3 @@ def test_logical_names_are_axes_by_the_rules_in_force(own):
         layer = nnx.Linear(16, 64, kernel_init=nnx.with_partitioning(init, names, **local), rngs=nnx.Rngs(0))
         shardings = tx.shardings(jax.eval_shape(lambda: nnx.state(layer, nnx.Param))).params
     assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("data", "model")
-
-
-def test_a_history_of_a_parameter_is_sharded_like_the_parameter():
-    """And not on its first dim, which is as long."""
-    layout = lay_out({"w": shape(40, 16), "b": shape(40, 4)}, rules(stage=1, shards=4))
-    state = {"w": shape(40, 40, 16), "b": shape(4), "count": shape(dtype=jnp.int32)}
-    param_of = params_of_state(state, layout)
-    leaves = lay_out_state(state, layout, layout.policy, param_of=param_of, flat=frozenset())
-    assert dict(zip(sorted(state), param_of, strict=True)) == {"b": 0, "count": None, "w": 1}
-    assert [leaf.kind for leaf in leaves] == ["replicated", "replicated", "sharded"]
-    assert leaves[2].dim == layout.grads[1].dim + 1 == 1

@@ -221,11 +221,8 @@ def test_what_another_axis_shards_stays_as_it_is_and_the_plan_says_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"view": "device"}, {"offload": Offload(optimizer="host")}], ids=["device", "host"]
-)
-def test_other_options_change_nothing(options):
-    assert_parity(owned("muon", 3, mesh_of(8), **options), loss, params(), batches(), reference=reference("muon"))
+def test_device_view_changes_nothing():
+    assert_parity(owned("muon", 3, mesh_of(8), view="device"), loss, params(), batches(), reference=reference("muon"))
 
 
 def assert_same(first, second, rtol=1e-5, **step_options):
@@ -284,9 +281,8 @@ def test_a_checkpoint_of_stage_1_goes_on_at_stage_3_by_owners(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_in_the_context_changes_nothing(kind):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+def test_a_mesh_in_the_context_changes_nothing():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         assert_parity(owned("adaptive", 3, mesh), loss, params(), batches(), reference=reference("adaptive"))
 
@@ -300,11 +296,6 @@ def test_fewer_matrices_than_devices_have_owners_of_several(monkeypatch):
     within = {group.matrices: group.within for group in tx.create(jax.eval_shape(params)).plan.matrices.owned}
     assert set(within.values()) != {1}
     assert_parity(tx, loss, params(), batches(), reference=reference("muon"))
-
-
-def test_an_unknown_way_is_refused():
-    with pytest.raises(ValueError, match="matrix_updates= is one of 'auto', 'owner', 'sharded', not 'whole'"):
-        zero_shard(optax.adam(1e-3), stage=3, matrix_updates="whole")
 
 
 def test_the_report_names_them():

@@ -284,31 +284,3 @@ def test_recipes_with_averages_give_the_same_numbers_at_all_stages(stage, precis
     found = found._replace(z=tx.as_params(found.z, state.params))
     found = optax.contrib.schedule_free_eval_params(found, tx.weights(state.params, state.opt_state))
     jax.tree.map(close, jax.device_get(tx.unshard(found)), optax.contrib.schedule_free_eval_params(opt_state, params))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "offload"), [(1, None), pytest.param(3, HOST(update="device"), marks=pytest.mark.slow)]
-)
-def test_one_array_may_be_several_leaves_of_a_state(stage, offload):
-    """Two parameters, and two moments, although a step donates every leaf. Plain JAX allows it."""
-    tx = made(stage, offload, tx=optax.inject_hyperparams(optax.adam)(RATE))
-    state, step = tx.create(PARAMS), tx.train_step(linear)
-    mu = optax.tree_utils.tree_get(state.opt_state, "mu")
-    state = state.replace(opt_state=optax.tree_utils.tree_set(state.opt_state, nu=mu, learning_rate=2 * RATE))
-    state, _ = step(changed(state, lambda params: {**params, "w": params["v"]}), BATCH)
-    found = weights_of(tx, state)
-    assert int(state.step) == 1
-    state, _ = step(state.replace(step=40), BATCH)  # also a number of Python
-    assert int(state.step) == 41
-    np.testing.assert_allclose(found["w"], found["v"], atol=0.02)  # `w` begins from `v` rounded to bfloat16
-
-
-def test_parameters_on_other_devices_than_the_state_are_named():
-    tx = made(1)
-    state, step = tx.create(PARAMS), tx.train_step(linear)
-    moved = state.replace(params={**state.params, "w": jax.device_put(state.params["w"], jax.devices()[1])})
-    with pytest.raises(ValueError, match=r"state.params\['w'\] was put on 1 of the 8 devices.*old.sharding"):
-        step(moved, BATCH)
-    params = {**moved.params, "w": jax.device_put(moved.params["w"], state.params["w"].sharding)}
-    step(moved.replace(params=params), BATCH)

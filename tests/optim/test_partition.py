@@ -104,14 +104,6 @@ def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # float32, three steps, other programs
 
 
-def test_a_state_that_was_used_up_is_refused():
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=8, offload=Offload(optimizer="host"))
-    state, step, batch = tx.create(params()), tx.train_step(loss), jnp.ones((8, 6))
-    step(state, batch)
-    with pytest.raises(ValueError, match="used up"):
-        step(state, batch)
-
-
 def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
     """What was begun before the leaf that fails is waited for."""
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=8, offload=Offload(optimizer="host"))

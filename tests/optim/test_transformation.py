@@ -67,23 +67,6 @@ def test_parameters_in_another_storage_are_read_by_their_logical_shape(stage, co
     jax.tree.map(np.testing.assert_array_equal, back, UNEVEN)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
-def test_a_weighted_loss_is_the_sum_over_the_sum(stage, mesh):
-    weights = jnp.where(jnp.arange(56) < 9, 1.0, 0.0)  # whole devices have no weight at all
-
-    def weighted(params, batch):
-        x, w = batch
-        return jnp.sum(w * jnp.sum((x @ params["w"]) ** 2, 1)), jnp.sum(w)
-
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=10)
-    loss, grads = tx.value_and_grad(weighted, weighted=True)(tx.shard(UNEVEN), (X, weights))
-    plain = lambda params: (lambda total, weight: total / weight)(*weighted(params, (X, weights)))
-    expected, plain_grads = jax.value_and_grad(plain)(UNEVEN)
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), tx.unshard(grads), plain_grads)
-
-
 def test_a_weight_beyond_float16_leaves_its_gradients_alone(mesh):
     tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh)
     rows = jnp.ones((80_000, 1), jnp.float16)
@@ -128,36 +111,6 @@ def losses_of(tx, loss, params):
         state, metrics = step(state, batch)
         found.append(float(metrics["loss"]))
     return found
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=8)),
-        pytest.param(optax.lbfgs(), marks=pytest.mark.slow),
-    ],
-    ids=["backtracking", "lbfgs"],
-)
-def test_a_line_search_sees_logical_gradients(inner, mesh):
-    tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=10)
-    value_fn = lambda params: mean_square(params, X)
-
-    def stepped(tx, gradient):
-        def step(params, state):
-            value, grads = gradient(params)
-            updates, state = tx.update(grads, state, params, value=value, grad=grads, value_fn=value_fn)
-            return optax.apply_updates(params, updates), state
-
-        return jax.jit(step)
-
-    plain = stepped(inner, jax.value_and_grad(value_fn))
-    ours = stepped(tx, lambda params: tx.value_and_grad(mean_square)(params, X))
-    params, stored = UNEVEN, tx.shard(UNEVEN)
-    state, sharded = inner.init(params), tx.init(stored)
-    for _ in range(2):
-        params, state = plain(params, state)
-        stored, sharded = ours(stored, sharded)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), tx.unshard(stored), params)
 
 
 @pytest.mark.parametrize(("platform", "count", "waits"), [("cpu", 8, 1), ("cpu", 1, 0), ("cuda", 8, 0)])

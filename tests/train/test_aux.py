@@ -47,22 +47,6 @@ def test_what_is_not_marked_is_as_it_was_returned_where_the_loss_sees_all_rows()
     jax.tree.map(np.testing.assert_allclose, metrics["aux"], loss(PARAMS, BATCH)[1])
 
 
-@pytest.mark.parametrize(("view", "accumulate"), [("device", 1), ("global", 2)])
-def test_what_is_not_marked_is_never_averaged_in_silence(view, accumulate):
-    tx = zero_shard(optax.sgd(0.1), stage=1, mesh=mesh_of(8), view=view)
-    for aux, said in [
-        (lambda b: b, r"aux\['it'\] is float32\[\d+, 3\].*zerojax.Rows"),
-        (lambda b: jnp.asarray(b.shape[0]), r"aux\['it'\] is int32\[\].*zerojax.Sum"),
-        (lambda b: Mean(b > 0), r"aux\['it'\] is bool, which has no mean"),
-        (lambda b: Rows(b.sum()), r"aux\['it'\] is marked with zerojax.Rows, but it is a scalar"),
-    ]:
-        grad = tx.value_and_grad(
-            lambda p, b, aux=aux: (jnp.mean(b) * p["w"].sum(), {"it": aux(b)}), has_aux=True, accumulate=accumulate
-        )
-        with pytest.raises(TypeError, match=said):
-            grad(PARAMS, BATCH)
-
-
 @pytest.mark.parametrize(("options", "form"), [({}, 2), ({"has_aux": True}, 3)])
 def test_mutable_state_goes_through_a_gradient(options, form):
     """One microbatch after the other."""

@@ -44,14 +44,8 @@ def test_the_users_options_reach_the_compiler_and_the_report(mesh):
 
 
 def test_options_are_checked_where_they_are_given(mesh, tmp_path):
-    with pytest.raises(TypeError, match='compiler_options is "auto", or a dict'):
-        begun(mesh, compiler_options="O2")
-    for wrong in {1: 2}, {"xla_backend_optimization_level": None}:
-        with pytest.raises(TypeError, match=r"compiler_options has .* values are str, bool, int or float"):
-            begun(mesh, compiler_options=wrong)
-    step, state = begun(mesh, compiler_options=LEVEL)
-    with pytest.raises(TypeError, match=r"Pass the options to the jax\.jit"):
-        jax.jit(step)(state, BATCH)
+    with pytest.raises(TypeError, match=r"compiler_options has .* values are str, bool, int or float"):
+        begun(mesh, compiler_options={1: 2})
     offload = Offload(params="disk", optimizer="disk", path=tmp_path)
     tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, offload=offload)
     with pytest.raises(ValueError, match="XLA_FLAGS"):

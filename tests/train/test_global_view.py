@@ -18,7 +18,7 @@ from zerojax import collectives, zero_shard
 
 STEPS = 2
 COUNTS = (8, 3, 1)
-PAIRS = [(0, 3), (1, 8), (2, 1), (3, 3), (3, 8)]  # of stage and count
+PAIRS = [(1, 8), (3, 3), (3, 8)]  # of stage and count
 OPTIMIZERS = {
     # with its usual epsilon, Adam makes a full update of a gradient that is zero but for rounding
     "adamw": lambda: optax.adamw(1e-2, eps=1e-3),
@@ -27,7 +27,7 @@ OPTIMIZERS = {
 # Programs are compiled some at a time, since compiling is what takes the time.
 DESIGN = tuple(name for name, program in TABLE.items() if program.loss.__module__ == "global_losses")
 PUBLISHED = tuple(name for name in TABLE if name not in DESIGN)
-GROUPS = [*(DESIGN[i::4] for i in range(4)), *(PUBLISHED[i::10] for i in range(10))]
+GROUPS = [*(DESIGN[i::4] for i in range(4)), *(PUBLISHED[i::5] for i in range(5))]
 ALONE = tuple(name for name, program in TABLE.items() if not program.rows_meet)
 
 
@@ -122,7 +122,7 @@ def test_a_step_is_that_of_one_device(group, stage, count, optimizer, scanned):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "stage"), [(i, (3, i % 3)[i // 2 % 2]) for i in range(0, len(GROUPS), 2)])
+@pytest.mark.parametrize(("group", "stage"), [(0, 3), (3, 1), (5, 3), (7, 2)][:: 1 if ALL_CASES else 2])
 def test_gradients_are_those_of_one_device(group, stage):
     names, count, scanned = GROUPS[group], (8, 3)[group // 2 % 2], bool(group // 2 % 2)
     params, mutable, batches, args = data_of(names, scanned)
@@ -160,7 +160,7 @@ def test_microbatches_of_rows_that_do_not_meet(stage, count, scanned):
     ("name", "stage", "count"),
     quick_or_slow(
         [(("closed_over_key", "key_argument")[i % 2], s, n) for i, (s, n) in enumerate(PAIRS)],
-        [("closed_over_key", 2, 3), ("key_argument", 3, 8)],
+        [("closed_over_key", 2, 3)],
     ),
 )
 def test_dropout_keeps_the_activations_it_keeps_on_one_device(name, stage, count):
@@ -170,28 +170,6 @@ def test_dropout_keeps_the_activations_it_keeps_on_one_device(name, stage, count
     _, expected = jax.jit(program.loss)(params, batch, *program.args)
     np.testing.assert_array_equal(np.asarray(found) == 0, np.asarray(expected) == 0)
     assert 0.2 < np.mean(np.asarray(found) == 0) < 0.6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "count"), quick_or_slow(PAIRS, [(3, 3)]))
-def test_a_weighted_loss_is_divided_once(stage, count):
-    program = TABLE["rows_alone"]
-    params, batch = program.params(scanned=True), program.batch(0)
-    weights = np.arange(batch["x"].shape[0]) % 7 / 3
-
-    def loss(params, batch):
-        x, weight = batch
-        each = jax.vmap(lambda x: program.loss(params, {"x": x[None]}))(x)
-        return jnp.sum(weight * each), jnp.sum(weight)
-
-    def mean(params, batch):
-        total, weight = loss(params, batch)
-        return total / weight
-
-    tx, batch = zero(stage, count), (batch["x"], weights)
-    value, grads = tx.value_and_grad(loss, weighted=True, accumulate=2)(tx.shard(params), batch)
-    expected, expected_grads = jax.jit(jax.value_and_grad(mean))(params, batch)
-    assert_same((value, tx.unshard(grads)), (expected, expected_grads))
 
 
 def watched(seen):

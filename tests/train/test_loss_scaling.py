@@ -1,20 +1,15 @@
 """The loss scale moves by its rules, and a step that overflows anywhere leaves everything as it was."""
 
-import itertools
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of, quick_or_slow
+from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
 from zerojax import DynamicScale, Precision, zero_shard
 from zerojax.train.loss_scaling import init_scaling, update_scaling
-
-STAGES = [0, 1, 2, 3]
 
 
 def scales(rule, overflows):
@@ -84,10 +79,7 @@ PRECISIONS = {"fp16": FP16, "bf16": Precision.bf16(), "fp32": None}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "name", "accumulate"),
-    quick_or_slow(
-        list(itertools.product(STAGES, PRECISIONS, (1, 3))),
-        [(3, "fp32", 3)],
-    ),
+    [(0, "bf16", 1), (1, "fp16", 3), (2, "fp16", 1), (3, "fp32", 3)],
 )
 def test_an_overflow_on_one_device_leaves_every_bit(stage, name, accumulate, mesh):
     """And what follows is as if that batch had never been."""
@@ -186,35 +178,6 @@ def test_a_static_scale_stays(stage, mesh):
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: Precision(compute=jnp.float32, master=jnp.bfloat16), ValueError, "master=bfloat16.*narrower.*float32"),
-        (lambda: Precision(compute=jnp.int8), TypeError, r"compute=.*floating type.*int8"),
-        (lambda: Precision.bf16(loss_scale="auto"), TypeError, "loss_scale=.*'auto'"),
-        (lambda: Precision.bf16(loss_scale=-1.0), ValueError, "loss_scale=-1.0"),
-        (lambda: Precision.bf16(loss_scale=2.0**200), ValueError, "finite in float32"),
-        (lambda: Precision.bf16(loss_scale=True), TypeError, "loss_scale=.*True"),
-        (lambda: Precision.fp16(master=jnp.bfloat16), ValueError, "master=bfloat16.*narrower.*float16"),
-        (lambda: Precision(master=jnp.float64), ValueError, "master=float64.*jax_enable_x64"),
-        (lambda: DynamicScale(growth_interval=2.5), TypeError, "growth_interval counts steps"),
-        (lambda: zero_shard(optax.sgd(1), stage=1, trainable={"a/b": True, "a": {"b": True}}), ValueError, "one path"),
-        (lambda: Precision.bf16(keep="norm"), TypeError, "keep=.*function"),
-        (lambda: DynamicScale(floor=0), ValueError, "floor"),
-        (lambda: DynamicScale(factor=math.inf), ValueError, "factor=.*finite in float32, but is inf"),
-        (lambda: DynamicScale(factor=math.nan), ValueError, "factor=.*but is nan"),
-        (lambda: DynamicScale(initial=math.nan), ValueError, "initial=nan"),
-        (lambda: DynamicScale(growth_interval=0), ValueError, "growth_interval"),
-        (lambda: DynamicScale(initial=1.0, floor=2.0), ValueError, "initial=1.0.*floor=2.0"),
-        (lambda: zero_shard(optax.sgd(1), stage=1, precision="bf16"), TypeError, r"Precision\.bf16\(\).*'bf16'"),
-        (lambda: zero_shard(optax.sgd(1), stage=1, trainable={"w": 1}), TypeError, "leaf 'w' is 1"),
-    ],
-)
-def test_what_is_refused(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
-
-
-@pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"accumulate": 0}, ValueError, "accumulate.*at least 1.*0"),
@@ -227,24 +190,3 @@ def test_steps_that_are_refused(options, error, message, mesh):
     tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh)
     with pytest.raises(error, match=message):
         tx.train_step(lambda p, b: (p["w"] * b).mean(), **options)(tx.create({"w": jnp.ones(1)}), jnp.ones(16))
-
-
-def test_float16_without_a_scale_warns():
-    with pytest.warns(UserWarning, match=r"float16\) without loss_scale.*Precision\.fp16\(\)"):
-        Precision(compute=jnp.float16)
-
-
-def test_a_mask_of_another_tree_is_refused(mesh):
-    for mask, message in [({}, "no leaf 'w'"), ({"v": True, "w": True}, "has a leaf 'v'")]:
-        tx = zero_shard(optax.sgd(1.0), stage=1, mesh=mesh, trainable=mask)
-        with pytest.raises(ValueError, match=message):
-            tx.create({"w": jnp.ones(1)})
-
-
-def test_a_state_of_another_precision_is_refused(mesh):
-    params, loss = {"w": jnp.ones((8, 2048))}, lambda p, b: (p["w"].sum() * b).mean()
-    made = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh).create(params)
-    for options in ({"precision": Precision.bf16()}, {"trainable": lambda path, leaf: False}):
-        other = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, **options)
-        with pytest.raises(ValueError, match=r"another precision= or trainable=.*params\['w'\]"):
-            other.train_step(loss)(made, jnp.ones(8))

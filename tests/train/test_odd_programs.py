@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
-from parity import train_plain
 
 from zerojax import Offload, Rows, zero_shard
 
@@ -34,37 +33,6 @@ def test_microbatches_of_a_batch_with_an_empty_leaf(mesh, view):
     (value, aux), grads = tx.value_and_grad(with_aux, has_aux=True, accumulate=3)(tx.shard(PARAMS), BATCH)
     assert_equal((value, grads), jax.value_and_grad(loss_fn)(PARAMS, BATCH))
     assert_equal(aux, BATCH)
-
-
-def stubborn(rate):
-    """A transformation with further arguments, of which the loss is none; `optax.contrib.sam` is such."""
-    init = lambda params: optax.EmptyState()
-
-    def update(updates, state, params=None, *, factor=1.0):
-        return jax.tree.map(lambda g: -rate * factor * g, updates), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-@pytest.mark.slow
-def test_a_transformation_that_does_not_take_the_loss(mesh):
-    """A step offers the loss, but does not force it on a transformation, alone or in a chain."""
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.2), sync_period=2)
-    for tx, options in [
-        (sam, {"stage": 3}),
-        (optax.chain(optax.clip(1.0), stubborn(0.1)), {"stage": 1, "offload": Offload(optimizer="host")}),
-    ]:
-        zero = zero_shard(tx, mesh=mesh, persist_below=1, **options)
-        state, step = zero.create(PARAMS), zero.train_step(loss_fn)
-        for _ in range(2):
-            state, _ = step(state, BATCH)
-        params = {k: jnp.asarray(v) for k, v in PARAMS.items()}
-        plain = tx.init(params)
-        for _ in range(2):
-            updates, plain = tx.update(jax.grad(loss_fn)(params, BATCH), plain, params)
-            params = optax.apply_updates(params, updates)
-        assert_equal(zero.unshard(state.params), params)
-        assert_equal(train_plain(tx, loss_fn, PARAMS, [BATCH] * 2)[0], params)
 
 
 def test_an_error_of_the_transformation_is_kept(mesh):

@@ -19,19 +19,13 @@ BEGIN = r"ValueError: The processes do not begin alike\. " + LAST
 SAID = {
     "nothing": "$",
     "learning_rate": PROGRAM.format("step with loss"),
-    "learning_rate_at_stage_0": PROGRAM.format("step with loss"),
     "learning_rate_in_the_state": VALUES.format("create a state", r"opt_state.hyperparams\['learning_rate'\]"),
-    "schedule": PROGRAM.format("step with loss"),
     "factor_in_the_loss": PROGRAM.format("step with <lambda>"),
     "function_in_the_loss": PROGRAM.format("step with <lambda>"),
-    "data_that_the_loss_closes_over": PROGRAM.format("step with <lambda>"),
     "static_flag": STEP.format("<lambda>") + r"constant arguments is \[True\], not \[False\]",
     "key_of_dropout": STEP.format("<lambda>") + r"the checksum of args\[0\] is ",
-    "number_as_argument": STEP.format("<lambda>") + r"the checksum of args\[0\] is ",
     "initial_key": VALUES.format("initialise parameters", r"args\[0\]"),
-    "initial_key_that_is_closed_over": PROGRAM.format("initialise parameters"),
     "initial_values": VALUES.format("begin with values", r"params\['w'\]") + r"\w{8}, not \w{8}\. ",
-    "initial_values_of_numpy": VALUES.format("begin with values", r"params\['w'\]") + r"\w{8}, not \w{8}\. ",
     "shards_that_two_processes_hold": VALUES.format("begin with values", r"params\['w'\]"),
     "batch_statistics": VALUES.format("begin with values", r"mutable\['mean'\]"),
     "step_of_save": r"ValueError: The processes do not save alike\. " + LAST + "step is 6, not 5",
@@ -47,7 +41,7 @@ SAID = {
     "to step with loss",
     "call_that_is_made": r"ValueError: .* Process LAST is about to open .*, and process 0 is about to begin",
 }
-QUICK = ("nothing", "learning_rate", "initial_values", "static_flag", "step_of_save")
+FOUR = "nothing learning_rate initial_values step_of_save shards_that_two_processes_hold call_that_is_made".split()
 
 
 def run(folder, processes, *cases, within=300):
@@ -84,34 +78,11 @@ def require_named(process, case, processes):
 
 
 @pytest.mark.slow
-def test_a_pair_is_told_what_differs(tmp_path):
-    for process in told(tmp_path, 2, QUICK):
-        for case in QUICK:
-            require_named(process, case, 2)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    return told(tmp_path_factory.mktemp("pair"), 2, SAID)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return told(tmp_path_factory.mktemp("four"), 4, [*QUICK, "shards_that_two_processes_hold", "call_that_is_made"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", SAID)
-def test_both_are_told_what_differs(case, pair):
-    for process in pair:
-        require_named(process, case, 2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*QUICK, "shards_that_two_processes_hold", "call_that_is_made"])
-def test_all_four_are_told_what_differs(case, four):
-    for process in four:
-        require_named(process, case, 4)
+@pytest.mark.parametrize(("processes", "cases"), [(2, [*SAID]), (4, FOUR)])
+def test_all_are_told_what_differs(processes, cases, tmp_path):
+    for process in told(tmp_path, processes, cases):
+        for case in cases:
+            require_named(process, case, processes)
 
 
 # What one of the processes says that end, by case.

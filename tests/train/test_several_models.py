@@ -94,11 +94,8 @@ def plain_step(tx, params, state):
     ("stage", "options"),
     [
         (3, {}),
-        pytest.param(1, {}, marks=pytest.mark.slow),
-        pytest.param(0, {}, marks=pytest.mark.slow),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(3, {"offload": Offload(optimizer="host", params="host")}, marks=pytest.mark.slow),
-        pytest.param(1, {"offload": Offload(optimizer="host")}, marks=pytest.mark.slow),
+        (1, {}),
+        (3, {"offload": Offload(optimizer="host", params="host")}),
     ],
 )
 def test_an_average_of_weights_is_that_of_one_device_and_sharded_as_the_parameters(stage, options, expected):
@@ -144,19 +141,6 @@ def test_the_average_has_parameters_that_are_not_trained():
     average = tx.unshard(average_of(tx, state))
     assert_close(average["v"], PARAMS["v"], atol=0)
     assert (average["w"] != PARAMS["w"]).any()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_weights_to_evaluate_a_schedule_free_optimizer_with(stage):
-    make = lambda: optax.contrib.schedule_free_sgd(1e-1)
-    tx, plain = zero(stage, tx=make()), make()
-    state, params, opt_state = train(tx, tx.create(PARAMS)), PARAMS, plain.init(PARAMS)
-    for _ in range(2):
-        params, opt_state = plain_step(plain, params, opt_state)
-    found = state.opt_state._replace(z=tx.as_params(state.opt_state.z, state.params))
-    found = optax.contrib.schedule_free_eval_params(found, state.params)
-    assert_close(tx.unshard(found), optax.contrib.schedule_free_eval_params(opt_state, params))
 
 
 @pytest.mark.parametrize(
@@ -213,17 +197,6 @@ def test_a_teacher_is_gathered_layer_by_layer(stage):
         padding = 3 * 3 * WIDTH  # the heads' columns
         assert gathers.moved().elements <= 2 * sizes["student"] + sizes["teacher"] + padding
         assert max(c.elements for c in gathers) == WIDTH * WIDTH
-
-
-@pytest.mark.slow
-def test_an_average_of_weights_is_found_in_a_loop_of_ones_own(expected):
-    tx = zero()
-    params, state = tx.shard(PARAMS), tx.init(PARAMS)
-    for _ in range(2):
-        _, grads = tx.value_and_grad(loss)(params, BATCH)
-        updates, state = tx.update(grads, state, params)
-        params = jax.block_until_ready(optax.apply_updates(params, updates))
-    assert_close(tx.unshard(tx.as_params(averaged(state), params)), expected[2])
 
 
 class Tied(nnx.Module):
