@@ -265,6 +265,10 @@ def evaluate_one(eqn, values: Sequence) -> list:
     return [None if is_dropped(var) else x for var, x in zip(eqn.outvars, results, strict=True)]
 
 
+def finds_nans() -> bool:
+    return jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def in_host_memory(aval) -> bool:
     """Return whether arrays of the type `aval` are in pinned host memory."""
     from jax._src.core import MemorySpace

@@ -77,6 +77,9 @@ def evaluate(
         values = [read(atom) for atom in eqn.invars]
         with context_of(eqn):
             results = rule(eqn, values)
+            # If JAX finds a NaN, it runs equations one by one. An error in a call would not name the equation.
+            if results is None and eqn.primitive.name in ("jit", "pjit") and compat.finds_nans():
+                results = evaluate_call(eqn, values, lambda *_: None)
             if results is None:
                 results = compat.evaluate_one(eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))

@@ -126,8 +126,10 @@ def test_microbatches_are_reduced_once_in_float32(name, mesh):
     assert 0.99 * least <= sum(n for _, n in found) <= most
 
 
-def test_wire_quantises_gradients_of_lost_rows(mesh):
-    text = lowered(losses.LOSSES["lost"](mesh), 2, mesh, wire=Wire(reduce="int8", block=16))[1].as_text()
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["lost", "in a scan", "kernel under remat"])
+def test_wire_quantises_gradients_behind_kernels(name, mesh):
+    text = lowered(losses.LOSSES[name](mesh), 2, mesh, wire=Wire(reduce="int8", block=16))[1].as_text()
     assert "all_to_all" in text
     assert not [n for dtype, n in reduced(text) if n > 1000]
 

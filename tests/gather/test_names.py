@@ -131,19 +131,38 @@ def failing(params, x):
     return x.sum()
 
 
+def failing_in_remat(params, x):
+    layer = jax.checkpoint(lambda x, w: jnp.log(x @ w - 1e3))
+    return layer(layer(x, params[0]), params[1]).sum()
+
+
+def failing_in_jit(params, x):
+    layer = jax.jit(lambda x, w: jnp.log(x @ w - 1e3))
+    return layer(layer(x, params[0]), params[1]).sum()
+
+
+def failing_in_derivative(params, x):
+    x = jnp.sqrt(x @ params[0] - WIDTH)  # of zeros, whose derivative is infinite
+    return (x @ params[1] * 0).sum()
+
+
+FAILING = {failing: 2, failing_in_remat: 1, failing_in_jit: 1, failing_in_derivative: 1}  # the line of the NaN
+NANS = [(failing, 3, "global"), (failing, 3, "device")]
+NANS += [(loss, 2 + i % 2, "global") for i, loss in enumerate([*FAILING][1:])]
+
+
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("stage", "view"), [(3, "global"), (3, "device")])
-def test_an_error_of_debug_nans_has_the_users_line(stage, view, mesh):
+@pytest.mark.parametrize(("loss", "stage", "view"), NANS)
+def test_an_error_of_debug_nans_has_the_users_line(loss, stage, view, mesh):
     tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=0)
     state = tx.create([jnp.ones((WIDTH, WIDTH))] * 2)
-    step = tx.train_step(failing)
+    step = tx.train_step(loss)
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
         step(state, jnp.ones((ROWS, WIDTH)))
-    line = failing.__code__.co_firstlineno + 2
+    line = loss.__code__.co_firstlineno + FAILING[loss]
     shown = "".join(traceback.format_exception(error.value))
     # In device view JAX tests only the results of a `shard_map`, and zerojax evaluates the loss without it.
-    place = f"{__file__}, line {line}, in failing" if view == "global" else f"made by log at test_names.py:{line}"
-    assert place in shown
+    assert (f"{__file__}, line {line}, in " if view == "global" else f"made by log at test_names.py:{line}") in shown
 
 
 def wrong_shape(params, x):

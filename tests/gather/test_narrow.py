@@ -349,7 +349,8 @@ def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
 
 
 @pytest.mark.slow
-def test_a_kernel_leaves_quantised_gathers_on():
+@pytest.mark.parametrize("around", ["nothing", "remat", "scan"])
+def test_a_kernel_leaves_quantised_gathers_on(around):
     """A Pallas kernel writes to refs inside, but has no effect that its results do not show."""
     params, loss = parameters("unrolled"), loss_of(with_rule(0), "unrolled")
 
@@ -358,5 +359,7 @@ def test_a_kernel_leaves_quantised_gathers_on():
 
     kernel = jax.custom_vjp(lambda x: pl.pallas_call(body, out_shape=x, interpret=True)(x))
     kernel.defvjp(lambda x: (kernel(x), None), lambda _, g: (2 * g,))
-    with_kernel = lambda layers, x: loss(layers, kernel(x))
+    looped = lambda x: jax.lax.scan(lambda x, _: (kernel(x), None), x, length=2)[0]
+    run = {"nothing": kernel, "remat": jax.checkpoint(kernel), "scan": looped}[around]
+    with_kernel = lambda layers, x: loss(layers, run(x))
     assert passes(with_kernel, params) == passes(loss, params)

@@ -13,7 +13,7 @@ import optax
 import pytest
 from conftest import fraction, quick_or_slow
 from flax import linen as nn
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from parallel import WAYS, Decoder, loss_of, mesh_for
 
 from zerojax import collectives, zero_shard
@@ -140,21 +140,25 @@ def test_a_layer_of_a_stack_over_another_axis(stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_loop_written_by_hand_costs_what_a_step_costs(stage):
-    """Inside of the user's jit, the types of parameters do not name the model's axis, which divides them."""
-    mesh = mesh_for("tensor")
+@pytest.mark.parametrize(("stage", "form"), [(2, "arrays"), (3, "arrays"), (3, "boxes"), (3, "Explicit axes")])
+def test_a_loop_written_by_hand_costs_what_a_step_costs(stage, form):
+    """Inside of the user's jit, the types of parameters do not name the model's axis, unless its type is Explicit."""
+    kind = AxisType.Explicit if form == "Explicit axes" else AxisType.Auto
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
     tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=0)
-    specs = PartitionSpec(None, "model"), PartitionSpec("model")
-    shapes = (64, 128), (128, 64)
+    specs = PartitionSpec(None, "model"), PartitionSpec("model", None)
     laid = [
         jax.device_put(jnp.full(shape, 0.01), NamedSharding(mesh, spec))
-        for shape, spec in zip(shapes, specs, strict=True)
+        for shape, spec in zip([(64, 128), (128, 64)], specs, strict=True)
     ]
+    if form == "boxes":
+        laid = [nn.Partitioned(x, tuple(spec)) for x, spec in zip(laid, specs, strict=True)]
+    out = {"out_sharding": PartitionSpec("data", None)} if form == "Explicit axes" else {}
 
     def loss(params, batch):
+        up, down = nn.meta.unbox(params)
         for _ in range(2):
-            batch = batch + jnp.tanh(batch @ params[0]) @ params[1]
+            batch = batch + jnp.einsum("bh,hd->bd", jnp.tanh(batch @ up), down, **out)
         return jnp.mean(batch**2)
 
     @jax.jit
@@ -172,8 +176,8 @@ def test_a_loop_written_by_hand_costs_what_a_step_costs(stage):
     temporary = [compiled.memory_analysis().temp_size_in_bytes for compiled in (program, step)]
     # At stage 2, the gradients are also results of one function and arguments of another.
     assert temporary[0] <= (1.02 if stage == 3 else 1.5) * temporary[1]
-    trained = tx.unshard(loop(*given)[0])
-    np.testing.assert_allclose(trained[0], tx.unshard(tx.train_step(loss)(state, rows)[0].params)[0], rtol=1e-6)
+    trained = [nn.meta.unbox(tx.unshard(x)[0]) for x in (loop(*given)[0], tx.train_step(loss)(state, rows)[0].params)]
+    np.testing.assert_allclose(*trained, rtol=1e-6)
 
 
 @pytest.mark.slow

@@ -185,25 +185,32 @@ def test_kernels_are_lowered_for_the_gpus_of_the_plan(bare):
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["h200:4", "b200:4"])
 @pytest.mark.parametrize("view", ["global", "device"])
-def test_cudnn_attention_is_planned_without_cudnn(view, topology):
+@pytest.mark.parametrize("around", ["nothing", "scan", "remat"])
+def test_cudnn_attention_is_planned_without_cudnn(around, view, topology):
     """Forward and backward, in each view; before and after, JAX misses cuDNN."""
 
+    def layer(batch, w):
+        heads = (batch @ w)[:, :, None]
+        out = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True, implementation="cudnn")
+        return batch + out[:, :, 0], None
+
     def loss(params, batch):
-        for w in params:
-            heads = (batch @ w)[:, :, None]
-            out = jax.nn.dot_product_attention(heads, heads, heads, is_causal=True, implementation="cudnn")
-            batch = batch + out[:, :, 0]
+        if around == "scan":
+            batch, _ = jax.lax.scan(layer, batch, params)
+        for w in params if around != "scan" else ():
+            batch, _ = (jax.checkpoint(layer) if around == "remat" else layer)(batch, w)
         return jnp.mean(batch.astype(jnp.float32) ** 2)
 
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_with(4), view=view, precision=Precision.bf16())
-    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    params = shape.update(shape=(2, 64, 64)) if around == "scan" else [shape] * 2
     batch = jax.ShapeDtypeStruct((8, 128, 64), jnp.bfloat16)
     step, state = tx.train_step(loss), tx.create(params)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="cuDNN"):
             step.lower(state, batch)
         text = plan(step, state, batch, topology=topology).text
-        assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == 2
+        assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == (4 if around == "remat" else 2)
         assert text.count('custom_call_target="__cudnn$fmhaSoftmaxBackward"') == 2
 
 
