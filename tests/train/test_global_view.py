@@ -122,7 +122,7 @@ def test_a_step_is_that_of_one_device(group, stage, count, optimizer, scanned):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "stage"), [(0, 3), (3, 1), (5, 3), (7, 2)][:: 1 if ALL_CASES else 2])
+@pytest.mark.parametrize(("group", "stage"), [(0, 3), (6, 1)])
 def test_gradients_are_those_of_one_device(group, stage):
     names, count, scanned = GROUPS[group], (8, 3)[group // 2 % 2], bool(group // 2 % 2)
     params, mutable, batches, args = data_of(names, scanned)
