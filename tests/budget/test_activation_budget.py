@@ -23,7 +23,6 @@ from zerojax.gpus.topology import Topology, absent_mesh, installed
 from zerojax.units import parse_bytes
 
 WIDTH, ROWS = 8, 4
-BUDGETS = [0, 100, 200, 400, 800, 1600, 1e9]
 
 
 def attention(params, x):
@@ -66,19 +65,8 @@ def saved_bytes(fn, *args):
     return total
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    "budget", [pytest.param(b, marks=pytest.mark.slow) if b in BUDGETS[1::2] else b for b in BUDGETS]
-)
-def test_values_and_gradients_are_those_of_the_function(budget):
-    compared(zerojax.remat(attention, budget=budget), attention, *given())
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "budget", [pytest.param(0, marks=pytest.mark.slow), 300, pytest.param(1000, marks=pytest.mark.slow)]
-)
-def test_it_composes(budget):
+def test_it_composes():
     """With scan, vmap, itself, jit inside, keyword and static arguments, and dropout of the same masks."""
 
     def layer(params, x, flag, *, key):
@@ -101,29 +89,7 @@ def test_it_composes(budget):
 
     PARAMS, x = given()
     plain = lambda fn, **_: fn
-    compared(model(functools.partial(zerojax.remat, budget=budget)), model(plain), PARAMS, jnp.stack([x, 2 * x]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_a_step_trains_as_without_it(mesh, stage):
-    params, x = given()
-    batch = jnp.concatenate([x + i for i in range(8)])
-
-    def losses(block):
-        def loss(params, batch):
-            rows = batch.reshape(-1, ROWS, WIDTH)
-            return jnp.mean(jax.vmap(lambda x: block(params, block(params, x)))(rows) ** 2)
-
-        tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh)
-        state, step = tx.create(params), tx.train_step(loss)
-        found = []
-        for _ in range(3):
-            state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-        return found
-
-    np.testing.assert_allclose(losses(zerojax.remat(attention, budget=500)), losses(attention), rtol=1e-5)
+    compared(model(functools.partial(zerojax.remat, budget=300)), model(plain), PARAMS, jnp.stack([x, 2 * x]))
 
 
 def test_a_larger_budget_never_costs_more_and_is_kept():
@@ -221,8 +187,7 @@ def test_no_more_is_offloaded_than_the_link_copies_in_time():
 @pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
-@pytest.mark.parametrize("stage", [0, 3])
-def test_offloaded_values_are_in_the_host_memory_of_absent_gpus(stage):
+def test_offloaded_values_are_in_the_host_memory_of_absent_gpus():
     """The compiled program has a host buffer for each byte of the choice, and the device is relieved of it."""
     layers, width, rows = 4, 1024, 8 * 1024
     params = jax.eval_shape(lambda: jax.tree.map(lambda w: jnp.stack([w] * layers), given(width)[0]))
@@ -233,7 +198,7 @@ def test_offloaded_values_are_in_the_host_memory_of_absent_gpus(stage):
 
     def compiled(remat):
         loss = lambda params, x: jnp.sum(jax.lax.scan(lambda x, w: (remat(w, x), None), x, params)[0] ** 2)
-        grad = zero_shard(optax.adam(1e-3), stage=stage, mesh=absent_mesh("h200:8")).value_and_grad(loss)
+        grad = zero_shard(optax.adam(1e-3), stage=3, mesh=absent_mesh("h200:8")).value_and_grad(loss)
         program = jax.jit(grad).lower(params, x).compile()
         return program.memory_analysis()
 
@@ -317,10 +282,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "budget", [pytest.param(0, marks=pytest.mark.slow), 200, pytest.param(1e6, marks=pytest.mark.slow)]
-)
-def test_linen_modules_are_rematerialised(budget):
+def test_linen_modules_are_rematerialised():
     def run(budget):
         net, x = Net(budget), jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
         variables = net.init(jax.random.key(0), x, False)
@@ -332,7 +294,7 @@ def test_linen_modules_are_rematerialised(budget):
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
 
-    found, wanted = run(budget), run(None)
+    found, wanted = run(200), run(None)
     # The same masks, or gradients would be quite other ones; XLA may fuse a recomputed value otherwise.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 

@@ -73,13 +73,13 @@ def test_no_policy_of_jax_saves_less_and_repeats_less(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt", "vit", "u-net"])
+@pytest.mark.parametrize("kind", ["gpt", "u-net"])
 def test_the_compiled_memory_stays_within_the_budget(kind):
     """Of a scan, beyond what it takes with a budget of 0. The backward pass copies the values of one layer of 24."""
     block, (params, x) = block_of(kind)
     stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((LAYERS, *w.shape), w.dtype), params)
     most = zerojax.remat(block, budget=0).choice(params, x).most_bytes
-    budgets = [int(share * most) for share in np.linspace(0, 1, 7)]
+    budgets = [int(share * most) for share in np.linspace(0, 1, 4)]
     sizes, flops, compiled = [], [], {}
     for budget in budgets:
         fn = zerojax.remat(block, budget=budget, prevent_cse=False)

@@ -61,10 +61,7 @@ OLD_CPU = pytest.mark.skipif(not compat.keeps_barriers("cpu"), reason="on CPU, j
     ("style", "options", "accumulate"),
     [
         ("scan", {"stage": 3}, 1),
-        pytest.param("scan", {"stage": 0}, 1, marks=pytest.mark.slow),
         pytest.param("scan", {"stage": 3, "view": "device"}, 2, marks=pytest.mark.slow),
-        pytest.param("blocks", {"stage": 2}, 2, marks=[pytest.mark.slow, OLD_CPU]),
-        pytest.param("blocks", {"stage": 3}, 1, marks=[pytest.mark.slow, OLD_CPU]),
         pytest.param(
             "blocks", {"stage": 3, "offload": Offload(optimizer="host")}, 1, marks=[pytest.mark.slow, OLD_CPU]
         ),

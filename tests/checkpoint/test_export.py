@@ -48,7 +48,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_exported_parameters_are_the_logical_ones(stage, precision, tmp_path):
     """Padding is gone, and master weights are written, not their narrow copies."""
     state = transformation(stage, precision=precision).create(PARAMS)
@@ -66,7 +66,7 @@ def test_floats_are_cast_to_the_type_chosen(tmp_path):
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), cast)
 
 
-@pytest.mark.parametrize(("stage", "count"), [(3, 3), pytest.param(1, 8, marks=pytest.mark.slow), (0, 1)])
+@pytest.mark.parametrize(("stage", "count"), [(3, 3), (0, 1)])
 def test_import_reads_into_any_layout(stage, count, tmp_path):
     export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
     tx = transformation(stage, count, Precision.bf16())
@@ -117,14 +117,8 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path):
         export(state, tmp_path / "no", tied={"nothing": "embed"})
 
 
-def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
+def test_what_cannot_be_imported_is_named(tmp_path):
     export({"w": jnp.ones((2, 3))}, tmp_path / "out")
-    with pytest.raises(CheckpointError, match="exists already and is not empty"):
-        export({"w": jnp.ones((2, 3))}, tmp_path / "out")
-    with pytest.raises(TypeError, match=r"'key' is key<fry>, which safetensors cannot store"):
-        export({"key": jax.random.key(0)}, tmp_path / "no")
-    with pytest.raises(ValueError, match=r"would have the name 'a\.b'"):
-        export({"a.b": jnp.ones(1), "a": {"b": jnp.ones(2)}}, tmp_path / "no")
     with pytest.raises(ValueError, match=r"nothing was read:\n  v is missing$"):
         import_params(tmp_path / "out", {"w": jnp.ones((2, 3)), "v": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"w has the shape \[2, 3\] in the file, and \[3, 2\] is wanted"):
@@ -133,7 +127,6 @@ def test_what_cannot_be_exported_or_imported_is_named(tmp_path):
         import_params(tmp_path / "out", {"w": jnp.ones((2, 3), jnp.int32)})
     with pytest.warns(UserWarning, match="1 tensors of .* are not wanted: w"):
         import_params(tmp_path / "out", {})
-    assert not (tmp_path / "no").exists()
 
 
 def test_a_stacked_flat_leaf_of_a_checkpoint_is_exported_part_by_part(tmp_path):
@@ -288,16 +281,6 @@ def test_a_type_that_no_checkpoint_holds_is_refused_by_name(dtype):
     one = StateLeaf("params['packed']['codes']", ("params", "packed", "codes"), leaf, jax.ShapeDtypeStruct((8,), dtype))
     with pytest.raises(CheckpointError, match=rf"codes'\] is {dtype}.*Keep the leaf as uint8"):
         saved_leaves({one.name: one})
-
-
-def test_a_tensor_named_as_the_metadata_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="'__metadata__', under which"):
-        export({"__metadata__": jnp.ones(3), "w": jnp.ones(3)}, tmp_path / "plain")
-    with pytest.raises(ValueError, match="'__metadata__', under which"):
-        export({"w": jnp.ones(3)}, tmp_path / "mapped", mapping={"__metadata__": "w"})
-    export({"layer": {"__metadata__": jnp.ones(3)}}, tmp_path / "nested")
-    assert set(load_file(tmp_path / "nested" / "model.safetensors")) == {"layer.__metadata__"}
-    assert not (tmp_path / "plain").exists()
 
 
 def test_the_folder_of_a_killed_export_is_taken_over(tmp_path):

@@ -27,14 +27,13 @@ from zerojax.checkpoint import (
     DamagedError,
     arrays,
     directory,
-    export_checkpoint,
     import_params,
     restoring,
     saving,
     verifying,
     zarr_files,
 )
-from zerojax.checkpoint.manifest import digest, digest_line, read_manifest, write_manifest
+from zerojax.checkpoint.manifest import digest, read_manifest, write_manifest
 from zerojax.checkpoint.records import Manifest
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.state_leaves import state_leaves
@@ -147,14 +146,12 @@ import jax.numpy as jnp, optax
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.saving import Save
-import shutil, time
+import time
 
 write = Save._write
 Save._write = lambda *args: (time.sleep(1), write(*args))
 if sys.argv[2] == "fails":
     Save._digest = lambda self: 1 / 0
-if sys.argv[2] == "vanishes":
-    Save._digest = lambda self: shutil.rmtree(self._temporary)
 checkpoints = Checkpointer(sys.argv[1])
 checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}), step=3)
 """
@@ -165,7 +162,6 @@ checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}),
     [
         ("works", ""),
         pytest.param("fails", "ZeroDivisionError", marks=pytest.mark.slow),
-        pytest.param("vanishes", "FileNotFoundError", marks=pytest.mark.slow),
     ],
 )
 def test_a_save_under_way_at_exit_is_finished(tmp_path, how, error):
@@ -279,12 +275,6 @@ def test_a_checkpoint_without_its_data_is_damaged(copied, state):
     assert_damaged(copied, state, r"data.0.json: is missing")
 
 
-def test_a_checkpoint_in_the_folder_of_another_step_is_damaged(copied, state):
-    shutil.rmtree(copied / "step_00000002")
-    shutil.copytree(copied / "step_00000001", copied / "step_00000002")
-    assert_damaged(copied, state, r"manifest.json: is of step 1: rename the folder to step_00000001")
-
-
 # --- leftovers and other writers ---------------------------------------------------------------------------------
 
 
@@ -359,7 +349,6 @@ def test_a_close_that_fails_releases_its_lock(tmp_path, state, monkeypatch):
         ({"keep": 2.5}, TypeError, r"keep=\) counts checkpoints and must be an int, not 2.5"),
         ({"every": 1.5}, TypeError, r"every=\) counts steps and must be an int, not 1.5"),
         ({"every": 0}, ValueError, "at least 1"),
-        ({"timeout": "600"}, TypeError, "number of seconds"),
         ({"timeout": float("nan")}, ValueError, "above 0"),
     ],
 )
@@ -449,13 +438,6 @@ def test_a_step_is_an_integer_of_any_kind(tmp_path, state):
             checkpoints.save(state, step=10**300)
 
 
-def test_weights_are_not_exported_as_integers(saved, tmp_path):
-    for dtype in ("int32", "bool", jnp.int8):
-        with pytest.raises(ValueError, match=r"which would destroy weights. Give a floating type"):
-            export_checkpoint(saved, tmp_path / "out", dtype=dtype)
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_directory_may_be_below_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with Checkpointer("~/runs") as checkpoints:
@@ -467,11 +449,6 @@ def test_the_directory_may_be_below_the_home_folder(tmp_path, monkeypatch):
 def test_a_number_of_python_in_the_state_is_named(tmp_path, state):
     with Checkpointer(tmp_path) as checkpoints, pytest.raises(TypeError, match=r"mutable\['rate'\] is 0.1, a float of"):
         checkpoints.save(state.replace(mutable={"rate": 0.1}))
-
-
-def test_a_changed_model_is_told_by_its_parameters(saved):
-    with pytest.raises(ValueError, match=r"given as like=:\n  params\['v'\]: nothing was saved"):
-        Checkpointer(saved, read_only=True).restore(TX.create({"v": jnp.ones((8, 4))}))
 
 
 def test_a_disk_too_small_is_one_error(tmp_path, state, monkeypatch, capfd):
@@ -538,16 +515,6 @@ def test_data_that_is_none_is_damaged(copied, state, text):
     rewrite(copied, 2, files={**files, "data.0.json": digest(path)})
     with pytest.raises(DamagedError, match=r"step 2 .*data.0.json: is no data of a run"):
         Checkpointer(copied, read_only=True).restore(state)
-
-
-MANIFESTS = ["", "[]", "{}", "nonsense", '{"version": "x"}', '{"version": 1, "leaves": 3}', "[" * 100_000]
-
-
-@pytest.mark.parametrize("text", MANIFESTS)
-def test_a_manifest_that_cannot_be_read_is_damaged(copied, state, text):
-    (copied / "step_00000002" / "manifest.json").write_text(text)
-    (copied / "step_00000002" / "manifest.sha256").write_text(digest_line(text.encode()))
-    assert_damaged(copied, state, "manifest.json: is no manifest")
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", ".."])

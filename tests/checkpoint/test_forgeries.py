@@ -133,22 +133,16 @@ NONE = "manifest.json: is no manifest"
 FORGERIES = {
     # leaves without files, of any size
     "no folder": (leaf(0, folder=""), r"params\['w'\]\" is float32\[4, 2\] and has no files"),
-    "no folder, huge": (leaf(0, folder="", shape=HUGE), "has no files"),
-    "no folder, a scalar": (leaf(1, folder="", shape=[]), r"float32\[\] and has no files"),
     "an empty leaf with the files of another": (leaf(2, folder="params.w"), "without elements, and has files"),
     "an empty leaf of more than any": (leaf(2, shape=[0, 1 << 70]), "not all are numbers of elements"),
-    "an empty leaf of many dims": (leaf(2, shape=[0] * 200), "not all are numbers of elements"),
     # shapes
     "a negative dim": (leaf(0, shape=[-4, -2]), "not all are numbers of elements"),
     "a bool for a dim": (leaf(0, shape=[True, 8]), "not all are numbers of elements"),
-    "a float for a dim": (leaf(0, shape=[4.0, 2]), "not all are numbers of elements"),
-    "NaN for a dim": (leaf(0, shape=[float("nan"), 2]), "not all are numbers of elements"),
     "text for a shape": (leaf(0, shape="42"), "not all are numbers of elements"),
     "another shape than the array": (leaf(0, shape=HUGE), "describes another array"),
     "another number of dims": (leaf(0, shape=[4, 2, 1]), "describes another array"),
     # names, paths and folders
     "two of a name": (second(path=["params", "x"], folder="params.x"), NONE),
-    "the name twice": (second(folder="params.x"), r"two leaves have the name"),
     "the folder twice": (second(name="params['x']", path=["params", "x"]), "two leaves have the folder 'params.w'"),
     "the folder but for case": (
         second(name="params['W']", path=["params", "W"], folder="PARAMS.w"),
@@ -160,16 +154,11 @@ FORGERIES = {
     "a name that clears the terminal": (leaf(0, name="params['w']\x1b[2J"), "printable text"),
     "half a character": (leaf(0, name="params['\ud800']", path=["params", "\ud800"]), NONE),
     "a folder above": (leaf(0, folder=".."), "is no name of a folder"),
-    "a folder within one": (leaf(0, folder="params.b/x"), "is no name of a folder"),
-    "an absolute folder": (leaf(0, folder="/tmp"), "is no name of a folder"),
     "a number for a folder": (leaf(0, folder=0), NONE),
     # types and kinds
     "an unknown kind": (leaf(0, kind="sparse"), "of the kind 'sparse'"),
     "objects": (leaf(0, dtype="object"), "has the type 'object'"),
     "text": (leaf(0, dtype="<U1000000"), "has the type"),
-    "a structured type": (leaf(0, dtype="i4,(1000,1000)f8"), "has the type"),
-    "code for a type": (leaf(0, dtype="__import__('os')"), "has the type"),
-    "a date": (leaf(0, dtype="datetime64[s]"), "has the type"),
     "another name of a type": (leaf(0, dtype="f4"), "has the type 'f4'"),
     "an empty leaf of no type": (leaf(2, dtype="nonsense"), "has the type 'nonsense'"),
     "keys that are floats": (leaf(0, key="threefry2x32"), "said to be PRNG keys"),
@@ -178,34 +167,30 @@ FORGERIES = {
     # the whole
     "a step that is true": (body(step=True), "the step is True"),
     "a negative step": (body(step=-1), "the step is -1"),
-    "a step that is a float": (body(step=1.0), "the step is 1.0"),
     "version true": (body(version=True), "of version True"),
     "version 0": (body(version=0), "of version 0"),
-    "version 0.5": (body(version=0.5), "of version 0.5"),
     "true processes": (body(made_by={"processes": True}), "number of processes"),
     "no processes": (body(made_by={"processes": 0}), "number of processes"),
     "more processes than files": (body(made_by={"processes": 10**9}), "number of processes"),
     "a list of files": (body(files=[]), NONE),
     "leaves as a dict": (body(leaves={}), "the leaves are a dict"),
     "the leaves twice": (raw('"leaves"', '"leaves": [], "leaves"'), "two values have the key 'leaves'"),
-    "a key of a leaf twice": (raw('"folder"', '"folder": "", "folder"'), "two values have the key 'folder'"),
     "a file twice": (raw('"data.0.json"', '"data.0.json": [0, ""], "data.0.json"'), "two values have the key"),
     "text behind it": (lambda it: setattr(it, "raw", lambda text: text + "{}"), NONE),
+    "nothing": (lambda it: setattr(it, "raw", lambda text: ""), NONE),
+    "a list": (lambda it: setattr(it, "raw", lambda text: "[]"), NONE),
+    "a deep list": (lambda it: setattr(it, "raw", lambda text: "[" * 100_000), NONE),
     # files
     "a negative size": (entry("data.0.json", [-4, ""]), "has a size of -4"),
-    "a size that is true": (entry("data.0.json", [True, ""]), "has a size of True"),
     "no digest": (entry("data.0.json", [4, None]), "for a digest"),
-    "three entries": (entry("data.0.json", [4, "", ""]), NONE),
     "a file with a bell": (entry("\a", [4, ""]), "cannot be printed"),
     "a file with no name": (entry("", [4, ""]), "cannot be printed"),
     "the folder as a file": (entry(".", [4, ""]), "outside the checkpoint"),
     "a folder as a file": (entry("arrays", [4, ""]), "no plain file"),
     "a file by another name": (entry("arrays/../data.0.json", [4, ""]), "another name of a file"),
-    "an absolute file": (entry("/etc/hostname", [4, ""]), "outside the checkpoint"),
     "a file above": (entry("../secret", [4, ""]), "outside the checkpoint"),
     "a pipe": (lambda it: (os.mkfifo(it.folder / "beside"), entry("beside", [4, ""])(it)), "no plain file"),
     "a link within": (link("../params.b/0"), r"0.0: cannot be read: it is a link"),
-    "a link to a device": (link("/dev/zero", "data.0.json"), "outside the checkpoint"),
     "a description that is a link": (link("../params.b/.zarray", "arrays/params.w/.zarray"), "it is a link"),
     "a leaf's folder that is a link": (
         lambda it: (
@@ -219,22 +204,12 @@ FORGERIES = {
     "a hole for its digest": (no_manifest("manifest.sha256", huge_file), "at most 80 are expected"),
     "a pipe for a manifest": (no_manifest("manifest.json", os.mkfifo), "no plain file"),
     "a link to a manifest": (no_manifest("manifest.json", lambda path: path.symlink_to("data.0.json")), "it is a link"),
-    "a folder for its digest": (no_manifest("manifest.sha256", os.mkdir), "no plain file"),
     # arrays
     "a file larger than the array": (array("w", chunks=[1 << 40, 2]), "describes another array"),
     "a file of no extent": (array("w", chunks=[0, 2]), r"does not describe an array \(ZeroDivision"),
-    "a negative array": (array("w", shape=[-4, -2], chunks=[-4, -2]), "describes another array"),
-    "a float for an extent": (array("w", chunks=[4.0, 2]), "describes another array"),
-    "bools for extents": (array("b", shape=[3], chunks=[True]), "describes another array|is missing"),
     "as many files as there are numbers": (array("w", shape=[1 << 50, 2], chunks=[1, 1]), "describes another array"),
     "another type of that size": (array("w", dtype="<i4"), "describes another array"),
-    "numbers of the other order": (array("w", dtype=">f4"), "describes another array"),
-    "objects in the array": (array("w", dtype="|O"), "describes another array"),
     "a compressor": (array("w", compressor={"id": "zlib", "level": 1}), "describes another array"),
-    "a filter": (array("w", filters=[{"id": "delta"}]), "describes another array"),
-    "columns first": (array("w", order="F"), "describes another array"),
-    "another separator": (array("w", dimension_separator="/"), "describes another array"),
-    "the next format": (array("w", zarr_format=3), "describes another array"),
     "a list for a description": (lambda it: it.write("arrays/params.w/.zarray", b"[]"), "does not describe an array"),
     "a deep description": (lambda it: it.write("arrays/params.w/.zarray", b"[" * 10**5), "does not describe an array"),
     "a long description": (lambda it: it.write("arrays/params.w/.zarray", b" " * (2 << 20)), "are expected"),
@@ -285,7 +260,6 @@ LOCKS = {
     "a link": (linked, "is a symbolic link"),
     "a link to nothing": (lambda path, aim: path.symlink_to("nowhere"), "is a symbolic link"),
     "a link to itself": (lambda path, aim: path.symlink_to(path.name), "is a symbolic link"),
-    "a link to a device": (lambda path, aim: path.symlink_to("/dev/null"), "is a symbolic link"),
     "another name of a file": (lambda path, aim: os.link(aim, path), "begins with b'precious"),
     "text": (lambda path, aim: path.write_text("12345\n"), "begins with b'12345"),
     "bytes": (lambda path, aim: path.write_bytes(b"\0\xff"), "begins with"),
@@ -397,15 +371,6 @@ def test_names_that_only_look_like_steps_are_none(tmp_path):
     assert directory.steps_in(tmp_path) == []
 
 
-def test_a_link_is_not_exported_to(tmp_path):
-    Forged(tmp_path / "saved").sign()
-    for aim in ("nowhere", "empty"):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        (tmp_path / aim[0]).symlink_to(aim)
-        with pytest.raises(CheckpointError, match=rf"is a link to {aim}"):
-            export_checkpoint(tmp_path / "saved", tmp_path / aim[0])
-
-
 # --- forks -------------------------------------------------------------------------------------------------------
 
 PARENT = """
@@ -495,11 +460,3 @@ def test_a_child_can_neither_use_nor_unlock_what_its_parent_has(tmp_path):
         with store.read(0, version=1).result(20) as lease:
             assert (lease.arrays[0] == 1).all()
     Checkpointer(checks).close()
-
-
-def test_the_name_of_a_dead_process_is_explained(tmp_path):
-    with contextlib.ExitStack() as stack:
-        stack.callback(lock(tmp_path).release)
-        (tmp_path / ".lock").write_bytes(b"zerojax, process %-10d\n" % 4194999)
-        with pytest.raises(DiskError, match=r"process 4194999\)\. No such process is visible here.*fuser .*\.lock"):
-            lock(tmp_path)

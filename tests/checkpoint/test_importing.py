@@ -243,20 +243,6 @@ def test_an_entry_is_named_that(what, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_tied_leaves_that_are_not_equal_are_not_exported(tmp_path):
-    with pytest.raises(ValueError, match=r"makes 'embed' and 'head' the same tensor 'embed.weight', but"):
-        export({**PARAMS, "head": PARAMS["head"] + 1}, tmp_path / "out", mapping=MAPPING)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_tensor_in_two_files_is_refused(tmp_path):
-    for name in "ab":
-        save_file({"w": np.ones(3, np.float32)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(ValueError, match=r"w is in a.safetensors and in b.safetensors of .* Give only one of"):
-        import_params(tmp_path, {"w": jnp.ones(3)})
-    assert import_params(tmp_path / "a.safetensors", {"w": jnp.ones(3)})["w"].sum() == 3
-
-
 def test_what_has_no_elements_and_what_has_no_dims(tmp_path, mesh):
     tensors = {"scalar": np.float32(3), "empty": np.ones((0, 4), np.float32)}
     save_file(jax.tree.map(np.asarray, tensors), tmp_path / "model.safetensors")

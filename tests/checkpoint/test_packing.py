@@ -2,20 +2,16 @@
 
 import hashlib
 import json
-import os
 import shutil
-import socket
-import subprocess
-import sys
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import NEWEST, assert_refused, flip, zero
-from conftest import HELPERS, mesh_of
+import several
+from checkpoints import NEWEST, assert_refused, flip, logical_leaves, zero
+from conftest import mesh_of
 from small_leaves_child import KEYS, SHAPES
 
 from zerojax import zero_shard
@@ -23,7 +19,6 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, expo
 from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
 from zerojax.checkpoint.manifest import digest, digest_line, read_manifest
 from zerojax.checkpoint.saving import Save
-from zerojax.checkpoint.state_leaves import state_leaves
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
 
@@ -41,16 +36,7 @@ def filled(tx, shapes, step=0):
 
 def contents(state):
     """Type and bytes of all leaves in logical shape, by name."""
-    found = {}
-    for name, one in state_leaves(state).items():
-        key = jnp.issubdtype(one.array.dtype, jax.dtypes.prng_key)
-        host = np.asarray(jax.random.key_data(one.array) if key else one.array)
-        if one.leaf.kind == "flat":
-            host = host[: one.leaf.size].reshape(one.leaf.shape)
-        elif one.leaf.dim is not None:
-            host = host.take(range(one.leaf.shape[one.leaf.dim]), axis=one.leaf.dim)
-        found[name] = one.dtype, host.tobytes()
-    return found
+    return {name: (x.dtype.name, x.tobytes()) for name, x in logical_leaves(state).items()}
 
 
 def keyed():
@@ -76,10 +62,9 @@ def copied(two_steps, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
-def test_many_small_leaves_make_few_files(tmp_path, count):
+def test_many_small_leaves_make_few_files(tmp_path):
     """AdamW has three leaves for each; a large leaf has its folder beside them."""
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((16, 8 + i % 9), "float32") for i in range(count)}
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((16, 8 + i % 9), "float32") for i in range(60)}
     shapes["large"] = jax.ShapeDtypeStruct((256, 256), "float32")
     tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh_of(8), persist_below=64)
     state = filled(tx, shapes)
@@ -235,28 +220,15 @@ def test_shards_of_several_processes_are_one_leaf(tmp_path, rows, boxes):
         assert np.array_equal(files.read("x", pieces, whole.dtype), whole)
 
 
-def started(source, target, index, count, port):
-    flags = "--xla_force_host_platform_device_count=2"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    call = [sys.executable, HELPERS / "small_leaves_child.py", source, target, index, count, port]
-    return subprocess.Popen(list(map(str, call)), env=environment, text=True, stderr=subprocess.PIPE)
-
-
 @pytest.mark.slow
 def test_any_number_of_processes_restores_what_any_other_saved(tmp_path):
-    """One, then four, then three, then one."""
+    """One, then three, then two, then one."""
     state = filled(TX, SHAPES).replace(mutable=keyed())
     with Checkpointer(tmp_path / "1") as checkpoints:
         checkpoints.save(state, step=2)
-    for source, count in (("1", 4), ("4", 3)):
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
+    for source, count in (("1", 3), ("3", 2)):
         target = tmp_path / str(count)
-        children = [started(tmp_path / source, target, i, count, port) for i in range(count)]
-        for child in children:
-            error = child.communicate(timeout=180)[1]
-            assert not child.returncode, error[-3000:]
+        several.run("small_leaves_child.py", tmp_path / source, target, count, processes=count)
         files = files_of(target / NEWEST)
         assert len([name for name in files if name.startswith("packed")]) == count
         pieces = {leaf.name: len(leaf.pieces) for leaf in read_manifest(target / NEWEST).leaves}
@@ -327,26 +299,16 @@ def huge(it):
     it.files["packed.0.bin"] = [(1 << 30) + 3, "0" * 64]
 
 
-def many(it):
-    """As many pieces of one element as it takes to claim more than there is."""
-    it.w["pieces"] = [it.w["pieces"][0] | {"start": [0, 0], "shape": [1, 1], "offset": 4 * i} for i in range(8)]
-
-
 NONE = "manifest.json: is no manifest"
 FORGERIES = {
     "no pieces": (w(pieces=[]), r"float32\[4, 2\] and has no files"),
     "pieces that are no list": (w(pieces={}), "the pieces of a leaf are a dict"),
     "a piece that is none": (w(pieces=[3]), NONE),
     "a piece of more": (piece(0, more=1), NONE),
-    "a piece without a digest": (lambda it: it.w["pieces"][0].pop("sha256"), NONE),
     "a folder, too": (w(folder="params.w"), "is packed, and has a folder"),
     "an empty leaf in pieces": (lambda it: it.none.update(pieces=it.b["pieces"]), "without elements, and has files"),
     "a file above": (piece(0, file="../packed.0.bin"), "which is no file of packed leaves"),
-    "a file in a folder": (piece(0, file="arrays/packed.0.bin"), "which is no file of packed leaves"),
-    "a device": (piece(0, file="/dev/zero"), "which is no file of packed leaves"),
-    "another name of the file": (piece(0, file="packed.00.bin"), "which is no file of packed leaves"),
     "the data": (piece(0, file="data.0.json"), "which is no file of packed leaves"),
-    "a number for a file": (piece(0, file=0), "which is no file of packed leaves"),
     "a file that is not there": (
         piece(1, file="packed.1.bin", offset=0),
         "begins at byte 32 of packed.0.bin, not at 16",
@@ -356,28 +318,20 @@ FORGERIES = {
         r"w'\], packed.1.bin: is m",
     ),
     "a negative offset": (piece(0, offset=-16), "has a piece at -16"),
-    "a bool for an offset": (piece(0, offset=False), "has a piece at False"),
-    "a float for an offset": (piece(0, offset=0.0), "has a piece at 0.0"),
     "no digest": (piece(0, sha256=None), "None for a digest"),
     "another digest": (piece(1, sha256="0" * 64), r"params\['w'\], packed.0.bin: has other contents than were written"),
     "the bytes of another": (
         lambda it: it.b["pieces"][0].update(offset=16),
         "begins at byte 16 of packed.0.bin, not at 32",
     ),
-    "bytes left out": (lambda it: it.b["pieces"][0].update(offset=40), "begins at byte 40 of packed.0.bin, not at 32"),
     "bytes after the end": (content(lambda x: x[:-1]), "has 34 bytes, and its leaves have 35"),
     "bytes of none": (content(lambda x: x + b"\0"), "has 36 bytes, and its leaves have 35"),
     "pieces that overlap": (piece(1, start=[1, 0]), "pieces of another array"),
-    "pieces that overlap within": (many, "pieces of another array"),
     "one piece twice": (lambda it: it.w["pieces"].append(it.w["pieces"][1] | {"offset": 32}), "overlap, or leave"),
     "elements left out": (lambda it: (it.w["pieces"].pop(0), it.w["pieces"][0].update(offset=0)), "overlap, or leave"),
     "another number of dims": (piece(0, start=[0], shape=[4]), "no box of elements"),
-    "more starts than dims": (piece(0, start=[0, 0, 0]), "no box of elements"),
     "a negative start": (piece(0, start=[-2, 0]), "no box of elements"),
-    "a negative extent": (piece(0, shape=[-2, -2]), "no box of elements"),
-    "no extent": (piece(0, shape=[0, 2]), "no box of elements"),
     "a bool for an extent": (piece(0, shape=[True, 4]), "no box of elements"),
-    "NaN for a start": (piece(0, start=[float("nan"), 0]), "no box of elements"),
     "beyond all dims": (piece(0, start=[1 << 70, 0]), "no box of elements"),
     "far away": (piece(1, start=[1 << 40, 0]), "has more than 1048576 bytes"),
     "another shape": (w(shape=[4, 3]), "pieces of another array"),

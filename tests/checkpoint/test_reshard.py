@@ -2,17 +2,14 @@
 
 import collections
 import itertools
-import os
-import socket
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import HELPERS, mesh_of
+import several
+from conftest import mesh_of
 from jax.sharding import AxisType, NamedSharding
 from models import awkward_batches, awkward_loss, awkward_params
 from test_round_trips import assert_padding_is_zero, assert_same, logical_leaves, trained, transformation
@@ -291,16 +288,7 @@ def test_what_cannot_be_moved_is_named():
 
 @pytest.mark.slow
 def test_two_processes_move_a_state_together(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    flags = "--xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [sys.executable, HELPERS / "reshard_child.py"]
-    for one in [subprocess.Popen([*command, str(i), port, tmp_path], **options) for i in range(2)]:
-        out, errors = one.communicate(timeout=600)
-        assert one.returncode == 0, errors
+    for out in several.run("reshard_child.py", tmp_path, devices=4):
         assert "of the processes [0, 1], and the new mesh has devices of the processes [0]" in out
         assert "Process 1: " in out
         assert f"{tmp_path / 'process_1'}" in out

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoints import assert_same, logical_leaves, stored
 from conftest import mesh_of, quick_or_slow
 from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, saving
+from zerojax.checkpoint import Checkpointer, saving
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.state_leaves import state_leaves
-from zerojax.layout.chunked import is_chunked
-from zerojax.placement.chunking import joined
 
-PRECISIONS = {"none": None, "fp32": Precision.fp32(), "bf16": Precision.bf16(), "fp16": Precision.fp16()}
+PRECISIONS = {"none": None, "bf16": Precision.bf16(), "fp16": Precision.fp16()}
 SHAPES = jax.eval_shape(awkward_params)
 
 
@@ -37,34 +36,6 @@ def trained(tx, steps=2, params=None, loss=awkward_loss):
         state, metrics = step(state, batch)
         float(metrics["loss"])
     return state, step
-
-
-def stored(slot):
-    """A leaf's array in storage shape; of an offloaded leaf, its chunks in one."""
-    return joined(slot.array) if is_chunked(slot.array) else slot.array
-
-
-def logical_leaves(state):
-    """Every logical leaf of a state on the host, by name, padding trimmed with NumPy."""
-    leaves = {}
-    for name, slot in state_leaves(state).items():
-        array = stored(slot)
-        host = np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
-        if slot.leaf.kind == "flat":
-            host = host[: slot.leaf.size].reshape(slot.leaf.shape)
-        elif slot.leaf.dim is not None:
-            host = host.take(range(slot.leaf.shape[slot.leaf.dim]), axis=slot.leaf.dim)
-        leaves[name] = host
-    return leaves
-
-
-def assert_same(found, expected):
-    """Bit-equal logical leaves."""
-    found, expected = (x if isinstance(x, dict) else logical_leaves(x) for x in (found, expected))
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape), name
-        assert found[name].tobytes() == x.tobytes(), name
 
 
 def assert_padding_is_zero(state):
@@ -86,15 +57,8 @@ def saved(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "others"),
-    quick_or_slow(
-        list(itertools.product(PRECISIONS, ("all", "next"))),
-        [("bf16", "next")],
-    ),
-    indirect=["saved"],
-)
-def test_every_stage_restores_into_every_other(saved, others, tmp_path):
+@pytest.mark.parametrize("saved", PRECISIONS, indirect=True)
+def test_every_stage_restores_into_every_other(saved, tmp_path):
     directory, expected, precision = saved
     likes = [transformation(stage, precision=precision).create(SHAPES) for stage in range(4)]
     for stage, like in enumerate(likes):
@@ -102,12 +66,11 @@ def test_every_stage_restores_into_every_other(saved, others, tmp_path):
         assert_same(state, expected)
         with Checkpointer(tmp_path / str(stage)) as checkpoints:
             checkpoints.save(state)
-            for other in likes if others == "all" else [likes[(stage + 1) % 4]]:
-                back = checkpoints.restore(other).state
-                assert_same(back, expected)
-                assert_padding_is_zero(back)
-                narrow = jax.tree.map(lambda x: x.dtype, back.params) == jax.tree.map(lambda x: x.dtype, other.params)
-                assert narrow
+            other = likes[(stage + 1) % 4]
+            back = checkpoints.restore(other).state
+            assert_same(back, expected)
+            assert_padding_is_zero(back)
+            assert jax.tree.map(lambda x: x.dtype, back.params) == jax.tree.map(lambda x: x.dtype, other.params)
 
 
 @pytest.mark.slow
@@ -190,11 +153,7 @@ def run(tx, step, directory, until):
 
 @pytest.mark.parametrize(
     ("stage", "count", "precision"),
-    [
-        (3, 8, None),
-        pytest.param(1, 3, Precision.bf16(), marks=pytest.mark.slow),
-        pytest.param(2, 8, Precision.fp16(), marks=pytest.mark.slow),
-    ],
+    [(3, 8, None), pytest.param(2, 3, Precision.fp16(), marks=pytest.mark.slow)],
 )
 def test_a_restart_changes_no_bit(stage, count, precision, tmp_path):
     tx = transformation(stage, count, precision)
@@ -228,9 +187,8 @@ def test_a_restored_state_needs_no_new_program(tmp_path):
 # --- what is saved -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_what_is_saved_is_the_state_at_the_call(stage, tmp_path):
-    tx = transformation(stage)
+def test_what_is_saved_is_the_state_at_the_call(tmp_path):
+    tx = transformation(3)
     state, step = trained(tx)
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         expected = {}
@@ -418,32 +376,6 @@ def test_a_wider_type_takes_a_narrower_one(tmp_path):
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
-
-
-def test_two_writers_are_refused(tmp_path):
-    state = transformation(1).create({"w": jnp.ones(4)})
-    with Checkpointer(tmp_path) as first:
-        with pytest.raises(CheckpointError, match="is in use by this process"):
-            Checkpointer(tmp_path)
-        first.save(state)
-        first.wait()
-        beside = Checkpointer(tmp_path, read_only=True)
-        assert beside.restore(state).step == 0
-        with pytest.raises(CheckpointError, match="read_only"):
-            beside.save(state)
-    with pytest.raises(CheckpointError, match="closed"):
-        first.save(state, step=1)
-    Checkpointer(tmp_path).close()
-
-
-def test_nothing_saved_is_said(tmp_path):
-    state = transformation(1).create({"w": jnp.ones(4)})
-    with Checkpointer(tmp_path) as checkpoints:
-        with pytest.raises(CheckpointError, match=r"There is no checkpoint in"):
-            checkpoints.restore(state)
-        checkpoints.save(state)
-        with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*; there are those of steps 0"):
-            checkpoints.restore(state, step=7)
 
 
 def test_leftovers_are_cleaned_and_a_killed_replacement_is_undone(tmp_path, caplog):

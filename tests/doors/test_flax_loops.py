@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 import zerojax.flax
 from zerojax import Mean, Precision, report, zero_shard
 
-STAGES = [0, 1, 2, 3]
+STAGES = [0, 3]
 X = jax.random.normal(jax.random.key(0), (16, 8))
 
 
@@ -161,18 +161,10 @@ def plain_nnx_losses():
     return nnx_loop(INNER, nnx.value_and_grad(nnx_loss))[0]
 
 
-def explicit_nnx_loop(tx, **options):
-    grad = zerojax.flax.value_and_grad(tx, nnx_loss)
-    return nnx_loop(tx, grad, lambda model: zerojax.flax.shard_module(model, tx), **options)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "count", "tolerance"),
-    quick_or_slow(
-        [(stage, *each) for stage in STAGES for each in ((1, 1e-5), (8, 1e-4))],
-        [(3, 8, 1e-4)],
-    ),
+    [(0, 1, 1e-5), (3, 8, 1e-4)],
 )
 def test_an_nnx_optimizer_runs_unchanged(stage, count, tolerance):
     """On eight devices GSPMD sees the whole batch: BatchNorm's numbers stay."""
@@ -180,35 +172,13 @@ def test_an_nnx_optimizer_runs_unchanged(stage, count, tolerance):
     np.testing.assert_allclose(losses, plain_nnx_losses(), rtol=tolerance)
 
 
-@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in STAGES], [(3,)]))
-def test_a_sharded_module_trains_as_a_plain_one(stage):
-    losses, *_ = explicit_nnx_loop(zero(stage, 1))
-    np.testing.assert_allclose(losses, plain_nnx_losses(), rtol=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in STAGES], [(0,), (3,)]))
-def test_a_sharded_module_has_its_shards_alone(stage):
-    _, model, optimizer = explicit_nnx_loop(zero(stage), steps=1 if stage in (1, 3) else 0)
-    if stage == 3:
-        assert model.inner.kernel.get_value().sharding.spec == jax.P(None, "data")
-    if stage:
-        assert report(jax.tree.leaves(nnx.state(optimizer)["opt_state"])).total < 0.14 * 2 * 4 * (
-            8 * 64 + 64 * 4 + 64 * 16
-        )
-
-
-@pytest.mark.slow
-def test_nnx_random_streams_advance_and_statistics_are_written_back():
-    tx, model = zero(3), Noisy(nnx.Rngs(0))
-    zerojax.flax.shard_module(model, tx)
-    grad = zerojax.flax.value_and_grad(tx, lambda m, b: (jnp.mean(m(b) ** 2), {"seen": jnp.mean(b)}), has_aux=True)
-    before = model.norm.mean.get_value()
-    (first, aux), _ = grad(model, X)
-    (second, _), _ = grad(model, X)
-    np.testing.assert_allclose(aux["seen"], X.mean(), rtol=1e-5)
-    assert first != second, "dropout drew the same numbers twice"
-    assert not np.array_equal(before, model.norm.mean.get_value())
+def test_a_sharded_module_has_its_shards_alone():
+    model = Noisy(nnx.Rngs(0), rate=0.0)
+    zerojax.flax.shard_module(model, zero(3))
+    optimizer = nnx.Optimizer(model, zero(3), wrt=nnx.Param)
+    assert model.inner.kernel.get_value().sharding.spec == jax.P(None, "data")
+    parameters = 8 * 64 + 64 * 4 + 64 * 16
+    assert report(jax.tree.leaves(nnx.state(optimizer)["opt_state"])).total < 0.14 * 2 * 4 * parameters
 
 
 def test_predicates_know_nnx_parameters_by_one_path(mesh):
@@ -230,9 +200,8 @@ def test_predicates_know_nnx_parameters_by_one_path(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in STAGES], [(3,)]))
-def test_a_train_state_with_master_weights(stage):
-    tx = zero_shard(SGD, stage=stage, mesh=mesh_of(8), persist_below=20, precision=Precision.bf16())
+def test_a_train_state_with_master_weights():
+    tx = zero_shard(SGD, stage=2, mesh=mesh_of(8), persist_below=20, precision=Precision.bf16())
     plain, loss = plain_linen_loop(SGD)
     state, found = linen_loop(tx, tx.shard(linen_params()), tx.value_and_grad(linen_loss))
     np.testing.assert_allclose(found, loss, rtol=2e-2)  # bfloat16 has 8 bits

@@ -120,12 +120,13 @@ class Run:
         saving.SMALL_BYTES = self.rng.choice(SMALL)
         self.preempted, self.devices = False, () if self.one else [device.id for device in jax.local_devices()]
         self.faults = FAULTS if self.one else OF_SEVERAL
-        if way == "disk" and not self.one:  # a process whose state is lost ends alone
+        if way in ("disk", "params") and not self.one:  # a process whose state is lost ends alone
             self.faults = [fault for fault in OF_SEVERAL if fault not in LIMITS]
         offload = None
         if way != "device":
-            path = folder / "state" if way == "disk" else None
-            offload = Offload(optimizer=way, path=path, chunk_bytes=64, update="device")
+            kept = {"optimizer": way} if way != "params" else {"optimizer": "disk", "params": "disk"}
+            path = None if way == "host" else folder / "state"
+            offload = Offload(**kept, path=path, chunk_bytes=64, update="device")
         self.tx = sharded(offload)
         alone = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1], axis_types=(jax.sharding.AxisType.Auto,))
         self.like = sharded(mesh=alone if self.one else None).create(jax.eval_shape(parameters))

@@ -1,6 +1,7 @@
-"""Runs that are killed, interrupted and given bad disks at random instants: nothing is lost, or falsely reported.
+"""Runs, saves and files are disturbed at random: nothing is lost, falsely reported, or left behind.
 
-`ZEROJAX_FAULTS=2000 ZEROJAX_SEED=1 pytest -m slow tests/faults/test_faults.py` does as many rounds, from that seed.
+`ZEROJAX_FAULTS=2000 ZEROJAX_CHANGES=100000 ZEROJAX_SAVES=2000 ZEROJAX_SEED=1 pytest -m slow tests/faults` does as many
+rounds, changes and saves, from that seed.
 """
 
 import os
@@ -10,19 +11,42 @@ from pathlib import Path
 
 import pytest
 
-ROUNDS = int(os.environ.get("ZEROJAX_FAULTS", "200"))
-SEED = int(os.environ.get("ZEROJAX_SEED", "1"))
+ROUNDS, CHANGES, SAVES, SEED = (
+    int(os.environ.get(f"ZEROJAX_{name}", default))
+    for name, default in (("FAULTS", 60), ("CHANGES", 150), ("SAVES", 200), ("SEED", 1))
+)
+GROWTH = 8 << 20  # bytes of the second half of the saves; one state has 0.8 MB
+pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("way", ["device", "host", "disk"])
-def test_a_disturbed_run_is_the_uninterrupted_one(tmp_path, way, processes):
-    rounds = -(-ROUNDS * (3 - processes) // 9)  # those of two take twice as long
-    program = Path(__file__).parent / "lives.py"
-    command = [sys.executable, program, tmp_path, way, str(processes), str(SEED), str(rounds)]
-    done = subprocess.run(command, timeout=1200 + 10 * rounds, capture_output=True, text=True, check=False)
+def run(name, *args, devices=None, timeout=1200):
+    """What a program of this folder prints."""
+    flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    command = [sys.executable, Path(__file__).parent / f"{name}.py", *map(str, args)]
+    done = subprocess.run(command, timeout=timeout, env={**os.environ, **flags}, capture_output=True, text=True)
     print(f"ZEROJAX_SEED={SEED}\n{done.stdout}")
     print(done.stderr, file=sys.stderr)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.endswith(" 0 wrong\n")
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("way", ["device", "host", "disk", "params"])
+def test_a_disturbed_run_is_the_uninterrupted_one(tmp_path, way, processes):
+    """Killed, interrupted and given bad disks at random instants."""
+    rounds = -(-ROUNDS * (3 - processes) // 9)  # those of two take twice as long
+    printed = run("lives", tmp_path, way, processes, SEED, rounds, timeout=1200 + 10 * rounds)
+    assert printed.endswith(" 0 wrong\n")
+
+
+def test_changed_files_are_refused_or_restored(tmp_path):
+    """Files of a checkpoint, and of safetensors: by name, or right."""
+    assert f"\n{CHANGES} changes, 0 wrong" in f"\n{run('fuzz', tmp_path, SEED, CHANGES, devices=2)}"
+
+
+def test_many_saves_leave_nothing_behind(tmp_path):
+    """Memory, descriptors and threads stay flat."""
+    half, full = (list(map(int, line.split())) for line in run("many_saves", tmp_path, SAVES, devices=2).splitlines())
+    assert full[:2] == half[:2]
+    assert full[2] <= half[2] + 1
+    assert full[3] - half[3] < GROWTH

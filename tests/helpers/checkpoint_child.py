@@ -1,4 +1,7 @@
-"""Run by test_killed_saves.py in processes of their own: they are killed, or are several."""
+"""Run by test_two_processes.py, twice: save, restore, are told to leave, and one dies.
+
+python checkpoint_child.py FOLDER PORT PROCESS
+"""
 
 import itertools
 import os
@@ -38,25 +41,6 @@ def steps_told(state):
     return {int(n) for part in parts for n in np.asarray(part).ravel()}
 
 
-def save_for_ever(directory):
-    """Save step after step until killed; first check what an earlier process left."""
-    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
-    with Checkpointer(directory, keep=2) as checkpoints:
-        begun, warm = checkpoints.latest() or 0, False
-        if begun:
-            assert steps_told(checkpoints.restore(state_of(tx, 0)).state) == {begun}
-        for step in itertools.count(begun + 1):
-            checkpoints.save(state_of(tx, step), {"step": step}, step=step)
-            if step % 4 == 0:  # replaces what is there, too
-                checkpoints.wait()
-                checkpoints._last_save = None
-                checkpoints.save(state_of(tx, step), {"step": step}, step=step)
-            if not warm:
-                checkpoints.wait()
-                print("begun", flush=True)
-                warm = True
-
-
 def weights_through_a_mapping(tx, folder):
     """Two processes export, and import: of what is sharded each reads the half that its devices hold."""
     params = {"stack": np.arange(2 * 16 * 24.0).reshape(2, 16, 24), "odd": np.arange(45.0).reshape(5, 9)}
@@ -78,38 +62,21 @@ def weights_through_a_mapping(tx, folder):
     assert read[sorted(params).index("stack")] == params["stack"].nbytes // 2
 
 
-def together(directory, index, port, dies):
-    """Two processes save and restore; with `dies` the second one dies while saving."""
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
-    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
-    assert tx.config.mesh.size == 4
-    checkpoints = Checkpointer(directory, timeout=3)
-    checkpoints.save(state_of(tx, 1), {"process": index}, step=1)
-    if not dies:
-        checkpoints.save(state_of(tx, 2), {"process": index}, step=2)
-        restored = checkpoints.restore(state_of(tx, 0))
-        assert steps_told(restored.state) == {2}
-        assert restored.data == {"process": index}
-        checkpoints.close()
-        weights_through_a_mapping(tx, Path(directory) / "weights")
-        print("done", flush=True)
-        return
-    checkpoints.wait()
-    if index == 1:
-        Save._write = lambda *args: os._exit(1)
-    checkpoints.save(state_of(tx, 2), {"process": index}, step=2)
-    try:
-        checkpoints.wait()
-    except CheckpointError as error:
-        print(error, flush=True)
-    os._exit(0)  # jax.distributed would wait for the one that died
+def lives(tx, directory, index):
+    """Save and restore."""
+    checkpoints = Checkpointer(directory)
+    for step in (1, 2):
+        checkpoints.save(state_of(tx, step), {"process": index}, step=step)
+    restored = checkpoints.restore(state_of(tx, 0))
+    assert steps_told(restored.state) == {2}
+    assert restored.data == {"process": index}
+    checkpoints.close()
+    weights_through_a_mapping(tx, directory / "weights")
 
 
-def preempted(directory, index, port):
-    """Two processes train until one of them is told to end."""
-    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
-    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
-    with Checkpointer(directory, every=10**6, timeout=20) as checkpoints, on_preemption() as preemption:
+def preempted(tx, directory):
+    """Train until one of the processes is told to end."""
+    with Checkpointer(directory, every=10**6) as checkpoints, on_preemption() as preemption:
         for i in itertools.count(1):
             time.sleep(0.02)
             stop = preemption.reached(i)
@@ -122,10 +89,29 @@ def preempted(directory, index, port):
     print("left after step", i, flush=True)
 
 
+def dies(tx, directory, index):
+    """The second process dies while saving."""
+    checkpoints = Checkpointer(directory, timeout=5)
+    checkpoints.save(state_of(tx, 1), step=1)
+    checkpoints.wait()
+    if index == 1:
+        Save._write = lambda *args: os._exit(1)
+    checkpoints.save(state_of(tx, 2), step=2)
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        print(error, flush=True)
+    os._exit(0)  # jax.distributed would wait for the one that died
+
+
+def main(directory, port, index):
+    jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)
+    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
+    assert tx.config.mesh.size == 4
+    lives(tx, directory / "lives", index)
+    preempted(tx, directory / "preempted")
+    dies(tx, directory / "dies", index)
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "save":
-        save_for_ever(Path(sys.argv[2]))
-    elif sys.argv[5] == "preempted":
-        preempted(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-    else:
-        together(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "dies")
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

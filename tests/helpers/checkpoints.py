@@ -1,8 +1,14 @@
-"""What several files of tests/checkpoint do to the files of a checkpoint, and expect of it."""
+"""What several files do to a checkpoint, and expect of it and of its state."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from zerojax.checkpoint import Checkpointer, DamagedError, export_checkpoint
+from zerojax.checkpoint.state_leaves import state_leaves
+from zerojax.layout.chunked import is_chunked
+from zerojax.placement.chunking import joined
 
 NEWEST = "step_00000002"
 
@@ -27,3 +33,31 @@ def assert_refused(root, says):
         with pytest.raises(DamagedError, match=says):
             look()
     assert not (root / "out").exists()
+
+
+def stored(slot):
+    """A leaf's array in storage shape; of an offloaded leaf, its chunks in one."""
+    return joined(slot.array) if is_chunked(slot.array) else slot.array
+
+
+def logical_leaves(state):
+    """Every logical leaf of a state on the host, by name, padding trimmed with NumPy."""
+    leaves = {}
+    for name, slot in state_leaves(state).items():
+        array = stored(slot)
+        host = np.asarray(jax.random.key_data(array) if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) else array)
+        if slot.leaf.kind == "flat":
+            host = host[: slot.leaf.size].reshape(slot.leaf.shape)
+        elif slot.leaf.dim is not None:
+            host = host.take(range(slot.leaf.shape[slot.leaf.dim]), axis=slot.leaf.dim)
+        leaves[name] = host
+    return leaves
+
+
+def assert_same(found, expected):
+    """Bit-equal logical leaves."""
+    found, expected = (x if isinstance(x, dict) else logical_leaves(x) for x in (found, expected))
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (found[name].dtype, found[name].shape) == (x.dtype, x.shape), name
+        assert found[name].tobytes() == x.tobytes(), name

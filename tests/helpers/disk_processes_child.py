@@ -1,6 +1,6 @@
 """Run by test_disk_on_two_processes.py, twice: train with parameters on disk, where each process has its own folder.
 
-python disk_processes_child.py PROCESS PORT FOLDER
+python disk_processes_child.py FOLDER PORT PROCESS
 """
 
 import pickle
@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-process, folder = int(sys.argv[1]), Path(sys.argv[3])
+process, folder = int(sys.argv[3]), Path(sys.argv[1])
 jax.config.update("jax_enable_x64", True)
 jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
 

@@ -13,7 +13,6 @@ import optax
 from conftest import mesh_of
 from flax import nnx
 from jax import lax
-from jax.experimental import sparse
 
 import zerojax
 import zerojax.flax
@@ -163,21 +162,6 @@ def fixed_point(way):
 
 
 @idiom
-def root_of_an_equation(way):
-    """`custom_root`: the output solves an equation that the parameters state."""
-
-    def loss(p, batch):
-        hidden = batch[0] @ p["w"] + p["b"]
-        equation = lambda y: y**3 + 2 * y - hidden
-        newton = lambda f, y: lax.fori_loop(0, 12, lambda _, y: y - f(y) / (3 * y**2 + 2), y)
-        solve = lambda linear, y: y / linear(jnp.ones_like(y))
-        y = lax.custom_root(equation, jnp.zeros_like(hidden), newton, solve)
-        return jnp.mean((y @ p["v"] - batch[1]) ** 2)
-
-    return fit(way, loss)
-
-
-@idiom
 def linear_solve(way):
     """Ridge regression on learned features by conjugate gradients, differentiated implicitly."""
 
@@ -191,36 +175,6 @@ def linear_solve(way):
 
 
 @idiom
-def linearized(way):
-    """Sensitivity to the inputs along directions, by one linearization."""
-
-    def loss(p, batch):
-        y, along = jax.linearize(lambda x: predict(p, x), batch[0])
-        directions = jnp.stack([jnp.ones_like(batch[0]), jnp.cos(batch[0])])
-        return jnp.mean((y - batch[1]) ** 2) + 0.1 * jnp.mean(jax.vmap(along)(directions) ** 2)
-
-    return fit(way, loss)
-
-
-@idiom
-def routed_experts(way):
-    """Tokens sorted by expert, and one ragged product for all experts."""
-
-    def loss(p, batch):
-        x = batch[0] @ p["in"]
-        gates = jax.nn.softmax(x @ p["router"])
-        expert = jnp.argmax(gates, -1)
-        order = jnp.argsort(expert, stable=True)
-        sizes = jnp.bincount(expert, length=4).astype(jnp.int32)
-        mixed = lax.ragged_dot(x[order], p["experts"], sizes)
-        y = jnp.zeros_like(mixed).at[order].set(mixed) * jnp.max(gates, -1, keepdims=True)
-        return jnp.mean((y - batch[1]) ** 2)
-
-    start = {"in": normal(0, 12, 24) / 4, "router": normal(1, 24, 4), "experts": normal(2, 4, 24, 16) / 4}
-    return fit(way, loss, start=start)
-
-
-@idiom
 def differential_equation(way):
     """A network that satisfies a Poisson equation: Laplacians with respect to its inputs."""
 
@@ -229,44 +183,6 @@ def differential_equation(way):
         laplacian = lambda x: jnp.trace(jax.jacfwd(jax.jacrev(u))(x))
         inside, edge = jax.vmap(laplacian)(batch[0]) - jnp.sin(batch[1][:, 0]), jax.vmap(u)(batch[0] / 3)
         return jnp.mean(inside**2) + jnp.mean(edge**2)
-
-    return fit(way, loss)
-
-
-@idiom
-def sparse_features(way):
-    """The batch becomes a sparse matrix in the loss."""
-
-    def loss(p, batch):
-        x = sparse.BCOO.fromdense(jnp.maximum(batch[0], 0), nse=ROWS * 12)
-        return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"] - batch[1]) ** 2)
-
-    return fit(way, loss)
-
-
-@idiom
-def linear_recurrence(way):
-    """A recurrence over time as an associative scan, with learned decays."""
-
-    def loss(p, batch):
-        decay = jnp.broadcast_to(jax.nn.sigmoid(p["b"]), (12, ROWS, 30))
-        inputs = jnp.einsum("rt,td->trd", batch[0], p["w"])
-        join = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])
-        state = lax.associative_scan(join, (decay, inputs))[1]
-        return jnp.mean((state[-1] @ p["v"] - batch[1]) ** 2)
-
-    return fit(way, loss)
-
-
-@idiom
-def forward_and_backward(way):
-    """A gradient in two calls, forward and backward, with another cotangent than one."""
-
-    def loss(p, batch):
-        forward, backward = jax.fwd_and_bwd(lambda x: predict(p, x), argnums=0)
-        y, kept = forward(batch[0])
-        pulled = backward(kept, y - batch[1])
-        return jnp.mean((y - batch[1]) ** 2) + jnp.mean(pulled**2)
 
     return fit(way, loss)
 

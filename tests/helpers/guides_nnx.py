@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen, nnx
+from flax import nnx
 from guides import adam, batches
 
 IDIOMS = {}
@@ -72,36 +72,6 @@ def sown_penalties(way):
 
 
 @idiom
-def captured_activations(way):
-    """Activations that layers sow are captured, and their statistics returned beside the loss."""
-
-    class Sowing(Net):
-        def __call__(self, x):
-            h = self.first(x)
-            self.sow(nnx.Intermediate, "hidden", h)
-            return self.second(nnx.tanh(h))
-
-    def loss(model, batch):
-        y, seen = nnx.capture(model, nnx.Intermediate)(batch[0])
-        dead = sum(jnp.mean(jnp.abs(x) < 0.1) for x in jax.tree.leaves(seen))
-        return jnp.mean((y - batch[1]) ** 2), {"dead": dead}
-
-    model = Sowing(nnx.Rngs(0))
-    losses, tx = fit(way, model, loss, has_aux=True)
-    return losses, state_of(way, tx, model)
-
-
-@idiom
-def low_rank_adapters(way):
-    """Adapters are trained, what they are added to is not."""
-    model = Net(nnx.Rngs(0), nnx.LoRALinear, lora_rank=8)
-    model.second = nnx.LoRA(30, 4, 16, base_module=model.second, rngs=nnx.Rngs(2))
-    losses, tx = fit(way, model, wrt=nnx.LoRAParam)
-    frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
-    return losses, state_of(way, tx, model, nnx.LoRAParam), nnx.to_pure_dict(frozen)
-
-
-@idiom
 def views_for_evaluation(way):
     """A view of a trained module evaluates: running averages, no dropout; the module itself stays as it is."""
 
@@ -120,34 +90,6 @@ def views_for_evaluation(way):
     evaluated = evaluate(params, batches(1)[0], rest)
     more, tx = fit(way, model, tx=optax.sgd(0.1))
     return losses, evaluated, more, state_of(way, tx, model), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
-
-
-@idiom
-def bridged_from_linen(way):
-    """A Linen module inside of an NNX module."""
-
-    class Bridged(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.bridge.ToNNX(linen.Dense(30), rngs=rngs).lazy_init(jnp.ones((1, 12)))
-            self.second = nnx.Linear(30, 16, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.tanh(self.first(x)))
-
-    model = Bridged(nnx.Rngs(0))
-    losses, tx = fit(way, model)
-    return losses, state_of(way, tx, model)
-
-
-@idiom
-def another_head(way):
-    """A trained module gets another head, and the rest of it is frozen."""
-    model = Net(nnx.Rngs(0))
-    losses, tx = fit(way, model)
-    before = state_of(way, tx, model.first)
-    model.second = nnx.Linear(30, 16, use_bias=False, rngs=nnx.Rngs(5))
-    more, tx = fit(way, model, wrt=nnx.PathContains("second"))
-    return losses, more, before, state_of(way, tx, model)
 
 
 @idiom
@@ -184,40 +126,3 @@ def gradients_of_activations(way):
     model = Perturbed(nnx.Rngs(0))
     values, tx = fit(way, model, loss, has_aux=True)
     return values, state_of(way, tx, model)
-
-
-@idiom
-def cached_step(way):
-    """A step that traverses module and optimizer once."""
-    model, tx = Net(nnx.Rngs(0)), way.optimizer(adam())
-    way.shard_module(model, tx)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        value, grads = way.module_grad(tx, error)(model, batch)
-        optimizer.update(model, grads)
-        return value
-
-    cached = nnx.cached_partial(step, model, optimizer)
-    return [cached(batch) for batch in batches()], state_of(way, tx, model)
-
-
-# What zerojax refuses by name, with words of the refusal.
-
-
-def weight_norms(way):
-    """A layer that assigns to the weights of another, which NNX would write back."""
-
-    class Normed(Net):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.norm = nnx.WeightNorm(self.first, rngs=rngs)
-
-        def __call__(self, x):
-            return self.second(nnx.tanh(self.norm(x)))
-
-    return fit(way, Normed(nnx.Rngs(0)), steps=1)
-
-
-REFUSED = {weight_norms: "assigns to first.kernel of argument 0, a Param"}

@@ -22,7 +22,7 @@ SHAPES = {name: jax.ShapeDtypeStruct(*one) for name, one in SHAPES.items()}
 KEYS = jax.eval_shape(lambda: {"keys": jax.random.split(jax.random.key(0), 3)})
 
 
-def main(source, target, index, count, port):
+def main(source, target, count, port, index):
     jax.distributed.initialize(f"localhost:{port}", num_processes=count, process_id=index)
     devices = sorted(jax.devices(), key=lambda one: (one.id % 2, one.id))  # a process has shards that do not adjoin
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))

@@ -1,6 +1,5 @@
 """The main job: the example trains on real text, at any stage, and leaves its table and pictures."""
 
-import os
 import pathlib
 import re
 import signal
@@ -18,19 +17,17 @@ from memory import stage_memory
 from zerojax import Precision, report, zero_shard
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
-# Long runs are faster as a user compiles them.
-AS_A_USER = {key: x for key, x in os.environ.items() if key not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
 SMALL = "--steps 4 --width 64 --layers 2 --heads 2 --batch 8 --seq 32".split()
 
 
-def train(folder, *options, **how):
+def train(folder, *options):
     """What the example prints, begun anew."""
-    return run("train_gpt.py", "--fresh", "--out", str(folder), *options, **how)
+    return run("train_gpt.py", "--fresh", "--out", str(folder), *options)
 
 
-def run(script, *options, env=None):
+def run(script, *options):
     command = [sys.executable, str(EXAMPLES / script), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=900, env=env).stdout
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=900).stdout
 
 
 def bits(printed):
@@ -54,21 +51,14 @@ def stage_0(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_it_trains_a_little_and_draws_its_pictures(tmp_path):
+def test_it_learns_as_at_stage_0_and_draws_its_pictures(stage_0, tmp_path):
     printed = train(tmp_path, "--stage", "3", "--devices", "2", *SMALL)
-    assert 0 < bits(printed) < 9
+    assert bits(printed) == pytest.approx(bits(stage_0), abs=2e-3)  # printed to three digits
     assert len(written(printed)) >= 75  # of 150 bytes, several of which may be one character
     for part in ("parameters", "gradients", "optimizer"):
         assert part in printed
     for picture in ("loss.png", "memory.png"):
         assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "devices"), [(2, 8), (3, 2)])
-def test_it_learns_as_at_stage_0(stage, devices, stage_0, tmp_path):
-    printed = train(tmp_path, "--stage", str(stage), "--devices", str(devices), *SMALL)
-    assert bits(printed) == pytest.approx(bits(stage_0), abs=2e-3)  # printed to three digits
 
 
 @pytest.mark.slow
@@ -96,24 +86,21 @@ def test_a_run_that_is_stopped_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["disk", "host"])
-def test_it_learns_the_same_with_its_optimizer_state_elsewhere(where, stage_0, tmp_path):
-    printed = train(tmp_path, "--stage", "3", "--devices", "2", "--offload", where, *SMALL)
-    assert f"Optimizer state waits {'on disk' if where == 'disk' else 'in host memory'}; update on the" in printed
+def test_it_learns_the_same_with_its_optimizer_state_on_disk(stage_0, tmp_path):
+    printed = train(tmp_path, "--stage", "3", "--devices", "2", "--offload", "disk", *SMALL)
+    assert "Optimizer state waits on disk; update on the" in printed
     assert re.search(r"│ 3 .*│ +[1-9][\d,]* │", printed)  # kB of it, in the last column
-    assert bool(list(tmp_path.glob("state/process_0/chunk_*"))) == (where == "disk")
+    assert list(tmp_path.glob("state/process_0/chunk_*"))
     assert bits(printed) == pytest.approx(bits(stage_0), abs=2e-3)  # printed to three digits
 
 
 @pytest.mark.slow
-def test_mixed_precision_and_microbatches_learn_much_the_same(tmp_path):
-    twice = [*SMALL, "--stage", "2", "--batch", "16"]
-    plain = train(tmp_path, *twice)
-    for precision in ("bf16", "fp16"):
-        printed = train(tmp_path, *twice, "--precision", precision, "--accumulate", "2")
-        assert bits(printed) == pytest.approx(bits(plain), abs=1e-2)  # 8 bits are 0.4% of a logit, after four steps
-        assert 2 * parameters(printed) == pytest.approx(parameters(plain), abs=2)  # printed in whole kB
-        assert "Master weights are counted as optimizer" in " ".join(printed.split())
+def test_float16_and_microbatches_learn_much_the_same(stage_0, tmp_path):
+    options = "--stage 2 --devices 2 --precision fp16 --accumulate 2".split()
+    printed = train(tmp_path, *SMALL, *options)
+    assert bits(printed) == pytest.approx(bits(stage_0), abs=1e-2)  # 11 bits are 0.05% of a logit, after four steps
+    assert 2 * parameters(printed) == pytest.approx(parameters(stage_0), abs=2)  # printed in whole kB
+    assert "Master weights are counted as optimizer" in " ".join(printed.split())
 
 
 @pytest.mark.parametrize("precision", [Precision.fp32(), Precision.bf16()], ids=["fp32", "bf16"])
@@ -158,17 +145,10 @@ def test_bad_options_are_one_readable_line(options, message, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_part_of_the_default_run_learns_the_standard_library(tmp_path):
-    """A quarter of its steps: all of them end near 2.4 bits, in minutes."""
-    assert bits(train(tmp_path, "--steps", "200", env=AS_A_USER)) < 3.3
-
-
-@pytest.mark.slow
 def test_bfloat16_ends_where_float32_does(tmp_path):
     # The held-out loss is a mean over 64 kB, whose noise is far below 1%: nothing needs smoothing.
     size = "--steps 80 --width 64 --layers 2 --heads 2 --batch 16 --seq 64".split()
     wide = bits(train(tmp_path, "--stage", "0", *size))
     assert wide < 4  # it has learnt: 8 is knowing nothing
-    for stage in "03":
-        narrow = bits(train(tmp_path, "--stage", stage, "--precision", "bf16", *size))
-        assert narrow == pytest.approx(wide, rel=0.01), f"stage {stage}"
+    narrow = bits(train(tmp_path, "--stage", "3", "--precision", "bf16", *size))
+    assert narrow == pytest.approx(wide, rel=0.01)

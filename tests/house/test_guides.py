@@ -12,7 +12,6 @@ from conftest import quick_or_slow
 
 IDIOMS = {**guides_optax.IDIOMS, **guides.IDIOMS, **guides_nnx.IDIOMS}
 QUICK = [("sharpness_aware_opaque", 3)]
-REFUSED = {**guides_optax.REFUSED, **guides_nnx.REFUSED}
 
 
 @functools.cache
@@ -22,18 +21,10 @@ def plain(name):
     return expected
 
 
-@pytest.mark.parametrize(("name", "stage"), quick_or_slow([(n, s) for n in IDIOMS for s in (1, 3)], QUICK))
+@pytest.mark.parametrize(
+    ("name", "stage"), quick_or_slow([(name, (1, 3, 3)[i % 3]) for i, name in enumerate(IDIOMS)], QUICK)
+)
 def test_an_idiom_gives_what_it_gives_on_one_device(name, stage):
     found = jax.device_get(IDIOMS[name](guides.Zero(stage)))
     # Sums over rows are made in another order, and later steps build on them.
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, plain(name))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("idiom", REFUSED)
-def test_an_idiom_is_refused_by_name(idiom, stage):
-    idiom(guides.Plain())
-    with pytest.raises((TypeError, ValueError)) as refused:
-        idiom(guides.Zero(stage))
-    assert REFUSED[idiom] in str(refused.value)

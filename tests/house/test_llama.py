@@ -119,27 +119,6 @@ def test_the_script_continues_as_the_published_model_would(folder, monkeypatch, 
     assert tokens[2:] == logits[0, 1:-1].argmax(-1).tolist()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "count", "tied"), [(3, 8, False), (0, 1, True)])
-def test_transformers_agrees_and_reads_what_is_exported(stage, count, tied, tmp_path):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    rope = LLAMA_3 if tied else {"rope_type": "default", "rope_theta": 10_000.0}
-    config = transformers.LlamaConfig(
-        **SIZES, rope_parameters=rope, tie_word_embeddings=tied, initializer_range=0.3, max_position_embeddings=512
-    )
-    model = transformers.LlamaForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "published")
-    params, logits = read(tmp_path / "published", stage, count)
-    with torch.no_grad():
-        expected = model(torch.tensor(TOKENS, dtype=torch.long)).logits.numpy()
-    np.testing.assert_allclose(logits, expected, atol=5e-4)  # float32 in two orders; up to 10
-    export(params, tmp_path / "out", mapping=llama.published(llama.read_config(tmp_path / "published")))
-    (tmp_path / "out" / "config.json").write_bytes((tmp_path / "published" / "config.json").read_bytes())
-    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(torch.equal(x, again[name]) for name, x in model.state_dict().items())
-
-
 def test_a_config_that_this_model_is_not_is_refused(folder, tmp_path):
     for change in ({"attention_bias": True}, {"hidden_act": "gelu"}, {"rope_parameters": {"rope_type": "yarn"}}):
         (tmp_path / "config.json").write_text(json.dumps(SIZES | {"rope_theta": 1e4} | change))

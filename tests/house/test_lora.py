@@ -42,8 +42,7 @@ def adapters_of(params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
-def test_only_adapters_move_and_they_start_as_nothing(stage, mesh):
+def test_only_adapters_move_and_they_start_as_nothing(mesh):
     model = GPT(width=32, layers=2, heads=2)
     init = functools.partial(model.init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))
     rng = np.random.default_rng(0)
@@ -51,7 +50,7 @@ def test_only_adapters_move_and_they_start_as_nothing(stage, mesh):
     windows = rng.integers(256, size=(8, 17)).astype(np.int32)
 
     tx = zero_shard(
-        optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=100, trainable=lambda path, leaf: "lora" in path
+        optax.adam(1e-2), stage=3, mesh=mesh, persist_below=100, trainable=lambda path, leaf: "lora" in path
     )
     state = tx.create(graft(base, tx.init_params(with_adapters(init, RANK))))
     adapters, _ = adapters_of(tx.unshard(state.params))

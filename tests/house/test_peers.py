@@ -14,6 +14,7 @@ import peer_model
 import peers
 import pytest
 import yardstick
+from conftest import fraction
 
 SCRIPT = pathlib.Path(peers.__file__)
 STEPS = 3
@@ -52,13 +53,10 @@ def losses(way, style):
     return [trainer.step(i) for i in range(STEPS)]
 
 
-GRID = [(way, style) for way in peers.JAX_WAYS for style in ("unrolled", "scan")]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("way", "style"), GRID)
+@pytest.mark.parametrize(("way", "style"), fraction(1, peers.JAX_WAYS, ("scan", "unrolled")))
 def test_all_ways_of_jax_train_alike(way, style):
-    first = losses("replicated", "unrolled")
+    first = losses("replicated", "scan")
     assert first[-1] < first[0]
     np.testing.assert_allclose(losses(way, style), first, rtol=peers.TOLERANCE)
 

@@ -1,7 +1,6 @@
 """Blocks change where an update is computed, never what comes out, and its buffers stay where they are."""
 
 import inspect
-import itertools
 import re
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import fraction, quick_or_slow
+from conftest import fraction
 from jax.experimental.compute_on import compute_on
 from jax.sharding import SingleDeviceSharding
 
@@ -59,11 +58,7 @@ def scalars():
 
 @pytest.mark.quick(4)
 @pytest.mark.usefixtures("either_form")
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    quick_or_slow(list(itertools.product(OPTIMIZERS, SIZES)), fraction(2, OPTIMIZERS, SIZES)),
-    ids=str,
-)
+@pytest.mark.parametrize(("name", "shape"), fraction(2, OPTIMIZERS, SIZES), ids=str)
 def test_the_numbers_are_those_of_full_arrays(name, shape):
     wide, step = operands(shape, OPTIMIZERS[name])
     places = tuple(range(1, len(wide)))

@@ -292,11 +292,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_refused_by_name(tmp_path, damage, direct):
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
     specs = [SPECS[5]] * 3
-    with DiskStore(tmp_path / "store", specs, direct=direct, in_flight=1) as store:
+    with DiskStore(tmp_path / "store", specs, in_flight=1) as store:
         fill(store, specs, 3)
         path = folder.chunk_file(store.path, 0)
         work, says = DAMAGES[damage]
@@ -306,16 +305,6 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage, direct):
         store.read(2, version=3).result(10).release()  # the buffer came back
         fill(store, specs, 4)
         assert_holds(store, specs, 4)
-
-
-def test_any_flipped_bit_is_found(store):
-    path = folder.chunk_file(store.path, 0)
-    for place in np.linspace(0, 0.999, 60):
-        flip(path, place)
-        with pytest.raises(DiskStateError, match="is damaged"):
-            store.read(0, version=3).result(10)
-        flip(path, place)
-    store.read(0, version=3).result(10)
 
 
 def test_a_state_of_another_step_is_refused(store):
@@ -364,12 +353,6 @@ def test_a_name_alone_does_not_make_a_file_ours(tmp_path, lock):
     assert lock is None or (tmp_path / ".lock").read_text() == lock
 
 
-def test_a_run_that_was_killed_before_it_had_the_lock_does_no_harm(tmp_path):
-    (tmp_path / ".lock").touch()
-    DiskStore(tmp_path, SPECS).close()
-    DiskStore(tmp_path, SPECS).close()
-
-
 def test_a_folder_that_cannot_be_is_refused(tmp_path):
     (tmp_path / "file").write_text("here")
     for path, why in ((tmp_path / "file", "Not a directory"), (tmp_path / "no" / "where", "No such file")):
@@ -393,19 +376,6 @@ def test_a_folder_is_used_by_one_store_at_a_time(store):
     store.close()
     store.close()
     DiskStore(store.path, SPECS[:2]).close()
-
-
-def test_a_disk_too_small_is_refused_before_anything_is_written(left, monkeypatch):
-    disk = os.statvfs(left)
-    sizes = [spec.bytes for spec in SAME]
-    available = 5 * disk.f_frsize + sum(path.stat().st_blocks * 512 for path in left.glob("chunk_*"))
-    before = {path: path.read_bytes() for path in left.glob("chunk_*")}
-    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((*disk[:4], 5, *disk[5:])))
-    with pytest.raises(
-        DiskError, match=rf"needs {sum(sizes)} bytes in .*12 chunks, and {available} bytes are available"
-    ):
-        DiskStore(left, SAME)
-    assert {path: path.read_bytes() for path in left.glob("chunk_*")} == before
 
 
 def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_path):
@@ -486,10 +456,9 @@ with DiskStore(sys.argv[1], [ChunkSpec(str(i), ((array.shape, array.dtype),)) fo
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_killed_run_leaves_a_folder_that_the_next_one_can_use(tmp_path, kills):
-    moments = random.Random(kills)
-    for _ in range(kills):
+def test_a_killed_run_leaves_a_folder_that_the_next_one_can_use(tmp_path):
+    moments = random.Random(0)
+    for _ in range(3):
         child = run(CYCLE, tmp_path / "store")
         assert child.stdout.readline() == "begun\n", child.communicate()[1]
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -514,25 +483,3 @@ def test_a_store_that_could_not_be_made_leaves_the_folder_free(tmp_path, monkeyp
             DiskStore(tmp_path / "store", SPECS)
     with DiskStore(tmp_path / "store", SPECS) as store:
         store.write(0, arrays_of(SPECS[0], 0), version=0)
-
-
-def test_of_several_failed_writes_the_first_is_raised_once(tmp_path, monkeypatch):
-    with DiskStore(tmp_path / "store", SPECS) as store:
-        with monkeypatch.context() as patch:
-
-            def full(*args, **options):
-                raise OSError(28, "No space left on device")
-
-            patch.setattr("zerojax.offload.chunks.transfer", full)
-            failed = 0
-            for index in range(len(SPECS)):
-                try:
-                    store.write(index, arrays_of(SPECS[index], 0), version=0)
-                except DiskError:
-                    failed += 1
-            try:
-                store.flush()
-            except DiskError:
-                failed += 1
-        assert 1 <= failed <= len(SPECS)
-        store.flush()

@@ -19,7 +19,6 @@ from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import chunks, close, folder, host, lock
 from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
-from zerojax.offload.disk import DiskStore
 from zerojax.offload.folder import DiskError
 from zerojax.offload.measure import BESIDE_STATE_BYTES, GRADIENT_BYTES, Speed, choose, measure, timed
 from zerojax.offload.state_files import LeafFiles, StateFiles, shards_of
@@ -196,41 +195,6 @@ def test_a_changed_byte_changes_the_checksum(place, by):
     assert checksum(memoryview(content)) != before
 
 
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_a_store_has_two_buffers_for_each_chunk_in_flight(tmp_path, in_flight):
-    specs = [ChunkSpec("small", (((1,), F32),)), ChunkSpec("large", (((1025,), F32),))]
-    with DiskStore(tmp_path / "store", specs, in_flight=in_flight) as store:
-        assert store.buffer_bytes == 2 * in_flight * 2 * BLOCK
-        assert (store._to_read.qsize(), store._to_write.qsize()) == (in_flight, in_flight)
-
-
-def test_only_chunks_beside_our_mark_are_an_earlier_runs(tmp_path):
-    names = ["chunk_00000.bin", "chunk_123456.bin"]
-    for name in names:
-        (tmp_path / name).touch()
-    with pytest.raises(DiskError, match=r"has chunk_00000.bin, chunk_123456.bin, which no earlier run wrote"):
-        folder.leftovers(tmp_path)
-    lock.lock(tmp_path).release()
-    assert folder.leftovers(tmp_path) == [tmp_path / name for name in names]
-    assert folder.chunk_file(tmp_path, 0) == tmp_path / names[0]
-    for name in "abcd":
-        (tmp_path / name).touch()
-    with pytest.raises(DiskError, match=r"has a, b, c and more, which"):
-        folder.leftovers(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "folder"])
-def test_only_a_plain_file_is_an_earlier_runs_chunk(tmp_path, kind):
-    store, chunk = tmp_path / "store", tmp_path / "store" / "chunk_00000.bin"
-    store.mkdir()
-    lock.lock(store).release()
-    (tmp_path / "theirs").touch()
-    chunk.mkdir() if kind == "folder" else chunk.symlink_to(tmp_path / ("theirs" if "file" in kind else "nowhere"))
-    with pytest.raises(DiskError, match=r"has chunk_00000.bin, which no earlier run wrote"):
-        folder.claim(store, [1])
-    assert sorted(os.listdir(store)) == [lock.LOCK, "chunk_00000.bin"]
-
-
 def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
     lock.lock(tmp_path).release()
     (tmp_path / "chunk_00000.bin").write_bytes(bytes(2 * BLOCK))
@@ -249,47 +213,6 @@ def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
     with_room.release()
     assert not with_room.held
     with_room.release()
-
-
-@pytest.mark.parametrize(
-    ("content", "ours"),
-    [
-        (b"", False),
-        (b"\0" * 28, False),
-        (b"zerojax, process 12        \n", True),
-        (b"zerojax, process 1234567890\n", True),
-    ],
-)
-def test_marks_of_an_earlier_run(tmp_path, content, ours):
-    (tmp_path / lock.LOCK).write_bytes(content)
-    assert lock.has_mark(tmp_path) == ours
-    lock.lock(tmp_path).release()
-    assert lock.has_mark(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"\0" * 29, b"zerojax, process x\n", b"zerojax, process 12345678901\n", b"mine"])
-def test_a_lock_file_of_others_is_left_as_it_was(tmp_path, content):
-    (tmp_path / lock.LOCK).write_bytes(content)
-    with pytest.raises(DiskError, match="so no run of zerojax wrote it"):
-        lock.lock(tmp_path)
-    assert (tmp_path / lock.LOCK).read_bytes() == content
-
-
-def test_a_lock_file_that_is_no_plain_file_is_refused(tmp_path):
-    assert not lock.has_mark(tmp_path)
-    other = tmp_path / "other"
-    other.touch()
-    (tmp_path / lock.LOCK).symlink_to(other)
-    with pytest.raises(DiskError, match="is a symbolic link"):
-        lock.lock(tmp_path)
-    (tmp_path / lock.LOCK).unlink()
-    os.link(other, tmp_path / lock.LOCK)
-    with pytest.raises(DiskError, match="has another name, too"):
-        lock.lock(tmp_path)
-    (tmp_path / lock.LOCK).unlink()
-    (tmp_path / lock.LOCK).mkdir()
-    with pytest.raises(DiskError, match="is no plain file"):
-        lock.lock(tmp_path)
 
 
 @pytest.mark.parametrize(

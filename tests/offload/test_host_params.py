@@ -2,84 +2,28 @@
 
 import dataclasses
 
+import disk_models
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from conftest import fraction, mesh_of
+from disk_models import LAYERS, LOSSES, batch_of, model_params
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.layout.chunked import is_chunked
 
-LAYERS = 3
 BOTH = Offload(optimizer="host", params="host", update="device")
 STATE = dataclasses.replace(BOTH, params=None)
 
 
-def model_params():
-    """Stacked layers, a small leaf that persists, and a leaf that neither 3 nor 8 devices share evenly."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    return {
-        "embed": jax.random.normal(keys[0], (26, 16)) / 3,
-        "layers": {"w": jax.random.normal(keys[1], (LAYERS, 16, 24)) / 5, "bias": jnp.zeros((LAYERS, 16))},
-        "uneven": jax.random.normal(keys[2], (13, 7)) / 3,
-    }
-
-
-def layer(weights, x):
-    return x + jnp.tanh(x @ weights["w"]) @ weights["w"].T + weights["bias"]
-
-
-def loss_of(run):
-    def loss(params, batch):
-        x = run(params["layers"], params["embed"][batch["tokens"]])
-        logits = x @ params["embed"].T
-        found = jnp.mean(jax.nn.logsumexp(logits, -1)) + jnp.mean((x[:, :13] @ params["uneven"]) ** 2)
-        return found.astype(jnp.float32)
-
-    return loss
-
-
-def loop(layers, x):
-    return jax.lax.scan(lambda x, weights: (layer(weights, x), None), x, layers)[0]
-
-
-def remat_loop(layers, x):
-    body = jax.checkpoint(lambda x, weights: (layer(weights, x), None))
-    return jax.lax.scan(body, x, layers)[0]
-
-
-def one_by_one(layers, x):
-    for i in range(LAYERS):
-        x = layer(jax.tree.map(lambda stack, i=i: stack[i], layers), x)
-    return x
-
-
-def remat_one_by_one(layers, x):
-    for i in range(LAYERS):
-        x = jax.checkpoint(layer)(jax.tree.map(lambda stack, i=i: stack[i], layers), x)
-    return x
-
-
-LOSSES = {run.__name__: loss_of(run) for run in (loop, remat_loop, one_by_one, remat_one_by_one)}
 scanned, unrolled = LOSSES["remat_loop"], LOSSES["one_by_one"]
 
 
-def batch_of(seed=1):
-    return {"tokens": jax.random.randint(jax.random.key(seed), (48,), 0, 26)}
-
-
 def sharded(offload, devices=8, tx=None, **options):
-    return zero_shard(
-        optax.adamw(1e-2) if tx is None else tx,
-        stage=3,
-        mesh=mesh_of(devices),
-        persist_below=64,
-        offload=offload,
-        **options,
-    )
+    return disk_models.sharded(tx, devices, offload=offload, **options)
 
 
 def trained(tx, loss, steps=2, **options):
@@ -121,12 +65,6 @@ def assert_training_is_the_same(loss, steps=2, accumulate=1, offload=BOTH, **opt
     assert_same(found, wanted)
     first = on_host.unshard(on_host.shard(model_params()))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), on_host.unshard(have.params), first)))
-
-
-@pytest.mark.slow
-def test_a_model_trains_as_with_its_parameters_on_the_device():
-    """Scanned, in bfloat16, on a device count that pads most leaves."""
-    assert_training_is_the_same(scanned, devices=3, precision=Precision.bf16())
 
 
 PRECISIONS = {"float32": None, "bf16": Precision.bf16(), "fp16": Precision.fp16(loss_scale=256.0)}
@@ -328,11 +266,6 @@ def test_a_step_passes_parameters_on_within_host_memory():
 def test_other_stages_are_refused(stage):
     with pytest.raises(ValueError, match=rf"needs stage 3: at stage {stage} each device holds all parameters"):
         zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), offload=BOTH)
-
-
-def test_parameters_alone_are_refused():
-    with pytest.raises(ValueError, match="offloads parameters without their optimizer state"):
-        Offload(params="host")
 
 
 def test_a_state_of_parameters_on_the_device_is_refused():

@@ -13,7 +13,6 @@ from conftest import mesh_of
 from zerojax import zero_shard
 from zerojax.layout.padded import Padded
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # No dim is divided by 4 devices.
 PARAMS = {"w": jnp.sin(jnp.arange(77.0)).reshape(7, 11), "v": jnp.cos(jnp.arange(55.0)).reshape(11, 5)}
 BATCH = jnp.cos(jnp.arange(12 * 7.0)).reshape(12, 7)
@@ -34,7 +33,7 @@ def trained(tx, params) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, slow(0), slow(1)])
+@pytest.mark.parametrize("stage", [2, 0])
 def test_padded_parameters_keep_their_form_in_a_loop_of_another_stage(stage):
     make = functools.partial(zero_shard, optax.adam(1e-2), mesh=mesh_of(4), persist_below=0)
     given = make(stage=3).shard(PARAMS)

@@ -22,11 +22,6 @@ WIDTH, TOKENS, ROWS = 64, 64, 2
 NEWEST = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="jax 0.10 keeps gathered parameters of unrolled models on CPU"
 )
-AOT = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not installed(), reason="needs the extra aot"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="compiled for GPUs with the newest jax"),
-]
 
 
 @functools.cache
@@ -54,14 +49,13 @@ def found(shapes, loss, batch, stage, *, mesh=None, accumulate=1, precision=None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [4, 24])
-def test_the_examples_peak_at_stage_3_is_predicted(depth):
-    model = (*example(depth), windows(), 3)
+def test_the_examples_peak_at_stage_3_is_predicted():
+    model = (*example(24), windows(), 3)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [*(pytest.param(s, marks=pytest.mark.slow) for s in (0, 1)), 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage):
     model = (*example(4), windows(), stage)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=0.01)
@@ -72,11 +66,9 @@ def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage)
     ("stage", "options"),
     [
         (1, {"accumulate": 2}),
-        (3, {"accumulate": 2}),
-        (0, {"precision": Precision.bf16()}),
         (2, {"precision": Precision.bf16()}),
     ],
-    ids=["two-microbatches-1", "two-microbatches-3", "bf16-0", "bf16-2"],
+    ids=["two-microbatches-1", "bf16-2"],
 )
 def test_microbatches_and_types_are_in_the_prediction(stage, options):
     model = (*example(4), windows(accumulate=options.get("accumulate", 1)), stage)
@@ -93,7 +85,7 @@ def test_whatever_dominates(width, rows):
 @NEWEST
 @pytest.mark.parametrize(
     ("scan", "remat"),
-    [(False, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, False), (True, False)])],
+    [(False, True), pytest.param(True, False, marks=pytest.mark.slow)],
 )
 def test_unrolled_layers_and_those_without_remat(scan, remat):
     init, loss, (rows, tokens) = yardstick.build("tiny", scan=scan, remat=remat)
@@ -116,9 +108,10 @@ def test_activations_cannot_use_the_buffers_of_sharded_gradients(rows):
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.parametrize("depth", [pytest.param(depth, marks=AOT) for depth in (4, 24)])
-def test_the_examples_peak_on_absent_gpus(depth):
-    model = (*example(depth, width=256), windows(rows=16), 3)
+@pytest.mark.slow
+@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+def test_the_examples_peak_on_absent_gpus():
+    model = (*example(24, width=256), windows(rows=16), 3)
     compiled = found(*model, mesh=absent_mesh("h200:8"))
     assert predicted(*model, gpu="h200").peak == pytest.approx(compiled, rel=TOLERANCE)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of, mounted
+from conftest import mesh_of
 from disk_models import LOSSES, batch_of, model_params, on_disk
 
 from zerojax import Offload, offload, zero_shard
@@ -64,21 +64,6 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     with pytest.raises(DiskError, match="is in use by this process"):
         on_disk(tmp_path / "run", devices=2).create(model_params())
     step(state, batch_of(1))
-
-
-def test_files_of_others_are_refused_and_kept(tmp_path):
-    folder = tmp_path / "run" / "params" / "process_0"
-    folder.mkdir(parents=True)
-    (folder / "thesis.tex").write_text("years of work")
-    with pytest.raises(DiskError, match=r"thesis\.tex, which no earlier run wrote"):
-        on_disk(tmp_path / "run", devices=2).create(model_params())
-    assert (folder / "thesis.tex").read_text() == "years of work"
-
-
-def test_a_disk_that_is_too_small_is_refused_before_training(tmp_path):
-    small = tmp_path / "small"
-    with mounted(small, "-t", "tmpfs", "-o", "size=40k", "none"), pytest.raises(DiskError, match=r"needs \d+ bytes in"):
-        on_disk(small / "run", devices=2).create(model_params())
 
 
 @pytest.mark.slow
@@ -163,13 +148,6 @@ def test_a_step_that_is_interrupted_gives_its_files_up(tmp_path, monkeypatch):
         step(state, batch_of(1))
     on_disk(tmp_path / "run", devices=2).create(model_params())
     assert chunks[0].exists()
-
-
-@pytest.mark.slow
-def test_a_state_can_be_closed(tmp_path):
-    _, _, state, _ = begun(tmp_path / "run")
-    offload.close(state)
-    on_disk(tmp_path / "run", devices=2).create(model_params())
 
 
 def test_what_cannot_be_is_refused_by_name(tmp_path):

@@ -10,7 +10,7 @@ import time
 import pytest
 from conftest import HELPERS
 
-KILLS, STEPS = 20, 3
+KILLS, STEPS = 8, 3
 CHILD = HELPERS / "disk_child.py"
 
 
@@ -74,7 +74,7 @@ def digests_of(lines):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_twenty_times_is_restored_exactly_each_time(template, tmp_path):
+def test_a_run_that_is_killed_eight_times_is_restored_exactly_each_time(template, tmp_path):
     """Moments are spread evenly over the transfers of three steps and their checkpoints, and their order is random."""
     wanted = digests_of(template.run(tmp_path / "straight", steps=KILLS * STEPS, is_reference=1))
     _, transfers, seconds = template.run(tmp_path / "saved")[-1]

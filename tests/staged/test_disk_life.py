@@ -27,7 +27,6 @@ from zerojax.checkpoint import (
     saving,
 )
 from zerojax.layout.chunked import is_chunked
-from zerojax.offload.folder import DiskError
 from zerojax.offload.state_files import StateFiles
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.state import files_of
@@ -127,13 +126,12 @@ def deep_params(key=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [None, pytest.param(Precision.bf16(), marks=pytest.mark.slow)], ids=["", "bf16"])
-def test_an_import_holds_one_chunk(tmp_path, monkeypatch, precision):
+def test_an_import_holds_one_chunk(tmp_path, monkeypatch):
     """With tensors of single layers, which are stacked. The devices hold nothing."""
     given = jax.device_get(deep_params())
     mapping = {f"layers.{{i}}.{name}": (f"{name}", "out in -> in out") for name in "ab"} | {"head": "head"}
     export(given, tmp_path / "exported", mapping=mapping)
-    tx = on_disk(tmp_path / "run", devices=2, precision=precision)
+    tx = on_disk(tmp_path / "run", devices=2, precision=Precision.bf16())
     like = tx.create(jax.eval_shape(deep_params))
     held = held_at_writes(monkeypatch)
     params = import_params(tmp_path / "exported", like, mapping=mapping)
@@ -143,7 +141,7 @@ def test_an_import_holds_one_chunk(tmp_path, monkeypatch, precision):
     assert all(map(is_chunked, jax.tree.leaves(params, is_leaf=is_chunked)))
     assert_same(jax.device_get(tx.unshard(params)), given)
     state = tx.create(params)
-    narrow = jax.tree.map(lambda x: jnp.asarray(x, precision and precision.compute), given)
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), given)
     assert_same(jax.device_get(tx.unshard(state.params)), jax.device_get(narrow))
     monkeypatch.undo()
 
@@ -248,14 +246,6 @@ def test_a_save_that_fills_the_disk_ends_no_run(tmp_path, unpacked, monkeypatch)
         assert os.listdir(small / "saved") == [".lock"]
     state, _ = step(state, batch_of(1))
     on_host(tx, state)
-
-
-@pytest.mark.slow
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    message = r"Read-only file system\. Give a folder that this process can write to"
-    fixed = tmp_path / "fixed"
-    with mounted(fixed, "-t", "tmpfs", "-o", "ro", "none"), pytest.raises(DiskError, match=message):
-        on_disk(fixed / "run").create(model_params())
 
 
 @pytest.mark.slow

@@ -1,15 +1,11 @@
 """Two processes train with parameters on disk as one process does in memory, each with its own folder."""
 
-import os
 import pickle
-import socket
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import pytest
-from conftest import HELPERS
+import several
 from disk_models import model_params, sharded
 from disk_runs import DEVICES, RUNS, results, trained
 
@@ -29,17 +25,7 @@ def float64():
 def folder(tmp_path_factory):
     """The folder in which two processes have written their results, a checkpoint and an export."""
     folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    flags = f"--xla_force_host_platform_device_count={DEVICES // 2}"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    command = [sys.executable, HELPERS / "disk_processes_child.py"]
-    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    children = [subprocess.Popen([*command, str(i), port, folder], **options) for i in range(2)]
-    for child in children:
-        _, errors = child.communicate(timeout=600)
-        assert child.returncode == 0, errors
+    several.run("disk_processes_child.py", folder, devices=DEVICES // 2)
     return folder
 
 

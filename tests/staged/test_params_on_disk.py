@@ -13,7 +13,7 @@ from matrix_optimizers import shampoo
 
 import zerojax
 from zerojax import Offload, Precision
-from zerojax.checkpoint import Checkpointer, export, import_params
+from zerojax.checkpoint import Checkpointer
 from zerojax.layout.chunked import is_chunked
 from zerojax.staged.gradients import Gradients
 from zerojax.staged.microbatch import Microbatch
@@ -55,13 +55,19 @@ def assert_trains_the_same(path, loss, tx=None, devices=8, beside=None, atol=ATO
     have, found = trained(disk, loss, **options)
     want, wanted = trained(memory, loss, **options)
     unknown = {"param_norms", "update_norms"}  # files are updated chunk by chunk
-    assert_close(found, [{name: x for name, x in one.items() if name not in unknown} for one in wanted], atol)
+    wanted = [{name: x for name, x in one.items() if name not in unknown} for one in wanted]
+    assert_close([one["loss"] for one in found], [one["loss"] for one in wanted], atol)
+    assert_close(found, wanted, max(atol, ATOL))  # norms are float32
     assert_close(have, want, atol)
+    return wanted
 
 
 @pytest.mark.parametrize(("name", "devices"), quick_or_slow(itertools.product(LOSSES, [1, 3, 8]), [("loop", 1)]))
-def test_a_model_trains_as_in_memory(tmp_path, name, devices):
-    assert_trains_the_same(tmp_path, LOSSES[name], devices=devices)
+def test_twenty_steps_equal_those_in_memory(tmp_path, name, devices):
+    """In float64, because Adam divides a gradient by its size, and one unit of float32 may become a step of its own."""
+    with jax.enable_x64(True):  # float64 rounds at 1e-16; steps amplify it
+        wanted = assert_trains_the_same(tmp_path, LOSSES[name], devices=devices, steps=20, atol=1e-11)
+    assert wanted[-1]["loss"] < 0.5 * wanted[0]["loss"]
 
 
 OPTIMIZERS = {
@@ -190,28 +196,23 @@ def test_evaluation_streams_and_equals_that_in_memory(tmp_path):
         assert_close(jax.device_get(found), jax.device_get(wanted))
 
 
-@pytest.mark.parametrize("precision", [None, pytest.param(Precision.bf16(), marks=pytest.mark.slow, id="bf16")])
-def test_parameters_are_initialised_into_files(tmp_path, precision):
-    tx = on_disk(tmp_path, precision=precision)
+def test_parameters_are_initialised_into_files(tmp_path):
+    tx = on_disk(tmp_path, precision=Precision.bf16())
     given = model_params()
     params = tx.init_params(lambda: given)
     assert is_chunked(params["embed"])
     assert params["embed"].dtype == jnp.float32
     assert_close(jax.device_get(tx.unshard(params)), model_params(), atol=0)
     state = tx.create(params)
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if precision else x, model_params())
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model_params())
     assert_close(jax.device_get(tx.unshard(state.params)), jax.device_get(narrow), atol=0)
-    if precision:
-        masters = tx.unshard(tx.as_params(state.opt_state.master, params))
-        assert_close(jax.device_get(masters), model_params(), atol=0)
+    assert_close(masters_of(tx, state), model_params(), atol=0)
 
 
-@pytest.mark.parametrize("precision", [None, Precision.bf16()])
 @pytest.mark.slow
-def test_a_checkpoint_restores_into_any_layout(tmp_path, precision):
+def test_a_checkpoint_restores_into_any_layout(tmp_path):
     """From disk to disk on other devices, to memory, and back; training goes on as if nothing had been."""
-    shapes = jax.eval_shape(model_params)
-    options = {"precision": precision}
+    shapes, options = jax.eval_shape(model_params), {"precision": Precision.bf16()}
     ways = {
         "disk": on_disk(tmp_path / "again", **options),
         "three": on_disk(tmp_path / "three", devices=3, **options),
@@ -247,16 +248,6 @@ def masters_of(tx, state):
     if master is not None:
         found = tx.unshard(tx.as_params(master, state.params))
     return jax.device_get(found)
-
-
-@pytest.mark.slow
-def test_an_export_is_read_back_into_files(tmp_path):
-    tx = on_disk(tmp_path / "run")
-    state, _ = tx.train_step(LOSSES["loop"])(tx.create(model_params()), batch_of(0))
-    export(state, tmp_path / "exported")
-    shapes = jax.eval_shape(model_params)
-    read = import_params(tmp_path / "exported", sharded().shard(shapes))
-    assert_close(jax.device_get(sharded().unshard(read)), jax.device_get(tx.unshard(state.params)), atol=0)
 
 
 WIDE, DEEP = 24, 3
@@ -357,6 +348,22 @@ def within_one_remat(params, batch):
     return jax.checkpoint(shared_in_a_loop)(params, batch)
 
 
+def convolved(params, batch):
+    images = embedded(params, batch).reshape(len(batch["tokens"]), 4, 6, 1)
+    kernel = params["shared"].reshape(4, 6, 1, WIDE)
+    x = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return squares(jnp.tanh(x).mean((1, 2)), params, batch)
+
+
+def taught(params, batch):
+    """A teacher is a part of the parameters whose gradient is stopped. The codes pass straight through."""
+    x = embedded(params, batch)
+    student, teacher = x + jnp.tanh(x @ params["list"][0]), x + jnp.tanh(x @ params["list"][1])
+    near = params["shared"][jnp.argmin(jnp.sum((student[:, None] - params["shared"]) ** 2, -1), -1)]
+    through = student + jax.lax.stop_gradient(near - student) - jax.lax.stop_gradient(teacher)
+    return jnp.mean(through**2) + jnp.mean((jax.lax.stop_gradient(student) - near) ** 2)
+
+
 ODD = {
     fn.__name__: fn
     for fn in (
@@ -369,6 +376,8 @@ ODD = {
         within_a_branch,
         of_weights_alone,
         within_one_remat,
+        convolved,
+        taught,
     )
 }
 

@@ -68,7 +68,7 @@ def test_offloaded_state_of_every_rank(name, mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adafactor", "adaptive_grad_clip", "multi_steps", "prodigy", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["adafactor", "multi_steps", "prodigy"])
 def test_state_of_every_rank_on_disk(name, mesh, tmp_path):
-    """Every transformation of `OTHERS` was run once; these five have state that no other one has."""
+    """Every transformation of `OTHERS` was run once; these three have state that no other one has."""
     assert_trains_as_optax(name, Offload(optimizer="disk", path=tmp_path), mesh)
