@@ -3,11 +3,8 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import tracemalloc
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +17,6 @@ from models import awkward_params
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-import zerojax
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
 from zerojax.checkpoint.directory import host
@@ -149,13 +145,6 @@ def test_a_file_is_full_at_its_limit(tmp_path, limit, files):
 # --- the command line --------------------------------------------------------------------------------------------
 
 
-def in_a_process_of_its_own(*args, seconds=60):
-    path = os.pathsep.join([str(Path(zerojax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "100"}
-    arguments = [sys.executable, "-m", "zerojax", *map(str, args)]
-    return subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
-
-
 def command(*args):
     return CliRunner().invoke(app, [str(x) for x in args])
 
@@ -169,12 +158,11 @@ def saved(tmp_path_factory):
     return directory
 
 
-@pytest.mark.slow
 def test_the_command_line_verifies_and_exports(saved, tmp_path):
     done = command("verify", saved)
     assert (done.exit_code, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")
-    done = in_a_process_of_its_own("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
-    assert (done.returncode, done.stdout) == (0, f"{tmp_path}/out/model.safetensors\n"), done.stderr
+    done = command("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/out/model.safetensors\n"), done.stderr
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].dtype == jnp.bfloat16
     assert json.loads(command("verify", saved, "--json").stdout) == {"intact": [3, 5]}
     written = json.loads(command("export", saved, tmp_path / "again", "--json").stdout)

@@ -163,4 +163,3 @@ def test_it_is_planned_and_checked_for_absent_gpus():
     assert peak(tx) < peak(zero(batch_spec=None))
     with pytest.raises(ValueError, match="batch_spec"):
         plan.fit(tx, loss, PARAMS, BATCH)
-    assert compare(tx, loss, PARAMS, BATCH, stages=3).ok

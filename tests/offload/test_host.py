@@ -117,15 +117,6 @@ def test_free_memory_is_the_smaller_of_the_hosts_and_the_containers(tmp_path):
         assert free() == expected
 
 
-def test_arrays_go_to_the_host_and_back(mesh):
-    x = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
-    away = host.to_memory(x, host.host_kind(mesh))
-    assert away.sharding == host.host_sharding(mesh, PartitionSpec("data"))
-    assert [host.is_on_host(x), host.is_on_host(away), host.is_on_host(host.to_device(away))] == [False, True, False]
-    assert host.to_device(x) is x
-    np.testing.assert_array_equal(host.to_device(away), x)
-
-
 @given(st.floats(1, 1e3), st.floats(1, 1e3), st.floats(0.5, 40))
 def test_the_way_that_takes_less_time_is_chosen(link, memory, state):
     choice = choose(Speed(link * GB, memory * GB), state)

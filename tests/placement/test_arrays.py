@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.config import Config, Offload
 from zerojax.layout.chunked import Chunking
@@ -18,7 +18,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import host_kind
-from zerojax.placement import chunking, misplaced, place, storage, unusable
+from zerojax.placement import chunking, misplaced, place, storage
 
 P = PartitionSpec
 F32 = np.dtype("float32")
@@ -169,25 +169,6 @@ def test_parameters_return_in_the_form_in_which_they_came(form):
     np.testing.assert_array_equal(jnp.asarray(tree["w"]), x)
 
 
-def test_an_axis_is_compared_up_to_the_last_divided_dim():
-    assert misplaced.over(P(None, ("model", "data"), "model"), ("data",)) == ((), ("data",))
-    assert misplaced.over(P("model"), ("data",)) == ()
-    on_0, on_1, nowhere = (("data",),), ((), ("data",)), ()
-    assert misplaced.in_words(on_0, on_1) == ["sharded over 'data' on dim 0", "sharded over 'data' on dim 1"]
-    assert misplaced.in_words(on_0, nowhere) == ["sharded over 'data'", "replicated"]
-
-
-def test_what_is_placed_otherwise_than_planned():
-    x, of = counting(16, 8), leaf(16, 8)
-    found = lambda x, of=of: misplaced.misplaced(of, x, ("data",)) and str(misplaced.misplaced(of, x, ("data",)))
-    assert found(put(x, "data")) is None
-    assert found(put(x)) == "planned: sharded over 'data'; found: replicated"
-    assert found(x) == "planned: sharded over 'data'; found: on one device"
-    assert found(np.asarray(x)) is None
-    assert found(x, leaf(16, 8, dim=None)) is None
-    assert found(put(x), Leaf("", (16, 8), F32, ("data",), 1, kind="sharded", dim=0)) is None
-
-
 def test_one_warning_names_three_arrays_in_the_first_live_call():
     def parts(count, placed):
         leaves = [dataclasses.replace(leaf(8, 2), path=f"[{i}]") for i in range(count)]
@@ -204,19 +185,3 @@ def test_one_warning_names_three_arrays_in_the_first_live_call():
     misplaced.PlacementCheck().first(parts(3, lambda x: x), ("data",), stacklevel=1)  # on one device
     misplaced.PlacementCheck().first(parts(3, lambda x: put(x, "data")), ("data",), stacklevel=1)
     misplaced.PlacementCheck().first([("p", [put(counting(8, 2))], [])], ("data",), stacklevel=1)
-
-
-def test_an_array_that_cannot_be_used_is_named():
-    used, mesh = put(jnp.ones(8)), mesh_of(8)
-    used.delete()
-    elsewhere = jax.device_put(jnp.ones(8), NamedSharding(mesh_of(2), P("data")))
-    one = jax.device_put(jnp.ones(8), SingleDeviceSharding(jax.devices()[1]))
-    assert unusable.problem_of(mesh, "p", [1, np.ones(2), jnp.ones(8), put(jnp.ones(8))]) == ""
-    assert unusable.problem_of(mesh, "p", [one]).startswith("p[0] was put on 1 of the 8 devices of the mesh")
-    assert unusable.problem_of(mesh, "p", [1, used]).startswith("p[1] was used up")
-    assert unusable.problem_of(mesh, "p", {"a": elsewhere}).startswith("p['a'] is on a mesh of 2 devices")
-    assert unusable.problem_of(None, "p", {"a": elsewhere}) == ""
-    with pytest.raises(ValueError, match=r"^q\['a'\] was used up"), unusable.unusable_named(mesh, p=[], q={"a": used}):
-        used + 1
-    with pytest.raises(RuntimeError, match=r"^mine$"), unusable.unusable_named(mesh, p=[put(jnp.ones(8))]):
-        raise RuntimeError("mine")
