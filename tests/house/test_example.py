@@ -144,6 +144,13 @@ def test_bad_options_are_one_readable_line(options, message, tmp_path, monkeypat
     assert message in said.strip().splitlines()[-1]
 
 
+def test_zerojax_plan_gets_its_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_gpt, "mesh_of", lambda count, _: mesh_of(count or 8))
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--out", str(tmp_path), *SMALL])
+    step, state, batch = train_gpt.make_step()
+    step.trace(state, batch)
+
+
 @pytest.mark.slow
 def test_bfloat16_ends_where_float32_does(tmp_path):
     # The held-out loss is a mean over 64 kB, whose noise is far below 1%: nothing needs smoothing.

@@ -11,7 +11,6 @@ from conftest import mesh_of
 from gpt import GPT, next_byte_loss
 
 from zerojax import Precision, block, estimate, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
 
 # What the prediction leaves to XLA: in which order it computes, and what it puts where something else was before.
 # The figures are within 6%, mostly within 3. (Toys of unlike layers, whose peaks fall on different times, can
@@ -76,9 +75,8 @@ def test_microbatches_and_types_are_in_the_prediction(stage, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("width", "rows"), [(256, 1), (64, 16)], ids=["parameters", "activations"])
-def test_whatever_dominates(width, rows):
-    model = (*example(4, width), windows(rows), 3)
+def test_where_activations_dominate():
+    model = (*example(4), windows(16), 3)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
 
 
@@ -105,15 +103,6 @@ def test_activations_cannot_use_the_buffers_of_sharded_gradients(rows):
     shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 12
     model = (shapes, loss, jax.ShapeDtypeStruct((8 * rows, 32, 512), jnp.float32), 3)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
-
-
-@pytest.mark.usefixtures("optimized")
-@pytest.mark.slow
-@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
-def test_the_examples_peak_on_absent_gpus():
-    model = (*example(24, width=256), windows(rows=16), 3)
-    compiled = found(*model, mesh=absent_mesh("h200:8"))
-    assert predicted(*model, gpu="h200").peak == pytest.approx(compiled, rel=TOLERANCE)
 
 
 def chain(layers, width=64):
