@@ -124,14 +124,10 @@ def wait_for(futures: Sequence[Any]) -> None:
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
     large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
-    with packing.Files(directory) as files:
-        arrays = [read_packed(files, one) if one.saved.pieces else next(large) for one in requests]
+    with packing.Files(directory) as files:  # each process reads packed leaves in full, because they are small
+        packed = lambda saved: files.read(saved.name, saved.pieces, saved.storage_dtype)
+        arrays = [placed(packed(one.saved), one) if one.saved.pieces else next(large) for one in requests]
     return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
-
-
-def read_packed(files: packing.Files, one: ReadRequest) -> jax.Array:
-    """Read a packed leaf. Each process reads the full leaf, because packed leaves are small."""
-    return placed(files.read(one.saved.name, one.saved.pieces, one.saved.storage_dtype), one)
 
 
 def placed(stored: np.ndarray, one: ReadRequest) -> jax.Array:
@@ -149,9 +145,10 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     them twice if the devices are in host memory, too.
     """
     pairs = [(one, opened(directory, one.saved)) for one in requests]
-    every = [(directory, one.saved, box, files) for one, files in pairs for box in places_of(one)]
-    sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for _, saved, box, _ in every]
-    values = read_ahead(read_spans, every, sizes, bytes_ahead(sum(sizes)))
+    parts = [(one.saved, box, files) for one, files in pairs for box in places_of(one)]
+    sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box, _ in parts]
+    every = [(directory, saved, tuple(slice(*span) for span in box), files) for saved, box, files in parts]
+    values = read_ahead(read_box, every, sizes, bytes_ahead(sum(sizes)))
     return [
         assembled(one.shape, one.sharding, one.saved.storage_dtype, values, places_of(one).values()) for one in requests
     ]
@@ -211,13 +208,6 @@ def unreadable_named(directory: Path, saved: SavedLeaf) -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
-
-
-def read_spans(
-    directory: Path, saved: SavedLeaf, spans: tuple[tuple[int, int], ...], files: ZarrFiles | None
-) -> np.ndarray:
-    """Read a part of a leaf's storage, given by its start and end along each dim. See `read_box`."""
-    return read_box(directory, saved, tuple(slice(*span) for span in spans), files)
 
 
 def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...], files: ZarrFiles | None = None) -> np.ndarray:

@@ -160,7 +160,8 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     config, accumulate = on_topology(step.config, topology), step.options.accumulate
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
-    with on_devices(step.config, config):
+    is_here = config is step.config
+    with contextlib.nullcontext() if is_here else in_force(MovedMeshes(step.config.mesh, config.mesh)):
         compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
         loss = moved.program.loss
         if loss.mutable:
@@ -172,10 +173,6 @@ def on_topology(config: Config, topology: str | None) -> Config:
     if topology is None:
         return config
     return dataclasses.replace(config, user_mesh=absent_mesh_like(config.user_mesh, topology, axes=config.axis))
-
-
-def on_devices(given: Config, moved: Config) -> contextlib.AbstractContextManager:
-    return contextlib.nullcontext() if given is moved else in_force(MovedMeshes(given.mesh, moved.mesh))
 
 
 def check_program(compiled: Any, checked: Checked) -> Check:

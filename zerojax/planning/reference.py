@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +109,9 @@ class Reference:
     def unit(self) -> float:
         """Return the machine epsilon of the narrowest floating type in the gradient's computation."""
         closed = jax.make_jaxpr(lambda given: self.plain.value_and_grad(**given))(self.inputs(self.start))
-        floats = {dtype for dtype in dtypes_in(compat.opened(closed)[0]) if jnp.issubdtype(dtype, jnp.floating)}
+        results = (var.aval for eqn in jaxprs.equations(compat.opened(closed)[0]) for var in eqn.outvars)
+        dtypes = {aval.dtype for aval in results if hasattr(aval, "dtype")}
+        floats = {dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)}
         return max((float(jnp.finfo(dtype).eps) for dtype in floats), default=0.0)
 
     @functools.cached_property
@@ -158,8 +160,3 @@ class Reference:
 def to_host(tree: Any) -> Any:
     """Copy arrays to NumPy arrays, which jit puts on the default device. PRNG keys stay unchanged."""
     return jax.tree.map(lambda x: jax.device_get(x) if is_numeric(jnp.result_type(x)) else x, tree)
-
-
-def dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxprs.equations(jaxpr):
-        yield from (var.aval.dtype for var in eqn.outvars if hasattr(var.aval, "dtype"))
