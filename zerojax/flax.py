@@ -176,21 +176,13 @@ def value_and_grad(
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLoss:
-    """A loss that takes NNX objects, converted to a pure function of their variables.
+    """A loss that takes NNX objects, converted to a pure function of their variables."""
 
-    Attributes:
-        fn: The caller's loss.
-        filters: By index of a differentiated argument, a predicate that selects the variables to differentiate.
-        several: Whether the differentiated variables are a tuple with one state per argument; otherwise one state.
-        has_aux: Whether `fn` returns `(loss, aux)`.
-        in_device_view: Whether each device calls the loss on its own rows.
-    """
-
-    fn: Callable
-    filters: Mapping[int, Callable]
-    several: bool
-    has_aux: bool
-    in_device_view: bool
+    fn: Callable  # the caller's loss
+    filters: Mapping[int, Callable]  # by index of an argument, a predicate that selects the variables to differentiate
+    several: bool  # whether the differentiated variables are a tuple with one state per argument; otherwise one state
+    has_aux: bool  # whether `fn` returns `(loss, aux)`
+    in_device_view: bool  # whether each device calls the loss on its own rows
 
     @property
     def groups(self) -> tuple:

@@ -14,17 +14,11 @@ from zerojax.inspect.timeline import simulate
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The simulated run of a program at achievable rates.
+    """The simulated run of a program at achievable rates."""
 
-    Attributes:
-        roofline: The times of kernels and collectives, if none waited for or slowed another.
-        waits: Seconds that kernels wait for collectives.
-        slowed: Seconds by which matrix products take longer because collectives run.
-    """
-
-    roofline: Roofline
-    waits: float
-    slowed: float
+    roofline: Roofline  # the times of kernels and collectives, if none waited for or slowed another
+    waits: float  # seconds that kernels wait for collectives
+    slowed: float  # seconds by which matrix products take longer because collectives run
 
     @property
     def exposed(self) -> float:

@@ -17,17 +17,11 @@ TESTS = {"inf": jnp.isinf, "nan": jnp.isnan}
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The place where the first NaN or inf appears when a function is evaluated.
+    """The place where the first NaN or inf appears when a function is evaluated."""
 
-    Attributes:
-        kind: `"nan"` or `"inf"`.
-        primitive: The JAX primitive that computes the first NaN or inf. Empty if an argument already contains a NaN.
-        where: The source line, such as "model.py:12", or the argument that contains a NaN. Empty if no line is known.
-    """
-
-    kind: str
-    primitive: str
-    where: str
+    kind: str  # `"nan"` or `"inf"`
+    primitive: str  # the JAX primitive that computes the first NaN or inf. Empty if an argument already contains a NaN
+    where: str  # the source line, such as "model.py:12", or the argument that contains a NaN. Empty if no line is known
 
     def __str__(self) -> str:
         if not self.primitive:

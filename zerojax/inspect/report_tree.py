@@ -19,33 +19,19 @@ NUMBER = re.compile(r"\d+")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One leaf of a state.
+    """One leaf of a state."""
 
-    Attributes:
-        part: The field of the state that contains the leaf: `"params"`, `"opt_state"`, ...
-        path: The leaf's path within the part.
-        keys: The leaf's path in the report's tree: the part, then one key per level. Master weights are a part here.
-        shape: The logical shape if it is known, otherwise the storage shape.
-        dtype: Element type.
-        place: One of `PLACES`.
-        device_bytes: For each device, the bytes in this place, with padding.
-        kept: For each device, the bytes of an offloaded leaf's chunks that are on the device. Empty for other leaves.
-        total: Bytes of the global array in storage.
-        sharding: The `PartitionSpec` and the memory kind. A sharding without a spec is described in words.
-        note: Why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding.
-    """
-
-    part: str
-    path: str
-    keys: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: Any
-    place: str
-    device_bytes: dict[jax.Device, int]
-    kept: dict[jax.Device, int]
-    total: int
-    sharding: str
-    note: str
+    part: str  # the field of the state that contains the leaf: `"params"`, `"opt_state"` and others
+    path: str  # the leaf's path within the part
+    keys: tuple[str, ...]  # the leaf's path in the report's tree: its part, or "master", then one key per level
+    shape: tuple[int, ...]  # the logical shape if it is known, otherwise the storage shape
+    dtype: Any  # element type
+    place: str  # one of `PLACES`
+    device_bytes: dict[jax.Device, int]  # for each device, the bytes in this place, with padding
+    kept: dict[jax.Device, int]  # for each device, the bytes of an offloaded leaf's chunks that are on the device
+    total: int  # bytes of the global array in storage
+    sharding: str  # the `PartitionSpec` and the memory kind. A sharding without a spec is described in words
+    note: str  # why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding
 
     @property
     def bytes(self) -> int:
@@ -61,20 +47,13 @@ class Node:
     """A state, a part, a module, or a leaf.
 
     Two nodes are equal if all nodes below them are equal. Only the names of the two nodes may differ.
-
-    Attributes:
-        device: Bytes in device memory, on the fullest device.
-        host: Bytes in host memory that belong to the device with the most bytes in host memory.
-        disk: Bytes on disk that belong to the device with the most bytes on disk.
-        text: A leaf's type, shape and sharding, and why it is not sharded. Empty if the node is not a leaf.
-        children: The names and nodes below this node.
     """
 
-    device: int
-    host: int
-    disk: int
-    text: str = ""
-    children: tuple[tuple[str, Node], ...] = ()
+    device: int  # bytes in device memory, on the fullest device
+    host: int  # bytes in host memory that belong to the device with the most bytes in host memory
+    disk: int  # bytes on disk that belong to the device with the most bytes on disk
+    text: str = ""  # a leaf's type, shape and sharding, and why it is not sharded. Empty if the node is not a leaf
+    children: tuple[tuple[str, Node], ...] = ()  # the names and nodes below this node
 
     def __getitem__(self, name: str) -> Node:
         return dict(self.children)[name]

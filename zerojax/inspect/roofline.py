@@ -31,21 +31,13 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 
 
 class Kernel(NamedTuple):
-    """One instruction that the device launches.
+    """One instruction that the device launches."""
 
-    Attributes:
-        name: The name of the HLO instruction.
-        times: Executions in one run of the program. A loop of unknown trip count counts as one iteration.
-        operations: FLOPs of the kernel's matrix products in one execution, by type of the operands.
-        traffic: Bytes that the kernel reads and writes in one execution. A slice reads only the sliced part.
-        unknown: The library function that the kernel calls, if its FLOPs are not known; otherwise empty.
-    """
-
-    name: str
-    times: int
-    operations: dict[str, int]
-    traffic: int
-    unknown: str = ""
+    name: str  # the name of the HLO instruction
+    times: int  # executions in one run of the program. A loop of unknown trip count counts as one iteration
+    operations: dict[str, int]  # FLOPs of the kernel's matrix products in one execution, by type of the operands
+    traffic: int  # bytes that the kernel reads and writes in one execution. A slice reads only the sliced part
+    unknown: str = ""  # the library function that the kernel calls, if its FLOPs are not known; otherwise empty
 
     def seconds(self, device: Device) -> float:
         return max(product_seconds(self.operations, device), self.traffic / device.bandwidth)
@@ -53,27 +45,16 @@ class Kernel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The least time of one run of a program on a device.
+    """The least time of one run of a program on a device."""
 
-    Attributes:
-        operations: FLOPs of matrix products, by type of the operands. `"f32"` runs as TF32, `"f32 highest"` does not.
-        traffic: Bytes that kernels read and write.
-        products: Seconds of the products alone.
-        memory: Seconds of the traffic alone.
-        kernels: Seconds of all kernels. Each takes the time of its products or of its traffic, whichever is longer.
-        communication: Seconds of all collectives.
-        exposed: Seconds of the collectives that no matrix product hides.
-        unknown: Library functions whose FLOPs are not counted.
-    """
-
-    operations: dict[str, int]
-    traffic: int
-    products: float
-    memory: float
-    kernels: float
-    communication: float
-    exposed: float
-    unknown: tuple[str, ...] = ()
+    operations: dict[str, int]  # FLOPs of products, by type of the operands: `"f32"` as TF32, or `"f32 highest"`
+    traffic: int  # bytes that kernels read and write
+    products: float  # seconds of the products alone
+    memory: float  # seconds of the traffic alone
+    kernels: float  # seconds of all kernels. Each takes the time of its products or of its traffic, whichever is longer
+    communication: float  # seconds of all collectives
+    exposed: float  # seconds of the collectives that no matrix product hides
+    unknown: tuple[str, ...] = ()  # library functions whose FLOPs are not counted
 
     @property
     def seconds(self) -> float:

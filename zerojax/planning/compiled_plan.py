@@ -262,25 +262,15 @@ class StepFacts:
 
 
 class CompiledStep(NamedTuple):
-    """The compiled programs of a step.
+    """The compiled programs of a step."""
 
-    Attributes:
-        programs: Each program, with the number of its executions in a step.
-        memory: Bytes per device by part, at the moment when their sum is largest. None: the step is one program.
-        notes: Sentences for the plan, about how the step chose the program.
-        blocks: What each block of the loss saves and recomputes.
-        decided: See `Plan`.
-        options: The compiler options of the program.
-        kept: Bytes per device of offloaded state that stays on the device, which no program has as an argument.
-    """
-
-    programs: tuple[tuple[Any, int], ...]
-    memory: dict[str, int] | None = None
-    notes: tuple[str, ...] = ()
-    blocks: tuple[BlockMemory, ...] = ()
-    decided: Decided = Decided()
-    options: Mapping[str, Any] = MappingProxyType({})
-    kept: int = 0
+    programs: tuple[tuple[Any, int], ...]  # each program, with the number of its executions in a step
+    memory: dict[str, int] | None = None  # bytes per device by part, when their sum is largest; None for one program
+    notes: tuple[str, ...] = ()  # sentences for the plan, about how the step chose the program
+    blocks: tuple[BlockMemory, ...] = ()  # what each block of the loss saves and recomputes
+    decided: Decided = Decided()  # see `Plan`
+    options: Mapping[str, Any] = MappingProxyType({})  # the compiler options of the program
+    kept: int = 0  # bytes per device of offloaded state that stays on the device, which no program has as an argument
 
     @property
     def peak(self) -> int:

@@ -150,18 +150,13 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 class DiskBytes(NamedTuple):
     """Bytes per device of parameters and gradients on disk, and of a step's traffic with them.
 
-    Attributes:
-        params: Bytes of parameters.
-        grads: Bytes of gradients.
-        read: The most bytes that a step reads. A step reads fewer, because the backward pass does not read again the
-            last block of the forward pass, and does not read parameters that it does not need.
-        written: Bytes that a step writes.
+    A step reads less than `read`, because the backward pass does not read the last block of the forward pass again.
     """
 
-    params: int = 0
-    grads: int = 0
-    read: int = 0
-    written: int = 0
+    params: int = 0  # bytes of parameters
+    grads: int = 0  # bytes of gradients
+    read: int = 0  # the most bytes that a step reads
+    written: int = 0  # bytes that a step writes
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes:

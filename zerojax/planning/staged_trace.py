@@ -35,21 +35,13 @@ ChunkKey = tuple[str, int, int]  # the kind of the leaf, "model" or "state"; its
 
 @dataclasses.dataclass(frozen=True)
 class StepTrace:
-    """A traced step.
+    """A traced step."""
 
-    Attributes:
-        jaxpr: The trace.
-        inputs: The arguments of the step, most of which are shapes with shardings, by variable.
-        names: The names of these arguments, such as `state.step`, by variable.
-        chunks: The shapes of the chunks on disk, by the variable that represents the chunk.
-        consts: The arrays that the step closes over, by variable.
-    """
-
-    jaxpr: Any
-    inputs: Mapping[Any, Any]
-    names: Mapping[Any, str]
-    chunks: Mapping[Any, jax.ShapeDtypeStruct]
-    consts: Mapping[Any, Any]
+    jaxpr: Any  # the trace
+    inputs: Mapping[Any, Any]  # the arguments of the step, most of which are shapes with shardings, by variable
+    names: Mapping[Any, str]  # the names of these arguments, such as `state.step`, by variable
+    chunks: Mapping[Any, jax.ShapeDtypeStruct]  # the shapes of the chunks on disk, by variable
+    consts: Mapping[Any, Any]  # the arrays that the step closes over, by variable
 
 
 def trace_step(step: Step, state: ZeroState, batch: Any, args: tuple) -> StepTrace:
