@@ -108,11 +108,12 @@ def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def wait_if_simulated(mesh: Mesh, arrays: Any) -> None:
-    """Wait until `arrays` are computed if the devices of `mesh` are simulated on a CPU.
+def wait_if_simulated(mesh: Mesh, arrays: Any) -> Any:
+    """Return `arrays`. If the devices of `mesh` are simulated on a CPU, first wait until the arrays are computed.
 
     Simulated devices share one pool of threads. If two programs run at the same time, their collectives block each
     other until XLA aborts.
     """
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)
+    return arrays

@@ -20,15 +20,10 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSpec:
-    """The arrays of a chunk, stored one after the other.
+    """The arrays of a chunk, stored one after the other."""
 
-    Attributes:
-        name: The name of the chunk in error messages.
-        arrays: The local shape and the dtype of each array.
-    """
-
-    name: str
-    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    name: str  # the name of the chunk in error messages
+    arrays: tuple[tuple[tuple[int, ...], np.dtype], ...]  # the local shape and the dtype of each array
 
     @property
     def bytes(self) -> int:

@@ -26,15 +26,10 @@ GRADIENT_BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """The bandwidth of one device of a mesh while all devices transfer or compute at once.
+    """The bandwidth of one device of a mesh while all devices transfer or compute at once."""
 
-    Attributes:
-        link: Bytes per second between host and device, per direction, while both directions are busy.
-        host: Bytes that an update in host memory reads and writes per second.
-    """
-
-    link: float
-    host: float
+    link: float  # bytes per second between host and device, per direction, while both directions are busy
+    host: float  # bytes that an update in host memory reads and writes per second
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from zerojax.layout.chunked import Chunking, is_chunked
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore, Lease, buffer_bytes
@@ -47,7 +47,8 @@ class StateFiles:
         self._leaves = leaves
         self._in_flight = in_flight
         self._index: dict[tuple[int, int], int] = {}
-        self._version = 0
+        self._version = 0  # of the whole state
+        self._versions: collections.Counter[int] = collections.Counter()  # of each chunk
         self._written: set[int] = set()
         self.writes = 0  # a count of the chunks that were written, or are waiting to be
         self._specs: list[ChunkSpec] = []
@@ -57,17 +58,23 @@ class StateFiles:
                 array = (sharding.shard_shape(shape), np.dtype(leaf.dtype))
                 self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (array,) * len(shards_of(sharding, shape))))
 
+    def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
+        return self._leaves[k]
+
     @property
     def buffer_bytes(self) -> int:
         return buffer_bytes(self._specs, self._in_flight)
 
     @functools.cached_property
     def _store(self) -> DiskStore:
-        with folder.writable(parent := self.path.parent):
-            parent.mkdir(exist_ok=True)
+        self.make_parents()
         store = DiskStore(self.path, self._specs, in_flight=self._in_flight)
         weakref.finalize(self, close_store, store)
         return store
+
+    def make_parents(self) -> None:
+        with folder.writable(parent := self.path.parent):
+            parent.mkdir(exist_ok=True)
 
     def open(self) -> None:
         """Make the files and lock their folder now, instead of at the first read or write.
@@ -78,7 +85,7 @@ class StateFiles:
         _ = self._store
 
     def read(self, k: int, n: int) -> Future[Lease]:
-        return self._store.read(self._index[k, n], version=self._version)
+        return self._store.read(index := self._index[k, n], version=self._versions[index])
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
         """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
@@ -98,20 +105,7 @@ class StateFiles:
 
     def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
         """Begin to pass the shards of chunk `n` of leaf `k` to `put`. Later writes of the chunk wait for this copy."""
-        return self._store.copy(self._index[k, n], put, version=self._version)
-
-    def boxes(self, k: int, n: int) -> list[tuple[slice, ...]]:
-        """Return, for each shard of chunk `n`, its slices of the storage of leaf `k`. Every slice has a step of 1."""
-        leaf, chunking, sharding = self._leaves[k]
-        start, length = chunking.chunks[n]
-        indices = sharding.addressable_devices_indices_map(leaf.storage_shape)
-        boxes = []
-        for devices in shards_of(sharding, leaf.storage_shape):
-            whole = zip(indices[devices[0]] or (), leaf.storage_shape, strict=True)
-            box = [slice(*one.indices(size)) for one, size in whole]
-            first = box[chunking.dim].start + start
-            boxes.append((*box[: chunking.dim], slice(first, first + length), *box[chunking.dim + 1 :]))
-        return boxes
+        return self._store.copy(index := self._index[k, n], put, version=self._versions[index])
 
     def write(self, k: int, n: int, array: Array) -> None:
         """Copy the next version of chunk `n` of leaf `k` to a buffer, and begin to write it to the file."""
@@ -120,7 +114,8 @@ class StateFiles:
     def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
         """Copy the shards of the next version of chunk `n` of leaf `k` to a buffer, and begin to write them."""
         index, self.writes = self._index[k, n], self.writes + 1
-        self._store.write(index, shards, version=self._version + 1)
+        self._versions[index] += 1
+        self._store.write(index, shards, version=self._versions[index])
         self._written.add(index)
         if len(self._written) == len(self._specs):
             self._version += 1
@@ -138,6 +133,13 @@ class StateFiles:
     @property
     def next_version(self) -> Int[np.ndarray, ""]:
         return np.array(self._version + 1, np.int32)
+
+    def begin_leaf(self, k: int) -> Int[np.ndarray, ""]:
+        """Begin to write leaf `k` outside of a step. Return the version that the leaf will have."""
+        return self.next_version
+
+    def end_leaf(self, k: int) -> None:
+        """End what `begin_leaf` began."""
 
     def require(self, version: Any) -> None:
         """Raise a `ValueError` if a state's version is not the version of the files."""
@@ -204,16 +206,18 @@ class LeafFiles:
 
         Return the new version, as `save` does.
         """
-        version = self.files.next_version
+        version = self.files.begin_leaf(self.k)
         for n in range(self.chunks):
-            self.files.write_shards(self.k, n, [read(box) for box in self.files.boxes(self.k, n)])
+            self.files.write_shards(self.k, n, [read(box) for box, _ in boxes_of(*self.files.leaf(self.k), n)])
+        self.files.end_leaf(self.k)
         return version
 
     def save(self, chunks: Iterable[Array]) -> Int[np.ndarray, ""]:
         """Write the leaf and return the new version. The version is complete when every leaf is written."""
-        version = self.files.next_version
+        version = self.files.begin_leaf(self.k)
         for n, chunk in enumerate(chunks):
-            self.files.write(self.k, n, chunk)
+            self.files.write(self.k, n, jax.block_until_ready(chunk))
+        self.files.end_leaf(self.k)
         return version
 
 
@@ -264,6 +268,21 @@ def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         devices.setdefault(str(index), []).append(device)
     return list(devices.values())
+
+
+def boxes_of(
+    leaf: Leaf, chunking: Chunking, sharding: NamedSharding, n: int
+) -> list[tuple[tuple[slice, ...], list[jax.Device]]]:
+    """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage, and its devices."""
+    start, length = chunking.chunks[n]
+    indices = sharding.addressable_devices_indices_map(leaf.storage_shape)
+    boxes = []
+    for devices in shards_of(sharding, leaf.storage_shape):
+        whole = zip(indices[devices[0]] or (), leaf.storage_shape, strict=True)
+        box = [slice(*one.indices(size)) for one, size in whole]
+        first = box[chunking.dim].start + start
+        boxes.append((replace_at(tuple(box), chunking.dim, slice(first, first + length)), devices))
+    return boxes
 
 
 def host_shards(array: Array) -> list[np.ndarray]:

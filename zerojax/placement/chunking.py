@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, Chunking
-from zerojax.layout.leaf import Leaf, replace_at
+from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import host_sharding, to_memory
 from zerojax.offload.read_ahead import read_ahead
+from zerojax.offload.state_files import boxes_of
 from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
@@ -101,12 +102,15 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
         return dataclasses.replace(node, chunks=(node.store.fill(read),))
     where = host_sharding(node.mesh, node.sharding.spec)
     shapes = node.chunking.chunk_shapes(node.leaf)
-    places = [places_of_chunk(node, where, n) for n in range(len(shapes))]
-    boxes = [(tuple(slice(*span) for span in spans),) for found in places for spans in found]
+    places = [boxes_of(node.leaf, node.chunking, node.sharding, n) for n in range(len(shapes))]
+    boxes = [(box,) for found in places for box, _ in found]
     sizes = [math.prod(one.stop - one.start for one in box) * node.dtype.itemsize for (box,) in boxes]
     values = read_ahead(read, boxes, sizes, 2 * max(sizes))
-    pairs = zip(shapes, places, strict=True)
-    chunks = tuple(assembled(shape, where, node.dtype, values, found.values()) for shape, found in pairs)
+    on_host = lambda devices: [SingleDeviceSharding(device, memory_kind=where.memory_kind) for device in devices]
+    chunks = tuple(
+        assembled(shape, where, node.dtype, values, [on_host(devices) for _, devices in found])
+        for shape, found in zip(shapes, places, strict=True)
+    )
     return dataclasses.replace(node, chunks=chunks)
 
 
@@ -123,23 +127,6 @@ def assembled(
         shards += jax.block_until_ready([jax.device_put(value, place) for place in of_value])
         del value
     return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
-
-
-def places_of_chunk(
-    node: Chunked, where: NamedSharding, n: int
-) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
-    """Return the devices of this process whose host memory gets each part of chunk `n` of the leaf's storage.
-
-    A part has a start and an end per dim.
-    """
-    start, length = node.chunking.chunks[n]
-    places: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
-    for device, index in node.sharding.addressable_devices_indices_map(node.shape).items():
-        spans = [one.indices(size)[:2] for one, size in zip(index or (), node.shape, strict=True)]
-        first = spans[node.chunking.dim][0] + start
-        box = tuple(replace_at(tuple(spans), node.chunking.dim, (first, first + length)))
-        places.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=where.memory_kind))
-    return places
 
 
 def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:

@@ -11,12 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax import jaxprs
 from zerojax.comm.mesh import wait_if_simulated
-from zerojax.layout.leaf import Leaf
-from zerojax.placement.storage import unpadded
 from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.reductions import Cut, Reductions, combined
+from zerojax.staged.reductions import Reductions
 from zerojax.staged.sources import OnDisk, Piece
 from zerojax.staged.update import Trained
 
@@ -48,7 +45,6 @@ class Gradients:
         trained: Mapping[int, Trained],
         expected: Mapping[Piece, int],
         reductions: Reductions,
-        finishing: Any,
         mesh: Mesh,
     ):
         """Begin a step.
@@ -58,12 +54,11 @@ class Gradients:
             trained: The trained parameters on disk, by index among all trained parameters.
             expected: How many gradients each chunk gets in one microbatch.
             reductions: The scalars that the update reduces from gradients.
-            finishing: A `Finishing`, whose programs scale and reduce the chunks.
             mesh: The mesh. If its devices are simulated, each program ends before the next one starts.
         """
         self._files, self._expected, self._mesh = files, expected, mesh
         self._of = {x.param.index: (k, x.grad) for k, x in trained.items()}
-        self._reductions, self._finishing = reductions, finishing
+        self._reductions = reductions
         self._pending: dict[Piece, tuple[int, Array]] = {}
         self._ready: list[tuple[int, int, Array]] = []
         self._scalars: dict[int, list[list[Array]]] = collections.defaultdict(list)
@@ -82,7 +77,7 @@ class Gradients:
     def add(self, piece: Piece, grad: Array) -> None:
         """Add the gradient of one use of a chunk. After the last use, `write` writes the sum over the uses."""
         count, total = self._pending.pop(piece, (0, None))
-        total = grad if total is None else self._wait(_added(total, grad))
+        total = grad if total is None else wait_if_simulated(self._mesh, _added(total, grad))
         if count + 1 < self._expected[piece]:
             self._pending[piece] = count + 1, total
         else:
@@ -109,59 +104,27 @@ class Gradients:
         self._ready.clear()
 
     def scalars(self) -> tuple[dict[int, Array], dict[Any, Array]]:
-        """Return `(squares, cuts)`: each gradient's sum of squares, by index, and `at_once` cuts, by variable."""
+        """Return each gradient's sum of squares, by index, and the value of each cut, by variable."""
         squares, known = {}, {}
         for k, rows in self._scalars.items():
             first, *others = zip(*rows, strict=True)
             squares[k] = functools.reduce(jnp.add, first)
-            for cut, values in zip(self._reductions.at_once(k), others, strict=True):
-                known[cut.var] = combined(cut, values)
+            for cut, values in zip(self._reductions.of(k), others, strict=True):
+                known[cut.var] = functools.reduce(cut.combine, values)
         return squares, known
 
     def _complete(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
         if self._share is not None or grad.dtype != of.leaf.dtype:
-            grad = self._wait(_scaled(grad, of.leaf.dtype, self._share))
+            grad = wait_if_simulated(self._mesh, _scaled(grad, of.leaf.dtype, self._share))
         if not self._first:
             before = self._files.receive(of.index, n, self._files.read(of.index, n), "device")
-            grad = self._wait(_added(before, grad))
+            grad = wait_if_simulated(self._mesh, _added(before, grad))
         if self._factor is None:
             self._ready.append((of.index, n, grad))
         else:
             self._finish(k, of, n, grad)
 
     def _finish(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
-        cuts = self._reductions.at_once(k)
-        program = self._finishing.of(of, cuts)
-        grad, scalars = self._wait(program(grad, self._factor))
+        grad, scalars = wait_if_simulated(self._mesh, self._reductions.finishing(k, of)(grad, self._factor))
         self._scalars[k].append(scalars)
         self._ready.append((of.index, n, grad))
-
-    def _wait(self, arrays: Any) -> Any:
-        wait_if_simulated(self._mesh, arrays)
-        return arrays
-
-
-class Finishing:
-    """The programs that scale a chunk's gradient and reduce it to scalars. Chunks of equal layout share a program."""
-
-    def __init__(self):
-        self._made: dict[Any, Any] = {}
-
-    def of(self, of: OnDisk, cuts: list[Cut]) -> Any:
-        """Return a program `f(grad, factor) -> (grad, [sum of squares, cuts...])` for the chunks of a gradient."""
-        leaf, dim = of.leaf, of.chunking.dim
-        key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(jaxprs.signature(cut.jaxpr) for cut in cuts)
-        if key not in self._made:
-            self._made[key] = jax.jit(functools.partial(_finished, leaf, dim, cuts), donate_argnums=0)
-        return self._made[key]
-
-
-def _finished(leaf: Leaf, dim: int, cuts: list[Cut], grad: Array, factor: Array) -> tuple[Array, list[Array]]:
-    grad = grad * factor.astype(grad.dtype)
-    logical = logical_chunk(grad, leaf, dim)
-    return grad, [jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.float32))), *(cut.of_chunk(logical) for cut in cuts)]
-
-
-def logical_chunk(chunk: Array, leaf: Leaf, dim: int) -> Array:
-    """Return a chunk without padding. Chunks along the sharded dim are returned as they are: they have no padding."""
-    return chunk if dim == leaf.dim else unpadded(chunk, leaf)

@@ -16,37 +16,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Item:
-    """A segment with its programs and the sources of its parameters. All iterations of a scan share the programs.
-
-    Attributes:
-        segment: The segment.
-        stage: The forward and backward programs of the segment, or of the scan's body.
-        shared: The sources of the parameters that every iteration reads.
-        others: The variables that are no parameters: constants, then the carry, then stacks. None for a literal.
-        consts: The number of constants among `others`.
-        results: For each result of the segment, its index among the results of the stage.
-        returned: How many results of the stage are not stacked. They come first. For a scan, they are the carry.
-        stacked: For each stack of layers, the source of each layer.
-        length: The number of iterations.
-        reverse: Whether the first iteration reads the last layer.
-        carry: The number of carried values among `others`.
-        literals: The values of literals, by index among `others`.
-        closed: Arrays that a scan's body closes over.
-    """
+    """A segment with its programs and the sources of its parameters. All iterations of a scan share the programs."""
 
     segment: Segment
-    stage: Stage
-    shared: tuple[Source, ...]
-    others: tuple
-    consts: int
-    results: tuple[int, ...]
-    returned: int
-    stacked: tuple[tuple[Source, ...], ...] = ()
-    length: int = 1
-    reverse: bool = False
-    carry: int = 0
+    stage: Stage  # the forward and backward programs of the segment, or of the scan's body
+    shared: tuple[Source, ...]  # the sources of the parameters that every iteration reads
+    others: tuple  # the variables that are no parameters: constants, then the carry, then stacks; None for a literal
+    consts: int  # the number of constants among `others`
+    results: tuple[int, ...]  # for each result of the segment, its index among the results of the stage
+    returned: int  # how many results of the stage are not stacked; they come first; for a scan, they are the carry
+    stacked: tuple[tuple[Source, ...], ...] = ()  # for each stack of layers, the source of each layer
+    length: int = 1  # the number of iterations
+    reverse: bool = False  # whether the first iteration reads the last layer
+    carry: int = 0  # the number of carried values among `others`
+    # the values of literals, by index among `others`
     literals: Mapping[int, Array] = dataclasses.field(default_factory=dict)
-    closed: tuple = ()
+    closed: tuple = ()  # arrays that a scan's body closes over
 
     def layer(self, iteration: int) -> int:
         return self.length - 1 - iteration if self.reverse else iteration

@@ -132,10 +132,6 @@ class Microbatch:
                 self._cotangents.pop(key, None)
         return {i: self._cotangents[v] for i, v in enumerate(staged.program.invars) if v in self._cotangents}
 
-    def _wait(self, arrays: Any) -> Any:
-        wait_if_simulated(self._mesh, arrays)
-        return arrays
-
     def _ran(self, results: Any) -> Any:
         """Return the results of a stage, after the devices have finished the stage before it.
 
@@ -147,11 +143,11 @@ class Microbatch:
             oldest = self._running.popleft()
             if not isinstance(oldest, jax.core.Tracer) and not oldest.is_deleted():  # a plan traces the step
                 jax.block_until_ready(oldest)
-        return self._wait(results)
+        return wait_if_simulated(self._mesh, results)
 
     def _shards(self, sources: Sequence[Source], operands: Mapping) -> list[Array]:
         chunks = self._reader.take() if sources else {}
-        return self._wait([source.shard(chunks, operands) for source in sources])
+        return wait_if_simulated(self._mesh, [source.shard(chunks, operands) for source in sources])
 
     def _add_grads(self, sources: Sequence[Source], grads: Sequence[Array | None], operands: Mapping) -> None:
         assert self._sink is not None
@@ -160,13 +156,15 @@ class Microbatch:
         self._sink.write()
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
-                for piece, x in self._wait(source.grad_chunks(grad, operands)).items():
+                for piece, x in wait_if_simulated(self._mesh, source.grad_chunks(grad, operands)).items():
                     self._sink.add(piece, x)
 
     def _add(self, key: Any, cotangent: Array | None) -> None:
         if cotangent is not None and key in self._staged.live:
             found = self._cotangents.get(key)
-            self._cotangents[key] = cotangent if found is None else self._wait(self._add_two(found, cotangent))
+            self._cotangents[key] = (
+                cotangent if found is None else wait_if_simulated(self._mesh, self._add_two(found, cotangent))
+            )
 
     def _forward(self, item: Item) -> list:
         stage, operands = item.stage, {v: self._env[v] for v in item.segment.operands}
@@ -221,4 +219,4 @@ class Microbatch:
 
     def _stacked(self, rows: list, item: Item, dim: int) -> Array:
         """Stack the values of all iterations in the order of the layers."""
-        return self._wait(_stacked(rows[::-1] if item.reverse else rows, dim))
+        return wait_if_simulated(self._mesh, _stacked(rows[::-1] if item.reverse else rows, dim))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import os
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,8 +19,8 @@ from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStore, Lease
-from zerojax.offload.state_files import LeafFiles, StateFiles, close_store, host_shards, number_of
+from zerojax.offload.disk import Lease
+from zerojax.offload.state_files import LeafFiles, StateFiles, host_shards, number_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -41,6 +39,9 @@ class ModelFiles(StateFiles):
     The files store a version per chunk, because a gradient is written more often than a parameter, and a frozen
     parameter only once. As many chunks as fit into `host_bytes` stay in host memory, and always the same ones. Every
     step reads all chunks in the same order, so a cache of recently used chunks would drop each just before its use.
+
+    Attributes:
+        host_bytes: The bytes of host memory that all buffers and the chunks in host memory take.
     """
 
     def __init__(
@@ -67,55 +68,43 @@ class ModelFiles(StateFiles):
             ValueError: If the buffers need more than `host_bytes`.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
-        self._path, self._host_bytes = Path(path), host_bytes
-        self._versions: collections.Counter[int] = collections.Counter()
+        self._path, self._given_bytes = Path(path), host_bytes
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
         self._params, self._saved = frozenset(params), set[int]()
         self._next: int | None = None  # the version while parameters are written outside of a step
-        self._buffers = self.buffer_bytes + state_buffers
-        if host_bytes is not None and host_bytes < self._buffers:
+        buffers = self.buffer_bytes + state_buffers
+        if host_bytes is not None and host_bytes < buffers:
             raise ValueError(
-                f"Offload(host_bytes={host_bytes}) is less than the {self._buffers} bytes of the buffers that read "
+                f"Offload(host_bytes={host_bytes}) is less than the {buffers} bytes of the buffers that read "
                 f"and write: {2 * READ_AHEAD} buffers with the size of the largest chunk, and {state_buffers} bytes of "
                 f"buffers for the optimizer state. Allow at least that many, or make the chunks smaller with "
                 f"chunk_bytes=."
             )
-        left = (host_bytes or 0) - self._buffers
+        self.host_bytes, left = buffers, (host_bytes or 0) - buffers
         for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
             index = self._index[key]
             if self._specs[index].bytes <= left:
                 left -= self._specs[index].bytes
+                self.host_bytes += self._specs[index].bytes
                 self._held[index] = ()
-        self._disk_specs = [ChunkSpec(x.name, () if i in self._held else x.arrays) for i, x in enumerate(self._specs)]
+        self._specs = [ChunkSpec(x.name, () if i in self._held else x.arrays) for i, x in enumerate(self._specs)]
 
-    @property
-    def host_bytes(self) -> int:
-        """Return the bytes of host memory that all buffers and the chunks in host memory take."""
-        return self._buffers + sum(self._specs[i].bytes for i in self._held)
-
-    @functools.cached_property
-    def _store(self) -> DiskStore:
-        with folder.writable(self.path.parent.parent):
-            self.path.parent.parent.mkdir(exist_ok=True)
-            self.path.parent.mkdir(exist_ok=True)
-        store = DiskStore(self.path, self._disk_specs, in_flight=READ_AHEAD)
-        weakref.finalize(self, close_store, store)
-        return store
+    def make_parents(self) -> None:
+        with folder.writable(parent := self.path.parent.parent):
+            parent.mkdir(exist_ok=True)
+        super().make_parents()
 
     def given(self, types: Sequence[Any]) -> ModelFiles:
         """Return files for the same parameters, which no run uses yet. `types` are the parameters' types by number."""
         leaves = {k: self._leaves[k] for k in sorted(self._params)}
         wide = {k: (dataclasses.replace(leaf, dtype=np.dtype(types[k])), *rest) for k, (leaf, *rest) in leaves.items()}
         path, params = self._path.with_name(GIVEN), list(leaves)
-        return ModelFiles(path, wide, host_bytes=self._host_bytes, first=params, params=params)  # pyright: ignore[reportArgumentType]
+        return ModelFiles(path, wide, host_bytes=self._given_bytes, first=params, params=params)  # pyright: ignore[reportArgumentType]
 
     @property
     def numbers(self) -> list[int]:
         return list(self._leaves)
-
-    def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
-        return self._leaves[k]
 
     def nodes(self, *, is_shape: bool = False) -> dict[int, Chunked]:
         """Return a `Chunked` node per parameter, by number. If `is_shape`, nodes contain shapes instead of arrays."""
@@ -140,7 +129,7 @@ class ModelFiles(StateFiles):
             done: Future[Lease] = Future()
             done.set_result(Lease(self._held[index], lambda: None))
             return done
-        return self._store.read(index, version=self._versions[index])
+        return super().read(k, n)
 
     def write(self, k: int, n: int, array: Array) -> None:
         """Begin to copy chunk `n` of leaf `k` to host memory. If more than `COPYING` copies wait, write the oldest."""
@@ -155,7 +144,7 @@ class ModelFiles(StateFiles):
         self.copy_all()
         index = self._index[k, n]
         if index not in self._held:
-            return self._store.copy(index, put, version=self._versions[index])
+            return super().copy(k, n, put)
         put(self._held[index])
         done: Future[None] = Future()
         done.set_result(None)
@@ -183,12 +172,22 @@ class ModelFiles(StateFiles):
         """Return the version that parameters which are written outside of a step will have; see `StateFiles`."""
         return np.array(self._version + 1 if self._next is None else self._next, np.int32)
 
-    def begin_saving(self, k: int) -> None:
-        """Mark the parameters as half written until `saved` was called for each of them. `k` is written next."""
+    def begin_leaf(self, k: int) -> Int[np.ndarray, ""]:
+        """Mark the parameters as half written until `end_leaf` was called for each of them; see `StateFiles`."""
         if k in self._saved:  # an earlier restore failed
             self._saved.clear()
         if self._next is None:
             self._next, self._version = self._version + 1, -1
+        return self.next_version
+
+    def end_leaf(self, k: int) -> None:
+        """Wait until parameter `k` is in the files. Give the files their new version when all parameters are."""
+        self.flush()
+        self._saved.add(k)
+        if self._saved == self._params:
+            assert self._next is not None
+            self._saved.clear()
+            self._version, self._next = self._next, None
 
     def advance(self) -> None:
         """Add one to the version of the parameters. States of earlier versions can then no longer be read."""
@@ -209,14 +208,6 @@ class ModelFiles(StateFiles):
                 f"that the last step returned; save what is to be kept in a checkpoint."
             )
 
-    def saved(self, k: int) -> None:
-        """Record that parameter `k` was written outside of a step. Give the files their new version when all are."""
-        self._saved.add(k)
-        if self._saved == self._params:
-            assert self._next is not None
-            self._saved.clear()
-            self._version, self._next = self._next, None
-
     def abandon(self) -> None:
         """Give up the files after an interrupted step, which wrote only some chunks; see `StateFiles.abandon`."""
         self._copying.clear()
@@ -235,23 +226,3 @@ class ModelLeaf(LeafFiles):
     """The files of one parameter; see `LeafFiles`."""
 
     part: ClassVar[str] = "params"
-
-    def save(self, chunks: Sequence[Array]) -> Int[np.ndarray, ""]:
-        """Write the parameter, wait until it is in the files, and return the new version; see `LeafFiles.save`."""
-        files = self.files
-        assert isinstance(files, ModelFiles)
-        files.begin_saving(self.k)
-        version = super().save(jax.block_until_ready(list(chunks)))
-        files.flush()
-        files.saved(self.k)
-        return version
-
-    def fill(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Int[np.ndarray, ""]:
-        """Write the parameter, wait until it is in the files, and return the new version; see `LeafFiles.fill`."""
-        files = self.files
-        assert isinstance(files, ModelFiles)
-        files.begin_saving(self.k)
-        version = super().fill(read)
-        files.flush()
-        files.saved(self.k)
-        return version

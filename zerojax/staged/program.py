@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from zerojax.gather.vjp import RowStates
 from zerojax.layout.chunked import MOST_ROWS
 from zerojax.staged.item import Item
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
-from zerojax.staged.stage import Stages, Wanted
+from zerojax.staged.stage import Stage, Wanted
 
 
 class StagedProgram:
@@ -50,7 +52,8 @@ class StagedProgram:
         """
         self.program = program
         self.variables = {program.invars[i]: of for i, of in on_disk.items()}
-        self._stages, self._follower = Stages(options, mesh), options.comm.follower
+        self._options, self._mesh, self._follower = options, mesh, options.comm.follower
+        self._stages: dict[Any, Stage] = {}
         self.live = program.live(active, program.outs[:1])
         # The cotangents of these variables stay one partial sum per worker until they are gradients of parameters.
         self._summed_later = frozenset([*program.invars, *program.held, *self._weights()])
@@ -102,7 +105,7 @@ class StagedProgram:
         rows = self.program.rows
         others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
         by_row = [source.row is not None for source in sources]
-        stage = self._stages.of(segment, wanted, RowStates(others, outs, self._follower), by_row)
+        stage = self._stage(segment, wanted, RowStates(others, outs, self._follower), by_row)
         count = len(segment.results)
         return Item(segment, stage, sources, segment.others, len(segment.others), tuple(range(count)), count)
 
@@ -128,7 +131,7 @@ class StagedProgram:
         inside = loop.rows_inside([rows.get(key, NOWHERE) for key in segment.others], self._follower)
         states = RowStates([*inside, *[NOWHERE] * len(closed)], (), self._follower)
         by_row = [source.row is not None for source in (*shared, *(sources[0] for sources in stacked))]
-        stage = self._stages.of(block, wanted, states, by_row)
+        stage = self._stage(block, wanted, states, by_row)
         values = zip(loop.others, loop.literals, inputs, strict=True)
         literals = {i: jnp.asarray(x, v.aval.dtype) for i, (index, x, v) in enumerate(values) if index is None}
         return Item(
@@ -146,6 +149,22 @@ class StagedProgram:
             literals=literals,
             closed=tuple(closed),
         )
+
+    def _stage(
+        self, segment: BlockSegment | PlainSegment, wanted: Wanted, rows: RowStates, by_row: list[bool]
+    ) -> Stage:
+        """Return the stage of a segment. Segments with equal equations and layouts share one."""
+        make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
+        if segment.shared is None:
+            return make()
+        params = tuple(
+            (dataclasses.replace(p.leaf, path="", reason=""), p.stored.dtype, p.wide, p.order) for p in segment.params
+        )
+        others = tuple((v.aval.shape, v.aval.dtype, v.aval.weak_type) for v in segment.jaxpr.invars[len(params) :])
+        key = id(segment.shared), params, others, wanted, tuple(rows.others), tuple(rows.results), tuple(by_row)
+        if key not in self._stages:
+            self._stages[key] = make()
+        return self._stages[key]
 
     def _source(self, param: ShardedParam) -> Source:
         """Return the source of a parameter's shard.

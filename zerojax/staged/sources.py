@@ -26,19 +26,12 @@ Piece = tuple[int, int]  # the number of a parameter's (or gradient's) files, an
 
 @dataclasses.dataclass(frozen=True)
 class OnDisk:
-    """How one parameter, or its gradient, is kept on disk.
+    """How one parameter, or its gradient, is kept on disk."""
 
-    Attributes:
-        index: The number of its files. For a parameter, this is its index among all parameters.
-        leaf: The layout.
-        chunking: The division into chunks.
-        sharding: The sharding when it is on the devices.
-    """
-
-    index: int
+    index: int  # the number of its files; for a parameter, this is its index among all parameters
     leaf: Leaf
     chunking: Chunking
-    sharding: NamedSharding
+    sharding: NamedSharding  # the sharding when it is on the devices
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -64,16 +57,12 @@ class OnDisk:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """The origin of a shard that a segment gathers.
-
-    Attributes:
-        of: The parameter on disk.
-        row: The row of dim 0 that is read. The shard has a dim 0 of length 1. None: all chunks are read and joined.
-        param: The parameter with the slices that are applied to the joined chunks. None: there are no slices.
-    """
+    """The origin of a shard that a segment gathers."""
 
     of: OnDisk
+    # the row of dim 0 that is read; the shard then has a dim 0 of length 1; None: all chunks are read and joined
     row: int | None = None
+    # the parameter with the slices that are applied to the joined chunks; None: there are no slices
     param: ShardedParam | None = None
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,30 +23,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Slot:
-    """A placeholder for a variable, in a stage that several segments share.
+    """A placeholder for a variable, in a stage that several segments share."""
 
-    Attributes:
-        aval: The shape and type of the variable's value.
-    """
-
-    aval: Any
+    aval: Any  # the shape and type of the variable's value
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The cotangents that a segment's backward pass must compute.
+    """The cotangents that a segment's backward pass must compute."""
 
-    Attributes:
-        trained: For each parameter, whether its gradient is needed.
-        active: For each other input, whether its cotangent is needed.
-        results: Indices of the results that are differentiated. None: all results with a differentiable type.
-        summands: Indices of the other inputs whose cotangents may stay one partial sum per worker.
-    """
-
-    trained: tuple[bool, ...]
-    active: tuple[bool, ...]
+    trained: tuple[bool, ...]  # for each parameter, whether its gradient is needed
+    active: tuple[bool, ...]  # for each other input, whether its cotangent is needed
+    # indices of the results that are differentiated; None: all results with a differentiable type
     results: tuple[int, ...] | None
-    summands: frozenset[int]
+    summands: frozenset[int]  # indices of the other inputs whose cotangents may stay one partial sum per worker
 
 
 class Stage:
@@ -173,31 +162,3 @@ def _plain(param: ShardedParam, slot: Slot) -> ShardedParam:
     leaf = dataclasses.replace(param.leaf, path="", reason="")
     stored = dataclasses.replace(leaf, dtype=slot.aval.dtype)
     return dataclasses.replace(param, root=slot, stored=stored, leaf=leaf, slices=(), layer=None)
-
-
-class Stages:
-    """The stages of one program. Segments with equal equations and layouts share a stage."""
-
-    def __init__(self, options: Options, mesh: Any):
-        """Begin without stages."""
-        self._made: dict[Any, Stage] = {}
-        self._options, self._mesh = options, mesh
-
-    def of(self, segment: Segment, wanted: Wanted, rows: RowStates, by_row: Sequence[bool] = ()) -> Stage:
-        """Return the stage of a segment, which it may share with an earlier segment."""
-        make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
-        shared = getattr(segment, "shared", None)
-        if shared is None:
-            return make()
-        params = tuple(
-            (dataclasses.replace(p.leaf, path="", reason=""), p.stored.dtype, p.wide, p.order) for p in segment.params
-        )
-        others = tuple((v.aval.shape, v.aval.dtype, v.aval.weak_type) for v in segment.jaxpr.invars[len(params) :])
-        key = id(shared), params, others, wanted, tuple(rows.others), tuple(rows.results), tuple(by_row)
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
-
-    @property
-    def compiled(self) -> int:
-        return len(self._made)

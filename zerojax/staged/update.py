@@ -77,9 +77,10 @@ class StagedQueue(UpdateQueue):
         state = self._store.receive(ticket)
         # If the program donated the moments, XLA would first copy them: the parameters are computed later, from both.
         program = self._streamed.program(update_on_device, chunk.key, donate=False)
-        results = program(params, state, of.resident, inputs._replace(grads=grads), np.int32(0), None)
-        wait_if_simulated(self._streamed.config.mesh, results)
-        params, state, of.resident = results
+        params, state, of.resident = wait_if_simulated(
+            self._streamed.config.mesh,
+            program(params, state, of.resident, inputs._replace(grads=grads), np.int32(0), None),
+        )
         of.params = [None if i in trained else x for i, x in zip(group.params, params, strict=True)]
         for i, x in zip(group.params, params, strict=True):
             self._write_param(trained[i].param, group, chunk.n, x) if i in trained else None
@@ -94,8 +95,7 @@ class StagedQueue(UpdateQueue):
         return of.joined(found) if group.chunking is None else found[0]
 
     def _write_param(self, of: OnDisk, group: UpdateGroup, n: int, new: Array) -> None:
-        chunks = of.split(new) if group.chunking is None else [new]
-        wait_if_simulated(self._streamed.config.mesh, chunks)
+        chunks = wait_if_simulated(self._streamed.config.mesh, of.split(new) if group.chunking is None else [new])
         for piece, chunk in zip(_pieces(of, group, n), chunks, strict=True):
             self._files.write(*piece, chunk)
 

@@ -36,31 +36,20 @@ class GroupInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ProgramKey:
-    """All properties in which two programs can differ. Chunks with equal keys share one program.
+    """All properties in which two programs can differ. Chunks with equal keys share one program."""
 
-    Attributes:
-        equations: The equations of the program.
-        computes: `equations.key`, which is equal for equal equations.
-        reads: For each value that the equations read, its kind and its index among the values of this kind.
-        params: The layouts of the parameters to update. Each has the type in which the parameter is updated.
-        stored_dtypes: The types in which these parameters are stored.
-        grads: The layouts of the gradients.
-        state: The layouts of the offloaded state.
-        resident: The layouts of the state leaves that stay on the device and that the program replaces.
-        dim: The dim that is divided into chunks; None if the program updates full arrays.
-        length: The length of the chunk on this dim.
-    """
-
-    equations: Equations = dataclasses.field(compare=False)
-    computes: tuple
+    equations: Equations = dataclasses.field(compare=False)  # the equations of the program
+    computes: tuple  # `equations.key`, which is equal for equal equations
+    # for each value that the equations read, its kind and its index among the values of this kind
     reads: tuple[tuple[str, int], ...]
+    # the layouts of the parameters to update; each has the type in which the parameter is updated
     params: tuple[Leaf, ...]
-    stored_dtypes: tuple
-    grads: tuple[Leaf, ...]
-    state: tuple[Leaf, ...]
-    resident: tuple[Leaf, ...]
-    dim: int | None
-    length: int
+    stored_dtypes: tuple  # the types in which these parameters are stored
+    grads: tuple[Leaf, ...]  # the layouts of the gradients
+    state: tuple[Leaf, ...]  # the layouts of the offloaded state
+    resident: tuple[Leaf, ...]  # the layouts of the state leaves that stay on the device and that the program replaces
+    dim: int | None  # the dim that is divided into chunks; None if the program updates full arrays
+    length: int  # the length of the chunk on this dim
 
     @classmethod
     def of(cls, plan: ShardingPlan, group: UpdateGroup, length: int) -> ProgramKey:

@@ -37,17 +37,11 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[A
 
 @dataclasses.dataclass(frozen=True)
 class Deferred:
-    """A parameter that is copied to the devices when it is needed.
+    """A parameter that is copied to the devices when it is needed."""
 
-    Attributes:
-        load: A function that copies the parameter to the devices, and returns it in storage shape.
-        shape: The parameter's storage shape.
-        dtype: The parameter's type.
-    """
-
-    load: Callable[[], Array]
-    shape: tuple[int, ...]
-    dtype: Any
+    load: Callable[[], Array]  # a function that copies the parameter to the devices, and returns it in storage shape
+    shape: tuple[int, ...]  # the parameter's storage shape
+    dtype: Any  # the parameter's type
 
 
 def check_host_room(config: Config, plan: ShardingPlan) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -50,7 +51,7 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
         plan = live_plan(config, plan)
         require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
     shardings = lambda _: ZeroState.shardings(config, plan)
-    begin = functools.partial(begin_any, config, plan)
+    begin = functools.partial(begin_run, config, plan)
     state = on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
     if is_live:
         require_same_values(config, "create a state", params=state.params, opt_state=state.opt_state)
@@ -62,13 +63,7 @@ def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
     plan = live_plan(config, make_plan(config, params))
     check_experts_named(plan.layout)
     with auto_context(config.user_mesh):
-        return begin_any(config, plan, params, mutable)
-
-
-def begin_any(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
-    """Return the state at step 0, with parameters on the devices, in host memory or on disk."""
-    begin = begin_on_disk if config.params_on_disk else begin_run
-    return begin(config, plan, params, mutable, plain)
+        return begin_run(config, plan, params, mutable)
 
 
 def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
@@ -140,39 +135,32 @@ def params_shardings(config: Config, layout: Layout) -> Any:
 def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
     """Return the state at step 0: parameters in storage, and the adopted state `plain` or a fresh optimizer state.
 
-    If `params` are shapes, the state consists of shapes.
+    If `params` are shapes, the state consists of shapes. Parameters on disk are written to files, one after the other.
     """
     known_to_flax()
-    shapes = are_shapes(params)
-    others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
-    step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
-    wide = place_params(config, plan.layout, params)
-    if shapes:
-        opt_state = state_shapes(config, plan)
-    else:
-        opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
-    stored = cast_params(config, plan.layout, wide, like=plan.layout.params)
-    return ZeroState(step, in_storage(stored, plan.layout), opt_state, scaling, mutable, plan)
-
-
-def begin_on_disk(config: Config, plan: ShardingPlan, params: Any, mutable: Any, plain: Any = None) -> ZeroState:
-    """Return the state at step 0, as `begin_run` does. Write the sharded parameters to files, one after the other."""
-    known_to_flax()
-    layout, shapes = plan.layout, are_shapes(params)
-    if layout.overwritten:
+    layout, shapes, files, tree = plan.layout, are_shapes(params), None, None
+    if layout.overwritten and config.params_on_disk:
         raise ValueError(
             f"params{layout.params[layout.overwritten[0]].path} takes its gradient as its new value, which a step in "
             f'stages does not do. Use Offload(params="host").'
         )
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=shapes)
-    files = files_of_run(config, plan)
-    tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
-    if shapes:
-        return ZeroState(step, tree, state_shapes(config, plan), scaling, mutable, plan)
-    wide = [deferred(config, x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
-    with unlocked_on_error(files):
-        opt_state = init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
+    if config.params_on_disk:
+        files = files_of_run(config, plan)
+        tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
+        wide = [deferred(config, x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
+    else:
+        wide = place_params(config, layout, params)
+    with contextlib.nullcontext() if files is None else unlocked_on_error(files):
+        if shapes:
+            opt_state = state_shapes(config, plan)
+        else:
+            opt_state = (
+                init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
+            )
+    if tree is None:
+        tree = in_storage(cast_params(config, layout, wide, like=layout.params), layout)
     return ZeroState(step, tree, opt_state, scaling, mutable, plan)
 
 

@@ -35,37 +35,22 @@ OF_ROWS = (1,)
 
 
 class Traced(NamedTuple):
-    """A loss, traced for arguments of certain shapes and types.
+    """A loss, traced for arguments of certain shapes and types."""
 
-    Attributes:
-        staged: The stages of the loss.
-        consts: Arrays that the loss closes over.
-        structure: The tree structure of the loss's result.
-    """
-
-    staged: StagedProgram
-    consts: list
-    structure: Any
+    staged: StagedProgram  # the stages of the loss
+    consts: list  # arrays that the loss closes over
+    structure: Any  # the tree structure of the loss's result
 
 
 class LossAndGrads(NamedTuple):
-    """The results of differentiating a loss in all microbatches, except the gradients in files.
+    """The results of differentiating a loss in all microbatches, except the gradients in files."""
 
-    Attributes:
-        returned: The values that the loss returned in each microbatch, without the mutable state.
-        resident: Per differentiable parameter, the sum of its reduced gradients. None for a parameter on disk.
-        loss: The mean loss.
-        factor: The factor that turns sums over microbatches into the gradients of the mean loss.
-        weights_valid: Whether no weight is negative and their sum is positive.
-        mutable: The mutable state that the last microbatch returned.
-    """
-
-    returned: list[Returned]
-    resident: list
-    loss: Array
-    factor: Array
-    weights_valid: Array
-    mutable: PyTree
+    returned: list[Returned]  # the values that the loss returned in each microbatch, without the mutable state
+    resident: list  # per differentiable parameter, the sum of its reduced gradients; None for a parameter on disk
+    loss: Array  # the mean loss
+    factor: Array  # the factor that turns sums over microbatches into the gradients of the mean loss
+    weights_valid: Array  # whether no weight is negative and their sum is positive
+    mutable: PyTree  # the mutable state that the last microbatch returned
 
 
 class StagedLoss:
@@ -131,9 +116,9 @@ class StagedLoss:
                 if m == last:
                     end = self._end([x.total for x in returned], [x.weight for x in returned], shares, scale)
                 gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[1] if end else None)
-                others = wait(mesh, one.backward(cotangent))
+                others = wait_if_simulated(mesh, one.backward(cotangent))
                 gradients.end()
-                sums = wait(mesh, self._reduce(others, share, sums))
+                sums = wait_if_simulated(mesh, self._reduce(others, share, sums))
         finally:
             reader.close()
         assert end is not None
@@ -213,9 +198,3 @@ def type_key(arrays: tuple) -> Any:
     """Return a key of structure, shapes and types. A loss is traced once per key."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
-
-
-def wait(mesh: Any, arrays: Any) -> Any:
-    """Return the arrays. If devices are simulated, wait until they are computed."""
-    wait_if_simulated(mesh, arrays)
-    return arrays

@@ -237,18 +237,10 @@ def norm(x: Shaped[Array, "*storage"], shape: tuple[int, ...]) -> Array:
 
 
 class Differentiated(NamedTuple):
-    """The intermediate results of a step after its backward pass.
+    """The intermediate results of a step after its backward pass."""
 
-    Attributes:
-        gradients: The gradients over all devices and microbatches.
-        stored: One stored array per parameter. Overwritten parameters have their new values.
-        old: The trained parameters before the update, sharded for the update.
-        scaling: The loss scale, and the record of skipped steps, after this step.
-        skipped: Whether the step is skipped.
-    """
-
-    gradients: Gradients
-    stored: list
-    old: list
-    scaling: ScalingState
-    skipped: Any
+    gradients: Gradients  # the gradients over all devices and microbatches
+    stored: list  # one stored array per parameter; overwritten parameters have their new values
+    old: list  # the trained parameters before the update, sharded for the update
+    scaling: ScalingState  # the loss scale, and the record of skipped steps, after this step
+    skipped: Any  # whether the step is skipped
