@@ -18,14 +18,11 @@ class Encoding:
     """The types and formats in which parameters are gathered and gradients are summed.
 
     A gathered parameter is converted back where it is used: the model casts it, or `gather/evaluate.py` widens it.
-
-    Attributes:
-        reduce: The floating type in which gradients are summed over the devices. If None, the type of each gradient.
-        formats: The formats of quantised leaves. If None, no leaf is quantised.
     """
 
+    # the floating type in which gradients are summed over the devices; if None, the type of each gradient
     reduce: np.dtype | None = None
-    formats: Wire | None = None
+    formats: Wire | None = None  # the formats of quantised leaves; if None, no leaf is quantised
 
     def encode_param(self, shard: jax.Array, dtype: np.dtype) -> jax.Array:
         """Convert a parameter's shard, before its gather, to the type in which the model uses the parameter."""

@@ -39,23 +39,15 @@ THE_END = "the end of the program"
 
 @dataclasses.dataclass
 class Call:
-    """A call that all processes make.
+    """A call that all processes make."""
 
-    Attributes:
-        number: The number of the call in the run, from 0, or -1 if the call is not counted.
-        name: The name of the call, such as `"step 3"`.
-        watched: Whether the call ends when its `result` is ready. Calls that exchange messages have a timeout instead.
-        result: An array that the call computes, or None if the call has not dispatched it yet.
-        failed: Whether the call raised an error.
-        begun: When the call began, by the monotonic clock.
-    """
-
-    number: int
-    name: str
+    number: int  # the number of the call in the run, from 0, or -1 if the call is not counted
+    name: str  # the name of the call, such as `"step 3"`
+    # whether the call ends when its `result` is ready; calls that exchange messages have a timeout instead
     watched: bool = True
-    result: Any = None
-    failed: bool = False
-    begun: float = dataclasses.field(default_factory=time.monotonic)
+    result: Any = None  # an array that the call computes, or None if the call has not dispatched it yet
+    failed: bool = False  # whether the call raised an error
+    begun: float = dataclasses.field(default_factory=time.monotonic)  # when the call began, by the monotonic clock
 
     @property
     def has_ended(self) -> bool:

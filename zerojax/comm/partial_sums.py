@@ -99,21 +99,16 @@ def _merged(x: jax.Array, place: Place) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The options of `evaluate`.
+    """The options of `evaluate`."""
 
-    Attributes:
-        workers: The number of data-parallel workers.
-        island: `island(eqn, divided, values)` computes an equation that sums over rows, and returns its partial sums.
-        alike: Constrains a gradient that is computed from parameters alone. If None, the compiler decides.
-        rule: A rule for `jaxprs.evaluate`, for all other equations. If None, they are evaluated unchanged.
-        axes: The mesh axes of the workers. If empty, what a `shard_map` sums over them stays summed.
-    """
-
-    workers: int
+    workers: int  # the number of data-parallel workers
+    # `island(eqn, divided, values)` computes an equation that sums over rows, and returns its partial sums
     island: Callable[[Any, Divided, Sequence], jax.Array]
+    # constrains a gradient that is computed from parameters alone; if None, the compiler decides
     alike: Callable[[jax.Array], jax.Array] | None = None
+    # a rule for `jaxprs.evaluate`, for all other equations; if None, they are evaluated unchanged
     rule: jaxprs.Rule | None = None
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # the mesh axes of the workers; if empty, what a `shard_map` sums over them stays summed
 
 
 def evaluate(

@@ -39,16 +39,11 @@ class Codec:
     - float8: 1/16 (e4m3fn) or 1/8 (e5m2) of the element, or of the format's scaled smallest normal if that is larger.
 
     Zeros stay zeros. A block with an infinity or NaN is decoded to values that are not finite.
-
-    Attributes:
-        format: One of `FORMATS`.
-        block: The number of elements that share a scale; even.
-        stochastic: Whether integers are rounded up or down at random, so that rounding is unbiased.
     """
 
-    format: str
-    block: int
-    stochastic: bool = False
+    format: str  # one of `FORMATS`
+    block: int  # the number of elements that share a scale; even
+    stochastic: bool = False  # whether integers are rounded up or down at random, so that rounding is unbiased
 
     def bytes(self, size: int) -> int:
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)

@@ -78,19 +78,12 @@ class TypedFunction:
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluation:
-    """One evaluation of a jaxpr with Explicit types.
+    """One evaluation of a jaxpr with Explicit types."""
 
-    Attributes:
-        mesh: The mesh that the types name.
-        axes: The mesh axes that divide the rows of the batch.
-        constrains: Whether a type that divides rows becomes a constraint. False if no equation names a sharding.
-        known: A cache of inner jaxprs that were traced again, so that equal layers stay one program.
-    """
-
-    mesh: AbstractMesh
-    axes: frozenset[str]
-    constrains: bool
-    known: dict
+    mesh: AbstractMesh  # the mesh that the types name
+    axes: frozenset[str]  # the mesh axes that divide the rows of the batch
+    constrains: bool  # whether a type that divides rows becomes a constraint; false if no equation names a sharding
+    known: dict  # a cache of inner jaxprs that were traced again, so that equal layers stay one program
 
     def evaluate(self, jaxpr: Any, consts: Sequence, values: Sequence) -> list:
         return jaxprs.evaluate(jaxpr, consts, values, self._rule)

@@ -18,17 +18,12 @@ _ASKS = frozenset({"program_id", "num_programs"})
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """A Pallas call for the rows of one device.
+    """A Pallas call for the rows of one device."""
 
-    Attributes:
-        params: The parameters of the equation for one device.
-        dims: For each operand, the dim that the devices divide, or None for an operand that all devices need whole.
-        out_dims: The same for each result. All results are divided.
-    """
-
-    params: dict[str, Any]
+    params: dict[str, Any]  # the parameters of the equation for one device
+    # for each operand, the dim that the devices divide, or None for an operand that all devices need whole
     dims: tuple[int | None, ...]
-    out_dims: tuple[int, ...]
+    out_dims: tuple[int, ...]  # the same for each result; all results are divided
 
 
 def own_rows(eqn: Any, states: Sequence[State], workers: int) -> OwnRows | None:

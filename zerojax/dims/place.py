@@ -78,19 +78,13 @@ UNKNOWN: State = None
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What rules know of a jaxpr.
+    """What rules know of a jaxpr."""
 
-    Attributes:
-        count: The number of entries of the followed dim.
-        made: The equation of each variable.
-        known: The values of arguments that only count; see `Places.counting`.
-        axes: The mesh axes that divide the followed dim, if they are known.
-    """
-
-    count: int
-    made: Mapping[Any, Any]
+    count: int  # the number of entries of the followed dim
+    made: Mapping[Any, Any]  # the equation of each variable
+    # the values of arguments that only count; see `Places.counting`
     known: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-    axes: frozenset[str] = frozenset()
+    axes: frozenset[str] = frozenset()  # the mesh axes that divide the followed dim, if they are known
 
 
 def at(dim: int) -> Places:

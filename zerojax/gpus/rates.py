@@ -29,24 +29,16 @@ MEASURE = "Write the file with `zerojax doctor --json` on a machine with the GPU
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one GPU achieves. A figure that was not measured is None, and its usual share of the peak rate counts.
+    """What one GPU achieves. A figure that was not measured is None, and its usual share of the peak rate counts."""
 
-    Attributes:
-        device: The GPU, as JAX calls it, such as `"NVIDIA H200"`. Empty: nothing was measured.
-        products: FLOP/s of matrix products, by the HLO type of the operands, such as `"bf16"`.
-        memory: Bytes per second that memory reads and writes.
-        link: Bytes per second that a GPU sends in a collective within its host.
-        network: Bytes per second that a GPU sends in a collective between hosts.
-        host_link: Bytes per second in each direction between the GPU and its host.
-        slowdown: The share of its time by which a product takes longer while a collective runs, such as 0.35.
-    """
-
-    device: str = ""
+    device: str = ""  # the GPU, as JAX calls it, such as `"NVIDIA H200"`; empty: nothing was measured
+    # FLOP/s of matrix products, by the HLO type of the operands, such as `"bf16"`
     products: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    memory: float | None = None
-    link: float | None = None
-    network: float | None = None
-    host_link: float | None = None
+    memory: float | None = None  # bytes per second that memory reads and writes
+    link: float | None = None  # bytes per second that a GPU sends in a collective within its host
+    network: float | None = None  # bytes per second that a GPU sends in a collective between hosts
+    host_link: float | None = None  # bytes per second in each direction between the GPU and its host
+    # the share of its time by which a product takes longer while a collective runs, such as 0.35
     slowdown: float | None = None
 
     @classmethod

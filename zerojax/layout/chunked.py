@@ -19,14 +19,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """The division of each device's shard into chunks.
+    """The division of each device's shard into chunks."""
 
-    Attributes:
-        dim: The dim that is divided into chunks.
-        extents: Length of each chunk along `dim`, in elements. Their sum is the length of `dim` in one device's shard.
-    """
-
-    dim: int
+    dim: int  # the dim that is divided into chunks
+    # length of each chunk along `dim`, in elements; their sum is the length of `dim` in one device's shard
     extents: tuple[int, ...]
 
     @property
@@ -93,20 +89,14 @@ class Chunked:
     """An optimizer state leaf in host memory or on disk, or a parameter on disk, in chunks. A pytree node.
 
     `chunks[k]` contains chunk k of every device's shard, so the chunks do not always concatenate to the array.
-
-    Attributes:
-        chunks: Arrays in host memory. For a leaf on disk, one int32 scalar: the version of its files.
-        leaf: The layout of the whole array.
-        chunking: The division of each shard into chunks.
-        sharding: The sharding of the array when it is on the devices.
-        store: The store that reads and writes the chunks on disk. None for chunks in host memory.
     """
 
+    # arrays in host memory; for a leaf on disk, one int32 scalar: the version of its files
     chunks: tuple[Shaped[Array, "*chunk"], ...]
-    leaf: Leaf
-    chunking: Chunking
-    sharding: NamedSharding
-    store: Any = None
+    leaf: Leaf  # the layout of the whole array
+    chunking: Chunking  # the division of each shard into chunks
+    sharding: NamedSharding  # the sharding of the array when it is on the devices
+    store: Any = None  # the store that reads and writes the chunks on disk; None for chunks in host memory
 
     def __reduce__(self):
         """Raise a TypeError, because offloaded state cannot be pickled."""

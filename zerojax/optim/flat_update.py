@@ -21,16 +21,11 @@ NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class UpdatedLeaves(NamedTuple):
-    """The layouts of an update's gradients and state.
+    """The layouts of an update's gradients and state."""
 
-    Attributes:
-        grads: One `Leaf` per trained parameter, for its gradient and its update.
-        state: One `Leaf` per leaf of the state.
-        param_of: For each leaf of the state, the index of the trained parameter that the leaf mirrors, or None.
-    """
-
-    grads: tuple[Leaf, ...]
-    state: tuple[Leaf, ...]
+    grads: tuple[Leaf, ...]  # one `Leaf` per trained parameter, for its gradient and its update
+    state: tuple[Leaf, ...]  # one `Leaf` per leaf of the state
+    # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
     param_of: tuple[int | None, ...]
 
 

@@ -34,15 +34,10 @@ TWICE_COMPUTED = 16  # roundings by which two computations of an update may diff
 
 
 class MasterState(NamedTuple):
-    """The state of an optimizer that keeps master weights.
+    """The state of an optimizer that keeps master weights."""
 
-    Attributes:
-        inner: The state of the wrapped transformation.
-        master: The master weights; `optax.MaskedNode()` for a parameter that is itself stored in the wide type.
-    """
-
-    inner: PyTree
-    master: PyTree
+    inner: PyTree  # the state of the wrapped transformation
+    master: PyTree  # the master weights; `optax.MaskedNode()` for a parameter that is itself stored in the wide type
 
 
 def with_master(tx: optax.GradientTransformation, stored: Sequence[Any]) -> optax.GradientTransformationExtraArgs:

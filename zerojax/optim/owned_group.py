@@ -12,25 +12,15 @@ from zerojax.layout.leaf import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The part of a leaf's update that needs the full leaf. All integers are indices.
+    """The part of a leaf's update that needs the full leaf. All integers are indices."""
 
-    Attributes:
-        leaf: The trained parameter.
-        eqns: The equations of the core in the jaxpr of the update.
-        arrays: The sharded arrays that the core reads, each with its layout.
-        small: Other variables that the core reads and that depend on the leaf.
-        shared: Variables that the core reads and that do not depend on the leaf, such as a count.
-        outs: The sharded results of the core, each with its layout.
-        small_outs: All other results of the core.
-    """
-
-    leaf: int
-    eqns: tuple[int, ...]
-    arrays: tuple[tuple[int, Leaf], ...]
-    small: tuple[int, ...]
-    shared: tuple[int, ...]
-    outs: tuple[tuple[int, Leaf], ...]
-    small_outs: tuple[int, ...]
+    leaf: int  # the trained parameter
+    eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update
+    arrays: tuple[tuple[int, Leaf], ...]  # the sharded arrays that the core reads, each with its layout
+    small: tuple[int, ...]  # other variables that the core reads and that depend on the leaf
+    shared: tuple[int, ...]  # variables that the core reads and that do not depend on the leaf, such as a count
+    outs: tuple[tuple[int, Leaf], ...]  # the sharded results of the core, each with its layout
+    small_outs: tuple[int, ...]  # all other results of the core
 
     @property
     def inputs(self) -> tuple[int, ...]:
@@ -51,25 +41,16 @@ class Core:
 
 @dataclasses.dataclass(frozen=True)
 class OwnedGroup:
-    """Cores with equal programs, which are computed together.
+    """Cores with equal programs, which are computed together."""
 
-    Attributes:
-        cores: One core per parameter.
-        counts: The number of items per core. A stack of matrices is divided into items; any other core is one item.
-        size: The number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices.
-        jaxpr: The program that computes one item.
-        within: The number of devices per owner.
-        seconds: The estimated time, at peak rates, if owners compute the group.
-        seconds_sharded: The estimated time, at peak rates, if each matrix is divided among all devices.
-    """
-
-    cores: tuple[Core, ...]
+    cores: tuple[Core, ...]  # one core per parameter
+    # the number of items per core; a stack of matrices is divided into items; any other core is one item
     counts: tuple[int, ...]
-    size: int
-    jaxpr: Any
-    within: int = 1
-    seconds: float = 0.0
-    seconds_sharded: float = 0.0
+    size: int  # the number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices
+    jaxpr: Any  # the program that computes one item
+    within: int = 1  # the number of devices per owner
+    seconds: float = 0.0  # the estimated time, at peak rates, if owners compute the group
+    seconds_sharded: float = 0.0  # the estimated time, at peak rates, if each matrix is divided among all devices
 
     @property
     def items(self) -> int:

@@ -191,16 +191,12 @@ def reduces(eqn: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Dependencies:
-    """The inputs that each variable of a traced update depends on.
+    """The inputs that each variable of a traced update depends on."""
 
-    Attributes:
-        offloaded: For each variable that depends on offloaded arrays, the units of these arrays.
-        params: For each variable, the parameters that it depends on, except through `shared_scalars`.
-        shared_scalars: Scalars that depend on no offloaded array. They are computed once, and passed to all groups.
-    """
-
-    offloaded: dict[Any, frozenset]
+    offloaded: dict[Any, frozenset]  # for each variable that depends on offloaded arrays, the units of these arrays
+    # for each variable, the parameters that it depends on, except through `shared_scalars`
     params: dict[Any, frozenset]
+    # scalars that depend on no offloaded array; they are computed once, and passed to all groups
     shared_scalars: frozenset
 
     @classmethod

@@ -33,34 +33,25 @@ from zerojax.placement.storage import shapes
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ShardingPlan(CachedHash):
-    """A plan of how parameters, gradients and optimizer state are sharded. `print(plan)` shows one line per leaf.
+    """A plan of how parameters, gradients and optimizer state are sharded. `print(plan)` shows one line per leaf."""
 
-    Attributes:
-        layout: The layout of all parameters.
-        trained: The layout of the trained parameters. In its tree, `optax.MaskedNode()` replaces all other parameters.
-        grads: One `Leaf` per trained parameter, for its reduced gradient and its update.
-        state: One `Leaf` per leaf of the optimizer's state.
-        state_def: The tree structure of the wrapped transformation's state, inside a `MasterState` if there are master
-            weights.
-        param_of: For each leaf of the state, the index of the trained parameter that the leaf mirrors, or None.
-        chunkings: For each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on
-            the device.
-        matrices: How matrices are updated; None if the update needs arguments that a step does not give.
-        groups: A text that describes the groups of the update and their places; empty if nothing is offloaded.
-        choice: Where the update of offloaded state runs; None in a plan from shapes alone, or if nothing is offloaded.
-        describe: Describes the wrapped transformation for a checkpoint. Equality of plans ignores it.
-    """
-
-    layout: Layout
+    layout: Layout  # the layout of all parameters
+    # the layout of the trained parameters; in its tree, `optax.MaskedNode()` replaces all other parameters
     trained: Layout
-    grads: tuple[Leaf, ...]
-    state: tuple[Leaf, ...]
+    grads: tuple[Leaf, ...]  # one `Leaf` per trained parameter, for its reduced gradient and its update
+    state: tuple[Leaf, ...]  # one `Leaf` per leaf of the optimizer's state
+    # the tree structure of the wrapped transformation's state, inside a `MasterState` if there are master weights
     state_def: jax.tree_util.PyTreeDef
+    # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
     param_of: tuple[int | None, ...]
+    # for each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on the device
     chunkings: tuple[Chunking | None, ...]
+    # how matrices are updated; None if the update needs arguments that a step does not give
     matrices: MatrixUpdates | None
-    groups: str
+    groups: str  # a text that describes the groups of the update and their places; empty if nothing is offloaded
+    # where the update of offloaded state runs; None in a plan from shapes alone, or if nothing is offloaded
     choice: Choice | None = None
+    # describes the wrapped transformation for a checkpoint; equality of plans ignores it
     describe: Describe | None = dataclasses.field(default=None, compare=False)
 
     @property

@@ -40,15 +40,12 @@ class Annotated:
 
     Under `jax.jit`, `update` cannot see which Auto axes, other than the data axes, divide a parameter. Flax's
     `nnx.Optimizer` passes arrays without their variables, whose class marks overwritten parameters.
-
-    Attributes:
-        state: The state, in the structure of the wrapped transformation.
-        others: `Leaf.others` of each parameter; () if no Auto axis other than the data axes divides a parameter.
-        overwritten: Indices of the overwritten parameters that `update` cannot recognise by their paths or shapes.
     """
 
-    state: PyTree
+    state: PyTree  # the state, in the structure of the wrapped transformation
+    # `Leaf.others` of each parameter; () if no Auto axis other than the data axes divides a parameter
     others: tuple[tuple, ...]
+    # indices of the overwritten parameters that `update` cannot recognise by their paths or shapes
     overwritten: tuple[int, ...]
 
 

@@ -15,23 +15,14 @@ WHERE = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 @dataclasses.dataclass(frozen=True)
 class OwnedMatrices:
-    """Matrices with equal shapes and equal programs that are updated by owners.
+    """Matrices with equal shapes and equal programs that are updated by owners."""
 
-    Attributes:
-        paths: The paths of the parameters.
-        matrices: The number of matrices. A parameter may be a stack of matrices.
-        owners: The number of owners that share the matrices.
-        within: The number of devices per owner.
-        seconds: The time of the update at peak rates.
-        seconds_sharded: The time at peak rates if each product were divided among all devices.
-    """
-
-    paths: tuple[str, ...]
-    matrices: int
-    owners: int
-    within: int
-    seconds: float
-    seconds_sharded: float
+    paths: tuple[str, ...]  # the paths of the parameters
+    matrices: int  # the number of matrices; a parameter may be a stack of matrices
+    owners: int  # the number of owners that share the matrices
+    within: int  # the number of devices per owner
+    seconds: float  # the time of the update at peak rates
+    seconds_sharded: float  # the time at peak rates if each product were divided among all devices
 
     def __str__(self) -> str:
         """Return one line that compares the time of the update with owners to the time without owners."""
@@ -45,14 +36,10 @@ class OwnedMatrices:
 
 @dataclasses.dataclass(frozen=True)
 class MatrixUpdates:
-    """A summary of how the matrices of an update are computed.
+    """A summary of how the matrices of an update are computed."""
 
-    Attributes:
-        owned: The matrices that owners compute.
-        left: The paths of all other matrices, with the reason why owners do not compute them.
-    """
-
-    owned: tuple[OwnedMatrices, ...] = ()
+    owned: tuple[OwnedMatrices, ...] = ()  # the matrices that owners compute
+    # the paths of all other matrices, with the reason why owners do not compute them
     left: tuple[tuple[tuple[str, ...], str], ...] = ()
 
     def __str__(self) -> str:

@@ -20,16 +20,11 @@ Read = tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class Equations:
-    """A part of the equations of an update.
+    """A part of the equations of an update."""
 
-    Attributes:
-        jaxpr: The equations. They compute some of the update's results from the inputs in `reads`.
-        reads: The kind and index of each input, in order.
-        owned: The cores among these equations that owners compute. Their indices refer to `jaxpr` and `variables`.
-    """
-
-    jaxpr: Any
-    reads: tuple[Read, ...]
+    jaxpr: Any  # the equations; they compute some of the update's results from the inputs in `reads`
+    reads: tuple[Read, ...]  # the kind and index of each input, in order
+    # the cores among these equations that owners compute; their indices refer to `jaxpr` and `variables`
     owned: tuple[OwnedGroup, ...] = ()
 
     @functools.cached_property
@@ -46,19 +41,13 @@ class Equations:
 
 @dataclasses.dataclass(frozen=True)
 class TracedUpdate:
-    """An update that was traced into equations.
+    """An update that was traced into equations."""
 
-    Attributes:
-        jaxpr: The equations. They compute new parameters and state from gradients, state, parameters and extra values.
-        consts: The arrays that the transformation closes over.
-        reads: For each input variable, its kind and index.
-        num_params: The number of results that are parameters. The remaining results are state.
-    """
-
+    # the equations; they compute new parameters and state from gradients, state, parameters and extra values
     jaxpr: Any
-    consts: tuple
-    reads: dict[Any, Read]
-    num_params: int
+    consts: tuple  # the arrays that the transformation closes over
+    reads: dict[Any, Read]  # for each input variable, its kind and index
+    num_params: int  # the number of results that are parameters; the remaining results are state
 
     @functools.cached_property
     def producers(self) -> dict[Any, int]:

@@ -36,27 +36,17 @@ if TYPE_CHECKING:
 
 
 class Gradients(NamedTuple):
-    """The results of the forward and backward passes of a step, over all devices and microbatches.
+    """The results of the forward and backward passes of a step, over all devices and microbatches."""
 
-    Attributes:
-        loss: The mean loss.
-        grads: The gradient of the mean loss, per trained parameter, in storage shape. NaN if weights are invalid.
-        aux: The combined auxiliary results, with None for each leaf in `rows`.
-        rows: The auxiliary results with one entry per row, with None for each leaf in `aux`.
-        mutable: The new mutable state, averaged over the devices.
-        weights_valid: Whether no weight is negative and the sum of the weights is positive.
-        squares: For each trained parameter, the sum of the squares of its gradient, in float32.
-        overwritten: The new value of each overwritten parameter: the maximum over devices and microbatches.
-    """
-
-    loss: Float[Array, ""]
+    loss: Float[Array, ""]  # the mean loss
+    # the gradient of the mean loss, per trained parameter, in storage shape; NaN if weights are invalid
     grads: list[Shaped[Array, "*storage"]]
-    aux: PyTree
-    rows: PyTree
-    mutable: PyTree
-    weights_valid: Bool[Array, ""]
-    squares: Float[Array, " trained"]
-    overwritten: list[Array]
+    aux: PyTree  # the combined auxiliary results, with None for each leaf in `rows`
+    rows: PyTree  # the auxiliary results with one entry per row, with None for each leaf in `aux`
+    mutable: PyTree  # the new mutable state, averaged over the devices
+    weights_valid: Bool[Array, ""]  # whether no weight is negative and the sum of the weights is positive
+    squares: Float[Array, " trained"]  # for each trained parameter, the sum of the squares of its gradient, in float32
+    overwritten: list[Array]  # the new value of each overwritten parameter: the maximum over devices and microbatches
 
 
 def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | float) -> Gradients:

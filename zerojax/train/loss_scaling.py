@@ -36,23 +36,16 @@ MAX_NAMED = 5
 )
 @dataclasses.dataclass(frozen=True)
 class ScalingState:
-    """The loss scale, and the record of skipped steps.
+    """The loss scale, and the record of skipped steps."""
 
-    Attributes:
-        scale: The factor by which the next step multiplies its loss; 1 without loss scaling.
-        clean: Number of steps without overflow since the last overflow or growth of the scale.
-        hysteresis_count: Number of overflows, since the scale last grew, that did not lower the scale.
-        skips: Number of consecutive steps, up to the last step, that were skipped; 0 if the last step was not.
-        nonfinite: For each trained parameter, whether its gradient was not finite in the first of the skipped steps.
-        weights_invalid: Whether a step was skipped because weights were negative or summed to zero.
-    """
-
-    scale: Float[Array, ""]
-    clean: Int[Array, ""]
-    hysteresis_count: Int[Array, ""]
+    scale: Float[Array, ""]  # the factor by which the next step multiplies its loss; 1 without loss scaling
+    clean: Int[Array, ""]  # number of steps without overflow since the last overflow or growth of the scale
+    hysteresis_count: Int[Array, ""]  # number of overflows, since the scale last grew, that did not lower the scale
+    # number of consecutive steps, up to the last step, that were skipped; 0 if the last step was not
     skips: Int[Array, ""]
+    # for each trained parameter, whether its gradient was not finite in the first of the skipped steps
     nonfinite: Bool[Array, " trained"]
-    weights_invalid: Bool[Array, ""]
+    weights_invalid: Bool[Array, ""]  # whether a step was skipped because weights were negative or summed to zero
 
     def reset_skips(self) -> ScalingState:
         """Return a copy without the record of skipped steps. The loss scale is unchanged."""
