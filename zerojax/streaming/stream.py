@@ -51,24 +51,15 @@ HOST_BYTES = 4 << 30
 
 
 class UpdateInputs(NamedTuple):
-    """The results of a step's first program that the streamed update reads.
+    """The results of a step's first program that the streamed update reads."""
 
-    Attributes:
-        params: One array per parameter, as stored. None for the parameters in `pending`.
-        pending: The parameters that the groups will update, by index among the trained parameters. They are sharded
-            like their gradients.
-        state: One array per leaf of the state; None for offloaded leaves.
-        grads: The gradients that the groups read, by index, in storage shape.
-        shared: The shared values, which several groups may read.
-        skipped: Whether the step is skipped. None: it is not.
-    """
-
-    params: list
+    params: list  # one array per parameter, as stored; None for the parameters in `pending`
+    # the parameters that the groups will update, by index among the trained parameters, sharded like their gradients
     pending: dict[int, Array]
-    state: list
-    grads: dict[int, Array]
-    shared: list
-    skipped: Bool[Array, ""] | None
+    state: list  # one array per leaf of the state; None for offloaded leaves
+    grads: dict[int, Array]  # the gradients that the groups read, by index, in storage shape
+    shared: list  # the shared values, which several groups may read
+    skipped: Bool[Array, ""] | None  # whether the step is skipped; None: it is not
 
 
 class StreamedUpdate:
