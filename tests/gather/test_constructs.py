@@ -90,51 +90,9 @@ def test_a_stack_stays_sharded_until_its_iteration(loop, change):
     assert found.bytes == 2 * params["stack"][0].nbytes  # of this iteration and the next
 
 
-def test_a_stack_of_single_parameters_is_of_their_shards():
-    params = constructs.make_params()
-    setup = lay_out(params, constructs.DIMS | {"v": 0})
-    layer, twice = lambda x, w: jnp.tanh(x @ w), 2 * params["w"].nbytes
-    joined = lambda p, x: constructs.mean(over_slices(layer, jnp.array([p["w"], p["v"], p["w"]]), x))
-    found = working_set(joined, setup.layout, X)
-    assert (found.bytes, found.whole) == (twice, ())  # this iteration's and the next one's
-    changed = lambda p, x: constructs.mean(over_slices(layer, jnp.stack([p["w"], 2 * p["v"], p["w"]]), x))
-    assert working_set(changed, setup.layout, X).whole
-
-
 def test_of_a_stack_in_groups_a_group_is_gathered():
     params = {"stack": jnp.ones((6, 8, 8))}
     setup = lay_out(params, {"stack": 2})
     layer = lambda x, w: (jnp.tanh(x @ w), None)
     loss = lambda p, x: lax.scan(lambda x, g: lax.scan(layer, x, g), x, p["stack"].reshape(3, 2, 8, 8))[0].mean()
     assert working_set(loss, setup.layout, X).bytes == 2 * params["stack"][:2].nbytes
-
-
-def test_microbatches_gather_a_layer_at_a_time_each():
-    params = constructs.make_params()
-    setup = lay_out({name: params[name] for name in ("stack", "w")}, {"stack": 1, "w": 0})
-    layers = lambda p, x: lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["stack"])[0] @ p["w"]
-
-    def sets(count):
-        def loss(p, x):
-            micro = lambda total, x: (total + layers(p, x).mean(), None)
-            return lax.scan(micro, 0.0, jnp.stack([x] * count))[0]
-
-        return working_set(loss, setup.layout, X)
-
-    assert sets(2).stacks == {0}
-    assert (sets(2).bytes, sets(2).whole, sets(2).repeats) == (2 * params["w"].nbytes, (), {0: 2, 1: 2})
-    assert sets(65).repeats == {}  # as many times the gathers would be slow
-    assert sets(65).whole
-
-
-def test_no_more_is_held_than_four_times_the_largest_use():
-    params = {str(i): jnp.eye(8) + i for i in range(6)}
-    setup = lay_out(params, dict.fromkeys(params, 0))
-
-    def loss(p, x):
-        derived = [w @ w.T for w in p.values()]
-        for w in derived + derived:
-            x = jnp.tanh(x @ w)
-        return x.mean()
-
-    assert len(working_set(loss, setup.layout, X).recomputed) == 2

@@ -239,24 +239,6 @@ def test_a_frozen_block_that_ends_a_group_does_not_delay_the_groups_gradients():
     assert calls(loss, params, dims, X, shared_bytes=12 * WEIGHT)[1] == 4
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("shared_bytes", [0, 12 * WEIGHT])
-def test_iterations_of_a_loop_keep_no_gathered_parameters(shared_bytes):
-    def loss(p, x):
-        def body(total, rows):
-            for w in (p["wide"], p["back"], p["small"], p["last"]):
-                rows = jnp.tanh(rows @ w)
-            return total + jnp.mean(rows), None
-
-        return lax.scan(body, 0.0, x.reshape(2, 4, SIZE))[0]
-
-    w, wide = jnp.ones((SIZE, SIZE)) / SIZE, jnp.ones((SIZE, 4 * SIZE)) / SIZE
-    params, dims = {"wide": wide, "back": wide.T, "small": w, "last": w}, {"wide": 0, "back": 1, "small": 0, "last": 0}
-    x = jnp.ones((8 * DEVICES, SIZE))
-    assert max(kept_sizes(loss, params, dims, x, shared_bytes=shared_bytes)) < WEIGHT
-    assert_same(loss, params, x, dims, shared_bytes=shared_bytes)
-
-
 def test_the_working_set_has_the_blocks_that_share_a_gather():
     loss, params, dims, x = model("unrolled", "remat", 4)
     layout = lay_out(params, dims).layout

@@ -38,7 +38,6 @@ Loops:
     loop            sorts the operands of a scan over layers, and gathers for one iteration
     scan            makes a scan over layers a segment, and runs its forward pass
     scan_backward   runs its backward pass, a pipeline of four stages
-    nested          runs a loop over microbatches, with a program in each iteration
 
 Values that are computed on shards:
     narrow          finds quantised weights, and moves their computation to the start of the loss
@@ -50,17 +49,13 @@ Values that are computed on shards:
 
 Details that a first reading can skip:
     clusters        finds the equations that share a gather with an earlier use of their parameter
-    layer_stacks    moves what changes a stack of layers into the scan over it
     per_layer       moves computations on whole layers into the loop that gathers these layers
     merged          merges equations that compute the same value
-    held            chooses the products of parameters that are computed only once
-    decided         says which rule took each equation, for `check`, `plan` and `report`
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           runs a loop over tiles of a sequence as one block
 """
 
 from zerojax.gather.apart import taken_apart
-from zerojax.gather.decided import Decided, decided_of
 from zerojax.gather.engine import alike_args, block, gather_on_use, param_states, row_states, split_arrays
 from zerojax.gather.options import Sums
 from zerojax.gather.residuals import StandIn
@@ -70,7 +65,6 @@ from zerojax.gather.vjp import RowStates, traced_passes
 from zerojax.gather.working_set import WorkingSet, working_set
 
 __all__ = [
-    "Decided",
     "RowStates",
     "StandIn",
     "Sums",
@@ -78,7 +72,6 @@ __all__ = [
     "alike_args",
     "as_function",
     "block",
-    "decided_of",
     "gather_on_use",
     "param_states",
     "row_states",

@@ -55,7 +55,7 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
     same = {
         var for var, on in zip(jaxpr.invars, [*alike, *[True] * len(constants)], strict=True) if on or var in params
     }
-    decisions = Decisions(jaxpr, params, frozenset(), lambda *_: None, same)
+    decisions = Decisions(jaxpr, params, same)
     decisions.decide()
     ends = [eqn for draft in decisions.drafts if draft.make == ReducedSegment.of for eqn in draft.eqns]
     found = dict.fromkeys(var for eqn in ends for var in eqn.outvars)

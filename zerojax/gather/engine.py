@@ -34,7 +34,6 @@ def gather_on_use(
     reshard_after_forward: bool = True,
     of_rows: Collection[int] = (),
     differing: Collection[int] | None = None,
-    record: Callable[[Program, Sequence[bool]], None] = lambda program, alike: None,
 ) -> Callable:
     """Rewrite `fn(params, *args)` to take shards of `params`.
 
@@ -52,7 +51,6 @@ def gather_on_use(
             collectives instead of three, but all gathered parameters are in memory at once.
         of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
         differing: The indices of the `args` that may differ between devices. If None, all of them may differ.
-        record: Called with the program, and whether each of its first arguments is alike on all devices.
 
     Returns:
         `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
@@ -85,7 +83,6 @@ def gather_on_use(
         ]
         unlike = range(len(args)) if differing is None else differing
         program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm, unlike)
-        record(program, [*[True] * len(full), *alike_args(args, unlike)])
         # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
         # the derivative alive.
         run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})

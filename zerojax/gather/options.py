@@ -34,13 +34,11 @@ class Options:
         comm: The collectives that gather shards and reduce gradients.
         prefetch: How many uses ahead a gather may start; 0 disables prefetch.
         reshard_after_forward: Whether gathered parameters are dropped after the forward pass.
-        keeps_last: Whether the last group's parameters are kept for the backward pass even so.
     """
 
     comm: Collectives
     prefetch: int
     reshard_after_forward: bool
-    keeps_last: bool = True
 
     def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
         """Return shards in the form that `gather` takes."""

@@ -20,9 +20,11 @@ from jax import lax
 from zerojax import compat, jaxprs, names
 from zerojax.gather.on_shards import Part, is_combined, part_of_result
 from zerojax.gather.parts import Layer, call, dims_of, evaluate_parts, extremum_of_layers, reduced_like
-from zerojax.gather.sharded_param import OF_SHARDS, root_param
+from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS, root_param
 from zerojax.layout.leaf import Leaf
 
+# Changes of a stack that stay outside of the loop. Others, such as a transpose of each layer, would copy the shards.
+_KEPT = OF_SHARDS - OF_STACKS
 _EXTREMA = frozenset({"reduce_max", "reduce_min"})
 _REDUCTIONS = _EXTREMA | {"reduce_and", "reduce_or", "reduce_prod", "reduce_sum"}
 
@@ -156,7 +158,7 @@ class Layers:
             if compat.loop_of(eqn) is not None:
                 if len(self.loops) > 1 and self.weights.issuperset(reads):
                     return True
-            elif eqn.primitive.name in OF_SHARDS:
+            elif eqn.primitive.name in _KEPT:
                 derived.update(eqn.outvars)
             else:
                 return True
@@ -165,8 +167,7 @@ class Layers:
     @functools.cached_property
     def dims(self) -> dict:
         """Return, for each variable, the dim of layers, or None; see `dims_of`."""
-        given = {v: self.stacks.get(v) for v in self.given}
-        return dims_of(self.jaxpr, {v: dim for v, dim in given.items() if v in self.weights}, layers=True)
+        return dims_of(self.jaxpr, {v: self.stacks.get(v) for v in self.jaxpr.invars}, layers=True)
 
     @functools.cached_property
     def whole(self) -> set:
@@ -186,7 +187,8 @@ class Layers:
     def cone(self, targets: Iterable, stops: Collection) -> tuple[list, list, list]:
         """Return `(equations, stacks, others)` from which an iteration computes its rows of `targets`.
 
-        The stacks are arguments, or variables in `stops`. The others have no dim of layers.
+        The stacks are arguments, or variables in `stops`, or arrays such as masks that have a row per layer. The others
+        have no dim of layers.
         """
         needed, pending = {}, list(targets)
         stacks, others = {}, {}
@@ -201,7 +203,15 @@ class Layers:
                 needed[id(eqn)] = eqn
                 pending += jaxprs.variables_in(eqn.invars)
         eqns = [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
-        return eqns, list(stacks), list(others)
+        # Rows that the loop reads are kept for the backward pass, which can then compute the changed layer again.
+        for eqn in eqns:
+            by_row = eqn.primitive.name in jaxprs.ELEMENTWISE and self.dims[eqn.outvars[0]] == 0
+            shape = eqn.outvars[0].aval.shape
+            for v in jaxprs.variables_in(eqn.invars):
+                if v in others:
+                    others[v] = others[v] is not False and by_row and v.aval.shape == shape
+        rows = [v for v, by_row in others.items() if by_row]
+        return eqns, [*stacks, *rows], [v for v in others if v not in rows]
 
     def roots(self, var: Any) -> set:
         return {v for v in self.cone([var], ())[1] if v in self.params}
@@ -240,7 +250,7 @@ class Layers:
         eqns, stacks, _ = self.cone([var], ())
         if self.params.keys().isdisjoint(stacks):
             return 2 * sum(v.aval.size for v in stacks) <= var.aval.size
-        return any(eqn.primitive.name not in OF_SHARDS for eqn in eqns)
+        return any(eqn.primitive.name not in _KEPT for eqn in eqns)
 
     def _without_second_gathers(self, host: Host) -> None:
         """Let an iteration compute casts and transposes of its layers, if it needs these layers anyway."""
@@ -281,7 +291,7 @@ class Layers:
 
     def _ends(self) -> list[End]:
         """Return the values that need a whole layer, and that equations without a dim of layers read."""
-        found, is_end = {}, lambda v: v in self.whole and v not in self.stacks
+        found, is_end = {}, lambda v: v in self.whole and v in self.weights and v not in self.stacks
         for eqn in self.jaxpr.eqns:
             reads = [v for v in jaxprs.variables_in(eqn.invars) if is_end(v)]
             if not reads or any(self.dims.get(v) is not None for v in eqn.outvars):
@@ -354,7 +364,8 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
     def iteration(carries, slices):
         index, slices = slices
         rows, layer = dict(zip(scanned, slices, strict=True)), Layer(analysis.length, index=index)
-        given = [*(lax.expand_dims(rows[v], [0]) for v in stacks), *map(value, others)]
+        # Not `lax.expand_dims`: behind a broadcast, the backward pass could not compute a changed layer again.
+        given = [*(lax.reshape(rows[v], (1, *rows[v].shape)) for v in stacks), *map(value, others)]
         found = dict(zip(host.targets, evaluate_parts(jaxpr, given, dims, layer), strict=True))
         rows |= {v: lax.squeeze(found[v], [0]) for v in host.computed}
         carry, results = [], []

@@ -8,7 +8,6 @@ result. If they ran only once, their result, which is as large as a gathered par
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,19 +15,16 @@ from typing import Any, NamedTuple
 from zerojax import compat, jaxprs
 from zerojax.gather.assembly import Draft
 from zerojax.gather.clusters import CONTROL, Clusters, Joined, is_plain, only_scales
-from zerojax.gather.nested import NestedSegment
 from zerojax.gather.on_shards import Analysis, Chain, chain_of
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.scan import ScanSegment
-from zerojax.gather.segments import BlockSegment, Gathered, HeldSegment, PlainSegment
+from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment
 from zerojax.gather.sharded_param import (
     OF_STACKS,
     WEIGHT_ARITHMETIC,
     ShardedParam,
-    can_be_stacked,
     extended,
     scanned_over,
-    stack_of,
 )
 from zerojax.gather.shardwise import Shardwise, shardwise_p
 
@@ -53,40 +49,32 @@ class Decisions:
     """The decisions so far, and the predicates and actions of the rules. Each plan makes one instance.
 
     Attributes:
-        held: Variables of values to compute once and keep, although they are computed from parameters alone.
         params: Sharded parameters and slices of their shards, by variable.
-        joined: The parameters of which the loss makes a stack, by the variable of the stack.
         shardwise: The computations of quantised weights, which run on shards at the start of each pass.
         repeated: The equations that segments repeat, by their result variables.
         drafts: The segments so far.
-        rules: The equations so far, each with the name of its rule.
         between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
         analysis: Finds the equations before a reduction on shards.
         clusters: Finds the blocks that gather a parameter already.
     """
 
-    def __init__(
-        self, jaxpr: Any, params: Mapping[Any, ShardedParam], held: frozenset, nest: Callable, alike: Collection | None
-    ):
+    def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], alike: Collection | None):
         """Analyse an inlined function once, before any decision.
 
-        `nest` is a function that plans a loop's body. `alike` has the arguments that are alike on all devices. If it is
-        None, parameters are not reduced on their shards.
+        `alike` has the arguments that are alike on all devices. If it is None, parameters are not reduced on their
+        shards.
         """
         self.params = dict(params)
-        self.joined: dict[Any, tuple[ShardedParam, ...]] = {}
         self.shardwise: list[Shardwise] = []
         self.repeated: dict = {}
         self.drafts = [Draft(PlainSegment, [])]
-        self.rules: list[tuple[Any, str]] = []
-        self.held, self._jaxpr, self._nest = held, jaxpr, nest
+        self._jaxpr, self._reduces = jaxpr, alike is not None
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
         # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
         self._uniform: set = set(alike or ())
         self._given = frozenset(self._uniform)
-        self._reduces = alike is not None
         self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
         self._made_in: dict = {}  # the index of the draft that computes a variable
         self.clusters = Clusters(self.params, self.repeated, self._uniform, self.analysis.made, self._made_in)
@@ -101,7 +89,6 @@ class Decisions:
             for rule in RULES:
                 if (match := rule.matches(self, site)) not in (None, False):
                     rule.act(self, site, match)
-                    self.rules.append((eqn, rule.name))
                     for var in eqn.outvars:
                         self._made_in.setdefault(var, len(self.drafts) - 1)
                     break
@@ -141,19 +128,6 @@ class Decisions:
         """Let shards compute the value at the start of each pass, and let later segments gather it."""
         self.shardwise.append(computation)
         self.params[site.eqn.outvars[0]] = computation.param
-
-    def joined_layers(self, site: Site) -> tuple[ShardedParam, ...] | None:
-        """Return the parameters that `jnp.stack` joins into a stack that a loop scans over, or None."""
-        eqn = site.eqn
-        return (not self._scanned.isdisjoint(eqn.outvars) and self._members(eqn.outvars[0], eqn)) or None
-
-    def stack_shards(self, site: Site, members: tuple[ShardedParam, ...]) -> None:
-        """Stack the shards, so that the loop gathers one layer at a time."""
-        var = site.eqn.outvars[0]
-        self.joined[var], self.params[var] = members, stack_of(var, members)
-
-    def compute_once(self, site: Site, _) -> None:
-        self.drafts.append(Draft(HeldSegment, [site.eqn]))
 
     def reducible(self, site: Site) -> Chain | None:
         """Return what a segment needs to compute an equation on shards, if the equation is part of a reduction."""
@@ -244,16 +218,6 @@ class Decisions:
     def repeat(self, site: Site, _) -> None:
         self.repeated |= dict.fromkeys(site.eqn.outvars, site.eqn)
 
-    def nested_program(self, site: Site) -> tuple | None:
-        """Return the program and the constants of a loop's body if each iteration should gather its parameters."""
-        loop = compat.loop_of(site.eqn)
-        return None if loop is None else self._nest(site.eqn, loop, site.touched, self.params)
-
-    def run_nested(self, site: Site, body: tuple) -> None:
-        """Make a segment that runs the body's program in each iteration."""
-        program, consts = body
-        self.drafts.append(Draft(functools.partial(NestedSegment, program=program, consts=consts), [site.eqn]))
-
     def gather_per_iteration(self, site: Site, loop: compat.LoopEqn) -> None:
         """Gather one layer per iteration. Parameters that the loop needs whole are gathered before the loop."""
         eqn = site.eqn
@@ -297,30 +261,13 @@ class Decisions:
             self.clusters.roots |= dict.fromkeys(site.eqn.outvars, *roots)
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 
-    def _members(self, var: Any, eqn: Any) -> tuple[ShardedParam, ...]:
-        """Return the parameters that `jnp.stack` joins into a variable, or `()` if `eqn` does something else."""
-        if eqn is None:
-            return ()
-        if eqn.primitive.name == "stack" and eqn.params["axis"] == 0:
-            parts = [(self.params[v],) if v in self.params else () for v in eqn.invars]
-        elif eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0:
-            parts = [self._members(v, self.repeated.get(v)) for v in eqn.invars]
-        else:
-            parts = []
-        if parts:
-            members = tuple(param for part in parts for param in part)
-            return members if all(parts) and can_be_stacked(members) else ()
-        layer = eqn.invars[0]
-        adds_dim = eqn.primitive.name in ("broadcast_in_dim", "reshape") and var.aval.shape == (1, *layer.aval.shape)
-        return (self.params[layer],) if adds_dim and layer in self.params else ()
-
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """A rule by which the planner handles equations of one kind.
 
     Attributes:
-        name: The name that `check` and docs/stage3.md print.
+        name: The name, as in docs/stage3.md.
         example: A line of a loss that falls under the rule, where `w` is a parameter.
         matches: The predicate. It returns the last argument of `act`, or None or False if the rule does not match.
         act: The action, which records the decision.
@@ -332,32 +279,18 @@ class Rule:
     act: Callable[[Decisions, Site, Any], None]
 
 
-RUN_IN_PLACE = "activations"
 RULES = (
     # A jaxpr cannot return a ref, so all equations between the first and the last use of refs must share a segment.
     Rule("state", "ref[...] += x", lambda so_far, site: site.index in so_far.between_refs, Decisions.keep_together),
     Rule("cluster", "jnp.tanh(u @ w @ v)", Decisions.of_cluster, Decisions.join_block),
     Rule("expanded", "x @ (w + a @ b)", Decisions.is_expanded, Decisions.repeat),
-    Rule(RUN_IN_PLACE, "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
+    Rule("activations", "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
-    Rule("stack of layers", "lax.scan(f, x, jnp.stack([w, v]))", Decisions.joined_layers, Decisions.stack_shards),
-    Rule(
-        "held",
-        "k = w @ v; x @ k; y @ k",
-        lambda so_far, site: not so_far.held.isdisjoint(site.eqn.outvars),
-        Decisions.compute_once,
-    ),
     Rule("reduction", "jnp.sum(w**2)", Decisions.reducible, Decisions.reduce_on_shards),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
     Rule("shared gather", "x @ w; u @ w @ v", Decisions.of_one_param, Decisions.join_block),
-    Rule(
-        "loop of its own",
-        "lax.scan(lambda s, x: (s + f(w, x), None), 0, xs)",
-        Decisions.nested_program,
-        Decisions.run_nested,
-    ),
     Rule(
         "loop over layers",
         "lax.scan(lambda x, w: (x @ w, None), x, w)",

@@ -1,6 +1,6 @@
 """Run the segments of a program forward, and then backward over the residuals of the forward pass.
 
-`engine` and `nested` call `as_function`. The forward pass runs the segments in order, and the backward pass in reverse.
+`engine` calls `as_function`. The forward pass runs the segments in order, and the backward pass in reverse.
 A `GatherScheduler` starts the gathers of the segments that come next. A `GradScheduler` takes the gradients.
 """
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm.barriers import barrier
@@ -16,7 +15,6 @@ from zerojax.gather.options import Options
 from zerojax.gather.residuals import Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Uses
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
-from zerojax.offload.host import to_device
 
 
 def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
@@ -125,8 +123,6 @@ def _env(program: Program, args: Sequence, options: Options) -> dict:
     env = dict(zip(program.invars, args, strict=True))
     for computation in program.shardwise:
         env.update(zip(computation.eqn.outvars, computation.compute(options.comm, env), strict=True))
-    for var, params in program.joined.items():
-        env[var] = jnp.stack([to_device(param.sliced(env)) for param in params])
     return env
 
 
@@ -178,7 +174,7 @@ def run_backward(
     cotangent may be given as None, and is returned as None.
     """
     env = _env(program, args, options)
-    grads = GradScheduler(env, [*program.invars, *program.held], options, program.experts, weights_of(program))
+    grads = GradScheduler(env, program.invars, options, program.experts, weights_of(program))
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
         if cotangent is not None and (isinstance(atom, Gathered) or not compat.is_literal(atom)):
             grads.add(atom, cotangent)
@@ -199,12 +195,6 @@ def run_backward(
         reached = segment.others if segment.params else [*gathers.frontier, *segment.behind(gathers.frontier)]
         gathers.frontier = [v for v in reached if v not in segment.results]
     grads.finish()
-    for var, params in program.joined.items():
-        for i, param in enumerate(params if var in grads.cotangents else ()):
-            stack = grads.cotangents[var]
-            # Partial sums have one more dim in front, so the dim of layers is not always dim 0.
-            layer = jax.lax.index_in_dim(stack, i, stack.ndim - var.aval.ndim, keepdims=False)
-            grads.add(param.root, grads.root_grad(param, layer))
     for computation in program.shardwise:
         if (cotangent := grads.cotangents.get(computation.param.root)) is not None:
             for var, found in computation.pull(options.comm, env, cotangent).items():

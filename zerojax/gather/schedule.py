@@ -198,7 +198,7 @@ class PendingGrad:
     """A gradient that is not accumulated yet.
 
     Attributes:
-        key: The `ShardedParam`, or the variable of an argument or a held value. The gradient of such a variable is
+        key: The `ShardedParam`, or the variable of an argument. The gradient of such a variable is
             `REDUCED` from the beginning, because it needs no reduction here.
         value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
         state: The last step that the gradient has gone through.
@@ -220,7 +220,7 @@ class GradScheduler:
 
     Attributes:
         env: Values of the program's variables.
-        arguments: The program's arguments, and held values. Their gradients also wait in the queue.
+        arguments: The program's arguments. Their gradients also wait in the queue.
         cotangents: The accumulated cotangents, by variable or `Gathered`. For the variable of a sharded parameter, it
             is the gradient of the shard.
         options: How to reduce.

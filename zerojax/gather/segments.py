@@ -4,10 +4,8 @@
 
 plain    `PlainSegment`: consecutive equations that use no sharded parameter
 block    `BlockSegment`: one use of parameters (an equation, a user's remat, or a call of `zerojax.block`)
-held     `HeldSegment`: a block that computes a value from parameters alone, which later segments read
 scan     `ScanSegment` (`scan`): a loop over stacked layers; each iteration works like a block
 reduced  `ReducedSegment` (`reduced`): reductions of parameters, which are computed on shards and gather nothing
-nested   `NestedSegment` (`nested`): a loop that runs another program in each iteration
 
 Each segment is differentiated by itself (`vjp`). If JAX differentiated the loss as a whole, gathered parameters would
 be residuals, and the backward pass could not gather them again at a time that we choose.
@@ -300,8 +298,7 @@ class BlockSegment(Segment):
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
         # gathering them again would save no memory.
-        options = gathers.options
-        keeps = (gathers.is_last and options.keeps_last) or not options.reshard_after_forward
+        keeps = gathers.is_last or not gathers.options.reshard_after_forward
         kept = [x if i in passes.needed else None for i, x in enumerate(gathered)] if keeps else None
         return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(passes))
 
@@ -338,16 +335,6 @@ class BlockSegment(Segment):
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldSegment(BlockSegment):
-    """A value that is computed once from parameters alone, and kept for all segments that read it."""
-
-    def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Run the backward pass; see `Segment`."""
-        grads.drain()  # The held value's cotangents wait in the queue, because `grads.arguments` includes held values.
-        super().backward(residuals, gathers, grads)
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
     """A traced function, divided into segments.
 
@@ -355,22 +342,16 @@ class Program:
         invars: Variables of the arguments: parameters' shards, other arguments, constants.
         segments: The segments, in the order in which they run.
         outs: The results: variables, `Gathered` values, or literals.
-        joined: The parameters of which the loss makes a stack (`jnp.stack`), by the variable of the stack.
         shardwise: The computations of quantised weights, which run on shards at the start of each pass.
-        held: Variables of the values that `HeldSegment`s compute.
         rows: For each variable, which dims hold the rows of the batch. Empty in device view, which needs no rows.
-        decisions: Each equation, with the name of the rule that took it (`rules.RULES`).
         experts: Variables of the experts that are divided over a data axis, and not gathered over any axis.
     """
 
     invars: tuple
     segments: tuple[Segment, ...]
     outs: tuple
-    joined: Mapping[Any, tuple[ShardedParam, ...]]
     shardwise: tuple[Shardwise, ...]
-    held: frozenset
     rows: Mapping[Any, State]
-    decisions: tuple[tuple[Any, str], ...]
     experts: frozenset = frozenset()
 
     def live(self, active: Sequence[bool], results: Sequence) -> set:
@@ -378,13 +359,11 @@ class Program:
         pairs = zip(self.invars, active, strict=False)
         forward = {v for v, on in pairs if on and differentiable(v.aval.dtype)}
         forward.update(c.param.root for c in self.shardwise if not forward.isdisjoint(c.eqn.invars))
-        forward.update(var for var, params in self.joined.items() if not forward.isdisjoint(p.root for p in params))
         for segment in self.segments:
             forward.update(segment.live_results(forward.intersection(segment.sources)))
         found = {atom for atom in results if isinstance(atom, Gathered) or not compat.is_literal(atom)}
         for segment in reversed(self.segments):
             found.update(segment.live_sources(found))
-        found |= {p.root for var in found & self.joined.keys() for p in self.joined[var]}
         found.update(v for c in self.shardwise if c.param.root in found for v in jaxprs.variables_in(c.eqn.invars))
         return forward & found
 

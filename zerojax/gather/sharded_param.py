@@ -153,22 +153,6 @@ def bytes_of(params: Iterable[ShardedParam]) -> int:
     return sum(leaf.bytes for leaf in leaves)
 
 
-def can_be_stacked(params: Sequence[ShardedParam]) -> bool:
-    """Return whether the shards can be stacked. All must have one layout, no cast, and no slice at a variable index."""
-    alike = {(p.leaf.shape, p.leaf.dim, p.leaf.others, p.leaf.dtype, p.leaf.axes) for p in params}
-    return len(alike) == 1 and not any(p.is_cast or p.operands for p in params)
-
-
-def stack_of(var, params: Sequence[ShardedParam]) -> ShardedParam:
-    """Return `var`, a stack of parameters on a new dim 0, as one sharded parameter. Its shard stacks their shards."""
-    leaf = params[0].leaf
-    assert leaf.dim is not None
-    others = (None, *leaf.others) if leaf.others else ()
-    path = f"{leaf.path} and {len(params) - 1} more"
-    leaf = dataclasses.replace(leaf, path=path, shape=tuple(var.aval.shape), dim=leaf.dim + 1, others=others)
-    return ShardedParam(var, leaf, leaf, params[0].wide)
-
-
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:
     """Return `param` after `eqn` is applied to it, or None if `eqn` cannot be applied to the shard."""
     if not eqn.outvars:

@@ -36,7 +36,7 @@ from zerojax.jaxprs import differentiable
 from zerojax.layout.leaf import replace_items
 
 NO_SUMS = Sums()
-_CHEAP = frozenset({"broadcast_in_dim", "convert_element_type"})
+_CHEAP = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
 # Equations that compute each element of a parameter from that element.
 _BY_ELEMENT = jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"}
 

@@ -5,17 +5,13 @@ print the result.
 """
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.decided import named
 from zerojax.gather.engine import trace_loss
-from zerojax.gather.nested import NestedSegment
 from zerojax.gather.run import groups_of
 from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
 from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam, bytes_of
@@ -47,7 +43,6 @@ class WorkingSet(NamedTuple):
             iteration of a scan), to the prefetched uses, and to everything that is gathered for several segments.
         stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
         layer: Bytes of the largest use. A stack that is gathered whole counts as one layer.
-        repeats: For each parameter that a loop over microbatches gathers, by index, the number of iterations.
         whole: The parameters that are gathered whole.
         recomputed: Products of parameters alone that are computed in several places, each with its line.
     """
@@ -55,7 +50,6 @@ class WorkingSet(NamedTuple):
     bytes: int = 0
     stacks: frozenset[int] = frozenset()
     layer: int = 0
-    repeats: Mapping[int, int] = MappingProxyType({})
     whole: tuple[Whole, ...] = ()
     recomputed: tuple[str, ...] = ()
 
@@ -79,14 +73,11 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
     uses = [size for group, together in pairs for size in ([together] if together else group[0].gathered_bytes)]
     at_once = [sum(uses[i : i + 1 + prefetch]) for i in range(len(uses))]
     stacks = {param.root for _, segment in passing for param in segment.stacks}
-    nested = [s for s in program.segments if isinstance(s, NestedSegment)]
-    repeats = Counter({param.root: s.loop.length for s in nested for param in s.params})
     whole = [list(_of_segment(program, segment)) for segment in program.segments]
     return WorkingSet(
         sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
         frozenset(i for i, var in enumerate(program.invars) if var in stacks),
         max([*map(_layer_bytes, program.segments, whole), *shared], default=0),
-        {i: repeats[var] for i, var in enumerate(program.invars) if var in repeats},
         tuple(itertools.chain.from_iterable(whole)),
         tuple(recomputed(program)),
     )
@@ -100,10 +91,6 @@ def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
 
 def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
     """Yield the parameters that a segment of a program gathers whole."""
-    if isinstance(segment, NestedSegment):
-        for inner in segment.program.segments:
-            yield from _of_segment(segment.program, inner)
-        return
     early = [result for result in segment.results if isinstance(result, Gathered)]
     if early:
         reader = next((s for s in program.segments if not set(early).isdisjoint(s.others)), None)
@@ -180,3 +167,8 @@ def recomputed(program: Program) -> list[str]:
                 if eqn.primitive.name == "dot_general":
                     products.setdefault(key, []).append(eqn)
     return [f"{named(eqns[0])} in {len(eqns)} places" for eqns in products.values() if len(eqns) > 1]
+
+
+def named(eqn: Any) -> str:
+    """Return the name of an equation's primitive, and the line of the loss from which the equation comes."""
+    return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))

@@ -33,8 +33,6 @@ class Report:
         update: Where the offloaded part of the update runs, and why. Empty if nothing is offloaded.
         matrices: Which matrices owners update, what this saves, and why owners do not update the other matrices.
         groups: The groups of the update, and where each group's state is kept, one per line. Empty without offload.
-        engine: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
-            parameters are gathered once more for them. Empty unless the step is given, after its first call.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
         compiled: Sentences about the compiler options of a step, if `report` was given the step.
     """
@@ -47,7 +45,6 @@ class Report:
     update: str = ""
     matrices: str = ""
     groups: str = ""
-    engine: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
     compiled: tuple[str, ...] = ()
 
@@ -76,7 +73,7 @@ class Report:
 
     def __str__(self) -> str:
         """Return totals, notes, and a line per part, module and leaf. Equal modules share a line."""
-        head = self.title, self.padding, self.warning, self.groups, self.matrices, self.engine, *self.compiled
+        head = self.title, self.padding, self.warning, self.groups, self.matrices, *self.compiled
         return "\n".join([*filter(None, head), "", as_text(self.tree)])
 
     __repr__ = __str__
@@ -167,10 +164,9 @@ def measured(state: Any, tx: Any) -> Report:
     of_state = getattr(state, "plan", None)
     choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
     update, groups = f"{choice.update}: {choice.why}" if choice else "", str(getattr(of_state, "groups", ""))
-    engine = "\n".join(tx.decided.in_words()) if hasattr(tx, "decided") else ""
     totals = device, per_device, tuple(rows), host, disk
     compiled = getattr(tx, "compiled_with", ())
-    return Report(*totals, update, str(matrices or ""), groups, engine, elsewhere, compiled)
+    return Report(*totals, update, str(matrices or ""), groups, elsewhere, compiled)
 
 
 def place_of(array: jax.Array | Chunked) -> str:

@@ -74,7 +74,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     if options.memory == "auto":
         options = dataclasses.replace(options, memory=usable)
     blocks = blocks_of_a_loss()
-    # A copy, with the decisions for these GPUs. With `memory=`, the step looks for the blocks by itself.
+    # A copy, so that the step's own loss stays as it is. With `memory=`, the step looks for the blocks by itself.
     observed = step.program.loss.fn if options.memory is not None else blocks.observed(step.program.loss.fn)
     # Without `reduction`, the loss would also be traced for all rows, and its blocks would be those of all rows.
     reduction = step.program.loss.reduction if step.program.loss.weighted else step.program.loss.reduction or "mean"
@@ -110,7 +110,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
     @auto_context()
     def described(batch: Any) -> dict[str, Any]:
-        found = {"decided": moved.decided, "options": moved.compiler_options, "kept": kept}
+        found = {"options": moved.compiler_options, "kept": kept}
         if options.memory is None:
             as_given = describe(blocks, 1.0, devices_of_a_block(config))
             return found | {"notes": moved.compiled_with, "blocks": as_given}

@@ -7,7 +7,7 @@ program with a contract that follows only from the model. Each excess is a findi
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from zerojax import compat
 from zerojax.comm.explicit import auto_context, to_auto, with_types
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config, Wire
-from zerojax.gather import Decided
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import held_at_once, memory_analysis
@@ -70,8 +69,6 @@ class Check:
         flops_formula: FLOPs of plain jit's matrix products, of all types.
         hidden: Share of the collectives' bytes that overlap with matrix products. None on CPU, where nothing overlaps.
         findings: One sentence per excess, with leaves and lines of the model.
-        decided: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
-            parameters are gathered once more for them. At stages 1 and 2, only those that are computed on shards.
     """
 
     stage: int
@@ -89,12 +86,6 @@ class Check:
     flops_formula: int
     hidden: float | None
     findings: tuple[str, ...]
-    decided: Decided
-
-    @property
-    def rules(self) -> Mapping[str, tuple[str, ...]]:
-        """Return, for each rule of the engine, the equations on parameters that it took, with their lines."""
-        return self.decided.rules
 
     @property
     def ok(self) -> bool:
@@ -117,7 +108,6 @@ class Check:
             + ", ".join(f"{kind} {flops / 1e6:,.1f}" for kind, flops in self.flops.items()),
             f"  hidden bytes       {hidden}",
         ]
-        lines += [f"  {line}" for line in self.decided.in_words()]
         lines += [f"finding: {finding}" for finding in self.findings] or ["no findings"]
         return "\n".join(line.rstrip() for line in lines)
 
@@ -221,7 +211,6 @@ def check_program(compiled: Any, checked: Checked) -> Check:
         flops_formula=contract.flops,
         hidden=None if on_cpu else hiding.hidden_share,
         findings=tuple(findings),
-        decided=next(iter(checked.loss.decided), Decided()),
     )
 
 

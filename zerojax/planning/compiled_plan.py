@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zerojax.budget.table import BlockMemory, rows_of
-from zerojax.gather import Decided
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
@@ -77,8 +76,6 @@ class Plan:
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function, and with
             parameters on disk.
         notes: Sentences about effects that these figures leave out.
-        decided: Which rules of the engine (docs/stage3.md) took the loss's equations on parameters, and which
-            parameters are gathered once more for them. Empty if the program is not a step, or with parameters on disk.
         compiler_options: The options of XLA with which the step was compiled, by name: those of the user, or those for
             the mesh.
         text: The compiled program, as HLO text. Empty with parameters on disk, because the step is many programs.
@@ -105,7 +102,6 @@ class Plan:
     largest_batch: int | None = None
     blocks: tuple[BlockMemory, ...] = ()
     notes: tuple[str, ...] = ()
-    decided: Decided = dataclasses.field(default_factory=Decided)
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     text: str = dataclasses.field(default="", repr=False)
 
@@ -204,7 +200,7 @@ class Plan:
             lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
             lines += [line(*row) for row in self._kinds()]
             lines.append(line("all", "", format_bytes(self.sent), f"{self.hidden:.0%}") + formula)
-        lines += [*self._times(line), *self.decided.in_words()]
+        lines += self._times(line)
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
 
     def _times(self, line: Callable[..., str]) -> Iterator[str]:
@@ -268,7 +264,6 @@ class CompiledStep(NamedTuple):
     memory: dict[str, int] | None = None  # bytes per device by part, when their sum is largest; None for one program
     notes: tuple[str, ...] = ()  # sentences for the plan, about how the step chose the program
     blocks: tuple[BlockMemory, ...] = ()  # what each block of the loss saves and recomputes
-    decided: Decided = Decided()  # see `Plan`
     options: Mapping[str, Any] = MappingProxyType({})  # the compiler options of the program
     kept: int = 0  # bytes per device of offloaded state that stays on the device, which no program has as an argument
 
@@ -330,7 +325,6 @@ def read_plan(
         largest_batch=largest_batch,
         blocks=step.blocks,
         notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
-        decided=step.decided,
         compiler_options=dict(step.options),
         text="" if others else first[0].text,
     )

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
-from zerojax.gather import Decided, WorkingSet
+from zerojax.gather import WorkingSet
 from zerojax.inspect.hlo import Module, read
 from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.roofline import kernels, product_flops
@@ -98,7 +98,7 @@ def contract_of(checked: Checked) -> Contract:
         of_update += memory_analysis(compiled).temp_size_in_bytes
     temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
     reduced, replicated = reduced_elements(checked, program)
-    count, loops = rows_of(rows), {1, *program.repeats.values()}
+    count = rows_of(rows)
     return Contract(
         temporary=temporary,
         gathered=gathered,
@@ -106,7 +106,7 @@ def contract_of(checked: Checked) -> Contract:
         replicated=replicated,
         gradients=sum(leaf.size for leaf in trained),
         sizes=frozenset(size for leaf in trained for size in (leaf.size, math.prod(leaf.shape[1:]))),
-        is_even=count is None or all(count % (n * config.data.workers) == 0 for n in loops),
+        is_even=count is None or count % config.data.workers == 0,
         flops=flops,
         plain=plain_module,
         times=checked.accumulate,
@@ -119,17 +119,17 @@ def is_float(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def sizes_of(layout: Layout, program: WorkingSet) -> dict[str, int]:
-    """Return the elements of each parameter, times the microbatches if the loss uses it in a loop over microbatches.
+def sizes_of(layout: Layout) -> dict[str, int]:
+    """Return the elements of each parameter.
 
     Of a parameter that other axes divide, such as an expert, only the part of one index along these axes counts.
     """
     parts = [leaf.along_others(dict(layout.policy.data.sizes)) for leaf in layout.params]
-    return {leaf.path: program.repeats.get(i, 1) * leaf.size for i, leaf in enumerate(parts)}
+    return {leaf.path: leaf.size for leaf in parts}
 
 
 def gathered_elements(checked: Checked, program: WorkingSet) -> int:
-    sizes, passes = sizes_of(checked.plan.layout, program), 2 if checked.config.reshard_after_forward else 1
+    sizes, passes = sizes_of(checked.plan.layout), 2 if checked.config.reshard_after_forward else 1
     sharded = [leaf for leaf in checked.plan.layout.params if is_float(leaf) and leaf.dim is not None]
     return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded)
 
@@ -150,7 +150,7 @@ def gathered_after_update(plan: ShardingPlan) -> int:
 
 def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
     """Return how many gradient elements are reduced, and how many of them belong to gradients that stay replicated."""
-    config, sizes = checked.config, sizes_of(checked.plan.layout, program)
+    config, sizes = checked.config, sizes_of(checked.plan.layout)
     trained = checked.plan.layout.trained_only()
     each = 1 if config.stage < 2 else checked.accumulate
     total = replicated = 0
@@ -191,10 +191,6 @@ class WithMutable:
     """A loss whose first further argument is its mutable state."""
 
     loss: Loss
-
-    @property
-    def decided(self) -> list[Decided]:
-        return self.loss.decided
 
     @property
     def undivided(self) -> list[str]:

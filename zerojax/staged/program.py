@@ -48,7 +48,7 @@ class StagedProgram:
             mesh: The mesh of the shards.
 
         Raises:
-            ValueError: If a loop reads parameters, and is no scan over stacks whose layers can be read one by one.
+            ValueError: If a loop scans over a stack whose layers cannot be read one by one.
         """
         self.program = program
         self.variables = {program.invars[i]: of for i, of in on_disk.items()}
@@ -56,7 +56,7 @@ class StagedProgram:
         self._stages: dict[Any, Stage] = {}
         self.live = program.live(active, program.outs[:1])
         # The cotangents of these variables stay one partial sum per worker until they are gradients of parameters.
-        self._summed_later = frozenset([*program.invars, *program.held, *self._weights()])
+        self._summed_later = frozenset([*program.invars, *self._weights()])
         self.items = [self._item(segment) for segment in program.segments]
         self.backward = self._reached()
         trained = [source for item in self.backward for use in item.trained_uses for source in use]
@@ -90,8 +90,7 @@ class StagedProgram:
             return self._scan(segment, moving)
         if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
-        if not isinstance(segment, BlockSegment | PlainSegment):
-            raise ValueError(self._refusal(segment.params))
+        assert isinstance(segment, BlockSegment | PlainSegment)
         sources = tuple(map(self._source, segment.params))
         results = None
         if isinstance(segment, PlainSegment):
@@ -167,38 +166,18 @@ class StagedProgram:
         return self._stages[key]
 
     def _source(self, param: ShardedParam) -> Source:
-        """Return the source of a parameter's shard.
-
-        Raises:
-            ValueError: If the parameter is taken from a stack that the loss makes with `jnp.stack`.
-        """
-        if param.root not in self.variables:
-            raise ValueError(
-                f"params{param.leaf.path} is taken from a stack of parameters, which a step in stages does not build: "
-                f'Offload(params="disk") reads one layer at a time. Scan over the stack alone, or keep the layers '
-                f"stacked in the tree of parameters."
-            )
         return source_of(param, self.variables[param.root])
 
     def _layers(self, param: ShardedParam) -> tuple[Source, ...]:
         """Return the source of each layer of a stack, or raise a ValueError if they cannot be read one by one."""
-        found: tuple[Source, ...] = ()
-        if param.root in self.program.joined:
-            found = tuple(map(self._source, self.program.joined[param.root]))
-        elif (of := self.variables[param.root]).is_by_row:
-            found = tuple(Source(of, row) for row in range(of.leaf.shape[0]))
-        if param.slices or len({source.row is None for source in found}) != 1:
-            raise ValueError(self._refusal([param]))
-        return found
-
-    def _refusal(self, params: Sequence[ShardedParam]) -> str:
-        roots = [root for p in params for root in ([x.root for x in self.program.joined.get(p.root, ())] or [p.root])]
-        paths = ", ".join(f"params{path}" for path in sorted({self.variables[root].leaf.path for root in roots}))
-        return (
-            f'A loop reads {paths}, and not layer by layer. Offload(params="disk") only runs scans over a stack of '
-            f"at most {MOST_ROWS} layers, as it is in the tree of parameters. Scan over such a stack, and use "
-            f"accumulate= of train_step for microbatches."
-        )
+        of = self.variables[param.root]
+        if param.slices or not of.is_by_row:
+            raise ValueError(
+                f"A loop scans over params{of.leaf.path}, whose layers cannot be read one by one. "
+                f'Offload(params="disk") reads the layers of stacks of at most {MOST_ROWS} layers, as they are in the '
+                f"tree of parameters. Scan over such a stack."
+            )
+        return tuple(Source(of, row) for row in range(of.leaf.shape[0]))
 
     def _reached(self) -> list[Item]:
         """Return the items whose results get cotangents in the backward pass, in the order of that pass."""

@@ -18,7 +18,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather import Decided, as_function, decided_of, taken_apart
+from zerojax.gather import as_function, taken_apart
 from zerojax.gather.options import Options
 from zerojax.layout.leaf import Leaf
 from zerojax.train.loss import at_least_float32
@@ -36,7 +36,6 @@ class TracedLoss:
         structure: The tree that the loss's results form, without the total, which is the first result.
         results: The results of the reductions that are computed on shards; often none.
         moving: The indices of the results that have cotangents. A number of elements is an integer and has none.
-        decided: The decisions of the planner about the reductions.
         pull: `pull(cotangents of the moving results)` returns the gradients' shards by the index of the parameter. In
             device view, each device gives the cotangent of its own loss.
     """
@@ -45,7 +44,6 @@ class TracedLoss:
     structure: Any
     results: Sequence[Array] = ()
     moving: Sequence[int] = ()
-    decided: Decided = dataclasses.field(default_factory=Decided)
     pull: Callable[[Sequence[Array]], Mapping[int, Shaped[Array, "*local"]]] = lambda cotangents: {}
 
 
@@ -111,8 +109,7 @@ def traced_apart(
         wide = [at_least_float32(a) + at_least_float32(b) for a, b in zip(first, second, strict=True)]
         return dict(zip(used, wide, strict=True))
 
-    decided = decided_of(apart.program, [True] * len(apart.reads))
-    return TracedLoss(apart.run_rest, structure, results, moving, decided, pull_shards)
+    return TracedLoss(apart.run_rest, structure, results, moving, pull_shards)
 
 
 def _rounded(x: Array, mantissa: int) -> Array:

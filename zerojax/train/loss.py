@@ -14,7 +14,6 @@ from zerojax import names
 from zerojax.comm.collectives import Collectives
 from zerojax.config import check_word
 from zerojax.config.precision import common_dtype
-from zerojax.gather import Decided
 from zerojax.train.arguments import call
 
 if TYPE_CHECKING:
@@ -49,7 +48,6 @@ class Loss:
             `(loss, mutable, aux)` with `has_aux`.
         reduction: Whether the losses of microbatches and, in device view, of devices are averaged ("mean", or None) or
             added up ("sum"). None also refuses to average losses that are sums over rows.
-        decided: What the planner of the engine decided when the loss was last traced. Empty if it decided nothing.
         undivided: The kernels that every device ran on all rows when the loss was last traced, in words.
     """
 
@@ -58,7 +56,6 @@ class Loss:
     weighted: bool = False
     mutable: bool = False
     reduction: Literal["mean", "sum"] | None = None
-    decided: list[Decided] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
     undivided: list[str] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:

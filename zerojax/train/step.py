@@ -15,7 +15,6 @@ from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
-from zerojax.gather import Decided
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
 from zerojax.placement.misplaced import PlacementCheck
@@ -103,11 +102,6 @@ class Step:
         # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
         timeout = limit_of(self.options.timeout, self.config.mesh)
         return None if timeout is None else Watchdog(timeout, ends=self.options.timeout is not None)
-
-    @property
-    def decided(self) -> Decided:
-        """Return what the planner of the engine decided about the loss; empty before the loss is traced."""
-        return next(iter(self.program.loss.decided), Decided())
 
     def under(self, config: Config) -> Step:
         """Return a step with the same loss for `config`, which may have another mesh or stage.

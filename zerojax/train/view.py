@@ -26,12 +26,10 @@ from zerojax.comm.lost_rows import warn_of_kernels
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
 from zerojax.gather import (
-    Decided,
     RowStates,
     StandIn,
     Sums,
     alike_args,
-    decided_of,
     gather_on_use,
     param_states,
     row_states,
@@ -181,7 +179,6 @@ class View:
             reshard_after_forward=config.reshard_after_forward,
             of_rows=_OF_ROWS,
             differing=_DIFFERING,
-            record=lambda program, alike: self._record(decided_of(program, alike, self.comm.shared_bytes)),
         )
 
     def traced_loss(self, given: LossInputs) -> TracedLoss | None:
@@ -202,9 +199,7 @@ class View:
         alike = [i in leaves or i not in (*trained, *overwritten) for i in range(len(given.stored))]
         alike += alike_args((given.mutable, given.batch, *given.args), _DIFFERING)
         is_sum = self.accumulate > 1
-        traced = traced_apart(closed, structures[0], args, leaves, alike=alike, comm=self.comm, is_sum=is_sum)
-        self._record(traced.decided)
-        return traced
+        return traced_apart(closed, structures[0], args, leaves, alike=alike, comm=self.comm, is_sum=is_sum)
 
     def _flat_loss(self, given: LossInputs) -> tuple[Callable, list, list]:
         """Return the loss as a function of a list of arrays, and this list.
@@ -225,10 +220,6 @@ class View:
             return [returned.total, *rest]
 
         return function, [*stored, *arrays], structures
-
-    def _record(self, decided: Decided) -> None:
-        if isinstance(self.loss, Loss) and decided.rules:
-            self.loss.decided[:] = [decided]
 
     def value_and_grad(self, given: LossInputs, scale: Array, traced: TracedLoss | None = None):
         """Return the loss and gradient of one microbatch. `traced` is the result of `traced_loss`.
