@@ -29,10 +29,8 @@ def lookahead(optimizer, value_and_grad, params):
     return both
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("stage", [3, 2, 1, 0])
-def test_the_remedy_works(stage):
-    zero = lambda tx: zero_shard(tx, stage=stage, mesh=mesh_of(8), persist_below=0)
+def test_the_remedy_works():
+    zero = lambda tx: zero_shard(tx, stage=3, mesh=mesh_of(8), persist_below=0)
     outside = zero(optax.lookahead(optax.adam(1e-2), 2, 0.5))
     both = optax.LookaheadParams.init_synced(PARAMS)
     step, hand = outside.train_step(lambda p, rows: loss(p.fast, rows)), outside.shard(both)
@@ -41,7 +39,7 @@ def test_the_remedy_works(stage):
         "by hand": lambda: outside.update(hand, outside.init(hand), hand),
         "plain": lambda: outside.train_step(loss)(outside.create(PARAMS), BATCHES[0]),
     }
-    for one in tries.values() if stage == 3 else [tries["step"]]:
+    for one in tries.values():
         with pytest.raises((ValueError, AttributeError)) as caught:
             one()
         assert any("optax.lookahead(zero_shard(tx, ...), ...)" in note for note in caught.value.__notes__)
