@@ -54,26 +54,15 @@ def host_bytes_per_flop(kind: str) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """One GPU of a topology.
+    """One GPU of a topology."""
 
-    Attributes:
-        memory: Bytes of memory.
-        bandwidth: Bytes per second that memory reads and writes.
-        rates: Dense FLOP/s of the matrix units, by the HLO type of the operands. `"f32"` is TF32, which XLA uses unless
-            the precision is `HIGHEST`.
-        scalar: FLOP/s in float32 outside the matrix units.
-        links: Link bandwidths.
-        per_host: The number of GPUs in a host.
-        slowdown: The share of its time by which a product takes longer while a collective runs. It is 0 at peak rates.
-    """
-
-    memory: int
-    bandwidth: float
-    rates: dict[str, float]
-    scalar: float
-    links: Links
-    per_host: int
-    slowdown: float = 0.0
+    memory: int  # bytes of memory
+    bandwidth: float  # bytes per second that memory reads and writes
+    rates: dict[str, float]  # dense FLOP/s of matrix units, by HLO type; `"f32"` is TF32, the default of XLA
+    scalar: float  # FLOP/s in float32 outside the matrix units
+    links: Links  # link bandwidths
+    per_host: int  # the number of GPUs in a host
+    slowdown: float = 0.0  # the share of its time by which a product slows during a collective; 0 at peak rates
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":

@@ -15,17 +15,11 @@ from zerojax.placement.storage import is_stored_node
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """The plan of the leaves of a tree.
+    """The plan of the leaves of a tree."""
 
-    Attributes:
-        leaves: The planned layout of each leaf, by its path in the tree.
-        notes: Why each leaf is not sharded, how it is padded, and why it is not trained, by its path in the tree.
-        data: The mesh axes that divide the batch.
-    """
-
-    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)
-    notes: dict[str, str] = dataclasses.field(default_factory=dict)
-    data: tuple[str, ...] = ()
+    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)  # the layout of each leaf, by its path
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # why a leaf is not sharded or trained, by path
+    data: tuple[str, ...] = ()  # the mesh axes that divide the batch
 
 
 def planned(state: Any, tx: Any = None) -> Planned:

@@ -38,24 +38,16 @@ Snapshot = dict[Key, np.ndarray]
 class Difference:
     """The difference between a leaf on the mesh and the same leaf on one device, after one step.
 
-    Attributes:
-        stage: ZeRO stage on the mesh.
-        step: 1 or 2.
-        quantity: `"value"` (of the loss), `"gradient"`, `"parameters"`, `"mutable"` or `"aux"`.
-        path: The path of the leaf, as returned by `jax.tree_util.keystr`. Empty for the value.
-        difference: Largest absolute difference, relative to the leaf's largest magnitude on one device. It is absolute
-            if this magnitude is 0, and NaN if one of the two values is not finite.
-        allowed: The largest difference that rounding explains, in the same unit.
-        shapes: Both shapes if they differ. Otherwise empty.
+    `difference` and `allowed` are relative to the leaf's largest magnitude on one device, or absolute if this is 0.
     """
 
-    stage: int
-    step: int
-    quantity: str
-    path: str
-    difference: float
-    allowed: float
-    shapes: str = ""
+    stage: int  # ZeRO stage on the mesh
+    step: int  # 1 or 2
+    quantity: str  # `"value"` (of the loss), `"gradient"`, `"parameters"`, `"mutable"` or `"aux"`
+    path: str  # the path of the leaf, as returned by `jax.tree_util.keystr`. Empty for the value
+    difference: float  # the largest difference; NaN if one of the two values is not finite
+    allowed: float  # the largest difference that rounding explains
+    shapes: str = ""  # both shapes if they differ
 
     @property
     def ok(self) -> bool:
@@ -69,21 +61,13 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class NonFinite:
-    """The first leaf that is not finite.
+    """The first leaf that is not finite."""
 
-    Attributes:
-        stage: ZeRO stage, or None if the leaf is not finite on one device either.
-        step: 1 or 2.
-        quantity: `"value"`, `"gradient"` or `"parameters"`.
-        path: The path of the leaf. Empty for the value.
-        origins: Where the loss computes its first NaN, and its first inf if that is earlier. Empty if there are none.
-    """
-
-    stage: int | None
-    step: int
-    quantity: str
-    path: str
-    origins: tuple[Origin, ...]
+    stage: int | None  # ZeRO stage, or None if the leaf is not finite on one device either
+    step: int  # 1 or 2
+    quantity: str  # `"value"`, `"gradient"` or `"parameters"`
+    path: str  # the path of the leaf. Empty for the value
+    origins: tuple[Origin, ...]  # where the loss computes its first NaN, and its first inf if that is earlier
 
     def __str__(self) -> str:
         where = "on one device" if self.stage is None else f"at stage {self.stage}, and finite on one device"

@@ -13,24 +13,14 @@ from zerojax.units import parse_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Memory and bandwidths of one GPU. None means the usual figure of the GPU.
+    """Memory and bandwidths of one GPU. None means the usual figure of the GPU."""
 
-    Attributes:
-        memory: Bytes of memory that a program may use: a number, or text such as `"72 GB"`, which becomes a number.
-        link: Bytes per second that the GPU sends within its host.
-        network: Bytes per second that the GPU sends to other hosts.
-        host_link: Bytes per second in each direction between the GPU and its host.
-        disk: Bytes per second of the disk, for reading and writing together. This is the GPU's share, if several GPUs
-            use the disk. There is no usual figure.
-        rates: Measured rates, in a form that `Rates.parse` reads. They become `Rates`.
-    """
-
-    memory: Any = None  # float, once it is parsed
-    link: float | None = None
-    network: float | None = None
-    host_link: float | None = None
-    disk: float | None = None
-    rates: Any = None  # Rates, once it is parsed
+    memory: Any = None  # bytes that a program may use: a number, or text such as `"72 GB"`, which becomes a number
+    link: float | None = None  # bytes per second that the GPU sends within its host
+    network: float | None = None  # bytes per second that the GPU sends to other hosts
+    host_link: float | None = None  # bytes per second in each direction between the GPU and its host
+    disk: float | None = None  # bytes per second that this GPU's share of the disk reads and writes, together
+    rates: Any = None  # measured rates in a form that `Rates.parse` reads, which become `Rates`
 
     def __post_init__(self):
         object.__setattr__(self, "rates", Rates.parse(self.rates))

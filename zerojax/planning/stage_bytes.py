@@ -34,43 +34,25 @@ LINK, DISK = "host link", "disk"  # the names of the links that transfer offload
 class StageEstimate:
     """The bytes per device of one stage on a number of devices.
 
-    Attributes:
-        stage: ZeRO stage.
-        devices: Number of data-parallel workers.
-        params: Stored parameters.
-        grads: Gradients, as `value_and_grad` returns them.
-        master: Master weights, where parameters are stored in a narrower type.
-        opt_state: State of the wrapped transformation.
-        gathered: At stage 3, the gathered parameters of the layer in use and of the prefetched layers. None if the
-            model is given as a number of parameters, because its layers are unknown.
-        host: Bytes offloaded to host memory.
-        disk: Bytes offloaded to disk.
-        read: Bytes that a step reads from disk, at most.
-        written: Bytes that a step writes to disk.
-        sent: Bytes that a device sends per step. It receives equally many.
-        across: The part of `sent` in collectives over devices of several hosts. None if the hosts are unknown.
-        backward: Gradients during the backward pass. At stages 0 to 2, each gradient is full until it is reduced. With
-            several microbatches, the sums over microbatches are included.
-        update: Gradients in the optimizer's type, and equally many bytes for the updates.
-        activations: One device's rows, and the temporary memory of their plain gradient. None without a loss.
+    Gradients of the backward pass are full until they are reduced at stages 0 to 2, and include sums over microbatches.
     """
 
-    stage: int
-    devices: int
-    params: int
-    grads: int
-    master: int
-    opt_state: int
-    gathered: int | None
-    host: int
-    disk: int
-    sent: float
-    across: float | None
-    backward: int
-    update: int
-    activations: int | None = None
-    read: int = 0
-    written: int = 0
+    stage: int  # ZeRO stage
+    devices: int  # number of data-parallel workers
+    params: int  # stored parameters
+    grads: int  # gradients, as `value_and_grad` returns them
+    master: int  # master weights, where parameters are stored in a narrower type
+    opt_state: int  # state of the wrapped transformation
+    gathered: int | None  # at stage 3, the layers in use and prefetched. None if the model is a number of parameters
+    host: int  # bytes offloaded to host memory
+    disk: int  # bytes offloaded to disk
+    sent: float  # bytes that a device sends per step, and receives
+    across: float | None  # the part of `sent` in collectives over several hosts. None if the hosts are unknown
+    backward: int  # gradients during the backward pass
+    update: int  # gradients in the optimizer's type, and equally many bytes for the updates
+    activations: int | None = None  # one device's rows, and the memory of their plain gradient. None without a loss
+    read: int = 0  # bytes that a step reads from disk, at most
+    written: int = 0  # bytes that a step writes to disk
 
     @property
     def resident(self) -> int:
