@@ -47,7 +47,6 @@ class End(NamedTuple):
 
     @property
     def is_extremum(self) -> bool:
-        """Return whether the reduction is a maximum or minimum of real numbers."""
         is_real = jnp.issubdtype(self.var.aval.dtype, jnp.floating)
         return is_real and self.reduction is not None and self.reduction.primitive.name in _EXTREMA
 
@@ -68,7 +67,6 @@ class Host:
 
     @property
     def stacks(self) -> list:
-        """Return the stacks whose rows the iterations read, without those that they compute."""
         found = dict.fromkeys(v for eqn in self.loops for v in stacks_of(eqn))
         return [v for v in found if v not in self.computed]
 
@@ -82,7 +80,6 @@ class Host:
 
     @property
     def reads(self) -> list:
-        """Return the other variables that the loops read."""
         loops = [(eqn, _loop(eqn)) for eqn in self.loops]
         return jaxprs.variables_in(a for eqn, loop in loops for a in eqn.invars[: loop.consts + loop.carry])
 
@@ -94,7 +91,6 @@ def _loop(eqn: Any) -> compat.LoopEqn:
 
 
 def stacks_of(eqn: Any) -> list:
-    """Return the stacks whose rows the iterations of a loop read."""
     loop = _loop(eqn)
     return jaxprs.variables_in(eqn.invars[loop.consts + loop.carry :])
 
@@ -204,13 +200,12 @@ class Layers:
                 pending += jaxprs.variables_in(eqn.invars)
         eqns = [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
         # Rows that the loop reads are kept for the backward pass, which can then compute the changed layer again.
+        by_row = lambda eqn: eqn.primitive.name in jaxprs.ELEMENTWISE and self.dims[eqn.outvars[0]] == 0
         for eqn in eqns:
-            by_row = eqn.primitive.name in jaxprs.ELEMENTWISE and self.dims[eqn.outvars[0]] == 0
-            shape = eqn.outvars[0].aval.shape
-            for v in jaxprs.variables_in(eqn.invars):
-                if v in others:
-                    others[v] = others[v] is not False and by_row and v.aval.shape == shape
-        rows = [v for v, by_row in others.items() if by_row]
+            for v in others.keys() & jaxprs.variables_in(eqn.invars):
+                is_row = by_row(eqn) and v.aval.shape == eqn.outvars[0].aval.shape
+                others[v] = others[v] is not False and is_row
+        rows = [v for v, is_row in others.items() if is_row]
         return eqns, [*stacks, *rows], [v for v in others if v not in rows]
 
     def roots(self, var: Any) -> set:
@@ -260,7 +255,6 @@ class Layers:
                 host.computed[var] = None
 
     def inputs(self, host: Host) -> list:
-        """Return the variables that the new loop reads."""
         _, stacks, others = self.cone(host.targets, host.stacks)
         return [*host.reads, *host.stacks, *stacks, *others]
 
@@ -268,7 +262,6 @@ class Layers:
         return jaxprs.needed_for(self.jaxpr.eqns, list(variables))[1]
 
     def _can_join(self, eqn: Any, host: Host) -> bool:
-        """Return whether a loop of parameters alone can run in another loop over the same stack."""
         loop, other = _loop(eqn), _loop(host.loops[0])
         same_order = loop.reverse == other.reverse or not loop.carry
         shared = {root for v in stacks_of(eqn) if self.dims.get(v) == 0 for root in self.roots(v)}
@@ -281,7 +274,6 @@ class Layers:
         )
 
     def _can_compute(self, end: End, roots: set, host: Host) -> bool:
-        """Return whether the iterations of a host can compute a value."""
         own = {root for v in [*host.stacks, *host.computed] if self.dims.get(v) is not None for root in self.roots(v)}
         if not host.loops:
             own = {root for other in host.ends for root in self.roots(other.var)}
