@@ -24,7 +24,6 @@ RESULTS = pathlib.Path(remat_budget.__file__).with_name("results") / "remat_budg
 
 @functools.cache
 def block_of(kind):
-    """A block, and small shapes of its arguments."""
     block, shapes_of, _ = remat_budget.MODELS[kind]
     return block, remat_budget.arguments(shapes_of(WIDTH, HEADS), ROWS, TOKENS, WIDTH)
 

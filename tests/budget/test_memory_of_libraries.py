@@ -44,7 +44,6 @@ def linen():
 
 
 def nnx():
-    """A stack of blocks that `nnx.scan` runs over."""
     from flax import nnx
 
     class Block(nnx.Module):

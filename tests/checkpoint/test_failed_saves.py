@@ -80,7 +80,6 @@ def rewrite(root, step, **changes):
 
 
 def assert_damaged(root, state, match):
-    """Verifying and restoring name it."""
     checkpoints = Checkpointer(root, read_only=True)
     for look in (checkpoints.verify, lambda: checkpoints.restore(state)):
         with pytest.raises(DamagedError, match=match):

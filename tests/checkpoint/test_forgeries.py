@@ -50,7 +50,6 @@ class Forged:
         self.write(f"arrays/params.{name}/{'.'.join('0' * len(shape))}", np.ones(shape, "f4").tobytes())
 
     def array(self, name, **changes):
-        """Describe the array of a leaf; returns the checkpoint."""
         path = f"arrays/params.{name}/.zarray"
         known = json.loads((self.folder / path).read_bytes()) if (self.folder / path).exists() else {}
         self.write(path, json.dumps({**ZARRAY, "dtype": "<f4", "fill_value": None, **known, **changes}).encode())

@@ -31,8 +31,6 @@ UNKNOWN = jnp.float8_e4m3b11fnuz  # a floating type that safetensors does not ha
 
 
 class Pair(NamedTuple):
-    """Two positions of a loader."""
-
     epoch: int
     row: int
 

@@ -30,7 +30,6 @@ def transformation(stage, count=8, precision=None, *, tx=None, persist_below=64,
 
 
 def trained(tx, steps=2, params=None, loss=awkward_loss):
-    """A state after a few steps, and its step."""
     state, step = tx.create(awkward_params() if params is None else params), tx.train_step(loss)
     for batch in awkward_batches(steps):
         state, metrics = step(state, batch)
@@ -119,8 +118,6 @@ def dropout_loss(params, mutable, batch, key):
 
 
 class Batches:
-    """An iterator with a state, as grain's are."""
-
     def __init__(self):
         self.position = 0
 

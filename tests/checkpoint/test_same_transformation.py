@@ -23,7 +23,6 @@ def state_of(inner, stage=3, count=4, **options):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints by optimizer."""
     made = {}
 
     def save(name, inner):
@@ -128,7 +127,6 @@ def test_constants_are_compared_as_they_were_written_not_as_a_type_rounds_them(t
 
 
 def rewritten(folder, change):
-    """Change a manifest, with a digest that matches."""
     path = next(folder.glob(f"*/{MANIFEST}"))
     body = json.loads(path.read_text())
     change(body)

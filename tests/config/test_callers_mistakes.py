@@ -138,7 +138,6 @@ def test_a_state_of_another_transformation(tx):
 
 
 def decorated(params, batch, act, rate, *, train, name=None, key):
-    """Branches on arguments that are no arrays."""
     x = batch @ params["w"]
     if train and name == "noisy":
         x += rate * jax.random.normal(key, ())

@@ -26,7 +26,6 @@ def mesh_2x4(*other):
 
 @functools.cache
 def trained(stage, several):
-    """`(params, losses, report, collectives)` of three steps."""
     where = {"mesh": mesh_2x4(), "axis": AXES} if several else {"mesh": mesh_of(8)}
     tx = zero_shard(CLIPPED, stage=stage, persist_below=50, **where)
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)

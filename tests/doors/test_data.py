@@ -107,9 +107,6 @@ def test_a_checkpoint_has_the_position_of_the_batch_returned_last(tmp_path):
 @pytest.mark.parametrize(
     ("batch", "options", "error", "message"),
     [
-        (np.ones(12), {}, ValueError, "Give a batch of 8 or 16 rows"),
-        ({"x": np.ones(8), "y": 3}, {}, ValueError, r"batch\['y'\].*is a scalar"),
-        ({"x": np.ones(8), "y": np.ones(16)}, {}, ValueError, r"batch\['y'\] has 16 rows"),
         ({"x": object()}, {}, TypeError, r"batch\['x'\] is a object, of which JAX has no arrays"),
         ([np.ones(8), np.array([None] * 8)], {}, TypeError, r"batch\[1\] has the type object"),
         ({"ids": ["a"] * 8}, {}, TypeError, r"batch\['ids'\]\[0\] is a str"),

@@ -49,7 +49,6 @@ def zero(stage, count=8, **options):
 
 
 def linen_loop(tx, params, grad):
-    """Three steps of the loop in Flax's own documentation."""
     state = TrainState.create(apply_fn=Dense().apply, params=params, tx=tx)
 
     @jax.jit

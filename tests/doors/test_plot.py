@@ -256,7 +256,6 @@ def test_wrapped_collectives_calls_and_the_longer_branch_are_simulated():
 
 
 def second(line):
-    """A line about a gather, said of another one."""
     return line.replace("%ag", "%ag.2").replace("%got", "%got.2")
 
 

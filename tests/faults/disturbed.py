@@ -168,7 +168,6 @@ class Run:
             self.restore()
 
     def restore(self):
-        """Go back to the newest checkpoint."""
         like = self.tx.create(jax.eval_shape(parameters))
         self.state, data, self.i, *_ = self.checkpoints.restore(like)
         assert data == {"step": self.i}
@@ -360,7 +359,6 @@ class Run:
             assert not [name for name in os.listdir(self.path) if name.startswith((".tmp-step", ".old-step"))]
 
     def live(self):
-        """Disturb it until it is ended."""
         signal.signal(signal.SIGTERM, self.end) if self.one else None  # else jax's handler is there
         print("ready", flush=True)
         self.open()
@@ -377,7 +375,6 @@ class Run:
 
 
 def is_foreign(lock):
-    """Whether a lock is of the fault `foreign lock`."""
     return lock.is_symlink() or (lock.exists() and lock.read_bytes() == THEIRS.encode())
 
 
@@ -390,7 +387,6 @@ def raised(work):
 
 
 def live(folder, way, seed, index=None, port=None):
-    """A process of a run."""
     begin(2)
     if index is not None:
         jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=index)

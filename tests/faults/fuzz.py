@@ -37,7 +37,6 @@ VALUES += [[], {}, [0], {"a": 1}, [1 << 40, 1 << 40], "float32", "<f4", "|O", "f
 
 
 def nodes(value, path=()):
-    """The paths of all values in JSON."""
     yield path
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in items:

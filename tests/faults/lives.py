@@ -50,7 +50,6 @@ class Child:
 
 
 def until(happened, seconds):
-    """Whether something happens in time."""
     end = time.monotonic() + seconds
     while not happened():
         if time.monotonic() > end:

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.slow
 
 
 def run(name, *args, devices=None, timeout=1200):
-    """What a program of this folder prints."""
     flags = {} if devices is None else {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
     command = [sys.executable, Path(__file__).parent / f"{name}.py", *map(str, args)]
     done = subprocess.run(command, timeout=timeout, env={**os.environ, **flags}, capture_output=True, text=True)

@@ -21,7 +21,6 @@ SMALL = "--steps 4 --width 64 --layers 2 --heads 2 --batch 8 --seq 32".split()
 
 
 def train(folder, *options):
-    """What the example prints, begun anew."""
     return run("train_gpt.py", "--fresh", "--out", str(folder), *options)
 
 
@@ -40,7 +39,6 @@ def written(printed):
 
 
 def parameters(printed):
-    """kB of parameters at stage 2, from the table."""
     return float(re.search(r"│ 2 +│ +([\d,]+) \|", printed).group(1).replace(",", ""))
 
 
@@ -159,3 +157,11 @@ def test_bfloat16_ends_where_float32_does(tmp_path):
     assert wide < 4  # it has learnt: 8 is knowing nothing
     narrow = bits(train(tmp_path, "--stage", "3", "--precision", "bf16", *size))
     assert narrow == pytest.approx(wide, rel=0.01)
+
+
+@pytest.mark.slow
+def test_the_example_in_fp8_learns_restores_what_it_saved_and_continues():
+    printed = run("train_fp8.py", "--steps", "10")
+    untrained, saved, restored, last = map(float, re.findall(r"(?<![\w.])\d+\.\d+", printed))
+    assert untrained > saved == restored > last
+    assert re.search(r"Gathered as: f(16|8e4m3fn)$", printed.strip())

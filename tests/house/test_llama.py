@@ -87,7 +87,6 @@ def reference(tensors, tokens):
 
 
 def read(folder, stage, count=8):
-    """The parameters in shards, and their logits."""
     config = llama.read_config(folder)
     tx = zero_shard(optax.identity(), stage=stage, mesh=mesh_of(count), persist_below=64)
     params = import_params(folder, tx.shard(llama.shapes_of(config)), mapping=llama.published(config))

@@ -62,8 +62,6 @@ def test_all_ways_of_jax_train_alike(way, style):
 
 
 class Fake:
-    """A way that needs no process."""
-
     idle, waited, counts_anew = 0.0, 1.0, True
 
     def __init__(self, *losses):

@@ -74,7 +74,6 @@ def test_the_tree_adds_up_to_what_is_estimated(name, stage, count, options):
 
 
 def assert_sums(node):
-    """Every node is the sum of its children."""
     for place in ("device", "host", "disk"):
         if node.children:
             assert getattr(node, place) == sum(getattr(child, place) for _, child in node.children)

@@ -12,7 +12,6 @@ from conftest import fraction, mesh_of
 from disk_models import LAYERS, LOSSES, batch_of, model_params
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.layout.chunked import is_chunked
 
 BOTH = Offload(optimizer="host", params="host", update="device")
@@ -43,7 +42,6 @@ def assert_same(found, wanted):
 
 
 def kinds(params):
-    """The kind of memory of each parameter."""
     found = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x.sharding.memory_kind for path, x in found}
 
@@ -176,39 +174,6 @@ def test_a_loop_written_by_hand():
     on_host = run(sharded(BOTH))
     assert_on_host(on_host)
     assert_same(jax.tree.map(np.asarray, on_host), jax.tree.map(np.asarray, run(sharded(STATE))))
-
-
-@pytest.mark.slow
-def test_master_weights_in_a_loop_written_by_hand():
-    tx = sharded(BOTH, precision=Precision.bf16())
-    state, params = tx.init(model_params()), tx.shard(model_params())
-    _, grads = tx.value_and_grad(unrolled)(params, batch_of(0))
-    updates, _ = tx.update(grads, state, params)
-    found = tx.unshard(optax.apply_updates(jax.device_put(params, jax.memory.Space.Device), updates))
-    wanted = tx.unshard(trained(tx, unrolled, steps=1)[0].params)
-    # `tx.shard` gives float32, to which `apply_updates` adds: the result is rounded once more than the step's.
-    assert_same(jax.tree.map(lambda x, y: x.astype(y.dtype), found, wanted), wanted)
-
-
-@pytest.mark.slow
-def test_checkpoints_and_exports_go_from_host_memory_to_host_memory(tmp_path):
-    """Also into another number of devices, which pads otherwise, and another type."""
-    tx, other = sharded(BOTH), sharded(BOTH, devices=3, precision=Precision.bf16())
-    state, _ = trained(tx, scanned, steps=1)
-    shapes = jax.eval_shape(model_params)
-    with Checkpointer(tmp_path / "saved") as saved:
-        saved.save(state, step=1)
-        saved.wait()
-        same, narrow = (saved.restore(one.create(shapes)).state for one in (tx, other))
-    assert_on_host(same.params)
-    assert_on_host(narrow.params)
-    assert_same(same.params, state.params)
-    cast = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tx.unshard(state.params))
-    assert_same(other.unshard(narrow.params), cast)
-    export(state, tmp_path / "exported")
-    read = import_params(tmp_path / "exported", tx.shard(shapes))
-    assert_on_host(read)
-    assert_same(read, state.params)
 
 
 def transfers(jaxpr, loops=0):

@@ -56,8 +56,6 @@ class Model:
 
 
 class Compiled(NamedTuple):
-    """The plan of a compiled step."""
-
     peak: int
     usable: int
     topology: str = "h200:8"

@@ -54,7 +54,6 @@ def rows(count, width=WIDTH):
 
 
 def made(mesh, **options):
-    """A step, and the shapes of its state."""
     tx = zero_shard(optax.adam(1e-3), mesh=mesh, **options)
     return tx.train_step(loss), tx.create(shapes())
 
@@ -455,7 +454,7 @@ def test_what_cannot_fit_does_not():
 @pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not(mesh):
     step, state = made(mesh, stage=2)
-    usable = 200 * 2**20
+    usable = 6 * 2**20
     found = plan(step, state, rows(64), memory=usable, largest_batch=True)
     peaks = [
         plan(step, state, rows(8 * n)).peak for n in (found.largest_batch // 8, next_round(found.largest_batch // 8))
@@ -557,16 +556,9 @@ def nothing():
 def failing():
     raise KeyError("absent")
 
-def refusing():
-    raise ValueError("no good")
-
 def ragged():
     step, state, batch = make_step()
     return step, state, {"x": batch, "scale": jax.ShapeDtypeStruct((), jnp.float32)}
-
-def leaving():
-    import argparse
-    argparse.ArgumentParser().parse_args()
 """
 
 
@@ -596,14 +588,9 @@ def test_a_file_is_planned_with_options_of_its_own(file):
     ("arguments", "message"),
     [
         (("{file}", "--topology", "tpu:4"), "the GPUs known are a100-80, b200, h100, h200"),
-        (("{file}:failing", "--png", "nowhere/plan.png"), "there is no folder nowhere. Make it first"),
-        (("nowhere.py",), "There is no file nowhere.py"),
-        (("{file}:absent",), "does not define absent; it defines loss, make_step"),
         (("{file}:nothing",), "returns NoneType, not (step, state, batch, *args)"),
         (("{file}:failing",), "failing of {file} fails: KeyError: 'absent'"),
-        (("{file}:refusing",), "refusing of {file} fails: ValueError: no good"),
         (("{file}:ragged", "--batch", "8"), "have different numbers of rows on dim 0, or none"),
-        (("{file}:leaving", "--", "7"), "cannot be used: mine.py: error: unrecognized arguments: 7"),
         (("{file}", "--", "many"), "cannot be run: ValueError"),
         (("{file}", "--batch", "-8"), "at least 1 row"),
         pytest.param(("{file}:crossed",), "cannot be planned: TypeError: dot_general", marks=aot),

@@ -203,12 +203,11 @@ def test_no_program_copies_from_host_memory():
 def test_the_time_is_the_longest_of_compute_link_and_disk():
     step, state = step_of(DISK)
     row = estimate(layers(), tx=optax.adam(1e-3), stages=(3,), offload=DISK)[3]
-    found = plan(step, state, BATCH, largest_batch=True, memory=64e6)
+    found = plan(step, state, BATCH)
     assert (found.disk, found.read, found.written) == (row.disk, row.read, row.written)
     assert found.transfers == {"host link": row.read / 50e9}
     assert found.seconds == max(found.roofline.seconds, row.read / 50e9)
     assert found.disk_bandwidth == (row.read + row.written) / found.seconds
-    assert found.largest_batch > 64
     slow = plan(step, state, BATCH, disk=1e9, host_link=25e9)
     assert slow.transfers == {"host link": row.read / 25e9, "disk": (row.read + row.written) / 1e9}
     assert slow.seconds == slow.transfers["disk"] > slow.roofline.seconds

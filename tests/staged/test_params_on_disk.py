@@ -242,7 +242,6 @@ def test_a_checkpoint_restores_into_any_layout(tmp_path):
 
 
 def masters_of(tx, state):
-    """The parameters in their widest type, on the host."""
     master = getattr(state.opt_state, "master", None)
     found = tx.unshard(state.params)
     if master is not None:

@@ -52,7 +52,6 @@ def plain(name):
 
 
 def chunks(state):
-    """The offloaded leaves of a state."""
     return [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked) if is_chunked(x)]
 
 
@@ -188,7 +187,6 @@ def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path
 
 
 def layers(depth):
-    """A model of equal layers."""
     keys = jax.random.split(jax.random.key(0), depth)
     return [{"w": jax.random.normal(key, (64, 64)) / 8} for key in keys]
 
