@@ -8,15 +8,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction
-from engine_helpers import lay_out, stored
 from jax import lax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from zerojax import collectives, zero_shard
-from zerojax.comm.collectives import ManualCollectives
-from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.gather import gather_on_use
 
 DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
 LEAVES = jax.tree.leaves
@@ -327,36 +322,6 @@ def test_a_step_is_that_of_one_device(view, style, options, accumulate):
     new = tx.unshard(tx.train_step(everything, accumulate=accumulate)(state, X)[0].params)
     expected = jax.jit(jax.grad(everything))(params, X)
     assert_gradient(jax.tree.map(jnp.subtract, params, new), expected)
-
-
-def second_order(w, x):
-    return jnp.sum(jnp.tanh(x @ w)) + jnp.sum(w**4) + jnp.max(w**2) * jnp.min(w) + jax.nn.logsumexp(w)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("order", ["forward over reverse", pytest.param("reverse twice", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_second_derivative_is_that_of_one_device(view, order):
-    w, tangent = (jax.random.normal(jax.random.key(i), (HIDDEN, WIDTH)) for i in range(2))
-    x = jnp.full((8, HIDDEN), 0.1)
-    setup = lay_out(w, 0)
-    comm = GlobalCollectives(("data",), mesh=setup.mesh) if view == "global" else ManualCollectives(("data",))
-    rows = (0,) if view == "global" else ()
-
-    def along(loss, w, tangent, x):
-        gradient = lambda w: jax.grad(loss)(w, x)
-        if order == "reverse twice":
-            return jax.grad(lambda w: jnp.vdot(gradient(w), tangent))(w)
-        return jax.jvp(gradient, (w,), (tangent,))[1]
-
-    on_shards = functools.partial(along, gather_on_use(second_order, setup.layout, comm=comm, of_rows=rows))
-    if view == "device":  # Each device has one of 8 equal losses of all rows.
-        specs = P("data"), P("data"), P()
-        mapped = jax.shard_map(on_shards, mesh=setup.mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-        on_shards = lambda *args: mapped(*args) / 8
-    found = jax.jit(on_shards)(stored(w, setup), stored(tangent, setup), x)
-    expected = jax.jit(functools.partial(along, second_order))(w, tangent, x)
-    np.testing.assert_allclose(found[:HIDDEN], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_value_of_a_parameter_and_of_a_constant_is_read_before_its_block():

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import quick_or_slow
 from jax import lax
 from measured import MOST_FLOPS, MOST_PASSES, PERSIST_BELOW, SLACK, cost_of, mesh, placed
 from registry import DEVICES, HIDDEN, LAYERS, OUT, ROWS, TIME, WIDTH, ids, structs, xent
@@ -22,31 +21,12 @@ def largest(x, w):
     return x + jnp.broadcast_to(h.max(0) @ w["pool"], h.shape), None
 
 
-def attended(x, w):
-    """Let each view attend to the others at its time step."""
-    weights = jax.nn.softmax(jnp.einsum("vbtd,ubtd->btvu", x @ w["pool"], x))
-    x = x + jnp.einsum("btvu,ubtd->vbtd", weights, x)
-    return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
-
-
-def flipped(x):
-    return jnp.stack([x, x[:, ::-1], -x, 2 * x])
-
-
-FORMS = {
-    "largest": (largest, lambda x: jnp.moveaxis(x, 1, 0), (ROWS, VIEWS, TIME, WIDTH)),
-    "attended": (jax.checkpoint(attended), flipped, (ROWS, TIME, WIDTH)),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("form", quick_or_slow([(form,) for form in FORMS], [("largest",)]))
-def test_views_that_are_pooled_in_each_layer_cost_what_they_do_under_plain_jit(form):
-    layer, views, shape = FORMS[form]
-    batch = placed(structs({"x": shape, "y": ids(ROWS)}), "data")
+def test_views_that_are_pooled_in_each_layer_cost_what_they_do_under_plain_jit():
+    batch = placed(structs({"x": (ROWS, VIEWS, TIME, WIDTH), "y": ids(ROWS)}), "data")
 
     def loss(params, batch):
-        x, _ = lax.scan(layer, views(batch["x"]), params["layers"])
+        x, _ = lax.scan(largest, jnp.moveaxis(batch["x"], 1, 0), params["layers"])
         logits = x.mean(2) @ params["head"]
         return xent(logits, jnp.broadcast_to(batch["y"], logits.shape[:2])).mean()
 

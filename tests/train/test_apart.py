@@ -181,12 +181,12 @@ def test_a_device_computes_its_shard_and_moves_nothing_for_it(stage, view, optio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", ["global", "device"])
-def test_a_second_derivative_is_that_of_one_device(view):
-    tx = transformed(2, view)
+@pytest.mark.parametrize(("stage", "view"), [(2, "device"), (3, "global"), (3, "device")])
+def test_a_second_derivative_is_that_of_one_device(stage, view):
+    tx = transformed(stage, view)
     stored, tangent = tx.shard(parameters()), tx.shard(jax.tree.map(jnp.ones_like, parameters()))
     gradient = lambda params: tx.value_and_grad(LOSSES["everything"])(params, X, STRENGTH)[1]["layers"]
     found = jax.jit(lambda p, t: jax.jvp(gradient, (p,), (t,))[1])(stored, tangent)
     plain = lambda params: jax.grad(LOSSES["everything"])(params, X, STRENGTH)["layers"]
     wanted = jax.jvp(plain, (parameters(),), (jax.tree.map(jnp.ones_like, parameters()),))[1]
-    assert_gradient(found, wanted, 1e-4)
+    assert_gradient(tx.unshard(found), wanted, 1e-4)

@@ -6,8 +6,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
-from flax import linen as nn
-from flax.training.train_state import TrainState
 
 from zerojax import Offload, Padded, Precision, collectives, zero_shard
 
@@ -68,22 +66,3 @@ def test_a_mask_may_be_made_of_parameters_in_storage():
     tx = zero(trainable=mask)
     state, _ = tx.train_step(lambda p, b: predict(p, b)["out"].mean())(tx.create(PARAMS), BATCH)
     assert_close(tx.unshard(state.params)["v"], PARAMS["v"])
-
-
-def test_a_padded_parameter_is_its_logical_array_to_code_of_a_model():
-    v = zero().shard(PARAMS)["v"]
-    for x in (jnp.asarray(v), np.asarray(v), jnp.eye(13) @ v, v @ jnp.eye(7)):
-        assert_close(x, PARAMS["v"])
-    for f in (lambda v: v[2:, ...], lambda v: 1 - 2 * v / 3, lambda v: -abs(v), lambda v: v < 0, len, list):
-        assert_close(f(v), f(PARAMS["v"]))
-    with pytest.raises(AttributeError, match=r"no 'T'.*\[13, 7\], padded to \[13, 8\].*eval_step\(fn\).*unshard"):
-        v.T  # noqa: B018
-
-
-def test_a_linen_train_state_is_evaluated_with_its_padded_parameters():
-    model, tx = nn.Dense(7), zero()
-    params = model.init(jax.random.key(0), BATCH)
-    state = TrainState.create(apply_fn=model.apply, params=tx.shard(params), tx=tx)
-    assert isinstance(state.params["params"]["kernel"], Padded)
-    assert_close(jax.jit(state.apply_fn)(state.params, BATCH), model.apply(params, BATCH))
-    assert_close(tx.eval_step(state.apply_fn)(state.params, BATCH), model.apply(params, BATCH))
