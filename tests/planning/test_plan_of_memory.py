@@ -52,7 +52,7 @@ def test_a_step_is_made_to_fit_an_absent_gpu():
 def test_a_step_uses_the_memory_and_its_peak_was_predicted():
     from memory_fit import fitted
 
-    found = fitted("gpt scan", "h100:8")
+    found = fitted("vit", "h200:8")
     first, chosen = found["trials"][0], found["trials"][found["chosen"]]
     assert abs(first["predicted"] / first["peak"] - 1) <= 0.1
     assert 0.85 * found["memory"] <= chosen["peak"] <= found["memory"]
