@@ -143,10 +143,8 @@ PAIRS = {
     "one is not differentiated": (lambda w, x, k: (x @ w, x @ jax.lax.stop_gradient(w)), False),
     "other types": (lambda w, x, k: (x @ w, jnp.matmul(x, w, precision="highest")), False),
     "a call": (lambda w, x, k: (x @ w, jax.jit(lambda x: (x + 1, x @ w))(x)[1]), True),
-    "a call with another constant": (
-        lambda w, x, k: (jax.jit(lambda x: x @ w + 1)(x), jax.jit(lambda x: x @ w + 2)(x)),
-        False,
-    ),
+    "other calls": (lambda w, x, k: (jax.jit(lambda x: x @ w + 1)(x), jax.jit(lambda x: x @ w + 2)(x)), False),
+    "integers": (lambda w, x, k: [x.astype(int) @ w.astype(int) for x in (x, stop(x))], False),
     "kept apart": (lambda w, x, k: [jax.lax.optimization_barrier(x @ w) for _ in range(2)], False),
 }
 
