@@ -15,17 +15,11 @@ from table import PAGE
 # as on the page.
 EVERY = [(name, stage) for name in LAYOUTS for stage in range(4)] if ALL_CASES else fraction(2, LAYOUTS, (1, 3))
 QUICK = [("eqx_blocks", 2)]
-EXCEPTED = [(name, 3) for name in LAYOUTS if LAYOUTS[name].exceptions]
 
 
 @pytest.mark.parametrize(("name", "stage"), quick_or_slow(EVERY, QUICK))
 def test_global_view_is_lean(name, stage):
     assert not exceeded(name, stage)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "stage"), EXCEPTED)
-def test_no_exception_is_more_than_is_needed(name, stage):
     assert not unneeded(name, stage)
 
 
