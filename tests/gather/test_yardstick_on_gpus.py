@@ -54,16 +54,16 @@ def test_communication_hides_behind_products(style, way):
     assert found["for"].startswith("['Embed_0']['embedding']")
 
 
-def test_a_kernel_costs_no_collective_and_no_memory():
-    """Others are in tests/programs/test_kernels_on_gpus.py.
+@pytest.mark.parametrize("attention", ["cudnn", "shard_map", "custom_partitioning"])
+def test_kernels_cost_no_collective_and_no_memory(attention):
+    """Two layers and a small vocabulary, so that attention and not the head decides what a device needs.
 
-    Two layers and a small vocabulary, so that attention and not the head decides what a device needs.
     If the gradients behind the kernel were left to the compiler, it would reduce them in bfloat16. If a bare kernel
     were not divided, its operands would be gathered: 14 passes with four layers.
     """
     from aot_gpt import measure
 
-    found = measure("unrolled", layers=2, vocabulary=VOCABULARY, attention="cudnn", precision=Precision.bf16())
+    found = measure("unrolled", layers=2, vocabulary=VOCABULARY, attention=attention, precision=Precision.bf16())
     assert found["passes"] <= 2.02
     embedding, layer = VOCABULARY * 2048, 12 * 2048**2
     # The embedding is reduced at both of its uses. The biases and norms are 0.1% of a layer.
