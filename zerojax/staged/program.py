@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,12 @@ from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Progra
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates
 from zerojax.layout.chunked import MOST_ROWS
+from zerojax.staged.before_loops import gathered_before_loops
 from zerojax.staged.item import Item
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
 from zerojax.staged.stage import Stage, Wanted
+
+log = logging.getLogger("zerojax.staged")
 
 
 class StagedProgram:
@@ -66,6 +70,17 @@ class StagedProgram:
         reads = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in uses]
         self.reads = [use for use in reads if use]
 
+    def _warn_of_whole(self, params: Sequence[ShardedParam]) -> None:
+        """Log a warning that names the parameters that are gathered in full before a loop, if there are any."""
+        paths = sorted({f"params{self.variables[p.root].leaf.path}" for p in params})
+        if paths:
+            log.warning(
+                "A loop reads %s in every iteration, and cannot read one layer per iteration. So the devices gather "
+                "them in full before the loop, and hold them while it runs. Use jax.lax.scan over a stack of layers, "
+                "outside of jax.checkpoint, if they do not fit.",
+                ", ".join(paths),
+            )
+
     @property
     def last_read(self) -> dict[Any, int]:
         """Return, for each variable, the index of the last item that reads it."""
@@ -91,6 +106,7 @@ class StagedProgram:
         if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
         assert isinstance(segment, BlockSegment | PlainSegment)
+        self._warn_of_whole(gathered_before_loops(segment))
         sources = tuple(map(self._source, segment.params))
         results = None
         if isinstance(segment, PlainSegment):
