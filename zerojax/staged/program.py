@@ -71,7 +71,7 @@ class StagedProgram:
         self.reads = [use for use in reads if use]
 
     def _warn_of_whole(self, params: Sequence[ShardedParam]) -> None:
-        """Log a warning that names the parameters that are gathered in full before a loop, if there are any."""
+        """Warn of the parameters that are gathered in full before a loop, if there are any. Name them."""
         paths = sorted({f"params{self.variables[p.root].leaf.path}" for p in params})
         if paths:
             log.warning(
