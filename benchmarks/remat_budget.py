@@ -6,12 +6,11 @@
 
 For each model, the stage-3 gradient of a loss is compiled for 8 H200s, with each policy of `jax.checkpoint` around the
 blocks, and with `zerojax.remat` at several budgets. For each policy there is also the smallest budget that repeats
-about as few FLOPs as the bytes that the policy saves allow. The bytes that a policy offloads are also limits for
-`offload=`. A policy is *dominated* if the program with some budget has at most 1.02 times the memory of the device and
-of the host, and at most 1.005 times the FLOPs. Memory is the temporary memory of the compiled program, in MiB. FLOPs
-are the FLOPs of matrix products and convolutions, in GFLOP. Time is the simulated time of kernels at the peak rates of
-the GPU, with the waits for collectives, in milliseconds. It leaves out the copies to host memory. All figures are per
-device. Needs the extra `aot`, but no GPU.
+about as few FLOPs as the bytes that the policy saves allow. A policy is *dominated* if the program with some budget has
+at most 1.02 times the memory and at most 1.005 times the FLOPs. Memory is the temporary memory of the compiled program,
+in MiB. FLOPs are the FLOPs of matrix products and convolutions, in GFLOP. Time is the simulated time of kernels at the
+peak rates of the GPU, with the waits for collectives, in milliseconds. All figures are per device. Needs the extra
+`aot`, but no GPU.
 """
 
 import argparse
@@ -41,7 +40,6 @@ POLICIES = {
     "dots_saveable": jax.checkpoint_policies.dots_saveable,
     "dots_with_no_batch_dims_saveable": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "everything_saveable": jax.checkpoint_policies.everything_saveable,
-    "offload_dot_with_no_batch_dims": jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 WIDTH, HEADS, ROWS, TOKENS, LAYERS = 1024, 16, 32, 512, 4
 
@@ -184,7 +182,6 @@ def measure(block, shapes, scan: bool) -> dict[str, float]:
     plan = read_plan(compiled, TOPOLOGY, batch=ROWS)
     return {
         "memory": plan.memory["temporary"] / 2**20,
-        "host": compiled.memory_analysis().host_temp_size_in_bytes / 2**20,
         "flops": sum(product_flops(kernels(read(plan.text))).values()) / 1e9,
         "milliseconds": 1e3 * (plan.roofline.kernels + sum(plan.waits.values())),
     }
@@ -222,39 +219,31 @@ def study(name: str, budgets: int, policies: dict[str, Any]) -> dict[str, Any]:
     choice_of = lambda budget: zerojax.remat(block, budget=budget).choice(*given)
     most = choice_of(0).most_bytes
     found: dict[str, Any] = {"policies": dict(policies), "budgets": []}
-    chosen = {(0, 0), *((most * (i + 1) // budgets, 0) for i in range(budgets))}
+    chosen = {0, *(most * (i + 1) // budgets for i in range(budgets))}
     for policy, rule in POLICIES.items():
         theirs = jax.checkpoint(block, policy=rule, **cse)
         if policy not in found["policies"]:
             found["policies"][policy] = measure(theirs, shapes, scan)
         print(f"  {policy:34s} {columns(found['policies'][policy])}", flush=True)
         saved = min(most, saved_bytes(theirs, *given))
-        chosen.add((leanest(choice_of, saved), 0))
-        if policy.startswith("offload"):
-            chosen.add((0, saved))
-    for budget, offload in sorted(chosen):
-        ours = zerojax.remat(block, budget=budget, offload=offload, **cse)
+        chosen.add(leanest(choice_of, saved))
+    for budget in sorted(chosen):
+        ours = zerojax.remat(block, budget=budget, **cse)
         choice = ours.choice(*given)
-        row = {"budget": budget, "offload": offload, "saved": choice.saved_bytes, "repeated": choice.flops}
+        row = {"budget": budget, "saved": choice.saved_bytes, "repeated": choice.flops}
         found["budgets"].append(row | measure(ours, shapes, scan))
-        print(f"  {label(row):34s} {columns(found['budgets'][-1])}", flush=True)
+        print(f"  {f'{budget / 2**20:,.0f} MiB':34s} {columns(found['budgets'][-1])}", flush=True)
     return found
 
 
-def label(row: dict[str, Any]) -> str:
-    """Return the name of a budget in the tables."""
-    host = f" and {row['offload'] / 2**20:,.0f} MiB of the host" * bool(row["offload"])
-    return f"{row['budget'] / 2**20:,.0f} MiB{host}"
-
-
 def columns(row: dict[str, Any]) -> str:
-    return f"{row['memory']:9.1f} {row['host']:9.1f} {row['flops']:9.2f} {row['milliseconds']:9.3f}"
+    return f"{row['memory']:9.1f} {row['flops']:9.2f} {row['milliseconds']:9.3f}"
 
 
 def dominating(found: dict[str, Any], policy: str) -> dict[str, Any] | None:
     """Return the smallest budget that dominates a policy, or None."""
     theirs = found["policies"][policy]
-    limits = {"memory": 1.02, "host": 1.02, "flops": 1.005}
+    limits = {"memory": 1.02, "flops": 1.005}
     better = lambda b: all(b[figure] <= factor * theirs[figure] for figure, factor in limits.items())
     return next(filter(better, found["budgets"]), None)
 
@@ -282,7 +271,7 @@ def main() -> None:
     args = parser.parse_args()
     known = json.loads(args.json.read_text())["models"] if args.json and args.json.exists() else {}
     for name in [] if args.only_show else args.models:
-        print(f"\n{name}: MiB of memory, MiB of host memory, GFLOP, ms", flush=True)
+        print(f"\n{name}: MiB of memory, GFLOP, ms", flush=True)
         known[name] = study(name, args.budgets, known.get(name, {}).get("policies", {}) if args.only_budgets else {})
         if args.json:
             versions = {"jax": jax.__version__, "zerojax": zerojax.__version__}

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax import compat
-from zerojax.budget.linen import remat
 from zerojax.train.arguments import has_rows
 from zerojax.train.aux import Same
 from zerojax.units import format_bytes
@@ -23,7 +22,7 @@ from zerojax.zero import ZeroTransformation
 
 TAG = "zerojax"
 
-__all__ = ["init_module", "remat", "shard_module", "value_and_grad"]
+__all__ = ["init_module", "shard_module", "value_and_grad"]
 
 
 def __dir__() -> list[str]:

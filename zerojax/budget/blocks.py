@@ -71,7 +71,7 @@ class Blocks:
             least = least_bytes(block.graph)
             most = block.graph.bytes if block.is_loop else block.graph.kept
             budget = least + int(share * max(most - least, 0))
-            choice = choose(block.graph, budget, fates={}, repeat_collectives=False)
+            choice = choose(block.graph, budget)
             if share == 1:
                 choice = dataclasses.replace(choice, saved_bytes=block.graph.bytes, flops=0)
             self._choices[key] = choice

@@ -39,10 +39,9 @@ _FLOPS_PER_BYTE = 1e-6
 class Value:
     """A value that can be saved, because `jax.checkpoint` knows it by a name."""
 
-    name: str  # the name, given by `named`, or by the user with `checkpoint_name`
+    name: str  # the name, given by `named`
     equation: int  # the index in `Graph.equations` of the equation that names the value
     bytes: int  # the size of the value
-    users_name: bool  # whether the user gave the name
     is_form_of_argument: bool  # whether the value is an argument of the block in another shape or type
 
 
@@ -91,8 +90,6 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
             # Under these names the operands count as saved, so that the backward pass does not call back again.
             values = [checkpoint_name(x, CALLED_BACK) for x in values]
         results = compat.evaluate_one(eqn, values)
-        if compat.name_of(eqn) == "name":
-            return results
         return [_name(x, var, numbers) for x, var in zip(results, eqn.outvars, strict=True)]
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)
@@ -140,11 +137,10 @@ def _graph(jaxpr: Any) -> Graph:
                 name=compat.params_of(eqn)["name"],
                 equation=i,
                 bytes=bytes_written(eqn),
-                users_name=not compat.params_of(eqn)["name"].startswith(PREFIX),
                 is_form_of_argument=i in forms,
             )
             for i, eqn in enumerate(eqns)
-            if compat.name_of(eqn) == "name"
+            if compat.name_of(eqn) == "name" and compat.params_of(eqn)["name"].startswith(PREFIX)
         ),
         residuals=tuple(sorted({maker[var] for var in wanted})),
         bytes=sum(jaxprs.nbytes(var) for var in wanted if is_array(var)),

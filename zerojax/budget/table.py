@@ -53,9 +53,8 @@ def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, .
     calls, figures = collections.Counter[tuple[Any, str]](), dict[tuple[Any, str], _Figures]()
     for key, block in [(id(block.graph), block) for block in blocks.found]:
         choice = blocks.choice(block, share)
-        saved = choice.saved_bytes, choice.offloaded_bytes
         calls[key, block.line] += block.calls
-        figures[key, block.line] = *saved, block.graph.bytes, choice.flops, choice.most_flops
+        figures[key, block.line] = choice.saved_bytes, 0, block.graph.bytes, choice.flops, choice.most_flops
     for block in blocks.decided:
         signature = jaxprs.signature(block.jaxpr, functions=False)
         key = id(block.jaxpr) if signature is None else signature, block.line

@@ -1,7 +1,6 @@
 """Describe a GPU: memory and peak rates from XLA's description, and link bandwidths from data sheets."""
 
 import dataclasses
-import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -44,12 +43,6 @@ HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 def kind_of(device_kind: str) -> str | None:
     """Return the known GPU that JAX calls `device_kind`, such as `"NVIDIA H100 80GB HBM3"`. Return None for others."""
     return next((kind for kind in KINDS if kind.partition("-")[0] in device_kind.lower()), None)
-
-
-@functools.cache
-def host_bytes_per_flop(kind: str) -> float:
-    """Return the bytes that one direction of a GPU's link to its host copies while the GPU computes a bfloat16 FLOP."""
-    return HOST_LINKS[kind] / Device.of(Topology.parse(f"{kind}:1")).rates["bf16"]
 
 
 @dataclasses.dataclass(frozen=True)
