@@ -8,7 +8,7 @@ import pytest
 from command_line import run
 
 from zerojax.doctor import device_rates, slowdown
-from zerojax.gpus.devices import Links
+from zerojax.gpus.devices import Links, kind_of
 from zerojax.planning.compiled_plan import read_plan
 from zerojax.planning.fit import SearchSpace
 from zerojax.planning.hardware import Hardware
@@ -106,3 +106,8 @@ def test_the_slowdown_is_what_products_lose_of_a_gathers_time():
     assert slowdown(10, 2, 10.5) == pytest.approx(1 / 3)
     assert slowdown(10, 2, 9.9) == 0
     assert slowdown(10, 2, 12) is None  # one after the other
+
+
+def test_a_gpu_is_known_by_the_name_that_jax_gives_it():
+    kinds = {"NVIDIA A100-SXM4-80GB": "a100-80", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA B200": "b200", "cpu": None}
+    assert {name: kind_of(name) for name in kinds} == kinds

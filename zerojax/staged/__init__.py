@@ -4,7 +4,6 @@ model_files    read and write the files of parameters and gradients, some of whi
 sources        make a segment's shard from a parameter's chunks, and divide the shard's gradient into chunks
 stage          compile a segment into a forward and a backward program, which segments with equal equations share
 item           a segment that runs once, or a scan over layers that runs one iteration at a time
-before_loops   find the parameters that are gathered in full before a loop
 program        divide a loss into stages; find the order of reads, and the number of gradients per chunk
 microbatch     run the stages forward and backward, and read chunks ahead
 gradients      sum the gradients of chunks, scale the sums, and write them to files

@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE
 from zerojax.gather.options import Options
 from zerojax.gather.scan import ScanSegment
@@ -19,12 +18,9 @@ from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Progra
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates
 from zerojax.layout.chunked import MOST_ROWS
-from zerojax.staged.before_loops import gathered_before_loops
 from zerojax.staged.item import Item
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
 from zerojax.staged.stage import Stage, Wanted
-
-log = logging.getLogger("zerojax.staged")
 
 
 class StagedProgram:
@@ -52,7 +48,7 @@ class StagedProgram:
             mesh: The mesh of the shards.
 
         Raises:
-            ValueError: If a loop scans over a stack whose layers cannot be read one by one.
+            ValueError: If a loop reads a stack of layers, but not one of its layers per iteration.
         """
         self.program = program
         self.variables = {program.invars[i]: of for i, of in on_disk.items()}
@@ -70,15 +66,18 @@ class StagedProgram:
         reads = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in uses]
         self.reads = [use for use in reads if use]
 
-    def _warn_of_whole(self, params: Sequence[ShardedParam]) -> None:
-        """Warn of the parameters that are gathered in full before a loop, if there are any. Name them."""
-        paths = sorted({f"params{self.variables[p.root].leaf.path}" for p in params})
-        if paths:
-            log.warning(
-                "A loop reads %s in every iteration, and cannot read one layer per iteration. So the devices gather "
-                "them in full before the loop, and hold them while it runs. Use jax.lax.scan over a stack of layers, "
-                "outside of jax.checkpoint, if they do not fit.",
-                ", ".join(paths),
+    def _check_loops(self, segment: Segment) -> None:
+        """Raise a ValueError if the segment gathers parameters in full for a loop that could read them in parts."""
+        returned = [key for key in self.program.outs if isinstance(key, Gathered)]
+        early = any(isinstance(key, Gathered) and key not in returned for key in segment.results)
+        params = dict(zip(segment.jaxpr.invars, segment.params, strict=False))
+        whole = params if early else scanned_inside(segment.jaxpr, params)
+        if paths := sorted({f"params{self.variables[params[v].root].leaf.path}" for v in whole}):
+            raise ValueError(
+                f"A loop reads {', '.join(paths)}, but not one layer per iteration, so the devices would hold all "
+                f'layers at once. Offload(params="disk") reads one layer per iteration of a jax.lax.scan over stacks '
+                f"as they are in the tree of parameters. Scan over them outside of other loops and of jax.checkpoint, "
+                f"put jax.checkpoint around one layer, and leave microbatches to accumulate= of train_step."
             )
 
     @property
@@ -106,7 +105,7 @@ class StagedProgram:
         if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
         assert isinstance(segment, BlockSegment | PlainSegment)
-        self._warn_of_whole(gathered_before_loops(segment))
+        self._check_loops(segment)
         sources = tuple(map(self._source, segment.params))
         results = None
         if isinstance(segment, PlainSegment):
@@ -203,6 +202,20 @@ class StagedProgram:
                 found.append(item)
                 reached.update(v for v in item.segment.others if v in self.live)
         return found
+
+
+def scanned_inside(jaxpr: Any, variables: Collection) -> set:
+    """Return the variables over which scans inside of a segment run."""
+    found: set = set()
+    for eqn in jaxpr.eqns:
+        if (loop := compat.loop_of(eqn)) is not None:
+            found.update(v for v in jaxprs.variables_in(eqn.invars[loop.consts + loop.carry :]) if v in variables)
+        for inner in compat.inner_jaxprs(eqn):
+            # The arguments of a branch are the last operands, after the number of the branch.
+            pairs = zip(reversed(inner.invars), reversed(eqn.invars), strict=False)
+            outer = {v: atom for v, atom in pairs if not compat.is_literal(atom) and atom in variables}
+            found.update(outer[v] for v in scanned_inside(inner, outer))
+    return found
 
 
 def variables_of(outs: Sequence) -> list:
