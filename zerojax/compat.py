@@ -22,9 +22,9 @@ from typing import Any
 
 import jax.core
 
-MAPPED = "zerojax_mapped"  # the name of the primitive that `comm.mapped` defines
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "eval_jaxpr", MAPPED})
-_REMATS = frozenset({"checkpoint", "remat", "remat2"})
+from zerojax import primitives
+from zerojax.primitives import Kind
+
 # The classes of `HiPrim` that replace primitives, and the primitives' names.
 _REPLACED = {
     "CheckpointName": "name",
@@ -142,7 +142,7 @@ def params_of(eqn) -> dict:
 
 def called(eqn):
     """Return the closed jaxpr that `eqn` calls, for example through `jax.jit`. Return None if `eqn` is not a call."""
-    if eqn.primitive.name not in _CALLS:
+    if primitives.named(eqn.primitive.name).kind is not Kind.CALL:
         return None
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
 
@@ -169,7 +169,7 @@ def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
 
 
 def is_remat(eqn) -> bool:
-    return name_of(eqn) in _REMATS
+    return primitives.named(name_of(eqn)).kind is Kind.REMAT
 
 
 def inlined_body(eqn):
@@ -178,12 +178,17 @@ def inlined_body(eqn):
     return None if body is None else opened(body)[0]
 
 
+def evaluated(eqn):
+    """Return the jaxpr inside `eqn` if it is a call, a `jax.checkpoint` or a function with a custom derivative."""
+    if name_of(eqn).startswith("custom_"):
+        bodies = (params_of(eqn).get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
+        return next((body for body in bodies if is_jaxpr(body)), None)
+    return params_of(eqn)["jaxpr"] if is_remat(eqn) else called(eqn)
+
+
 def evaluated_body(eqn):
-    """Return `inlined_body(eqn)`, or the jaxpr of the function if `eqn` calls a function with a custom derivative."""
-    if not name_of(eqn).startswith("custom_"):
-        return inlined_body(eqn)
-    bodies = (params_of(eqn).get(name) for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"))
-    return next((opened(body)[0] for body in bodies if is_jaxpr(body)), None)
+    """Return the jaxpr of `evaluated` as an open jaxpr."""
+    return opened(evaluated(eqn))[0]
 
 
 def opaque_body(eqn):

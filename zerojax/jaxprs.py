@@ -13,19 +13,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import compat, names
-
-# Primitives that compute each element of their result from the same element of each operand, or from scalars.
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
-    conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
-    igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min
-    mul mulhi ne neg nextafter not one_minus_square or polygamma polynomial population_count pow random_gamma_grad
-    real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta
-    """.split()
-)
+from zerojax import compat, names, primitives
 
 Rule = Callable[[Any, list], Sequence | None]
 
@@ -101,6 +89,24 @@ def as_jax_values(consts: Sequence) -> list:
     """Convert NumPy arrays in `consts` to JAX arrays, because a `custom_vjp` may index them with traced values."""
     is_numpy = lambda x: hasattr(x, "__array__") and not isinstance(x, jax.Array | jax.Ref)
     return [jnp.asarray(x) if is_numpy(x) else x for x in consts]
+
+
+def facts(eqn: Any) -> primitives.Facts:
+    """Return what the library knows about the primitive of an equation."""
+    return primitives.named(compat.name_of(eqn))
+
+
+def is_linear(eqn: Any) -> bool:
+    """Return whether an equation can be applied to each part of a sum, in one operand or in several together.
+
+    Rounding to integers, or to fewer bits than bfloat16 has, cannot be applied: it would round each part.
+    """
+    if eqn.primitive.name == "reduce_precision":
+        return eqn.params["mantissa_bits"] >= jnp.finfo(jnp.bfloat16).nmant
+    if eqn.primitive.name == "convert_element_type":
+        dtype = np.dtype(eqn.params["new_dtype"])
+        return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2
+    return facts(eqn).linear or facts(eqn).jointly_linear != slice(0)
 
 
 def is_on_numpy(eqn: Any) -> bool:

@@ -15,7 +15,8 @@ import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "compat", "gpus", "units"},
+    {"version", "primitives", "gpus", "units"},
+    {"compat"},
     {"names"},
     {"compilations", "config", "jaxprs"},
     {"layout"},

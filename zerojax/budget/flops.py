@@ -5,20 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from zerojax import compat, jaxprs
+from zerojax.primitives import Kind
 
-# Equations that only move or rename elements, and cost no FLOPs.
-_FREE = frozenset(
-    "broadcast_in_dim bitcast_convert_type concatenate convert_element_type copy copy_p device_put dynamic_slice "
-    "dynamic_update_slice expand_dims gather iota name optimization_barrier pad random_clone random_seed random_unwrap "
-    "random_wrap reshape rev slice split squeeze stop_gradient transpose".split()
-)
 # FLOPs of the Threefry rounds per 32-bit word of random bits.
 _RANDOM_BITS = 100
 
 
 def flops_of(eqn: Any) -> int:
     """Return the FLOPs of one equation. A loop, a conditional or a call has the FLOPs of the equations inside it."""
-    name = compat.name_of(eqn)
+    name, facts = compat.name_of(eqn), jaxprs.facts(eqn)
     if name == "dot_general":
         return jaxprs.dot_flops(eqn)
     if name == "conv_general_dilated":
@@ -31,11 +26,11 @@ def flops_of(eqn: Any) -> int:
         return loop.length * _flops_inside(compat.opened(loop.body)[0])
     if inner := compat.inner_jaxprs(eqn):
         return sum(map(_flops_inside, inner))
-    if name in _FREE:
+    if facts.is_free:
         return 0
-    if name in ("random_bits", "threefry2x32"):
+    if facts.draws:
         return _RANDOM_BITS * sum(map(_elements, eqn.outvars))
-    if name.startswith(("reduce_", "arg", "cum")):
+    if facts.kind in (Kind.REDUCTION, Kind.ALONG, Kind.WINDOW):
         return sum(_elements(atom) for atom in eqn.invars)
     return sum(map(_elements, eqn.outvars))
 

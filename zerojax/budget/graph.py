@@ -13,24 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import compat, jaxprs
 from zerojax.budget.flops import bytes_written, flops_of, is_array
+from zerojax.primitives import Kind
 
 PREFIX = "zerojax_value_"
-# Equations that show values to the user, as `jax.debug.print` does, and the name of the values.
-CALLBACKS, CALLED_BACK = ("debug_callback", "debug_print"), "zerojax_called_back"
-# Equations in which other devices take part. Repeating such an equation uses the links, not only this device's time.
-_COLLECTIVES = frozenset(
-    "psum psum_invariant pmin pmax ppermute pshuffle all_gather all_gather_invariant all_to_all reduce_scatter "
-    "psum_scatter ragged_all_to_all pbroadcast".split()
-)
-# Equations that change only a value's form. Arguments of the block stay in memory, so no other form of them is saved.
-_FORMS = frozenset(
-    "broadcast_in_dim convert_element_type copy expand_dims name reshape slice squeeze stop_gradient transpose".split()
-)
-# Equations whose result is the same array, equations whose operands XLA computes inside of their kernels, and equations
-# that XLA computes inside of the kernels that read their results.
-_VIEWS = frozenset("expand_dims name reshape squeeze stop_gradient transpose".split())
-_REDUCTIONS = frozenset("argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum".split())
-_FUSED = jaxprs.ELEMENTWISE | _FORMS | frozenset("iota pad concatenate rev".split())
+CALLED_BACK = "zerojax_called_back"  # the name of values that the user is shown, as by `jax.debug.print`
 # A byte costs a millionth of a FLOP, so that bytes decide only between values that cost equally many FLOPs.
 _FLOPS_PER_BYTE = 1e-6
 
@@ -86,7 +72,7 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
     def rule(eqn, values):
         if compat.called(eqn) is not None:
             return jaxprs.evaluate_call(eqn, values, rule)
-        if eqn.primitive.name in CALLBACKS:
+        if jaxprs.facts(eqn).kind is Kind.DEBUG:
             # Under these names the operands count as saved, so that the backward pass does not call back again.
             values = [checkpoint_name(x, CALLED_BACK) for x in values]
         results = compat.evaluate_one(eqn, values)
@@ -128,7 +114,8 @@ def _graph(jaxpr: Any) -> Graph:
     in_memory = _in_memory(jaxpr)
     forms: set[int] = set()
     for i, eqn in enumerate(eqns):
-        if compat.name_of(eqn) in _FORMS and read_by[i] <= forms:
+        # Arguments of the block stay in memory, so no other form of them is saved.
+        if _is_form(eqn) and read_by[i] <= forms:
             forms.add(i)
     return Graph(
         equations=tuple(map(_equation, eqns, read_by)),
@@ -153,11 +140,12 @@ def _in_memory(jaxpr: Any) -> set:
     """Return the variables that XLA writes to memory: operands and results of products, and results of reductions."""
     same, found = {}, set()
     for eqn in jaxpr.eqns:
-        name = compat.name_of(eqn)
-        if name in _VIEWS and not compat.is_literal(eqn.invars[0]):
+        facts = jaxprs.facts(eqn)
+        if facts.is_view and not compat.is_literal(eqn.invars[0]):
             same[eqn.outvars[0]] = same.get(eqn.invars[0], eqn.invars[0])
-        elif name not in _FUSED:
-            operands = () if name in _REDUCTIONS else jaxprs.variables_in(eqn.invars)
+        elif not (facts.elementwise or facts.kind is Kind.JOIN or _is_form(eqn)):
+            # XLA computes the operands of reductions inside of their kernels.
+            operands = () if facts.kind is Kind.REDUCTION else jaxprs.variables_in(eqn.invars)
             found |= {same.get(var, var) for var in operands} | set(eqn.outvars)
     return found
 
@@ -177,6 +165,12 @@ def _kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memo
     return found
 
 
+def _is_form(eqn: Any) -> bool:
+    """Return whether an equation changes only a value's form."""
+    facts = jaxprs.facts(eqn)
+    return facts.is_view or facts.kind is Kind.LAYOUT or compat.name_of(eqn) in ("convert_element_type", "copy")
+
+
 def _equation(eqn: Any, reads: set[int]) -> Equation:
     flops = flops_of(eqn)
     written = 0 if compat.name_of(eqn) == "name" else bytes_written(eqn)
@@ -184,4 +178,5 @@ def _equation(eqn: Any, reads: set[int]) -> Equation:
 
 
 def _is_collective(eqn: Any) -> bool:
-    return any(e.primitive.name in _COLLECTIVES for e in jaxprs.with_inner(eqn))
+    """Return whether other devices take part. To repeat the equation uses the links, not only this device's time."""
+    return any(jaxprs.facts(e).kind is Kind.COLLECTIVE for e in jaxprs.with_inner(eqn))

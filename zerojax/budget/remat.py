@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, primitives
 from zerojax.budget.choice import Choice, choose
-from zerojax.budget.graph import CALLBACKS, CALLED_BACK, graph_of, named
+from zerojax.budget.graph import CALLED_BACK, graph_of, named
+from zerojax.primitives import Kind
 from zerojax.units import parse_bytes
 
 
@@ -113,6 +114,6 @@ def checkpointed(run: Callable, choice: Choice, *, prevent_cse: bool) -> Callabl
     policy = jax.checkpoint_policies.save_only_these_names(*choice.saved, CALLED_BACK)
 
     def policy_of(primitive, *avals, **params):
-        return primitive.name in CALLBACKS or policy(primitive, *avals, **params)
+        return primitives.named(primitive.name).kind is Kind.DEBUG or policy(primitive, *avals, **params)
 
     return jax.checkpoint(run, policy=policy_of, prevent_cse=prevent_cse)

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import replace_items
+from zerojax.primitives import MAPPED
 
 
 def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable:
@@ -87,7 +88,7 @@ def _batched(args: Sequence, dims: Sequence, *, jaxpr: Any) -> tuple[list, list]
     return results, [0] * len(results)
 
 
-mapped_p = Primitive(compat.MAPPED)
+mapped_p = Primitive(MAPPED)
 mapped_p.multiple_results = True
 mapped_p.def_impl(_evaluate)
 mapped_p.def_effectful_abstract_eval(_abstract)

@@ -26,34 +26,12 @@ from zerojax.comm import worker_sums
 from zerojax.comm.lost_rows import warn_of_gradient
 from zerojax.config.data_mesh import dim_spec
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
+from zerojax.primitives import Kind
 
 # The name scope of a sum in a gradient's computation, if the analysis does not know whether the sum is over rows.
 ROWS_UNKNOWN = "zerojax_rows_unknown"
-_SUMS = frozenset("dot_general conv_general_dilated ragged_dot_general reduce_sum scatter-add".split())
 # Primitives of JAX's sparse matrices that it lowers to functions of arrays, in which the sums can be seen.
-_SPARSE = frozenset("bcoo_dot_general_sampled bcoo_extract bcoo_transpose".split())
-# Operations that can be applied to each partial sum if exactly one operand is a partial sum.
-_LINEAR = frozenset(
-    "broadcast_in_dim conj convert_element_type copy div dot_general dynamic_slice fft imag mul neg real "
-    "reduce_precision reduce_sum reshape rev sharding_constraint slice split squeeze transpose unstack "
-    "zerojax_rows".split()
-)
-# Operations that are linear in several operands together, with the slice that selects these operands. JAX creates them
-# when it transposes operations that slice or join parameters.
-_JOINTLY = MappingProxyType(
-    {
-        "add": slice(2),
-        "add_any": slice(2),
-        "complex": slice(2),
-        "concatenate": slice(None),
-        "dynamic_update_slice": slice(2),
-        "pad": slice(2),
-        "scatter-add": slice(0, 3, 2),
-        "select_n": slice(1, None),
-        "stack": slice(None),
-        "sub": slice(2),
-    }
-)
+_SPARSE = ("bcoo_dot_general_sampled", "bcoo_extract", "bcoo_transpose")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +139,7 @@ def evaluate(
             body_rows = follower.into_loop(loop, states_of(eqn.invars, found))
             inside = lambda args, grads: evaluate(loop.body, args, in_body, grads=grads, rows=body_rows)
             return _loop(eqn, loop, values, wanted, inside, how.workers)
-        if out in only_grads and eqn.primitive.name in _SUMS:
+        if out in only_grads and _sums(eqn):
             states = states_of(eqn.invars, found)
             divided = _divided(eqn, states, found[out], zeros) or _assumed(eqn, states, found[out], zeros, how.workers)
             if divided is not None:
@@ -263,23 +241,15 @@ def _only_of(jaxpr: Any, grads: Sequence[int], has_rows: Callable[[Any], bool] =
     for var in (*(var for eqn in reversed(jaxpr.eqns) for var in eqn.outvars), *jaxpr.invars):
         if var in refused or not (var in wanted or var in uses):
             continue
-        linear = (_is_linear(use) and not meets_rows(var, use) for use, _ in uses.get(var, ()))
+        linear = (jaxprs.is_linear(use) and not meets_rows(var, use) for use, _ in uses.get(var, ()))
         if all(linear) and all(is_found(out) for use, _ in uses.get(var, ()) for out in use.outvars):
             found.add(var)
     return found
 
 
-def _is_linear(eqn) -> bool:
-    """Return whether an equation can be applied to each partial sum.
-
-    Rounding to integers, or to fewer bits than bfloat16 has, cannot be applied: it would round each partial sum.
-    """
-    if eqn.primitive.name == "reduce_precision":
-        return eqn.params["mantissa_bits"] >= jnp.finfo(jnp.bfloat16).nmant
-    if eqn.primitive.name == "convert_element_type":
-        dtype = np.dtype(eqn.params["new_dtype"])
-        return jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize >= 2
-    return eqn.primitive.name in _LINEAR or eqn.primitive.name in _JOINTLY
+def _sums(eqn) -> bool:
+    """Return whether an equation may sum over the rows of a batch."""
+    return jaxprs.facts(eqn).kind is Kind.PRODUCT or eqn.primitive.name in ("reduce_sum", "scatter-add")
 
 
 def _linear(eqn, values: Sequence) -> list:
@@ -293,14 +263,14 @@ def _linear(eqn, values: Sequence) -> list:
         results = jax.vmap(one_row, in_axes=[0 if on else None for on in batched])(*rows)
         return [None if x is None else PartialSum(x) for x in results]
 
-    joint = range(len(rows))[_JOINTLY.get(eqn.primitive.name, slice(0))]
+    joint = range(len(rows))[jaxprs.facts(eqn).jointly_linear]
     if joint and not any(on and i not in joint for i, on in enumerate(partial)):
         # A literal zero is broadcast to every row, because it adds nothing.
         zero = [compat.is_literal(atom) and not np.any(atom.val) for atom in eqn.invars]
         batched = [i in joint and not zero[i] for i in range(len(rows))]
         rows = [as_rows(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(rows)]
         return of_rows(batched)
-    is_linear = eqn.primitive.name in _LINEAR and _is_linear(eqn)
+    is_linear = jaxprs.facts(eqn).linear and jaxprs.is_linear(eqn)
     if is_linear and sum(partial) == 1 and (eqn.primitive.name != "div" or partial[0]):
         return of_rows(partial)
     return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 # Operations that change how a value is sharded, and nothing else.
-_RESHARDS = frozenset({"reshard", "mesh_cast"})
 _SHARDINGS = ("out_sharding", "sharding")
 
 
@@ -90,7 +89,7 @@ class _Evaluation:
 
     def _rule(self, eqn: Any, values: Sequence) -> list:
         name = compat.name_of(eqn)
-        if name in _RESHARDS:
+        if name == "reshard":
             aval = eqn.outvars[0].aval
             # If the result has Auto axes, as on entry to `auto_axes`, a type that names no axes requires nothing.
             return [self._constrained(values[0], aval, replicates=bool(aval.sharding.mesh.explicit_axes))]
@@ -344,7 +343,7 @@ def _with_zeros(avals: Sequence, tangents: Sequence) -> tuple:
 
 def _names_sharding(eqn: Any) -> bool:
     """Return whether an equation names the sharding of its result."""
-    if eqn.primitive.name in _RESHARDS:
+    if eqn.primitive.name == "reshard":
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]
     return any(isinstance(sharding, NamedSharding) and bool(axes_of(_divided(sharding.spec))) for sharding in named)

@@ -15,10 +15,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs, names
 from zerojax.config.data_mesh import axes_of, spec_entry
-
-_SUMS = frozenset({"psum", "psum_invariant", "psum2"})
-# Operations of one array that commute with a sum over the workers.
-_KEPT = frozenset("convert_element_type copy mul div neg pvary reshape squeeze transpose broadcast_in_dim".split())
+from zerojax.primitives import Kind
 
 
 def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]]) -> tuple[list, frozenset[int]] | None:
@@ -76,13 +73,16 @@ def _chain(atom: Any, made: dict, axes: tuple[str, ...]) -> list | None:
     chain: list = []
     while not compat.is_literal(atom) and (eqn := made.get(atom)) is not None:
         chain.append((eqn, eqn.outvars.index(atom)))
-        if eqn.primitive.name in _SUMS:
+        if eqn.primitive.name in ("psum", "psum_invariant"):
             named = eqn.params["axes"]
             whole = eqn.params.get("axis_index_groups") is None and set(axes) <= {*named}
             return chain[::-1] if whole else None
         arrays = jaxprs.variables_in(eqn.invars)
         dividing = eqn.primitive.name == "div" and compat.is_literal(eqn.invars[0])
-        if eqn.primitive.name not in _KEPT or len(arrays) != 1 or dividing or not _is_float(eqn):
+        # Only what each worker computes by itself commutes with a sum over the workers.
+        facts = jaxprs.facts(eqn)
+        is_kept = facts.linear and facts.kind is not Kind.COLLECTIVE and jaxprs.is_linear(eqn)
+        if not is_kept or len(arrays) != 1 or dividing or not _is_float(eqn):
             return None
         atom = arrays[0]
     return None

@@ -7,10 +7,10 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from zerojax.primitives import ROWS
+
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
-
-ROWS = "zerojax_rows"  # the name of the primitive
 
 
 def rows(x: "PyTree[Array]", dim: int = 0) -> "PyTree[Array]":

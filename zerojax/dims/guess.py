@@ -7,16 +7,14 @@ there. Only code for which a wrong dim costs time and not correctness may guess;
 
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerojax import jaxprs
 from zerojax.config.data_mesh import entry_axes
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at
 from zerojax.dims.products import guessed_dot
-
-_DRAWS = frozenset({"random_bits", "threefry2x32", "random_gamma"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+from zerojax.primitives import Facts, Kind
 
 
 def guessed(eqn: Any, states: Sequence[State], found: Sequence[State], context: Context) -> list[State]:
@@ -109,12 +107,12 @@ def drawn(jaxpr: Any, given: Sequence[State], found: Mapping[Any, State]) -> fro
         outs = [var for var in eqn.outvars if is_bare(var) and getattr(var.aval, "shape", ())]
         if not derived.isdisjoint(jaxprs.variables_in(eqn.invars)):
             derived.update(outs)
-            is_read |= bool(outs) and _contains(eqn, _PRODUCTS)
-        elif any(var.aval.shape[0] in sizes for var in outs) and _contains(eqn, _DRAWS):
+            is_read |= bool(outs) and _contains(eqn, lambda facts: facts.kind is Kind.PRODUCT)
+        elif any(var.aval.shape[0] in sizes for var in outs) and _contains(eqn, lambda facts: facts.draws):
             noise.update(var for var in outs if var.aval.shape[0] in sizes)
             derived.update(noise)
     return frozenset(noise) if is_read else frozenset()
 
 
-def _contains(eqn: Any, names: frozenset[str]) -> bool:
-    return any(one.primitive.name in names for one in jaxprs.with_inner(eqn))
+def _contains(eqn: Any, wanted: Callable[[Facts], bool]) -> bool:
+    return any(wanted(jaxprs.facts(one)) for one in jaxprs.with_inner(eqn))

@@ -9,9 +9,8 @@ import numpy as np
 from zerojax import compat, jaxprs
 from zerojax.dims.moves import PlaceRule, cut
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, one_per_dim
+from zerojax.primitives import Kind, of_kind
 
-# Scatters whose result does not depend on the order of several updates of one element.
-_UNORDERED = frozenset("scatter-add scatter_add scatter-max scatter_max scatter-min scatter_min scatter-mul".split())
 _MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are not computed.
 
 
@@ -105,8 +104,8 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
             found.add(Place(counted))
         else:
             summed = True
-    if summed and eqn.primitive.name not in _UNORDERED:
-        return UNKNOWN
+    if summed and jaxprs.facts(eqn).reduction is None:
+        return UNKNOWN  # The result depends on the order of several updates of one element.
     if operand.places and not operand.places <= found:
         return UNKNOWN
     return one_per_dim(found)
@@ -207,5 +206,5 @@ RULES: dict[str, PlaceRule] = {
     "dynamic_update_slice": dynamic_update_slice,
     "gather": gather,
     "iota": iota,
-    **dict.fromkeys((*_UNORDERED, "scatter", "scatter_mul", "scatter-sub", "scatter_sub"), scatter),
+    **dict.fromkeys(of_kind(Kind.SCATTER), scatter),
 }

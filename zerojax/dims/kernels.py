@@ -13,8 +13,6 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.dims.place import Place, State
 
-_ASKS = frozenset({"program_id", "num_programs"})
-
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
@@ -38,7 +36,8 @@ def own_rows(eqn: Any, states: Sequence[State], workers: int) -> OwnRows | None:
     if not plain or eqn.params.get("mesh") is not None or not all(isinstance(n, int) for n in grid.grid):
         return None  # Scratch memory may carry values from one program to the next.
     body, _ = compat.opened(eqn.params["jaxpr"])
-    asked = {inner.params["axis"] for inner in jaxprs.equations(body) if inner.primitive.name in _ASKS}
+    asks = [inner for inner in jaxprs.equations(body) if inner.primitive.name in ("program_id", "num_programs")]
+    asked = {inner.params["axis"] for inner in asks}
     seen = [axis for axis in range(len(grid.grid)) if axis not in grid.vmapped_dims]  # as the body numbers them
     for axis, programs in enumerate(grid.grid):
         if programs % workers or (axis in seen and seen.index(axis) in asked):

@@ -10,32 +10,9 @@ from typing import Any
 import numpy as np
 
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, reshaped, together, uncounted
-from zerojax.jaxprs import ELEMENTWISE
+from zerojax.primitives import Kind, of_kind
 
 PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
-
-# Each element of the result is computed from the operands' elements at the same index. In addition to the arithmetic,
-# these are random numbers from counters, names, sharding constraints, and `pvary`.
-SAME_PLACE = ELEMENTWISE | frozenset(
-    "name philox2x32 philox4x32 pvary reshard sharding_constraint threefry2x32 threefry4x32".split()
-)
-# Result i is operand i, unchanged.
-_PASSED = frozenset("optimization_barrier device_put layout_constraint with_memory_space_constraint".split())
-_REDUCTIONS = frozenset(
-    """
-    reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor reduce argmax argmin
-    """.split()
-)
-_ALONG = frozenset("cumsum cumprod cummax cummin cumlogsumexp sort rev".split())
-# The leading dims are batch dims. The equation mixes only elements of the other dims.
-_LEADING = frozenset(
-    "random_bits random_wrap random_unwrap random_split random_seed random_fold_in random_clone random_gamma".split()
-)
-_WINDOWS = frozenset(
-    """
-    reduce_window reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add
-    """.split()
-)
 
 
 def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
@@ -200,7 +177,16 @@ def batched(state: State, ndim: int) -> State:
 
 
 # For these primitives, the places of the result imply the places of an operand that has no place yet.
-IMPLIES = SAME_PLACE | {"broadcast_in_dim", "transpose", "squeeze", "reduce_sum"}
+IMPLIES = of_kind(Kind.ELEMENTWISE, Kind.COUNTERS) | {
+    "broadcast_in_dim",
+    "name",
+    "pvary",
+    "reduce_sum",
+    "reshard",
+    "sharding_constraint",
+    "squeeze",
+    "transpose",
+}
 
 
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
@@ -222,17 +208,22 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     return Places(frozenset(p for p in places if p.dim not in given.uniform), given.uniform)
 
 
+def _per_key(eqn: Any, states: Sequence[State], context: Context) -> State:
+    return batched(_of_arrays(eqn, states), _ndim(eqn.outvars[0]))
+
+
 def _ndim(atom: Any) -> int:
     return len(atom.aval.shape)
 
 
 RULES: dict[str, PlaceRule] = {
-    **dict.fromkeys(SAME_PLACE, elementwise),
-    **dict.fromkeys(_PASSED, lambda eqn, states, context: list(states)),
-    **dict.fromkeys(_REDUCTIONS, reduction),
-    **dict.fromkeys(_ALONG, along),
-    **dict.fromkeys(_LEADING, lambda eqn, states, context: batched(_of_arrays(eqn, states), _ndim(eqn.outvars[0]))),
-    **dict.fromkeys(_WINDOWS, window),
+    **dict.fromkeys(of_kind(Kind.ELEMENTWISE, Kind.COUNTERS), elementwise),
+    **dict.fromkeys(of_kind(Kind.IDENTITY), lambda eqn, states, context: list(states)),
+    **dict.fromkeys(of_kind(Kind.REDUCTION), reduction),
+    **dict.fromkeys(of_kind(Kind.ALONG), along),
+    **dict.fromkeys(of_kind(Kind.KEYS), _per_key),
+    **dict.fromkeys(of_kind(Kind.WINDOW), window),
+    "rev": along,
     "broadcast_in_dim": broadcast,
     "reshape": reshape,
     "transpose": transpose,

@@ -7,12 +7,10 @@ They are the fourth part of the table of rules, for a `Follower` that guesses. T
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zerojax.dims.declared import ROWS
+from zerojax import jaxprs
 from zerojax.dims.guess import divided_by, fits
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, one_per_dim
-
-# Calls that the compiler cannot divide. Outside of a `shard_map` over the data axes, each device runs all rows.
-_UNDIVIDED = frozenset("pallas_call ffi_call triton_kernel_call pure_callback io_callback".split())
+from zerojax.primitives import ROWS
 
 
 def is_undivided(eqn: Any, states: Sequence[State], least: int) -> bool:
@@ -20,7 +18,7 @@ def is_undivided(eqn: Any, states: Sequence[State], least: int) -> bool:
     sizes = (
         atom.aval.size for atom, state in zip(eqn.invars, states, strict=True) if state is not None and state.places
     )
-    return eqn.primitive.name in _UNDIVIDED and any(size >= least for size in sizes)
+    return jaxprs.facts(eqn).is_opaque and any(size >= least for size in sizes)
 
 
 def declared(eqn: Any, states: Sequence[State], context: Context) -> list[State]:

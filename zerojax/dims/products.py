@@ -5,11 +5,7 @@ from typing import Any
 
 from zerojax.dims.moves import PlaceRule, batched
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, together
-
-# Decompositions of matrices in the last two dims; the dims before them are a batch.
-DECOMPOSITIONS = frozenset(
-    "cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal".split()
-)
+from zerojax.primitives import Kind, of_kind
 
 
 def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -97,5 +93,5 @@ def decomposition(eqn: Any, states: Sequence[State], context: Context) -> list[S
 RULES: dict[str, PlaceRule] = {
     "dot_general": dot,
     "conv_general_dilated": convolution,
-    **dict.fromkeys(DECOMPOSITIONS, decomposition),
+    **dict.fromkeys(of_kind(Kind.DECOMPOSITION), decomposition),
 }

@@ -11,9 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
-from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam
-
-CONTROL = frozenset({"scan", "while", "cond", "shard_map", "custom_jvp_call", "custom_vjp_call", "pallas_call"})
+from zerojax.gather.sharded_param import ShardedParam
 
 
 def is_plain(eqn: Any) -> bool:
@@ -46,11 +44,7 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
         if not is_plain(reader) or not all(v in known or is_known(v) for v in weights):
             return False
         out, size = reader.outvars[0].aval, max(v.aval.size for v in reads if v in derived)
-        if (
-            reader.primitive.name in WEIGHT_ARITHMETIC
-            and out.size > size
-            and any(v.aval.shape == out.shape for v in weights)
-        ):
+        if jaxprs.facts(reader).changes_weights and out.size > size and any(v.aval.shape == out.shape for v in weights):
             scales = True
         else:
             derived.update(reader.outvars)

@@ -18,9 +18,6 @@ from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import ShardedParam, narrower
 from zerojax.gather.shardwise import widen_p, widened, with_cotangent_of
 
-# Equations of one operand that commute with a cast.
-LAYOUTS = frozenset({"transpose", "reshape", "squeeze", "expand_dims", "slice", "name", "stop_gradient", "copy"})
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +73,16 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
         and values[0].carrier is None
     ):
         return [values[0].value]
-    if name in LAYOUTS and len(values) == 1:
+    if _is_layout(eqn):
         carrier = values[0].carrier
         carrier = None if carrier is None else compat.evaluate_one(eqn, [carrier])[0]
         return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype, carrier)]
     return compat.evaluate_one(eqn, [widen(value) for value in values])
+
+
+def _is_layout(eqn) -> bool:
+    """Return whether an equation has one operand and commutes with a cast."""
+    return len(eqn.invars) == 1 and (jaxprs.facts(eqn).is_view or compat.name_of(eqn) in ("copy", "rev", "slice"))
 
 
 def demanded(jaxpr, variables: Sequence) -> list[np.dtype | None]:
@@ -99,7 +101,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
             types.add(np.dtype(eqn.params["dtype"]))
         elif name == "convert_element_type" and narrower(eqn.params["new_dtype"], var.aval.dtype):
             types.add(np.dtype(eqn.params["new_dtype"]))
-        elif name in LAYOUTS and len(eqn.invars) == 1:
+        elif _is_layout(eqn):
             types |= _demands(eqn.outvars[0], uses, results)
         elif (body := _body(eqn, index)) is not None:
             types |= _demands(body.invars[index], *jaxprs.uses_of(body))

@@ -10,9 +10,7 @@ from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 from zerojax import compat, jaxprs
-
-# Primitives that are cheap to compute again from a parameter.
-_CHEAP = jaxprs.ELEMENTWISE | {"broadcast_in_dim", "pvary", "reshape", "rev", "slice", "squeeze", "transpose"}
+from zerojax.primitives import Kind
 
 
 def divided(jaxpr: Any, params: Collection) -> Any:
@@ -31,11 +29,17 @@ def _parts(eqn: Any, known: Set) -> list:
         return [eqn]
     pairs = zip(body.invars, eqn.invars, strict=True)
     unknown = [inner for inner, outer in pairs if not compat.is_literal(outer) and outer not in known]
-    cheap = lambda inner, reads: inner.outvars if reads or inner.primitive.name not in _CHEAP or inner.effects else ()
-    mixed = jaxprs.dependent_on(unknown, body.eqns, cheap)
+    kept = lambda inner, reads: inner.outvars if reads or not _is_cheap(inner) else ()
+    mixed = jaxprs.dependent_on(unknown, body.eqns, kept)
     first = [i for i, v in enumerate(body.outvars) if not compat.is_literal(v) and v not in mixed]
     rest = [i for i in range(len(body.outvars)) if i not in first]
     return [_part(eqn, body, first), _part(eqn, body, rest)] if first and rest else [eqn]
+
+
+def _is_cheap(eqn: Any) -> bool:
+    """Return whether an equation is cheap to compute again from a parameter."""
+    facts = jaxprs.facts(eqn)
+    return not eqn.effects and (facts.elementwise or facts.is_view or facts.kind is Kind.LAYOUT)
 
 
 def _part(eqn: Any, body: Any, results: Sequence[int]) -> Any:

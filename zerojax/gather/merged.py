@@ -12,12 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import compat, jaxprs
-from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC
+from zerojax import compat, jaxprs, primitives
 from zerojax.layout.leaf import replace_items
-
-_APART = frozenset({"optimization_barrier", "rng_uniform"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def merged(jaxpr: Any, params: Collection) -> Any:
@@ -48,7 +44,7 @@ def merged(jaxpr: Any, params: Collection) -> Any:
         first |= {alike.of[v]: v for v in results if v not in same}
         if equal:
             equal.add(eqn)
-            if results and eqn.primitive.name in _PRODUCTS:
+            if results and jaxprs.facts(eqn).kind is primitives.Kind.PRODUCT:
                 value = products.setdefault(equal.of[results[0]], results[0])
                 if not same and value is not results[0]:
                     eqns += _with_value(eqn, value)
@@ -81,13 +77,13 @@ class _Numbers:
         self.of |= zip(eqn.outvars, self._results(eqn, self.of), strict=True)
 
     def _results(self, eqn: Any, of: dict) -> Sequence:
-        if eqn.effects or eqn.primitive.name in _APART or any(map(compat.is_ref, eqn.invars)):
+        if eqn.effects or jaxprs.facts(eqn).stays_apart or any(map(compat.is_ref, eqn.invars)):
             return [next(self._fresh) for _ in eqn.outvars]
         numbered = lambda atom: jaxprs.literal_key(atom) if compat.is_literal(atom) else of.get(atom, atom)
         if eqn.primitive.name == "stop_gradient" and self._ignore_stops:
             return [numbered(eqn.invars[0])]
         inner, consts = compat.opened(compat.called(eqn))
-        if inner is not None and not consts and eqn.primitive.name != compat.MAPPED:
+        if inner is not None and not consts and eqn.primitive.name != primitives.MAPPED:
             of = dict(zip(inner.invars, map(numbered, eqn.invars), strict=True))
             for one in inner.eqns:
                 of |= zip(one.outvars, self._results(one, of), strict=True)
@@ -169,4 +165,4 @@ def _is_weight(eqn: Any, weights: Collection) -> bool:
     if reads and all(v in weights for v in reads):
         return True
     shapes = [v.aval.shape for v in reads if v in weights]
-    return eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0].aval.shape in shapes
+    return jaxprs.facts(eqn).changes_weights and eqn.outvars[0].aval.shape in shapes

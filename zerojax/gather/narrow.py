@@ -22,8 +22,6 @@ from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_
 from zerojax.gather.unread import is_small, spared
 from zerojax.layout.leaf import Leaf
 
-_ROUNDS = frozenset({"round", "floor", "ceil", "sign"})
-
 
 class Request(NamedTuple):
     """A weight that a jaxpr takes instead of computing it. `of` computes it from the jaxpr's arguments `operands`."""
@@ -69,7 +67,7 @@ def hoisted(
 def quantises(eqn: Any) -> bool:
     """Return whether an equation rounds to integers, or casts to a type of at most one byte."""
     if eqn.primitive.name != "convert_element_type":
-        return eqn.primitive.name in _ROUNDS
+        return jaxprs.facts(eqn).rounds
     dtypes = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
     is_number = [jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes]
     return all(is_number) and dtypes[0].itemsize == 1 < dtypes[1].itemsize

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import ShardedParam
+from zerojax.primitives import TABLE, Kind, of_kind
 
 # Reductions whose partial results devices can combine.
-REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min"})
+REDUCTIONS = frozenset(name for name, facts in TABLE.items() if facts.is_combinable)
 _SMALL = 8  # A value of at most 1/8 of a parameter's elements is cheap to compute again.
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 # Primitives that can be computed on one device's part of their operands.
-_BY_PART = jaxprs.ELEMENTWISE | _MOVES | REDUCTIONS
+_BY_PART = of_kind(Kind.ELEMENTWISE) | _MOVES | REDUCTIONS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ def part_of_result(eqn: Any, parts: Sequence[Part | None]) -> Part | None:
     held = {part for part in parts if part is not None}
     if name not in _BY_PART or len({dataclasses.replace(p, shape=(0,) * len(p.shape)) for p in held}) > 1:
         return None
-    if name in jaxprs.ELEMENTWISE:
+    if jaxprs.facts(eqn).elementwise:
         others = [a.aval.size for a, of in zip(eqn.invars, parts, strict=True) if of is None]
         return part if shape == part.shape and (part.dim is not None or all(size == 1 for size in others)) else None
     if name == "reshape" and (part.dim is None or shape == (math.prod(part.shape),) != part.shape):
@@ -255,7 +256,7 @@ class Analysis:
             return False
         if eqn.primitive.name == "broadcast_in_dim":
             return True
-        by_element = eqn.primitive.name in jaxprs.ELEMENTWISE | _MOVES
+        by_element = jaxprs.facts(eqn).elementwise or eqn.primitive.name in _MOVES
         return by_element and len(eqn.outvars) == 1 and eqn.outvars[0].aval.size <= small
 
 

@@ -20,20 +20,16 @@ from jax import lax
 from zerojax import compat, jaxprs, names
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.layout.leaf import replace_items
+from zerojax.primitives import Kind, of_kind
 
 # How devices combine their results of a reduction over the divided dim.
 _COMBINE = MappingProxyType({"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin})
-_DEVICE_DEPENDENT = frozenset(
-    "all_to_all axis_index pallas_call ppermute psum_scatter reduce_scatter rng_uniform shard_map".split()
-)
 # Primitives that can be computed on the shards of devices, and further ones that can be computed on layers.
-_OF_SHARDS = jaxprs.ELEMENTWISE | _COMBINE.keys() | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
-_OF_LAYERS = _OF_SHARDS | frozenset(
-    "argmax argmin cholesky concatenate cumlogsumexp cummax cummin cumprod cumsum dot_general eigh householder_product "
-    "geqrf lu qr reduce_and reduce_or reduce_prod rev sort svd transpose triangular_solve".split()
-)
+_OF_SHARDS = of_kind(Kind.ELEMENTWISE) | _COMBINE.keys() | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
+_OF_LAYERS = _OF_SHARDS | of_kind(Kind.REDUCTION, Kind.ALONG, Kind.DECOMPOSITION)
+_OF_LAYERS |= {"concatenate", "dot_general", "rev", "transpose"}
 # Primitives of which each operand is divided in the same dim as the result.
-_ALIGNED = jaxprs.ELEMENTWISE | {"concatenate", "sort"}
+_ALIGNED = of_kind(Kind.ELEMENTWISE) | {"concatenate", "sort"}
 UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 
 
@@ -80,7 +76,7 @@ def _dims_after(eqn: Any, dims: Mapping, layers: bool) -> Sequence[int | None]:
     """Return, for each result of `eqn`, its divided dim, None if it has none, or `UNKNOWN`."""
     name, reads = compat.name_of(eqn), jaxprs.variables_in(eqn.invars)
     unknown = [UNKNOWN] * len(eqn.outvars)
-    if eqn.effects or name in _DEVICE_DEPENDENT or any(v not in dims for v in reads):
+    if eqn.effects or jaxprs.facts(eqn).differs_by_device or any(v not in dims for v in reads):
         return unknown
     divided = [v for v in reads if dims[v] is not None]
     if not divided:

@@ -25,8 +25,6 @@ from zerojax.layout.leaf import Leaf
 
 # Changes of a stack that stay outside of the loop. Others, such as a transpose of each layer, would copy the shards.
 _KEPT = OF_SHARDS - OF_STACKS
-_EXTREMA = frozenset({"reduce_max", "reduce_min"})
-_REDUCTIONS = _EXTREMA | {"reduce_and", "reduce_or", "reduce_prod", "reduce_sum"}
 
 
 class End(NamedTuple):
@@ -48,7 +46,7 @@ class End(NamedTuple):
     @property
     def is_extremum(self) -> bool:
         is_real = jnp.issubdtype(self.var.aval.dtype, jnp.floating)
-        return is_real and self.reduction is not None and self.reduction.primitive.name in _EXTREMA
+        return is_real and self.reduction is not None and jaxprs.facts(self.reduction).reduction in ("max", "min")
 
 
 @dataclasses.dataclass
@@ -200,7 +198,7 @@ class Layers:
                 pending += jaxprs.variables_in(eqn.invars)
         eqns = [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
         # Rows that the loop reads are kept for the backward pass, which can then compute the changed layer again.
-        by_row = lambda eqn: eqn.primitive.name in jaxprs.ELEMENTWISE and self.dims[eqn.outvars[0]] == 0
+        by_row = lambda eqn: jaxprs.facts(eqn).elementwise and self.dims[eqn.outvars[0]] == 0
         for eqn in eqns:
             for v in others.keys() & jaxprs.variables_in(eqn.invars):
                 is_row = by_row(eqn) and v.aval.shape == eqn.outvars[0].aval.shape
@@ -292,7 +290,7 @@ class Layers:
                 loop = _loop(eqn)
                 consts = jaxprs.variables_in(eqn.invars[: loop.consts + loop.carry])
                 reads = [v for v in reads if v in consts]
-            reduces = eqn.primitive.name in _REDUCTIONS and len(eqn.params["axes"]) > 1
+            reduces = jaxprs.facts(eqn).reduction is not None and len(eqn.params["axes"]) > 1
             ends = [End(v, eqn if reduces else None) for v in dict.fromkeys(reads)]
             found |= {end.result: end for end in ends if self._is_small(end)}
         ends = [End(v) for v in jaxprs.variables_in(self.jaxpr.outvars) if is_end(v)]

@@ -24,7 +24,7 @@ from zerojax.gather.narrow import hoisted
 from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.rules import Decisions, is_repeatable
 from zerojax.gather.segments import BlockSegment, Gathered, Program
-from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, root_param
+from zerojax.gather.sharded_param import root_param
 from zerojax.layout.leaf import Leaf
 
 # `zerojax.block` wraps a function in `jax.jit`. This is the name of that call in a jaxpr.
@@ -82,7 +82,7 @@ def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | No
         if any(derived) and compat.called(eqn) is not None and eqn.params.get("name") != BLOCK_NAME:
             return jaxprs.evaluate_call(eqn, values, rule)
         results = compat.evaluate_one(eqn, values)
-        if any(derived) and (is_repeatable(eqn, derived) or eqn.primitive.name in WEIGHT_ARITHMETIC):
+        if any(derived) and (is_repeatable(eqn, derived) or jaxprs.facts(eqn).changes_weights):
             of_params.update((id(x), x) for x in results)
         return results
 

@@ -14,23 +14,18 @@ from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
 from zerojax.gather.assembly import Draft
-from zerojax.gather.clusters import CONTROL, Clusters, Joined, is_plain, only_scales
+from zerojax.gather.clusters import Clusters, Joined, is_plain, only_scales
 from zerojax.gather.on_shards import Analysis, Chain, chain_of
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment
 from zerojax.gather.sharded_param import (
     OF_STACKS,
-    WEIGHT_ARITHMETIC,
     ShardedParam,
     extended,
     scanned_over,
 )
 from zerojax.gather.shardwise import Shardwise, shardwise_p
-
-_DEVICE_DEPENDENT = frozenset(
-    "all_to_all axis_index pallas_call ppermute psum_scatter reduce_scatter rng_uniform shard_map".split()
-)
 
 
 class Site(NamedTuple):
@@ -84,7 +79,7 @@ class Decisions:
         for index, eqn in enumerate(self._jaxpr.eqns):
             reads = jaxprs.variables_in(eqn.invars)
             site = Site(index, eqn, reads, [v for v in reads if v in self.params or v in self.repeated])
-            if self._uniform.issuperset(reads) and not eqn.effects and eqn.primitive.name not in _DEVICE_DEPENDENT:
+            if self._uniform.issuperset(reads) and not eqn.effects and not jaxprs.facts(eqn).differs_by_device:
                 self._uniform.update(eqn.outvars)
             for rule in RULES:
                 if (match := rule.matches(self, site)) not in (None, False):
@@ -187,7 +182,7 @@ class Decisions:
             var = pending.pop()
             seen.add(var)
             for eqn, _ in self._uses.get(var, ()):
-                if eqn.primitive.name not in WEIGHT_ARITHMETIC or eqn.outvars[0].aval.shape != first.aval.shape:
+                if not jaxprs.facts(eqn).changes_weights or eqn.outvars[0].aval.shape != first.aval.shape:
                     return False
                 if all(v not in self.params and v not in self.repeated for v in jaxprs.variables_in(eqn.invars)):
                     pending += [v for v in eqn.outvars if v not in seen]
@@ -201,11 +196,11 @@ class Decisions:
         """
         eqn = site.eqn
         is_rule = compat.name_of(eqn) == "custom_vjp_call" and self.is_of_params_alone(site)
-        if not (is_rule or eqn.primitive.name in WEIGHT_ARITHMETIC) or [v.aval.ndim > 1 for v in eqn.outvars] != [True]:
+        if not (is_rule or jaxprs.facts(eqn).changes_weights) or [v.aval.ndim > 1 for v in eqn.outvars] != [True]:
             return False
         (var,) = eqn.outvars
         readers = self._uses.get(var, ())
-        may_move = len(readers) == 1 and var not in self._final and compat.name_of(readers[0][0]) not in CONTROL
+        may_move = len(readers) == 1 and var not in self._final and not jaxprs.facts(readers[0][0]).is_control
 
         def is_weight(atom) -> bool:
             if compat.is_literal(atom) or atom.aval.shape != var.aval.shape:
@@ -309,7 +304,7 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
     for atom, is_param in zip(eqn.invars, of_params, strict=True):
         if not is_param and not compat.is_literal(atom):
             return False
-    is_control = compat.name_of(eqn) in CONTROL - {"custom_jvp_call"}
+    is_control = jaxprs.facts(eqn).is_control and compat.name_of(eqn) != "custom_jvp_call"
     if eqn.effects or is_control or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
     # A result of at most half the parameter's size (a norm, a row) is cheap to store. If it were repeated, a penalty on

@@ -39,12 +39,9 @@ from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.shardwise import Shardwise
 from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes, traced_passes
+from zerojax.primitives import Kind
 
-# The derivatives of these primitives make no array of zeros.
-_WITHOUT_ZEROS = frozenset(
-    "add broadcast_in_dim convert_element_type div jit mul neg pjit reshape sub transpose".split()
-)
-_PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "pallas_call", "ffi_call"})
+_COMPUTING = frozenset({Kind.PRODUCT, Kind.KERNEL, Kind.FOREIGN})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +129,7 @@ class Segment(abc.ABC):
     @functools.cached_property
     def computes(self) -> bool:
         """Return whether the segment has a matrix product or a kernel, which can hide communication."""
-        return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.equations(self.jaxpr))
+        return any(jaxprs.facts(eqn).kind in _COMPUTING for eqn in jaxprs.equations(self.jaxpr))
 
     def run(self, params: Sequence, others: Sequence) -> list:
         """Compute the results. `params` are in the types in which they were gathered."""
@@ -320,7 +317,7 @@ class BlockSegment(Segment):
         comm = gathers.options.comm
         # A segment without products may be a lookup, whose gradient is added into zeros. Without this seed, XLA could
         # allocate these zeros at the start of the program.
-        makes_none = self.computes or _WITHOUT_ZEROS.issuperset(e.primitive.name for e in jaxprs.equations(self.jaxpr))
+        makes_none = self.computes or all(jaxprs.facts(eqn).adds_no_zeros for eqn in jaxprs.equations(self.jaxpr))
         zero = None if makes_none else comm.zero_after(cotangents, passes.result_rows)
         sums = Sums.of(self.summed_later(gathers, grads), comm.experts(param.leaf for param in self.params))
         kept = residuals.others, residuals.saved

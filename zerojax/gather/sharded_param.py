@@ -265,13 +265,6 @@ _SHARDWISE: Mapping[str, Callable] = MappingProxyType(
 # All primitives that may be applied to the shard. Of casts, only those to a narrower type are applied.
 OF_SHARDS = frozenset(_SHARDWISE) | {"convert_element_type"}
 
-# Elementwise primitives that models apply to a weight (to scale, mask or normalise it). Computing them again wherever
-# the weight is read costs less than keeping their result. The set is smaller than `jaxprs.ELEMENTWISE`, because the
-# planner moves these equations, and a rare primitive is better left where it is.
-WEIGHT_ARITHMETIC = frozenset(
-    "abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin "
-    "sqrt square sub tanh".split()
-)
 # Equations that copy the shard. The copy is made only for a stack that a loop scans over. Without it, the whole stack
 # would be gathered before the loop.
 OF_STACKS = frozenset({"transpose", "rev", "reshape"})

@@ -36,9 +36,6 @@ from zerojax.jaxprs import differentiable
 from zerojax.layout.leaf import replace_items
 
 NO_SUMS = Sums()
-_CHEAP = frozenset({"broadcast_in_dim", "convert_element_type", "reshape"})
-# Equations that compute each element of a parameter from that element.
-_BY_ELEMENT = jaxprs.ELEMENTWISE | {"transpose", "reshape", "squeeze"}
 
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
@@ -341,15 +338,19 @@ def _classified(jaxpr, consts, params: int, results: int):
     return forward, tuple(sources), BoundJaxpr(derive, consts), tuple(known[var] for var in read)
 
 
+def _is_cast_or_broadcast(eqn: Any) -> bool:
+    return eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "reshape")
+
+
 def _is_by_element(eqn: Any) -> bool:
     """Return whether an equation with one result, or a function with a custom derivative, computes element by element.
 
     The function may also broadcast small values.
     """
     if (body := compat.evaluated_body(eqn)) is not None:
-        cheap = (inner.primitive.name in _CHEAP or _is_by_element(inner) for inner in body.eqns)
+        cheap = (_is_cast_or_broadcast(inner) or _is_by_element(inner) for inner in body.eqns)
         return len(eqn.outvars) == 1 and all(cheap)
-    return eqn.primitive.name in _BY_ELEMENT
+    return jaxprs.facts(eqn).elementwise or jaxprs.facts(eqn).is_view
 
 
 def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, dict]:
@@ -380,7 +381,7 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
                 continue
             seen.add(var)
             # A broadcast, a cast or a product of low-rank factors is cheap to compute again from smaller operands.
-            grown = var in made and (made[var].primitive.name in _CHEAP or jaxprs.expands(made[var]))
+            grown = var in made and (_is_cast_or_broadcast(made[var]) or jaxprs.expands(made[var]))
             if var in mixed and var in made and (var is atom or var not in kept) and (var in of_params or grown):
                 pending += jaxprs.variables_in(made[var].invars)
             elif var in mixed or var not in made:

@@ -14,7 +14,7 @@ from zerojax import compat, jaxprs
 from zerojax.gather.engine import trace_loss
 from zerojax.gather.run import groups_of
 from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
-from zerojax.gather.sharded_param import WEIGHT_ARITHMETIC, ShardedParam, bytes_of
+from zerojax.gather.sharded_param import ShardedParam, bytes_of
 from zerojax.layout.leaf import Leaf
 
 _REMEDY = (
@@ -148,7 +148,7 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
         reads = jaxprs.variables_in(eqn.invars)
         if params.issuperset(reads):
             params.update(eqn.outvars)
-        elif var in reads and eqn.primitive.name in WEIGHT_ARITHMETIC and eqn.outvars[0] in segment.results:
+        elif var in reads and jaxprs.facts(eqn).changes_weights and eqn.outvars[0] in segment.results:
             return eqn.outvars[0]
     return None
 

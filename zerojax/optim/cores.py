@@ -15,7 +15,7 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.dims import has_products
-from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER
+from zerojax.optim.elementwise import is_by_element
 from zerojax.optim.owned_group import Core
 from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, union
 
@@ -97,12 +97,12 @@ class CoreFinder:
         return kept[::-1]
 
     def _is_elementwise(self, eqn: Any, shape: tuple[int, ...]) -> bool:
-        name, atoms = eqn.primitive.name, (*eqn.invars, *eqn.outvars)
+        atoms = (*eqn.invars, *eqn.outvars)
         if any(atom.aval.shape not in ((), shape) for atom in atoms):
             return False
-        if name == "broadcast_in_dim":
+        if eqn.primitive.name == "broadcast_in_dim":
             return eqn.invars[0].aval.shape == ()
-        return name in ELEMENTWISE_OR_BARRIER or all(atom.aval.shape == () for atom in atoms)
+        return is_by_element(eqn) or all(atom.aval.shape == () for atom in atoms)
 
     def _core(self, i: int, leaf: Leaf, eqns: list[int]) -> Core | str:
         """Return the core of parameter `i`, or the reason why the parameter has no core.

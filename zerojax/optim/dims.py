@@ -15,22 +15,7 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.products import free_dims
-
-# A decomposition of an (m, n) matrix with m >= n takes this factor times m * n^2 FLOPs.
-# Source: Golub and Van Loan 2013, sections 4.2 to 8.6.
-DECOMPOSITIONS = {
-    "cholesky": 1 / 3,
-    "eig": 25.0,
-    "eigh": 9.0,
-    "geqrf": 2.0,
-    "householder_product": 2.0,
-    "lu": 1.0,
-    "qr": 4.0,
-    "schur": 25.0,
-    "svd": 14.0,
-    "triangular_solve": 1.0,
-    "tridiagonal": 4 / 3,
-}
+from zerojax.primitives import Kind
 
 
 class LostError(Exception):
@@ -96,7 +81,7 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
 
 def has_products(eqn: Any) -> bool:
     """Return whether an equation, or an equation in its inner jaxprs, multiplies or decomposes matrices."""
-    return any(e.primitive.name in ("dot_general", *DECOMPOSITIONS) for e in jaxprs.with_inner(eqn))
+    return any(jaxprs.facts(e).kind in (Kind.PRODUCT, Kind.DECOMPOSITION) for e in jaxprs.with_inner(eqn))
 
 
 def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
@@ -110,7 +95,7 @@ def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: 
         return _through_cond(eqn, dims, may_sum, work)
     if name == "dot_general":
         return [_through_dot(eqn, dims, may_sum, work)]
-    if name in DECOMPOSITIONS:
+    if jaxprs.facts(eqn).kind is Kind.DECOMPOSITION:
         return _through_decomposition(eqn, dims, work)
     if all(d is None for d in dims):
         if has_products(eqn):  # such as a while loop, whose length is unknown: count one iteration
@@ -187,7 +172,7 @@ def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list
     *batch, m, n = shape if len(shape) > 1 else (1, *shape)
     if eqn.primitive.name == "triangular_solve":
         m, n = math.prod(eqn.invars[1].aval.shape[-2:]) // n, n
-    flops = DECOMPOSITIONS[eqn.primitive.name] * math.prod(batch) * max(m, n) * min(m, n) ** 2
+    flops = jaxprs.facts(eqn).decomposition_flops * math.prod(batch) * max(m, n) * min(m, n) ** 2
     given = {d for d in dims if d is not None}
     if not given:
         work.repeated += flops

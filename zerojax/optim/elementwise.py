@@ -22,14 +22,6 @@ from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.transformation import TransformationError, guarded
 
-ELEMENTWISE_OR_BARRIER = jaxprs.ELEMENTWISE | {"optimization_barrier", "bitcast_convert_type"}
-ZERO_AT_ZERO = frozenset(
-    "abs convert_element_type copy copy_p expm1 integer_pow log1p neg real imag sign sin sinh sqrt square "
-    "stop_gradient tan tanh reduce_precision".split()
-)
-INLINED = frozenset(
-    "pjit jit closed_call core_call eval_jaxpr custom_jvp_call custom_vjp_call remat checkpoint".split()
-)
 SHAPE_ONLY = frozenset(("shape", "broadcast_dimensions", "sharding", "out_sharding", "axes"))
 SCALAR, LEAF, MIXED = "scalar", "leaf", "mixed"
 
@@ -152,12 +144,10 @@ def of_constant(value) -> Known:
 
 def interpret(eqn, values: list[Known]) -> list[Known]:
     """Return the properties of one equation's results, given the properties of its operands."""
-    name, params = compat.name_of(eqn), compat.params_of(eqn)
-    body = params.get("jaxpr") or params.get("call_jaxpr")
-    if name in INLINED and body is not None:
+    if (body := compat.evaluated(eqn)) is not None:
         return walk(*compat.opened(body), values)
     reads = frozenset().union(*(v.reads for v in values))
-    known = choose(eqn, values) if name == "cond" else of_equation(eqn, values)
+    known = choose(eqn, values) if eqn.primitive.name == "cond" else of_equation(eqn, values)
     return [dataclasses.replace(x, reads=reads) for x in known]
 
 
@@ -176,7 +166,7 @@ def of_equation(eqn, values: list[Known]) -> list[Known]:
     if name == "reduce_sum" and len(leaves) == 1 and values[0].zero:
         full = tuple(eqn.params["axes"]) == tuple(range(eqn.invars[0].aval.ndim))
         return [Known(SCALAR, token)] if full else mixed
-    if name in ELEMENTWISE_OR_BARRIER and len(leaves) <= 1:
+    if is_by_element(eqn) and len(leaves) <= 1:
         kind, leaf = (LEAF, leaves.pop()) if leaves else (SCALAR, None)
         return [Known(kind, hash((token, i)), leaf, stays_zero(eqn, values)) for i in range(len(eqn.outvars))]
     if not leaves and all(v.aval.shape == () for v in (*eqn.invars, *eqn.outvars)):
@@ -196,7 +186,12 @@ def stays_zero(eqn, values: list[Known]) -> bool:
         return False
     if name == "select_n":
         return all(v.zero for v in values[1:])
-    return name in ZERO_AT_ZERO | {"add", "sub", "max", "min", "add_any"} and all(v.zero for v in values)
+    return jaxprs.facts(eqn).zero_at_zero and all(v.zero for v in values)
+
+
+def is_by_element(eqn) -> bool:
+    """Return whether an equation computes element by element. A bitcast does between types of equal size."""
+    return jaxprs.facts(eqn).elementwise or eqn.primitive.name in ("optimization_barrier", "bitcast_convert_type")
 
 
 def choose(eqn, values: list[Known]) -> list[Known]:

@@ -109,7 +109,7 @@ class Reductions:
         eqns, inputs = equations_behind(jaxpr, producers, last.outvars)
         (*before, _), root = (ordered := [jaxpr.eqns[e] for e in eqns]), inputs[0]
         elementwise = all(
-            one.primitive.name in jaxprs.ELEMENTWISE | {"broadcast_in_dim"}
+            (jaxprs.facts(one).elementwise or one.primitive.name == "broadcast_in_dim")
             and all(v.aval.shape == root.aval.shape for v in one.outvars)
             for one in before
         )

@@ -15,7 +15,7 @@ from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.offload.blocked import in_blocks
 from zerojax.offload.host import host_sharding
-from zerojax.optim.elementwise import ELEMENTWISE_OR_BARRIER, INLINED
+from zerojax.optim.elementwise import is_by_element
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE
 from zerojax.streaming.chunk_programs import ProgramKey
 
@@ -95,9 +95,7 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
             index, *rest = operands
             results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]
             return [lax.select_n(index, *jnp.broadcast_arrays(*cases)) for cases in zip(*results, strict=True)]
-        if compat.name_of(eqn) in INLINED:
-            params = compat.params_of(eqn)
-            body = params.get("jaxpr") or params["call_jaxpr"]
+        if (body := compat.evaluated(eqn)) is not None:
             return evaluate_as(*compat.opened(body), operands, shape)
         return None
 
@@ -107,7 +105,7 @@ def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int
 def may_block(key: ProgramKey) -> bool:
     """Return whether the blocks of a chunk can be updated one by one, because all equations are elementwise."""
     jaxpr = key.equations.jaxpr
-    elementwise = all(eqn.primitive.name in ELEMENTWISE_OR_BARRIER | {"broadcast_in_dim"} for eqn in jaxpr.eqns)
+    elementwise = all(eqn.primitive.name == "broadcast_in_dim" or is_by_element(eqn) for eqn in jaxpr.eqns)
     scalars = all(
         var.aval.shape == () for var, (kind, _) in zip(jaxpr.invars, key.reads, strict=True) if kind in (SHARED, CONST)
     )

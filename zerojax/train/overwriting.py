@@ -13,41 +13,15 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, primitives
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
-
-# Primitives that are linear in each operand, if the other operands do not depend on the cotangent.
-LINEAR_IN_ONE = frozenset(
-    "all_gather all_to_all broadcast_in_dim conj conv_general_dilated convert_element_type copy cumsum div dot_general "
-    "dynamic_slice expand_dims fft gather imag mul neg ppermute psum psum_invariant pvary real reduce_precision "
-    "reduce_scatter reduce_sum reduce_window_sum reshape rev sharding_constraint slice split squeeze tile transpose "
-    "unstack".split()
-)
-# Primitives that are jointly linear in several operands, and the positions of these operands.
-LINEAR_IN_SEVERAL = MappingProxyType(
-    {
-        "add": slice(2),
-        "add_any": slice(2),
-        "complex": slice(2),
-        "concatenate": slice(None),
-        "dynamic_update_slice": slice(2),
-        "optimization_barrier": slice(None),
-        "pad": slice(2),
-        "scatter-add": slice(0, 3, 2),
-        "scatter-sub": slice(0, 3, 2),
-        "select_n": slice(1, None),
-        "stack": slice(None),
-        "sub": slice(2),
-    }
-)
 
 
 class Kind(enum.IntEnum):
@@ -91,16 +65,18 @@ def dependence(jaxpr: Any, args: Sequence[Kind]) -> list[Kind]:
 
 
 def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
-    name, body = eqn.primitive.name, compat.inlined_body(eqn)
+    facts, body = jaxprs.facts(eqn), compat.inlined_body(eqn)
     if body is not None:
         return dependence(body, kinds)
+    if facts.kind is primitives.Kind.IDENTITY:
+        return kinds
     if (loop := compat.loop_of(eqn)) is not None:
         return _of_loop(loop, kinds)
     depends = [kind >= Kind.LINEAR for kind in kinds]
-    joint = range(len(kinds))[LINEAR_IN_SEVERAL.get(name, slice(0))]
+    joint = range(len(kinds))[facts.jointly_linear]
     if joint and not any(on for i, on in enumerate(depends) if i not in joint):
         found = Kind.joined([kinds[i] for i in joint])
-    elif name in LINEAR_IN_ONE and depends.count(True) <= 1 and (name != "div" or not any(depends[1:])):
+    elif facts.linear and depends.count(True) <= 1 and (eqn.primitive.name != "div" or not any(depends[1:])):
         found = Kind.ZERO if kinds[0] is Kind.ZERO else max(kinds)
     else:
         found = Kind.OTHER if any(depends) else Kind.CONSTANT

@@ -20,13 +20,6 @@ from zerojax.dims import NOWHERE, Follower, State, at
 if TYPE_CHECKING:
     from zerojax.train.view import LossInputs, View
 
-# Equations through which a factor passes, with the operand that it passes to.
-_PASSED = frozenset(
-    "broadcast_in_dim convert_element_type copy neg reduce_precision reduce_sum reshape sharding_constraint squeeze "
-    "transpose".split()
-)
-_ADDED = frozenset(("add", "add_any", "sub"))
-
 
 def check_reduction(view: View, given: LossInputs) -> None:
     """Raise a ValueError if the loss sums over rows, and its microbatches would be averaged.
@@ -91,9 +84,9 @@ def _sums(jaxpr: Any, given: Sequence[State], rows: int) -> Iterator[float | Non
         if name == "reduce_sum" and has_rows(eqn.invars[0]):
             if 0 not in eqn.invars[0].aval.shape:
                 yield None if eqn.invars[0] in joint else factor
-        elif name in _PASSED:
+        elif jaxprs.facts(eqn).linear and len(eqn.invars) == 1:
             yield from follow(eqn.invars[0], factor)
-        elif name in _ADDED:
+        elif name in ("add", "add_any", "sub"):
             for one in eqn.invars:
                 yield from follow(one, factor)
         elif name == "mul" and (value := _number(eqn.invars[0])):

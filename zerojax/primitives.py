@@ -1,0 +1,291 @@
+"""Say what the library must know about each primitive of JAX. Code that treats primitives alike asks here.
+
+A primitive has one `Kind`, and further facts that cut across the kinds. `jaxprs.facts(eqn)` returns the facts about the
+primitive of an equation. The table has the names of all supported versions of JAX. A test compares it with the
+primitives that the installed JAX registers. For each new one, decide: give it a kind, or list it under `Kind.UNKNOWN`.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+
+# The names of zerojax's own primitives.
+MAPPED = "zerojax_mapped"  # a call that `comm.mapped` defines
+ROWS = "zerojax_rows"  # `zerojax.rows`
+
+
+class Kind(enum.Enum):
+    """What a primitive does."""
+
+    ELEMENTWISE = enum.auto()  # computes each element from the elements at the same index, or from scalars
+    COUNTERS = enum.auto()  # random numbers, element by element from counters
+    IDENTITY = enum.auto()  # result i is operand i, with a name, a sharding, a type or an order
+    LAYOUT = enum.auto()  # each element of the result is one element of the only operand, at an index known statically
+    JOIN = enum.auto()  # joins, cuts or makes arrays, at indices known statically
+    INDEXING = enum.auto()  # reads or writes at indices that are operands
+    SCATTER = enum.auto()
+    REDUCTION = enum.auto()
+    ALONG = enum.auto()  # sorts or accumulates along one dim
+    WINDOW = enum.auto()
+    PRODUCT = enum.auto()
+    DECOMPOSITION = enum.auto()  # of matrices in the last two dims; the dims before them are a batch
+    KEYS = enum.auto()  # makes, divides or uses PRNG keys; the leading dims are a batch
+    COLLECTIVE = enum.auto()
+    CONTROL = enum.auto()
+    CALL = enum.auto()
+    REMAT = enum.auto()
+    CUSTOM = enum.auto()  # a function with a custom derivative
+    SHARD_MAP = enum.auto()
+    KERNEL = enum.auto()  # runs a jaxpr that JAX does not lower to XLA's operations
+    FOREIGN = enum.auto()  # runs compiled code of others
+    CALLBACK = enum.auto()  # computes values on the host
+    DEBUG = enum.auto()  # shows values to the user
+    REF = enum.auto()  # makes, reads or writes a `jax.Ref`
+    UNKNOWN = enum.auto()  # nothing may be assumed
+
+
+_NAMES: Mapping[Kind, str] = {
+    Kind.ELEMENTWISE: """
+        abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex
+        conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma
+        igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul
+        mulhi ne neg nextafter not one_minus_square or polygamma polynomial population_count pow real reduce_precision
+        regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign
+        sin sinh sqrt square stop_gradient sub tan tanh xor zeta
+    """,
+    Kind.COUNTERS: "philox2x32 philox4x32 threefry2x32 threefry4x32",
+    Kind.IDENTITY: f"""
+        device_put layout_constraint name optimization_barrier pvary reshard sharding_constraint
+        with_memory_space_constraint {ROWS}
+    """,
+    Kind.LAYOUT: "broadcast_in_dim reshape rev slice squeeze transpose",
+    Kind.JOIN: "concatenate iota pad split stack tile unstack",
+    Kind.INDEXING: "dynamic_slice dynamic_update_slice gather",
+    Kind.SCATTER: "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub",
+    Kind.REDUCTION: """
+        argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+    """,
+    Kind.ALONG: "approx_top_k cumlogsumexp cummax cummin cumprod cumsum sort top_k",
+    Kind.WINDOW: """
+        reduce_window reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add select_and_scatter
+        select_and_scatter_add
+    """,
+    Kind.PRODUCT: "conv_general_dilated dot_general ragged_dot_general",
+    Kind.DECOMPOSITION: """
+        cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve tridiagonal
+    """,
+    Kind.KEYS: """
+        random_bits random_clone random_fold_in random_gamma random_seed random_split random_unwrap random_wrap
+    """,
+    Kind.COLLECTIVE: """
+        all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start all_gather_start
+        all_to_all all_to_all_done all_to_all_start pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start pmax
+        pmin ppermute ppermute_done ppermute_start precv psend psum psum_done psum_invariant psum_invariant_start
+        psum_start ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start unreduced_pmax
+        unreduced_pmin unreduced_psum unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start
+    """,
+    Kind.CONTROL: "cond scan while",
+    Kind.CALL: f"call closed_call eval_jaxpr jit pjit {MAPPED}",
+    Kind.REMAT: "checkpoint remat remat2",
+    Kind.CUSTOM: "custom_jvp_call custom_vjp_call",
+    Kind.SHARD_MAP: "shard_map",
+    Kind.KERNEL: "pallas_call",
+    Kind.FOREIGN: "ffi_call triton_kernel_call",
+    Kind.CALLBACK: "io_callback pure_callback",
+    Kind.DEBUG: "debug_callback debug_print",
+    Kind.REF: """
+        accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze get log_extend log_read new_box new_log
+        new_ref swap
+    """,
+    Kind.UNKNOWN: """
+        after_all assert_consumed_value axis_index bitcast_convert_type buffer_callback call_exported call_hi_primitive
+        call_hi_primitive_linearized check cholesky_update composite compute_on consume core_map create_linear
+        create_token cudnn_fusion custom_jvp_call_jaxpr custom_lin custom_linear_solve custom_partitioning
+        custom_vmap_call dce_sink dim_as_value dimension_size empty empty2 fft from_edtype fused_call
+        geqp3 global_array_to_host_local_array hessenberg host_local_array_to_global_array inspect_sharding
+        iota_2x32_shape linear_call lu_pivots_to_permutation mpmd_map ormqr pin platform_index preduced program_order
+        reduced_vary_cast reduced_vary_cast_p relayout remat_opt rng_bit_generator rng_uniform rnn_bwd rnn_fwd run_state
+        scaled_dot scaled_matmul scaled_matmul_wrapper shape_assertion shard_alike spsolve stage symmetric_product tie
+        to_edtype tpu_custom_call tridiagonal_solve unpin unreachable vary_unreduced_cast vary_unreduced_cast_p
+        xla_metadata_call xla_metadata_value zeros_like zerojax_shardwise zerojax_widen
+
+        dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
+        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper
+
+        bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
+        bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
+        coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm
+        csr_spmv csr_todense todense
+    """,
+}
+
+# Primitives of JAX that only occur inside of kernels, or in programs of `jax.experimental.thunky`.
+INSIDE_KERNELS = frozenset(
+    """
+    _copysign add_dependency all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
+    async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch async_store_smem
+    async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive barrier_arrive_and_wait barrier_test barrier_wait
+    bitcast broadcast_to commit_group commit_smem commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem custom_fusion
+    debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo elementwise_inline_asm
+    elementwise_inline_asm_p emit_pipeline fusible get_barrier_semaphore get_global griddepcontrol_launch_dependents
+    griddepcontrol_wait has_memory_space inline_mgpu inline_mgpu_p jaxpr_call layout_cast load masked_cummax
+    masked_cummin masked_cumsum masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
+    matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma mosaic_gpu_p mosaic_gpu_reduce_max
+    mosaic_gpu_reduce_min mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum multimem_load_reduce multimem_store
+    multiple_of num_programs pack pack_dtype pack_elementwise parallel_loop pipeline_body print_layout prng_join
+    prng_random_bits prng_seed prng_split program_id query_cluster_cancel reciprocal remove_memory_space roll
+    run_scoped sc_fetch_and_add scan_count semaphore_read semaphore_signal semaphore_signal_multicast
+    semaphore_signal_parallel semaphore_wait set_max_registers set_max_registers_p stochastic_round store
+    tcgen05_commit_arrive tcgen05_mma thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
+    thunky.async_start thunky.call_jax thunky.call_thunky_nested thunky.collective_group thunky.collective_permute
+    thunky.cond thunky.copy thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
+    thunky.reduce_scatter thunky.while trace_value try_cluster_cancel unique unpack unpack_dtype unpack_elementwise
+    wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p
+    wgmma_accumulator_store wgmma_accumulator_store_p wgmma_ref wgmma_wait
+    """.split()
+)
+
+# The fields of `Facts` that are true for the named primitives.
+_FLAGS: Mapping[str, str] = {
+    "linear": f"""
+        all_gather all_to_all broadcast_in_dim conj conv_general_dilated convert_element_type copy cumsum div
+        dot_general dynamic_slice fft gather imag mul neg ppermute psum psum_invariant pvary real reduce_precision
+        reduce_scatter reduce_sum reduce_window_sum reshape rev sharding_constraint slice split squeeze tile transpose
+        unstack {ROWS}
+    """,
+    "zero_at_zero": """
+        abs add add_any convert_element_type copy expm1 imag integer_pow log1p max min neg real reduce_precision sign
+        sin sinh sqrt square stop_gradient sub tan tanh
+    """,
+    "is_view": "name pvary reshape squeeze stop_gradient transpose",
+    "rounds": "ceil floor round sign",
+    "draws": "philox2x32 philox4x32 random_bits random_gamma rng_bit_generator threefry2x32 threefry4x32",
+    "differs_by_device": """
+        all_to_all all_to_all_done all_to_all_start axis_index pallas_call ppermute ppermute_done ppermute_start precv
+        psend ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start rng_uniform shard_map
+        unreduced_reduce_scatter unreduced_reduce_scatter_start
+    """,
+    "stays_apart": "optimization_barrier rng_uniform",
+    "adds_no_zeros": "add broadcast_in_dim convert_element_type div jit mul neg pjit reshape sub transpose",
+    "changes_weights": """
+        abs add convert_element_type cos div erf exp integer_pow logistic max min mul neg pow rsqrt select_n sign sin
+        sqrt square sub tanh
+    """,
+}
+
+# The operands in which primitives are linear together.
+_JOINTLY: Mapping[str, slice] = {
+    **dict.fromkeys(("add", "add_any", "complex", "dynamic_update_slice", "pad", "sub"), slice(2)),
+    **dict.fromkeys(("concatenate", "stack"), slice(None)),
+    **dict.fromkeys(("scatter-add", "scatter-sub"), slice(0, 3, 2)),
+    "select_n": slice(1, None),
+}
+
+# A decomposition of an (m, n) matrix with m >= n takes this factor times m * n^2 FLOPs.
+# Source: Golub and Van Loan 2013, sections 4.2 to 8.6.
+_DECOMPOSITION_FLOPS: Mapping[str, float] = {
+    "cholesky": 1 / 3,
+    "eig": 25.0,
+    "eigh": 9.0,
+    "geqrf": 2.0,
+    "householder_product": 2.0,
+    "lu": 1.0,
+    "qr": 4.0,
+    "schur": 25.0,
+    "svd": 14.0,
+    "triangular_solve": 1.0,
+    "tridiagonal": 4 / 3,
+}
+
+# What costs no FLOPs: elements are moved or renamed.
+_FREE_KINDS = frozenset({Kind.IDENTITY, Kind.LAYOUT, Kind.JOIN, Kind.INDEXING})
+_FREE = frozenset(
+    "bitcast_convert_type convert_element_type copy random_clone random_seed random_unwrap random_wrap "
+    "stop_gradient".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known about one primitive. Without a kind, nothing is known.
+
+    Attributes:
+        kind: What the primitive does.
+        linear: Whether it is linear in each operand, if the other operands are constant. `div` is linear in its first.
+        jointly_linear: The operands in which it is linear together.
+        zero_at_zero: Whether an elementwise result is zero wherever all operands are zero.
+        is_view: Whether the result has the operand's elements, and XLA writes no new array.
+        reduction: For reductions and scatters that combine elements in any order: "sum", "max", "min", "prod", "and",
+            "or" or "xor".
+        rounds: Whether floats are rounded to integers.
+        draws: Whether random numbers are computed.
+        differs_by_device: Whether equal operands on all devices may have different results.
+        stays_apart: Whether two equations with the same operands must not become one.
+        adds_no_zeros: Whether the derivative makes no array of zeros.
+        changes_weights: Whether models often apply it to a weight, element by element, to scale, mask or normalise it.
+        is_free: Whether it costs no FLOPs, because it only moves or renames elements.
+        decomposition_flops: The factor of a decomposition's FLOPs; see `_DECOMPOSITION_FLOPS`.
+    """
+
+    kind: Kind = Kind.UNKNOWN
+    linear: bool = False
+    jointly_linear: slice = dataclasses.field(default_factory=lambda: slice(0))
+    zero_at_zero: bool = False
+    is_view: bool = False
+    reduction: str | None = None
+    rounds: bool = False
+    draws: bool = False
+    differs_by_device: bool = False
+    stays_apart: bool = False
+    adds_no_zeros: bool = False
+    changes_weights: bool = False
+    is_free: bool = False
+    decomposition_flops: float = 0.0
+
+    @property
+    def elementwise(self) -> bool:
+        return self.kind is Kind.ELEMENTWISE
+
+    @property
+    def is_combinable(self) -> bool:
+        """Whether devices can combine their results of this reduction by a collective."""
+        return self.kind is Kind.REDUCTION and self.reduction in ("sum", "max", "min")
+
+    @property
+    def is_control(self) -> bool:
+        """Whether the primitive runs a jaxpr that is not simply a call or a remat."""
+        return self.kind in (Kind.CONTROL, Kind.CUSTOM, Kind.SHARD_MAP, Kind.KERNEL)
+
+    @property
+    def is_opaque(self) -> bool:
+        """Whether the compiler cannot divide the primitive, because it does not know what is computed."""
+        return self.kind in (Kind.KERNEL, Kind.FOREIGN, Kind.CALLBACK)
+
+
+def _facts_of(name: str, kind: Kind) -> Facts:
+    _, _, reduction = name.replace("-", "_").replace("add", "sum").partition("_")
+    return Facts(
+        kind,
+        jointly_linear=_JOINTLY.get(name, slice(0)),
+        reduction=reduction if reduction and kind in (Kind.REDUCTION, Kind.SCATTER) else None,
+        is_free=kind in _FREE_KINDS or name in _FREE,
+        decomposition_flops=_DECOMPOSITION_FLOPS.get(name, 0.0),
+        **{flag: name in names.split() for flag, names in _FLAGS.items()},
+    )
+
+
+TABLE: Mapping[str, Facts] = MappingProxyType(
+    {name: _facts_of(name, kind) for kind, names in _NAMES.items() for name in names.split()}
+)
+NOTHING_KNOWN = Facts()
+
+
+def named(name: str) -> Facts:
+    """Return the facts about the primitive `name`. Nothing is known about the primitives of other libraries."""
+    return TABLE.get(name, NOTHING_KNOWN)
+
+
+def of_kind(*kinds: Kind) -> frozenset[str]:
+    return frozenset(name for name, facts in TABLE.items() if facts.kind in kinds)
