@@ -16,21 +16,15 @@ from zerojax.gather.sharded_param import ShardedParam
 
 @dataclasses.dataclass
 class Draft:
-    """A segment before its inputs and outputs are known.
-
-    Attributes:
-        make: The segment's class, or a function with the same arguments.
-        eqns: The segment's equations.
-        gathers: Variables to gather for later segments. A draft with such variables has no `eqns`.
-        reads: For each variable that an earlier segment gathers, the `Gathered` value to read instead.
-        again: Equations of another segment that this segment computes again, because their results are cheap or not
-            computed yet. They are not among this segment's results.
-    """
+    """A segment before its inputs and outputs are known."""
 
     make: Callable[..., Segment]
     eqns: list
-    gathers: tuple = ()
+    gathers: tuple = ()  # variables to gather for later segments; a draft with such variables has no `eqns`
+    # for each variable that an earlier segment gathers, the `Gathered` value to read instead
     reads: Mapping = dataclasses.field(default_factory=dict)
+    # Equations of another segment that this segment computes again, because their results are cheap or not computed
+    # yet. They are not among this segment's results.
     again: list = dataclasses.field(default_factory=list)
 
 

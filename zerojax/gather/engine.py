@@ -35,34 +35,17 @@ def gather_on_use(
     of_rows: Collection[int] = (),
     differing: Collection[int] | None = None,
 ) -> Callable:
-    """Rewrite `fn(params, *args)` to take shards of `params`.
+    """Rewrite `fn(params, *args)` to take shards of `params`. `layout` is a tree of `Leaf` with their structure.
 
-    Every sharded parameter is all-gathered where it is used, dropped, and gathered again in the backward pass. Its
-    gradient is reduce-scattered. `fn` is traced on logical shapes, and its equations are evaluated again on gathered
-    parameters.
+    `of_rows` has the indices of the `args` that hold the rows of the batch on dim 0, and `differing` of those that may
+    differ between devices (None: all). Without `reshard_after_forward`, a parameter needs two collectives instead of
+    three, but all gathered parameters are in memory at once. In device view, the result must be called inside a
+    `jax.shard_map` that is manual over the axes of `comm`.
 
-    Args:
-        fn: Any function of parameters and further arguments.
-        layout: A tree of `Leaf` with the structure of `params`.
-        comm: The collectives that gather shards and reduce gradients. With `ManualCollectives`, `wrapped` must be
-            called inside a `jax.shard_map` that is manual over their axes.
-        prefetch: How many uses ahead a gather may start; 0 starts each gather when its use is due.
-        reshard_after_forward: If False, gathered parameters are kept for the backward pass. A parameter then needs two
-            collectives instead of three, but all gathered parameters are in memory at once.
-        of_rows: The indices of the `args` that hold the rows of the batch on dim 0.
-        differing: The indices of the `args` that may differ between devices. If None, all of them may differ.
-
-    Returns:
-        `wrapped(shards, *args)`, which returns the results of `fn`. Its derivative with respect to a sharded parameter
-        is a shard of the sum over devices, with zeros in the padding. Its derivative with respect to any other argument
-        is this device's derivative. `wrapped` can be differentiated in reverse mode, and its gradient in either mode. A
-        parameter may be given as a `StandIn` (see `residuals`). JAX then differentiates the zeros of the `StandIn`
-        instead of the parameter, so the gradient may have another shape or be in other memory. A shard in host memory
-        must be given as a `StandIn`. It is copied to the device before each gather.
-
-    Raises:
-        ValueError: If `prefetch` is negative, or if a shard does not have the layout that its leaf describes.
-        TypeError: If `layout` does not have the structure of `params`.
+    The derivative with respect to a sharded parameter is a shard of the sum over devices, with zeros in the padding;
+    with respect to any other argument, it is this device's derivative. A parameter may be given as a `StandIn`: JAX
+    then differentiates its zeros, so the gradient may have another shape or be in other memory. A shard in host memory
+    must be given so, and is copied to the device before each gather.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -104,12 +87,11 @@ def trace_loss(
 ) -> tuple[Program, list, list, Any]:
     """Trace `fn(params, *args)` and divide it into segments.
 
-    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. `comm.follower`
-    finds which dims of each value hold the rows of the batch, beginning with the arguments `of_rows`. In device view,
-    it is None. In global view, `Collectives` needs these dims. A parameter's gradient is a sum over such a dim, and
-    `Collectives` divides this sum into one partial sum per worker (`comm.partial_sums`). The total is the same for any
-    dim, so a wrong dim costs time and not correctness. `differing` has the indices of the `args` that may differ
-    between devices. If it is None, parameters are neither reduced nor quantised on shards.
+    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. In global view,
+    `comm.follower` finds which dims of each value hold the rows of the batch. A parameter's gradient is a sum over such
+    a dim, which `Collectives` divides into one partial sum per worker (`comm.partial_sums`). The total is the same for
+    any dim, so a wrong dim costs time and not correctness. If `differing` is None, parameters are neither reduced nor
+    quantised on shards.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's

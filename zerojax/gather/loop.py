@@ -21,29 +21,17 @@ from zerojax.gather.sharded_param import ShardedParam
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """The operands of a scan segment, sorted by kind.
-
-    Attributes:
-        eqn: The loop.
-        is_param: For each operand of the loop, whether it is a sharded parameter.
-        shared: The parameters among the constants. Every iteration uses them.
-        stacked: The parameters among the stacks. Each iteration uses one layer of them.
-        others: For each operand that is no parameter, its index among the segment's others, or None for a literal.
-        literals: For each operand that is no parameter, its value if it is a literal.
-        consts: The number of constants in `others`. They come first.
-        carry: The number of carried operands in `others`. They come next, and stacks come last.
-        results: For each result of the segment, its index among the body's results.
-    """
+    """The operands of a scan segment, sorted by kind."""
 
     eqn: compat.LoopEqn
-    is_param: tuple[bool, ...]
-    shared: tuple[ShardedParam, ...]
-    stacked: tuple[ShardedParam, ...]
-    others: tuple[int | None, ...]
-    literals: tuple
-    consts: int
-    carry: int
-    results: tuple[int, ...]
+    is_param: tuple[bool, ...]  # for each operand of the loop, whether it is a sharded parameter
+    shared: tuple[ShardedParam, ...]  # the parameters among the constants: every iteration uses them
+    stacked: tuple[ShardedParam, ...]  # the parameters among the stacks: each iteration uses one layer of them
+    others: tuple[int | None, ...]  # for each other operand, its index among the segment's others; None for a literal
+    literals: tuple  # for each other operand, its value if it is a literal
+    consts: int  # the number of constants in `others`, which come first
+    carry: int  # the number of carried operands in `others`, which come next; stacks come last
+    results: tuple[int, ...]  # for each result of the segment, its index among the body's results
 
     @classmethod
     def of(cls, jaxpr, params: Sequence[ShardedParam]) -> "Loop":
@@ -130,10 +118,9 @@ class LayerGathers:
 
     @jax.named_scope(names.SHARDS)
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
-        """Gather the layers of one iteration, after the anchor is computed.
+        """Gather the layers of one iteration after the anchor is computed. Return `(layers, anchor after the barrier)`.
 
-        Returns:
-            `(layers, anchor)`, with None for a layer that is not in `used`, and the anchor as the barrier returns it.
+        A layer that is not in `used` is None.
         """
         stacked = self.loop.stacked
         unique = {stacked[i].key: i for i in self.used}

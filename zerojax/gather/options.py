@@ -11,15 +11,10 @@ from zerojax.gather.sharded_param import ShardedParam
 
 
 class Sums(NamedTuple):
-    """The sums over devices that the reduction of gradients makes, instead of the backward pass of a segment.
+    """The sums over devices that the reduction of gradients makes, instead of the backward pass of a segment."""
 
-    Attributes:
-        later: Indices of the others whose cotangents may be partial sums.
-        experts: `Collectives.experts` of `(*params, *others)`, as pairs.
-    """
-
-    later: tuple[int, ...] = ()
-    experts: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    later: tuple[int, ...] = ()  # indices of the others whose cotangents may be partial sums
+    experts: tuple[tuple[int, tuple[str, ...]], ...] = ()  # `Collectives.experts` of `(*params, *others)`, as pairs
 
     @classmethod
     def of(cls, later: Iterable[int], experts: Mapping[int, tuple[str, ...]]) -> "Sums":
@@ -28,17 +23,11 @@ class Sums(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options for gathering parameters and reducing gradients.
-
-    Attributes:
-        comm: The collectives that gather shards and reduce gradients.
-        prefetch: How many uses ahead a gather may start; 0 disables prefetch.
-        reshard_after_forward: Whether gathered parameters are dropped after the forward pass.
-    """
+    """The options for gathering parameters and reducing gradients."""
 
     comm: Collectives
-    prefetch: int
-    reshard_after_forward: bool
+    prefetch: int  # how many uses ahead a gather may start; 0 disables prefetch
+    reshard_after_forward: bool  # whether gathered parameters are dropped after the forward pass
 
     def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
         """Return shards in the form that `gather` takes."""

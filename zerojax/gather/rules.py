@@ -41,17 +41,7 @@ class Site(NamedTuple):
 
 
 class Decisions:
-    """The decisions so far, and the predicates and actions of the rules. Each plan makes one instance.
-
-    Attributes:
-        params: Sharded parameters and slices of their shards, by variable.
-        shardwise: The computations of quantised weights, which run on shards at the start of each pass.
-        repeated: The equations that segments repeat, by their result variables.
-        drafts: The segments so far.
-        between_refs: The indices of the equations from the first `jax.new_ref` to the last use of a ref.
-        analysis: Finds the equations before a reduction on shards.
-        clusters: Finds the blocks that gather a parameter already.
-    """
+    """The decisions so far, and the predicates and actions of the rules. Each plan makes one instance."""
 
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], alike: Collection | None):
         """Analyse an inlined function once, before any decision.
@@ -59,10 +49,10 @@ class Decisions:
         `alike` has the arguments that are alike on all devices. If it is None, parameters are not reduced on their
         shards.
         """
-        self.params = dict(params)
-        self.shardwise: list[Shardwise] = []
-        self.repeated: dict = {}
-        self.drafts = [Draft(PlainSegment, [])]
+        self.params = dict(params)  # sharded parameters and slices of their shards, by variable
+        self.shardwise: list[Shardwise] = []  # quantised weights, computed on shards at the start of each pass
+        self.repeated: dict = {}  # the equations that segments repeat, by their result variables
+        self.drafts = [Draft(PlainSegment, [])]  # the segments so far
         self._jaxpr, self._reduces = jaxpr, alike is not None
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
@@ -259,19 +249,12 @@ class Decisions:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A rule by which the planner handles equations of one kind.
+    """A rule by which the planner handles equations of one kind."""
 
-    Attributes:
-        name: The name, as in docs/stage3.md.
-        example: A line of a loss that falls under the rule, where `w` is a parameter.
-        matches: The predicate. It returns the last argument of `act`, or None or False if the rule does not match.
-        act: The action, which records the decision.
-    """
-
-    name: str
-    example: str
-    matches: Callable[[Decisions, Site], Any]
-    act: Callable[[Decisions, Site, Any], None]
+    name: str  # as in docs/stage3.md
+    example: str  # a line of a loss that falls under the rule, where `w` is a parameter
+    matches: Callable[[Decisions, Site], Any]  # returns the last argument of `act`; None or False: no match
+    act: Callable[[Decisions, Site, Any], None]  # records the decision
 
 
 RULES = (

@@ -34,40 +34,24 @@ from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
 
 class ForwardState(NamedTuple):
-    """The values that one iteration of the forward loop passes to the next iteration.
-
-    Attributes:
-        carry: The carry of the user's scan.
-        gathered: Gathered layers of the next iteration. Empty without prefetch.
-        stacks: The stacks of the rows that the iterations have written; see `Forward.rows`.
-    """
+    """The values that one iteration of the forward loop passes to the next iteration."""
 
     carry: list
-    gathered: list
-    stacks: tuple
+    gathered: list  # layers of the next iteration; empty without prefetch
+    stacks: tuple  # of the rows that the iterations have written; see `Forward.rows`
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """One scan segment's forward pass.
-
-    Attributes:
-        loop: The loop.
-        passes: The passes of the loop's body; None if there is no backward pass.
-        layers: The gathers of the iterations.
-        shared: Gathered parameters that every iteration uses.
-        consts: Constants of the loop.
-        slices: Stacks of which each iteration reads a row.
-        ahead: Whether each iteration gathers for the next iteration.
-    """
+    """One scan segment's forward pass."""
 
     loop: Loop
-    passes: Passes | None
+    passes: Passes | None  # of the loop's body; None if there is no backward pass
     layers: LayerGathers
-    shared: Sequence
+    shared: Sequence  # gathered parameters that every iteration uses
     consts: Sequence
-    slices: Sequence
-    ahead: bool
+    slices: Sequence  # stacks of which each iteration reads a row
+    ahead: bool  # whether each iteration gathers for the next iteration
 
     def iterate(self, state: ForwardState, iteration, *, fetch: bool, peeled: bool) -> ForwardState:
         """Run one iteration. If `fetch` is true, also gather the layers of the next iteration."""
@@ -84,11 +68,10 @@ class Forward:
         return ForwardState(carry, following if self.ahead else [], stacks)
 
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
-        """Compute one iteration.
+        """Compute one iteration, and return `(carry, rows)`.
 
-        Returns:
-            `(carry, rows)`. The rows are written into stacks. They are results, saved residuals, the carry with which
-            the iteration started, and the gathered layers if they are kept.
+        The rows are written into stacks. They are results, saved residuals, the carry with which the iteration started,
+        and the gathered layers if they are kept.
         """
         loop, passes = self.loop, self.passes
         others = [*self.consts, *carry, *(loop.row(x, iteration) for x in self.slices)]

@@ -1,8 +1,8 @@
 """Run the backward pass of a scan over layers. `ScanSegment` calls `backward`.
 
-The loop is a software pipeline. A layer goes through the stages of `Stage`, one stage per step of the loop. While a
-step computes the gradients of one iteration, it gathers the layer of the next iteration, and reduces the gradients of
-earlier iterations. The iterations run from n down to 0, so the next iteration has the next smaller number.
+The loop is a software pipeline. A layer goes through four stages, one per step of the loop. While a step computes the
+gradients of one iteration, it gathers the layer of the next iteration, and reduces the gradients of earlier iterations.
+The iterations run from n down to 0, so the next iteration has the next smaller number.
 
     step          gather    compute    reduce within    reduce across
     n (first)     n - 1     n
@@ -11,14 +11,14 @@ earlier iterations. The iterations run from n down to 0, so the next iteration h
     ...
     0 (last)                0          1                2
 
-Only hybrid sharding has the last column. Steps with an empty column are peeled: they run outside of the loop. So each
-step in the loop has the same stages, and a `StepState` of the same structure. A clamped index would avoid the peeling,
-but would gather or reduce a layer twice. After the last step, the `GradScheduler` does the stages that remain. Without
-prefetch, each iteration goes through all stages before the next one starts (`Backward.in_turn`).
+Only hybrid sharding has the last column: there, the reduce-scatter is over the devices of one group. Steps with an
+empty column are peeled: they run outside of the loop. So each step in the loop has the same stages, and a `StepState`
+of the same structure. A clamped index would avoid the peeling, but would gather or reduce a layer twice. After the last
+step, the `GradScheduler` does the stages that remain. Without prefetch, each iteration goes through all stages before
+the next one starts (`Backward.in_turn`).
 """
 
 import dataclasses
-import enum
 import functools
 import itertools
 from collections.abc import Collection, Sequence
@@ -38,60 +38,32 @@ from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.vjp import Passes
 
-
-class Stage(enum.IntEnum):
-    """The stages of a layer's backward pass, in order. Each step of the loop moves a layer to its next stage."""
-
-    GATHER = enum.auto()
-    COMPUTE = enum.auto()
-    REDUCE_WITHIN = enum.auto()  # The reduce-scatter; in hybrid sharding, over the devices of one group.
-    REDUCE_ACROSS = enum.auto()  # The all-reduce between the groups of hybrid sharding; otherwise nothing.
-
-    def iteration(self, computed):
-        """Return the iteration that is at this stage in the step that computes iteration `computed`."""
-        # The loop counts down, so a stage before COMPUTE works on a smaller iteration.
-        return computed + (self - Stage.COMPUTE)
+# The iterations that are at these stages in the step that computes iteration i: i + GATHER, ... The loop counts down.
+_GATHER, _REDUCE_WITHIN, _REDUCE_ACROSS = -1, 1, 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StepState:
-    """The values that one step of the backward loop passes to the next step.
+    """The values that one step of the backward loop passes to the next step."""
 
-    Attributes:
-        carry: Cotangents of the scan's carry.
-        gathered: Gathered layers of the next iteration. Empty without prefetch.
-        pending: Gradients of the layers of the iteration just computed. They are not reduce-scattered yet.
-        scattered: Shards of the gradients of the iteration computed one step earlier. They are not reduced across
-            groups yet. Empty without hybrid sharding.
-        shared: Sums of the gradients of parameters that every iteration uses.
-        consts: Sums of the cotangents of the constants.
-        slices: Stacks of the cotangents of the rows that the iterations read.
-        stacks: Stacks of this device's shards of the layers' gradients.
-    """
-
-    carry: list
-    gathered: list
-    pending: list
-    scattered: list
-    shared: list
-    consts: list
-    slices: list
-    stacks: list
+    carry: list  # cotangents of the scan's carry
+    gathered: list  # layers of the next iteration; empty without prefetch
+    pending: list  # gradients of the layers of the iteration just computed, not reduce-scattered yet
+    scattered: list  # shards of the gradients one step earlier, not reduced across groups yet; empty if not hybrid
+    shared: list  # sums of the gradients of parameters that every iteration uses
+    consts: list  # sums of the cotangents of the constants
+    slices: list  # stacks of the cotangents of the rows that the iterations read
+    stacks: list  # stacks of this device's shards of the layers' gradients
 
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
     """One scan segment's backward pass.
 
-    Attributes:
-        loop: The loop.
-        passes: The passes of the loop's body.
-        layers: The gathers of the iterations.
-        residuals: The residuals of the forward pass.
-        cotangents: For each active result of the body, the cotangent that enters the loop. It is the final cotangent
-            for a carry, and a stack for a stacked result, or None if that result has no cotangent.
-        later: Indices of the others that are arguments of the program. Their cotangents may stay partial sums.
+    `cotangents` has, for each active result of the body, the cotangent that enters the loop. It is the final cotangent
+    for a carry, and a stack for a stacked result, or None if that result has no cotangent. `later` has the indices of
+    the others whose cotangents may stay partial sums.
     """
 
     loop: Loop
@@ -126,9 +98,7 @@ class Backward:
 
     @property
     def carry_rows(self) -> list[State]:
-        """Return which dims of the carry's cotangents hold the rows of the batch."""
-        pairs = zip(self.passes.active_results, self.passes.result_rows, strict=True)
-        return [rows for i, rows in pairs if i < self.loop.carry]
+        return cotangent_rows(self.passes, self.loop)[: len(self.active_others[1])]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
         """Return `(gathered layers, anchor)` of one iteration. Layers that the forward pass kept are not gathered."""
@@ -174,9 +144,9 @@ class Backward:
         `shared` are the gathered parameters that every iteration uses. If `fetch` is true, the step gathers the layers
         of the next iteration. `zero` is a zero that XLA can compute only when this gather may start.
         """
-        following = self.gather(Stage.GATHER.iteration(iteration) + zero)[0] if fetch else []
-        stacks = self._reduced_across(state.stacks, state.scattered, Stage.REDUCE_ACROSS.iteration(iteration))
-        stacks, scattered = self._reduced_within(stacks, state.pending, Stage.REDUCE_WITHIN.iteration(iteration))
+        following = self.gather(iteration + _GATHER + zero)[0] if fetch else []
+        stacks = self._reduced_across(state.stacks, state.scattered, iteration + _REDUCE_ACROSS)
+        stacks, scattered = self._reduced_within(stacks, state.pending, iteration + _REDUCE_WITHIN)
         pending, state = self._computed([*shared, *state.gathered], state, state.carry, iteration)
         return dataclasses.replace(state, gathered=following, pending=pending, scattered=scattered, stacks=stacks)
 

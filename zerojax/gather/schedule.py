@@ -42,21 +42,13 @@ from zerojax.gather.sharded_param import ShardedParam
 
 @dataclasses.dataclass(frozen=True)
 class Uses:
-    """The uses of parameters in one pass over a program. Each segment that gathers is one use.
+    """The uses of parameters in one pass over a program. Each segment that gathers is one use."""
 
-    Attributes:
-        params: For each use, in the order of the pass, the parameters that must be gathered when the use starts.
-        computes: For each use, whether it has work that hides communication (`Segment.computes`).
-        arguments: The program's arguments, and the scales of quantised weights (`Program.given`).
-        rows: For each variable of the program, which dims hold the rows of the batch.
-        groups: For each use, the number of its group, counted from 0. If empty, each use is a group.
-    """
-
-    params: Sequence[Sequence[ShardedParam]]
-    computes: Sequence[bool]
-    arguments: Collection
-    rows: Mapping[Any, State]
-    groups: Sequence[int] = ()
+    params: Sequence[Sequence[ShardedParam]]  # for each use, in order, the parameters that it needs when it starts
+    computes: Sequence[bool]  # for each use, whether it has work that hides communication (`Segment.computes`)
+    arguments: Collection  # the program's arguments, and the scales of quantised weights (`Program.given`)
+    rows: Mapping[Any, State]  # for each variable of the program, which dims hold the rows of the batch
+    groups: Sequence[int] = ()  # for each use, the number of its group, from 0; if empty, each use is a group
 
 
 class GatherScheduler:
@@ -68,20 +60,14 @@ class GatherScheduler:
 
     An anchor is a list of arrays that a gather waits for. The shards pass a barrier with the anchor. The segment must
     read the anchor that the barrier returns. XLA drops an array from a barrier if no equation reads it afterwards.
-
-    Attributes:
-        env: Values of the program's variables.
-        uses: The uses of parameters in the pass.
-        options: How to gather.
-        position: The index in `uses` of the segment that runs now.
-        frontier: Variables that depend on the segment that gathered last, and that a later segment still reads.
     """
 
     def __init__(self, env: MutableMapping, uses: Uses, options: Options):
-        self.env = env
+        self.env = env  # values of the program's variables
         self.uses = uses
         self.options = options
-        self.position = 0
+        self.position = 0  # the index in `uses` of the segment that runs now
+        # Variables that depend on the segment that gathered last, and that a later segment still reads.
         self.frontier: Sequence = ()
         self._groups = uses.groups or range(len(uses.params))
         self._next = 0
@@ -104,19 +90,13 @@ class GatherScheduler:
         ahead: bool = True,
         beside: MutableMapping | None = None,
     ) -> list[list[jax.Array]]:
-        """Start the gathers that may run during this segment. They wait until the anchors are computed.
+        """Start the gathers that may run during this segment. Return the anchors, as the barrier returns them.
 
-        Args:
-            *anchors: Lists of arrays. The segment must read the first list as it is returned (see the class).
-            rows: Which dims of the arrays of the first list hold the rows of the batch.
-            ahead: Whether to start the gathers of the next `prefetch` groups, too. A loop starts them during its last
-                iteration instead.
-            beside: A mapping from variables to values, given if the first list does not depend on the previous segment
-                that gathered. The gathers then also wait for a variable of the `frontier`, whose value in `beside` is
-                replaced. The segment itself does not wait for this variable, so independent branches stay independent.
-
-        Returns:
-            The anchors, as the barrier returns them.
+        `rows` are of the arrays of the first anchor. If `ahead`, the gathers of the next `prefetch` groups start, too;
+        a loop starts them during its last iteration instead. `beside` maps variables to values, and is given if the
+        first anchor does not depend on the previous segment that gathered. The gathers then also wait for a variable of
+        the `frontier`, whose value in `beside` is replaced. The segment itself does not wait for this variable, so
+        independent branches stay independent.
         """
         due, last = [], self._groups[self.position] + ahead * self.options.prefetch
         for place in range(self._next, bisect.bisect_right(self._groups, last)):
@@ -195,20 +175,13 @@ class GradState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class PendingGrad:
-    """A gradient that is not accumulated yet.
+    """A gradient that is not accumulated yet."""
 
-    Attributes:
-        key: The `ShardedParam`, or the variable of an argument. The gradient of such a variable is
-            `REDUCED` from the beginning, because it needs no reduction here.
-        value: The full gradient if it is `COMPUTED`, or if `key` is a variable. Otherwise the gradient of the shard.
-        state: The last step that the gradient has gone through.
-        stack: The number of the scan's stack (`add_stack`), if the gradient is one layer of this stack.
-    """
-
+    # The `ShardedParam`, or the variable of an argument, whose gradient is `REDUCED` from the beginning.
     key: Any
-    value: jax.Array
+    value: jax.Array  # the full gradient if it is `COMPUTED`, or if `key` is a variable; else that of the shard
     state: GradState
-    stack: int | None = None
+    stack: int | None = None  # the number of the scan's stack (`add_stack`), if the gradient is one layer of it
 
 
 class GradScheduler:
@@ -217,16 +190,6 @@ class GradScheduler:
     No equation waits for a parameter's gradient, so XLA's scheduler would delay the gradient, and keep the activations
     of every layer until then. A gradient therefore waits in a queue. Each block passes the queue through its barrier
     (`due`, `settle`), and each gradient moves on by one `GradState`.
-
-    Attributes:
-        env: Values of the program's variables.
-        arguments: The program's arguments. Their gradients also wait in the queue.
-        cotangents: The accumulated cotangents, by variable or `Gathered`. For the variable of a sharded parameter, it
-            is the gradient of the shard.
-        options: How to reduce.
-        summed_later: The `arguments` without experts, whose cotangents may stay partial sums until the pass ends, and
-            `weights`, whose cotangents may stay partial sums until they are gradients of parameters.
-        group_continues: Whether the next block is in the group of the block that ran last. Gradients then wait for it.
     """
 
     def __init__(
@@ -237,10 +200,14 @@ class GradScheduler:
         experts: Collection = (),
         weights: Collection = (),
     ):
-        self.env = env
+        self.env = env  # values of the program's variables
+        # Whether the next block is in the group of the block that ran last. Gradients then wait for it.
         self.group_continues = False
-        self.arguments = dict.fromkeys(arguments)
+        self.arguments = dict.fromkeys(arguments)  # their gradients also wait in the queue
+        # Cotangents of arguments may stay partial sums until the pass ends, and those of `weights` until they are
+        # gradients of parameters.
         self.summed_later = (self.arguments.keys() - experts) | {*weights}
+        # The accumulated cotangents, by variable or `Gathered`. For a sharded parameter, the gradient of the shard.
         self.cotangents: dict = {}
         self.options = options
         self._stacks: list[tuple[ShardedParam, jax.Array]] = []

@@ -59,19 +59,12 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True)
 class Segment(abc.ABC):
-    """Equations that run together.
+    """Equations that run together."""
 
-    Attributes:
-        jaxpr: The equations, from `(*params, *others)` to `results`.
-        params: The parameters to gather.
-        others: The other inputs: variables, or `Gathered` values.
-        results: The values that later segments or the caller read: variables, or `Gathered` values.
-    """
-
-    jaxpr: Any
-    params: tuple[ShardedParam, ...]
-    others: tuple
-    results: tuple
+    jaxpr: Any  # from `(*params, *others)` to `results`
+    params: tuple[ShardedParam, ...]  # the parameters to gather
+    others: tuple  # the other inputs: variables, or `Gathered` values
+    results: tuple  # what later segments or the caller read: variables, or `Gathered` values
     scope = ()
 
     def entered(self, *transforms: str) -> Any:
@@ -80,14 +73,9 @@ class Segment(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, Any]:
-        """Run the forward pass.
+        """Run the forward pass, and return `(results, residuals)`.
 
-        Args:
-            gathers: Gathers the parameters, and has the values of variables.
-            moving: The `sources` whose cotangents are wanted.
-
-        Returns:
-            `(results, residuals)`. The residuals are None if `moving` is empty.
+        `moving` has the `sources` whose cotangents are wanted. If it is empty, the residuals are None.
         """
 
     @abc.abstractmethod
@@ -155,18 +143,16 @@ class Segment(abc.ABC):
         return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in live]
 
     def after(self, sources: Collection) -> list:
-        return self._dependent(sources, lambda eqn, reads: eqn.outvars if reads else ())
+        """Return the results that depend on any of these sources."""
+        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in sources]
+        dependent = jaxprs.dependent_on(start, self.jaxpr.eqns)
+        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in dependent]
 
     def behind(self, results: Collection) -> list:
         """Return the sources that any of these results depends on."""
         wanted = [v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results]
         _, reads = jaxprs.needed_for(self.jaxpr.eqns, wanted)
         return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in reads]
-
-    def _dependent(self, sources: Collection, results: Callable) -> list:
-        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in sources]
-        dependent = jaxprs.dependent_on(start, self.jaxpr.eqns, results)
-        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in dependent]
 
     def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.
@@ -262,16 +248,12 @@ class PlainSegment(Segment):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSegment(Segment):
-    """One use of parameters, which are gathered together.
+    """One use of parameters, which are gathered together."""
 
-    Attributes:
-        shared: A cache of `Passes` by the types of their inputs. Segments with the same equations, such as the layers
-            of an unrolled model, share the cache. None if no other segment has these equations.
-        scope: The outermost name scopes of the equations, if `jaxpr` does not have them (`equal`).
-    """
-
+    # A cache of `Passes` by the types of their inputs. Segments with the same equations, such as the layers of an
+    # unrolled model, share the cache. None if no other segment has these equations.
     shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
-    scope: tuple = ()
+    scope: tuple = ()  # the outermost name scopes of the equations, if `jaxpr` does not have them (`equal`)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
@@ -333,23 +315,14 @@ class BlockSegment(Segment):
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A traced function, divided into segments.
+    """A traced function, divided into segments."""
 
-    Attributes:
-        invars: Variables of the arguments: parameters' shards, other arguments, constants.
-        segments: The segments, in the order in which they run.
-        outs: The results: variables, `Gathered` values, or literals.
-        shardwise: The computations of quantised weights, which run on shards at the start of each pass.
-        rows: For each variable, which dims hold the rows of the batch. Empty in device view, which needs no rows.
-        experts: Variables of the experts that are divided over a data axis, and not gathered over any axis.
-    """
-
-    invars: tuple
-    segments: tuple[Segment, ...]
-    outs: tuple
-    shardwise: tuple[Shardwise, ...]
-    rows: Mapping[Any, State]
-    experts: frozenset = frozenset()
+    invars: tuple  # variables of the arguments: parameters' shards, other arguments, constants
+    segments: tuple[Segment, ...]  # in the order in which they run
+    outs: tuple  # the results: variables, `Gathered` values, or literals
+    shardwise: tuple[Shardwise, ...]  # computations of quantised weights, on shards at the start of each pass
+    rows: Mapping[Any, State]  # which dims of a variable hold the rows of the batch; empty in device view
+    experts: frozenset = frozenset()  # variables of experts that a data axis divides, and that are not gathered
 
     def live(self, active: Sequence[bool], results: Sequence) -> set:
         """Return the variables through which cotangents flow from some `results` to the `active` arguments."""

@@ -25,28 +25,20 @@ from zerojax.offload.host import to_device
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A sharded parameter that is not gathered yet, or a slice or a cast of such a parameter.
+    """A sharded parameter that is not gathered yet, or a slice or a cast of such a parameter."""
 
-    Attributes:
-        root: The variable of the parameter.
-        stored: The layout of the parameter.
-        leaf: The layout of this value: its shape and sharded dim, the type in which it is gathered, and a path that
-            consists of the parameter's path and the line that uses it.
-        wide: The type that the jaxpr expects of the gathered value.
-        slices: Equations to apply to the shard, in order.
-        layer: The index of the layer, if this is a layer of a scan's stack.
-        computed: Whether this is a result of a `shardwise` equation instead of a parameter. If it is gathered in a
-            narrower type, it loses no precision, and its cotangent keeps the wide type.
-        order: The order of dims in which the use computes the gradient (`grad_dims`). `()` is the parameter's order.
-    """
-
-    root: Any
-    stored: Leaf
+    root: Any  # the variable of the parameter
+    stored: Leaf  # the layout of the parameter
+    # The layout of this value: its shape and sharded dim, the type in which it is gathered, and a path that consists of
+    # the parameter's path and the line that uses it.
     leaf: Leaf
-    wide: np.dtype
-    slices: tuple = ()
-    layer: int | None = None
+    wide: np.dtype  # the type that the jaxpr expects of the gathered value
+    slices: tuple = ()  # equations to apply to the shard, in order
+    layer: int | None = None  # the index of the layer, if this is a layer of a scan's stack
+    # The order of dims in which the use computes the gradient (`grad_dims`). `()` is the parameter's order.
     order: tuple[int, ...] = ()
+    # Whether this is a result of a `shardwise` equation instead of a parameter. If it is gathered in a narrower type,
+    # it loses no precision, and its cotangent keeps the wide type.
     computed: bool = False
 
     @property

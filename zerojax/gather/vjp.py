@@ -53,39 +53,22 @@ class BoundJaxpr:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """The forward and backward pass of `function(params, others) -> results`.
+    """The forward and backward pass of `function(params, others) -> results`."""
 
-    Attributes:
-        forward: `(*params, *others) -> (*results, *saved)`.
-        results: Number of results.
-        active_params: Indices of the parameters that get cotangents.
-        active_others: Indices of the others that get cotangents.
-        active_results: Indices of the results that have cotangents.
-        sources: The source of each residual of the backward pass, as a word of the module's table and an index.
-        derive: Computes the residuals whose source is "derived". Its arguments have the sources `derive_reads`.
-        derive_reads: The sources of the arguments of `derive`.
-        tree: Tree structure of JAX's backward function, whose leaves are the residuals.
-        other_shapes: Shapes of the others.
-        residual_rows: Which dim of each residual holds the rows of the batch.
-        result_rows: Which dim of each active result, and so of its cotangent, holds the rows of the batch.
-        is_shared: Whether several segments run these passes, each under `jax.jit`, so that it is traced once.
-        is_bare: Whether the equations lack JAX's name scopes `jvp` and `transpose`, which the caller then enters.
-    """
-
-    forward: BoundJaxpr
-    results: int
-    active_params: tuple[int, ...]
+    forward: BoundJaxpr  # `(*params, *others) -> (*results, *saved)`
+    results: int  # the number of results
+    active_params: tuple[int, ...]  # indices of the parameters, others and results that have cotangents
     active_others: tuple[int, ...]
     active_results: tuple[int, ...]
-    sources: tuple[Source, ...]
-    derive: BoundJaxpr
+    sources: tuple[Source, ...]  # the source of each residual of the backward pass
+    derive: BoundJaxpr  # computes the residuals whose source is "derived", from arguments with the next sources
     derive_reads: tuple[Source, ...]
-    tree: Any
+    tree: Any  # the structure of JAX's backward function, whose leaves are the residuals
     other_shapes: tuple
-    residual_rows: tuple[State, ...]
-    result_rows: tuple[State, ...]
-    is_shared: bool = False
-    is_bare: bool = False
+    residual_rows: tuple[State, ...]  # which dims of each residual hold the rows of the batch
+    result_rows: tuple[State, ...]  # the same of each active result, and so of its cotangent
+    is_shared: bool = False  # whether several segments run these passes, each traced once, under `jax.jit`
+    is_bare: bool = False  # whether the equations lack JAX's name scopes `jvp` and `transpose`, which the caller enters
 
     def bare(self) -> "Passes":
         """Return the passes with `is_bare`."""
@@ -108,39 +91,10 @@ class Passes:
         values = self.forward(*params, *others)
         return values[: self.results], values[self.results :]
 
-    def pull(
-        self,
-        comm: Collectives,
-        params: Sequence,
-        others: Sequence,
-        saved: Sequence,
-        cotangents: Sequence,
-        zero: jax.Array | None = None,
-        *,
-        sums: Sums = NO_SUMS,
-        paired: bool = False,
-    ) -> tuple[list, list]:
-        """Run the backward pass.
-
-        Args:
-            comm: The collectives that will reduce the parameters' cotangents.
-            params: The gathered parameters. A parameter that is not in `needed` may be None.
-            others: The others given to `run`. A value that is not in `needed_others` may be None.
-            saved: The residuals that `run` returned.
-            cotangents: The cotangents of the `active_results`.
-            zero: A zero from which arrays of zeros are made, such as the array that a lookup's gradient is added to,
-                so that XLA cannot allocate them before `zero` is computed. If None, they stay constants.
-            sums: Which cotangents of others, and of experts, may be returned as partial sums.
-            paired: Whether both cotangents of a product of activations are computed next to each other (`paired.py`).
-
-        Returns:
-            The cotangents of the active parameters, which may be partial sums, and the cotangents of the active others.
-        """
-        return self._pull_once(comm, sums, paired, params, others, saved, cotangents, zero)
-
     @functools.cached_property
-    def _pull_once(self) -> Callable:
-        return jax.jit(self._pull, static_argnums=(0, 1, 2)) if self.is_shared else self._pull
+    def pull(self) -> Callable[..., tuple[list, list]]:
+        """Run the backward pass; see `_pull`."""
+        return jax.jit(self._pull, static_argnames=("comm", "sums", "paired")) if self.is_shared else self._pull
 
     @functools.cached_property
     def _weights(self) -> list[bool]:
@@ -159,7 +113,25 @@ class Passes:
                     f"{cotangent.dtype} before the rule."
                 )
 
-    def _pull(self, comm, sums, paired, params, others, saved, cotangents, zero) -> tuple[list, list]:
+    def _pull(
+        self,
+        comm: Collectives,
+        params: Sequence,
+        others: Sequence,
+        saved: Sequence,
+        cotangents: Sequence,
+        zero: jax.Array | None = None,
+        *,
+        sums: Sums = NO_SUMS,
+        paired: bool = False,
+    ) -> tuple[list, list]:
+        """Run the backward pass, and return the cotangents of the active parameters and of the active others.
+
+        The cotangents of parameters may be partial sums, which `comm` reduces later. Values that are not in `needed` or
+        `needed_others` may be None. `zero` is a zero from which arrays of zeros are made, such as the array that a
+        lookup's gradient is added to, so that XLA cannot allocate them before `zero` is computed. `paired` says whether
+        both cotangents of a product of activations are computed next to each other (`paired.py`).
+        """
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
         reads = [pools[pool][i] for pool, i in self.derive_reads]
@@ -188,18 +160,12 @@ class Passes:
 
 
 class RowStates(NamedTuple):
-    """Which dims of a function's arguments and results hold the rows of the batch.
+    """Which dims of a function's arguments and results hold the rows of the batch."""
 
-    Attributes:
-        others: The state of each argument that is no parameter.
-        results: The state of each result in the whole program. If empty, the function's own trace gives the states.
-        follower: The analysis that finds the rows in the function's values. If None, all states are unknown.
-        divide: `Collectives.on_own_rows` for the forward pass. If None, kernels run unchanged.
-    """
-
-    others: Sequence[State] = ()
-    results: Sequence[State] = ()
-    follower: Follower | None = None
+    others: Sequence[State] = ()  # of each argument that is no parameter
+    results: Sequence[State] = ()  # of each result in the whole program; if empty, the function's own trace gives them
+    follower: Follower | None = None  # finds the rows in the function's values; without it, all states are unknown
+    # `Collectives.on_own_rows` for the forward pass. If None, kernels run unchanged.
     divide: Callable[[Any, Sequence[State]], Any] | None = None
 
 
@@ -217,18 +183,12 @@ def traced_passes(
     rows: RowStates = NO_ROWS,
     carried: Mapping[int, np.dtype] = MappingProxyType({}),
 ) -> Passes:
-    """Trace `function(params, others)` and its derivative.
+    """Trace `function(params, others)`, which returns a list of arrays, and its derivative.
 
-    Args:
-        function: Takes two lists of arrays, and returns a list of arrays.
-        params: The gathered parameters, or their shapes.
-        others: The other arguments, or their shapes.
-        active: For each other argument, whether its cotangent is wanted.
-        trained: For each parameter, whether its cotangent is wanted.
-        wanted: Indices of the results to differentiate. If None, all results that have cotangents.
-        rows: Which dims hold the rows of the batch.
-        carried: For a parameter whose gathered type has no useful cotangents (int8, float8), by its index, the type of
-            its cotangent. Zeros of this type are differentiated instead (`Narrow.carrier`).
+    `params` has the gathered parameters, or their shapes. `trained` and `active` say which parameters and others get
+    cotangents, and `wanted` has the indices of the results to differentiate (None: all). `carried` has, by the index of
+    a parameter whose gathered type has no useful cotangents (int8, float8), the type of its cotangent. Zeros of this
+    type are differentiated instead (`Narrow.carrier`).
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
