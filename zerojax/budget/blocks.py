@@ -33,10 +33,7 @@ class Block(NamedTuple):
 
 
 class UsersBlock(NamedTuple):
-    """A block with a `jax.checkpoint` or `zerojax.remat` in it, or a call of such a function outside of blocks.
-
-    The attributes are as for `Block`.
-    """
+    """A block with a `jax.checkpoint` or `zerojax.remat` in it, or a call of such a function outside of blocks."""
 
     line: str
     calls: int
@@ -46,9 +43,8 @@ class UsersBlock(NamedTuple):
 class Blocks:
     """The blocks of one loss. Of several blocks with equal jaxprs, only the first is analysed.
 
-    Attributes:
-        found: The blocks that the latest call of a function made by `rematerialised` or `observed` has found.
-        decided: The blocks that stay as they are, because the user has decided what they save.
+    The latest call of a function made by `rematerialised` or `observed` has found them. Those in `decided` stay as they
+    are, because the user has decided what they save.
     """
 
     def __init__(self, is_block: Callable[[Any], bool]):
@@ -104,11 +100,7 @@ class Blocks:
     def rematerialised(self, fn: Callable, share: float) -> Callable:
         """Return a function that computes the same as `fn`, and in which each block saves `share` of its bytes.
 
-        Each call of the function replaces `found` and `decided`.
-
-        Args:
-            fn: A function of trees with arrays and other values, such as a loss. The first argument is differentiated.
-            share: A share from 0 to 1. With 1, the blocks save all values that their backward passes read.
+        The first argument of `fn` is differentiated. Each call of the function replaces `found` and `decided`.
         """
 
         @functools.wraps(fn)

@@ -43,24 +43,16 @@ class Equation:
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """The values that a block's backward pass depends on.
+    """The values that a block's backward pass depends on."""
 
-    Attributes:
-        equations: The equations, in the order in which they are computed.
-        values: The values that can be saved.
-        residuals: The indices of the equations whose results the backward pass reads.
-        bytes: Bytes of all values that the backward pass reads, without the block's arguments.
-        kept: Bytes of the values that XLA keeps if nothing is recomputed on purpose. It keeps operands and results of
-            products, and computes elementwise functions of them again inside of the kernels that read them.
-        largest: Bytes of the largest value.
-    """
-
-    equations: tuple[Equation, ...]
-    values: tuple[Value, ...]
-    residuals: tuple[int, ...]
-    bytes: int
+    equations: tuple[Equation, ...]  # in the order in which they are computed
+    values: tuple[Value, ...]  # the values that can be saved
+    residuals: tuple[int, ...]  # the indices of the equations whose results the backward pass reads
+    bytes: int  # the size of all values that the backward pass reads, without the block's arguments
+    # The size of the values that XLA keeps if nothing is recomputed on purpose. It keeps operands and results of
+    # products, and computes elementwise functions of them again inside of the kernels that read them.
     kept: int
-    largest: int
+    largest: int  # the size of the largest value
 
 
 def named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
@@ -88,13 +80,7 @@ def _name(x: Any, var: Any, numbers: itertools.count) -> Any:
 
 
 def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
-    """Return the graph of a block, from the jaxpr of its forward pass.
-
-    Args:
-        jaxpr: The open jaxpr.
-        consts: The values of the jaxpr's constants.
-        avals: The shapes and types of the jaxpr's arguments.
-    """
+    """Return the graph of a block, from the open jaxpr of its forward pass and the shapes of its arguments."""
 
     def residuals(*args):
         _, pull = jax.vjp(functools.partial(named, jaxpr, consts), *args)

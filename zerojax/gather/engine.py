@@ -50,8 +50,6 @@ def gather_on_use(
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
     """
-    if prefetch < 0:
-        raise ValueError(f"prefetch={prefetch} must be at least 0; 0 starts each gather when its use is due.")
     options = Options(comm, prefetch, reshard_after_forward)
 
     def wrapped(params, *args):

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs, names
-from zerojax.gather.segments import BlockSegment, PlainSegment, Segment
+from zerojax.gather.segments import BlockSegment, Segment
 
 
 def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Let segments that have the same equations on different values share their passes. Return all segments."""
     segments = list(segments)
-    signatures = [_signature(s) if isinstance(s, BlockSegment | PlainSegment) else None for s in segments]
+    signatures = [_signature(s) if isinstance(s, BlockSegment) else None for s in segments]
     counts = Counter(key for key in signatures if key)
     for key in [key for key, count in counts.items() if count > 1]:
         equal = [i for i, other in enumerate(signatures) if other == key]

@@ -38,7 +38,7 @@ from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.shardwise import Shardwise
-from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes, traced_passes
+from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes
 from zerojax.primitives import Kind
 
 _COMPUTING = frozenset({Kind.PRODUCT, Kind.KERNEL, Kind.FOREIGN})
@@ -209,44 +209,6 @@ class Segment(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainSegment(Segment):
-    """Equations that use no sharded parameter. The attributes are as in `BlockSegment`."""
-
-    shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
-    scope: tuple = ()
-
-    def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-        """Run the forward pass; see `Segment`."""
-        others = [gathers.env[v] for v in self.others]
-        if not moving:
-            with names.in_scopes(self.scope):
-                return self.run((), others), None
-        live = set(self.live_results(moving))
-        active = [v in moving for v in self.others]
-        wanted = [i for i, key in enumerate(self.results) if key in live]
-        trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
-        passes = trace(self.run, (), others, active=active, wanted=wanted, rows=self.row_states(gathers))
-        with self.naming(passes):
-            results, saved = passes.run((), others)
-        others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
-        return results, BlockResiduals(saved, others, [], [], Static(passes))
-
-    def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Run the backward pass; see `Segment`."""
-        passes: Passes = residuals.passes.value
-        cotangents = self.cotangents(passes.active_results, grads)
-        if cotangents is None:
-            return
-        sums = Sums(tuple(i for i in passes.active_others if self.others[i] in grads.summed_later))
-        kept = residuals.others, residuals.saved
-        pull = lambda comm, cotangents: passes.pull(comm, (), *kept, cotangents, sums=sums)
-        with self.naming(passes, "transpose"):
-            _, to_others = self.pulled(pull, cotangents, passes, gathers.options.comm)
-        for index, cotangent in zip(passes.active_others, to_others, strict=True):
-            grads.add_input(self.others[index], cotangent)
-
-
-@dataclasses.dataclass(frozen=True)
 class BlockSegment(Segment):
     """One use of parameters, which are gathered together."""
 
@@ -261,14 +223,14 @@ class BlockSegment(Segment):
         if not moving:
             with names.in_scopes(self.scope):
                 return self.run(gathered, others), None
-        trained, active = [p.root in moving for p in self.params], [v in moving for v in self.others]
-        trace = traced_passes if self.shared is None else functools.partial(shared_passes, self.shared)
-        passes = trace(
+        passes = shared_passes(
+            self.shared,
             self.run,
             gathered,
             others,
-            trained=trained,
-            active=active,
+            trained=[p.root in moving for p in self.params],
+            active=[v in moving for v in self.others],
+            wanted=self.wanted(moving),
             rows=self.row_states(gathers),
             carried=carried_by(self.params),
         )
@@ -277,9 +239,13 @@ class BlockSegment(Segment):
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
         # gathering them again would save no memory.
-        keeps = gathers.is_last or not gathers.options.reshard_after_forward
+        keeps = not self.params or gathers.is_last or not gathers.options.reshard_after_forward
         kept = [x if i in passes.needed else None for i, x in enumerate(gathered)] if keeps else None
         return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(passes))
+
+    def wanted(self, moving: Set) -> list[int] | None:
+        """Return the indices of the results to differentiate, or None for all of them."""
+        return None
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
@@ -311,6 +277,34 @@ class BlockSegment(Segment):
         exposed, waits = not gathers.is_hidden_after, not gathers.ends_group
         with names.at_end(self.jaxpr, self.scope, "transpose", "jvp"):  # for the transposes of gradients
             grads.add_params([self.params[i] for i in passes.active_params], to_params, exposed=exposed, waits=waits)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlainSegment(BlockSegment):
+    """Equations that use no sharded parameter: a block that gathers nothing."""
+
+    def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
+        """Return the values of the others; see `Segment`."""
+        return [], [gathers.env[v] for v in self.others]
+
+    def wanted(self, moving: Set) -> list[int]:
+        """Return the indices of the live results: equations that have nothing to do with each other are one segment."""
+        live = set(self.live_results(moving))
+        return [i for i, key in enumerate(self.results) if key in live]
+
+    def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
+        """Run the backward pass; see `Segment`."""
+        passes: Passes = residuals.passes.value
+        cotangents = self.cotangents(passes.active_results, grads)
+        if cotangents is None:
+            return
+        sums = Sums(tuple(i for i in passes.active_others if self.others[i] in grads.summed_later))
+        kept = residuals.others, residuals.saved
+        pull = lambda comm, cotangents: passes.pull(comm, (), *kept, cotangents, sums=sums)
+        with self.naming(passes, "transpose"):
+            _, to_others = self.pulled(pull, cotangents, passes, gathers.options.comm)
+        for index, cotangent in zip(passes.active_others, to_others, strict=True):
+            grads.add_input(self.others[index], cotangent)
 
 
 @dataclasses.dataclass(frozen=True)

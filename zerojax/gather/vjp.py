@@ -239,7 +239,7 @@ def traced_passes(
 
 
 def shared_passes(
-    known: dict[Hashable, Passes],
+    known: dict[Hashable, Passes] | None,
     function: Callable,
     params: Sequence,
     others: Sequence,
@@ -247,7 +247,9 @@ def shared_passes(
     rows: RowStates,
     **options: Any,
 ) -> Passes:
-    """Call `traced_passes` once for all segments that share `known` and have inputs of the same types."""
+    """Call `traced_passes`, if `known` is given once for all segments that share it and have inputs of equal types."""
+    if known is None:
+        return traced_passes(function, params, others, rows=rows, **options)
     types = tuple(jax.typeof(x) for x in (*params, *others))
     chosen = (x if x is None else tuple(x.items() if isinstance(x, Mapping) else x) for x in options.values())
     key = types, tuple(rows.others), tuple(rows.results), *options, *chosen

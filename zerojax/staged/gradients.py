@@ -47,15 +47,7 @@ class Gradients:
         reductions: Reductions,
         mesh: Mesh,
     ):
-        """Begin a step.
-
-        Args:
-            files: The files to which the gradients are written.
-            trained: The trained parameters on disk, by index among all trained parameters.
-            expected: How many gradients each chunk gets in one microbatch.
-            reductions: The scalars that the update reduces from gradients.
-            mesh: The mesh. If its devices are simulated, each program ends before the next one starts.
-        """
+        """Begin a step. `expected` says how many gradients each chunk gets in one microbatch."""
         self._files, self._expected, self._mesh = files, expected, mesh
         self._of = {x.param.index: (k, x.grad) for k, x in trained.items()}
         self._reductions = reductions
@@ -65,12 +57,9 @@ class Gradients:
         self._first, self._share, self._factor = True, None, None
 
     def begin(self, *, first: bool, share: Array | None, factor: Array | None) -> None:
-        """Begin a microbatch.
+        """Begin a microbatch, whose gradients are scaled by `share`.
 
-        Args:
-            first: Whether this is the first microbatch of the step.
-            share: The factor for the gradients of this microbatch. None: they are not scaled.
-            factor: In the last microbatch, the factor for the sums over all microbatches. None in the others.
+        In the last microbatch, `factor` is the factor for the sums over all microbatches. It is None in the others.
         """
         self._first, self._share, self._factor = first, share, factor
 

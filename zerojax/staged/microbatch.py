@@ -93,15 +93,7 @@ class Microbatch:
     """One forward pass and one backward pass of a staged program."""
 
     def __init__(self, staged: StagedProgram, reader: Reader, comm: Collectives, mesh: Mesh, sink: Gradients | None):
-        """Store the arguments.
-
-        Args:
-            staged: The program to run.
-            reader: The reader of the chunks of both passes.
-            comm: The collectives, which add two cotangents of one variable.
-            mesh: The mesh. If its devices are simulated, each program ends before the next one starts.
-            sink: The object that accepts the gradients of chunks. None if there is no backward pass.
-        """
+        """Begin. `reader` reads the chunks of both passes. `sink` is None if there is no backward pass."""
         self._staged, self._reader, self._sink, self._mesh = staged, reader, sink, mesh
         self._add_two = _adding(comm)
         self._env: dict = {}

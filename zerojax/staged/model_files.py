@@ -54,18 +54,11 @@ class ModelFiles(StateFiles):
         params: Collection[int],
         state_buffers: int = 0,
     ):
-        """Name the files.
+        """Name the files. `leaves` are by number, and `params` has the numbers of the leaves that are no gradients.
 
-        Args:
-            path: The folder in which each process makes a folder for its files.
-            leaves: Layout, chunking and sharding of each parameter and gradient, by the number of the leaf.
-            host_bytes: Bytes of host memory for buffers and for chunks. None: only the buffers are in host memory.
-            first: The numbers of all leaves. Chunks of earlier leaves are the first to be kept in host memory.
-            params: The numbers of the leaves that are parameters. The other leaves are gradients.
-            state_buffers: Bytes of the buffers that read and write the optimizer state. They are part of `host_bytes`.
-
-        Raises:
-            ValueError: If the buffers need more than `host_bytes`.
+        `host_bytes` is for all buffers, of which those of the optimizer state have `state_buffers` bytes, and for
+        chunks. If it is None, only the buffers are in host memory. `first` has the numbers of all leaves: chunks of
+        earlier leaves are the first to be kept in host memory.
         """
         super().__init__(path, leaves, in_flight=READ_AHEAD)
         self._path, self._given_bytes = Path(path), host_bytes

@@ -24,46 +24,32 @@ from zerojax.staged.stage import Stage, Wanted
 
 
 class StagedProgram:
-    """A traced function, divided into stages.
-
-    Attributes:
-        program: The traced function and its segments.
-        items: One item per segment, in the order in which they run.
-        reads: The chunks of each execution of a stage that reads chunks, in the order of a forward and a backward pass.
-        expected: The number of gradients that each chunk gets in one backward pass.
-        backward: The items that have a backward pass. The last item of `items` comes first.
-        live: The variables whose cotangents are needed.
-    """
+    """A traced function, divided into stages."""
 
     def __init__(
         self, program: Program, on_disk: Mapping[int, OnDisk], active: Sequence[bool], options: Options, mesh: Any
     ):
-        """Make the stages of a program.
+        """Make the stages of a program, whose first result is differentiated.
 
-        Args:
-            program: A loss or another function. Its first result is differentiated.
-            on_disk: The parameters on disk, by their index among the program's arguments.
-            active: For each parameter, whether its gradient is needed.
-            options: How parameters are gathered.
-            mesh: The mesh of the shards.
-
-        Raises:
-            ValueError: If a loop reads a stack of layers, but not one of its layers per iteration.
+        `on_disk` has the parameters on disk by their index among the program's arguments. `active` says for each
+        parameter whether its gradient is needed.
         """
         self.program = program
         self.variables = {program.invars[i]: of for i, of in on_disk.items()}
         self._options, self._mesh, self._follower = options, mesh, options.comm.follower
         self._stages: dict[Any, Stage] = {}
-        self.live = program.live(active, program.outs[:1])
+        self.live = program.live(active, program.outs[:1])  # the variables whose cotangents are needed
         # The cotangents of these variables stay one partial sum per worker until they are gradients of parameters.
         self._summed_later = frozenset([*program.invars, *self._weights()])
         self.items = [self._item(segment) for segment in program.segments]
         self.backward = self._reached()
         trained = [source for item in self.backward for use in item.trained_uses for source in use]
+        # The number of gradients that each chunk gets in one backward pass.
         self.expected = collections.Counter[Piece](piece for source in trained for piece in source.pieces)
         uses = [use for item in self.items for use in item.forward_uses]
         uses += [use for item in self.backward for use in item.backward_uses]
         reads = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in uses]
+        # The chunks of each execution of a stage that reads chunks, in the order of a forward and a backward pass.
         self.reads = [use for use in reads if use]
 
     def _check_loops(self, segment: Segment) -> None:
@@ -93,7 +79,7 @@ class StagedProgram:
         """Return what segments compute from parameters alone, if no other result of the segment has a cotangent."""
         weights = {v for v in self.program.invars if (rows := self.program.rows.get(v)) is not None and not rows.places}
         for segment in self.program.segments:
-            if isinstance(segment, BlockSegment | PlainSegment) and not segment.has_rule:
+            if isinstance(segment, BlockSegment) and not segment.has_rule:
                 others = set(segment.after([v for v in segment.others if v not in weights]))
                 weights.update(set(segment.results) - others if self.live.isdisjoint(others) else ())
         return weights
@@ -104,7 +90,7 @@ class StagedProgram:
             return self._scan(segment, moving)
         if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
-        assert isinstance(segment, BlockSegment | PlainSegment)
+        assert isinstance(segment, BlockSegment)
         self._check_loops(segment)
         sources = tuple(map(self._source, segment.params))
         results = None
@@ -164,9 +150,7 @@ class StagedProgram:
             closed=tuple(closed),
         )
 
-    def _stage(
-        self, segment: BlockSegment | PlainSegment, wanted: Wanted, rows: RowStates, by_row: list[bool]
-    ) -> Stage:
+    def _stage(self, segment: BlockSegment, wanted: Wanted, rows: RowStates, by_row: list[bool]) -> Stage:
         """Return the stage of a segment. Segments with equal equations and layouts share one."""
         make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
         if segment.shared is None:

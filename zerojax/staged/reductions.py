@@ -56,12 +56,7 @@ class Cut:
 
 
 class Reductions:
-    """The cuts of an update's equations.
-
-    Attributes:
-        cuts: The cuts, in the order of the equations.
-        whole: Indices of the gradients on disk that the equations after the cuts read as whole arrays.
-    """
+    """The cuts of an update's equations, in the order of the equations."""
 
     def __init__(self, equations: Equations, on_disk: Collection[int]):
         """Find the cuts. `on_disk` contains the indices of the gradients in files."""
@@ -79,6 +74,7 @@ class Reductions:
                 needs |= dict.fromkeys(eqn.outvars, large)
         eqns, inputs = equations_behind(jaxpr, producers, jaxpr.outvars, {cut.var for cut in self.cuts})
         self._rest, self._rest_inputs = [jaxpr.eqns[e] for e in eqns], inputs
+        # The indices of the gradients on disk that the equations after the cuts read as whole arrays.
         self.whole = tuple(sorted({self._grads[v] for v in inputs if v in self._grads}))
 
     def of(self, grad: int) -> list[Cut]:

@@ -13,7 +13,7 @@ from zerojax.comm.mesh import constrain
 from zerojax.gather.options import Options
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Uses
-from zerojax.gather.segments import BlockSegment, PlainSegment, Segment
+from zerojax.gather.segments import BlockSegment, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, traced_passes
 
@@ -43,25 +43,13 @@ class Stage:
     """The forward and backward programs of a segment.
 
     The programs take parameters as shards. A shard that is one row of a stack has a dim 0 of length 1, as on disk.
-
-    Attributes:
-        passes: The traced passes. None if no cotangent of an input is needed.
     """
 
     def __init__(
         self, segment: Segment, wanted: Wanted, rows: RowStates, options: Options, by_row: Sequence[bool], mesh: Any
     ):
-        """Trace the passes. The programs are compiled when they are first called.
-
-        Args:
-            segment: The segment.
-            wanted: The cotangents that the backward program must return.
-            rows: For inputs and results, the dims that hold the rows of the batch.
-            options: How parameters are gathered.
-            by_row: For each parameter, whether its shard is one row of a stack.
-            mesh: The mesh of the shards.
-        """
-        assert isinstance(segment, BlockSegment | PlainSegment)
+        """Trace the passes. `by_row` says for each parameter whether its shard is one row of a stack."""
+        assert isinstance(segment, BlockSegment)
         roots = [Slot(jax.ShapeDtypeStruct(p.leaf.shape, p.stored.dtype)) for p in segment.params]
         params = [_plain(p, slot) for p, slot in zip(segment.params, roots, strict=True)]
         slots = lambda variables: tuple(Slot(v.aval) for v in variables)
@@ -71,7 +59,7 @@ class Stage:
         )
         self._options, self._by_row, self._mesh = options, tuple(by_row), mesh
         self._arguments = [self._segment.others[i] for i in sorted(wanted.summands)]
-        self.passes = None
+        self.passes = None  # stays None if no cotangent of an input is needed
         if any(wanted.trained) or any(wanted.active):
             self.passes = traced_passes(
                 segment.run,
@@ -105,11 +93,7 @@ class Stage:
     ) -> tuple[list, list]:
         """Return `(gradients of shards, cotangents of other inputs)`. Those that were not computed are None.
 
-        Args:
-            shards: The shards of the parameters in `needed`.
-            others: The other inputs in `kept`.
-            saved: The residuals that the forward pass returned.
-            cotangents: The cotangent of each result. None means zero.
+        `shards` are those of the parameters in `needed`, and `others` the inputs in `kept`. A cotangent may be None.
         """
         segment, passes = self._segment, self.passes
         assert passes is not None

@@ -110,14 +110,10 @@ def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
 def write_params(
     config: Config, layout: Layout, leaves: Iterable[Any], files: ModelFiles, *, shapes: bool = False
 ) -> PyTree:
-    """Write sharded parameters to files, one after the other. Return all parameters as a tree in storage.
+    """Write sharded parameters to files, one after the other, in the files' types. Return all parameters in storage.
 
-    Args:
-        config: The configuration of the transformation.
-        layout: The layout of the parameters.
-        leaves: The parameters in any form, or their shapes. Each is needed only until it is written.
-        files: The files for the sharded parameters. Parameters are cast to the types of the files' leaves.
-        shapes: Whether the leaves are shapes. Then no file is written, and the tree consists of shapes.
+    `leaves` has the parameters in any form, each of which is needed only until it is written. If `shapes`, they are
+    shapes, no file is written, and the tree consists of shapes.
     """
     stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
     leaves = iter(leaves)
