@@ -62,8 +62,9 @@ class StagedProgram:
             raise ValueError(
                 f"A loop reads {', '.join(paths)}, but not one layer per iteration, so the devices would hold all "
                 f'layers at once. Offload(params="disk") reads one layer per iteration of a jax.lax.scan over stacks '
-                f"as they are in the tree of parameters. Scan over them outside of other loops and of jax.checkpoint, "
-                f"put jax.checkpoint around one layer, and leave microbatches to accumulate= of train_step."
+                f"that are as in the tree of parameters, and not sharded over their layers. Scan over such stacks "
+                f"outside of other loops and of jax.checkpoint, put jax.checkpoint around one layer, and leave "
+                f"microbatches to accumulate= of train_step. Raise persist_below= to keep small stacks on the devices."
             )
 
     @property
