@@ -4,17 +4,11 @@ Each takes `({"w": (8, 8), "v": (8, 8), "stack": (3, 8, 8), "table": (11, 8), "b
 shape `(rows, 8)` and gives a scalar.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 DIMS = {"w": 0, "v": 1, "stack": 1, "table": 0, "b": -1}
-POLICIES = jax.checkpoint_policies
-
-
 THIRDS = jnp.array([1.0, 2.0, 3.0]) / 3
 
 
@@ -40,25 +34,6 @@ def remat(p, x):
     return mean(layer(p["v"], p["w"], layer(p["w"], p["v"], x)))
 
 
-def remat_with(policy, p, x):
-    @functools.partial(jax.checkpoint, policy=policy)
-    def layer(w, x):
-        w = checkpoint_name(w.T.reshape(8, 2, 4).reshape(8, 8), "weight")
-        h = checkpoint_name(x @ w, "hidden")
-        return jnp.sin(h) @ w
-
-    return mean(layer(p["w"], layer(p["v"], x)))
-
-
-def scan_xs(p, x, reverse=False, unroll=1, wrap=lambda f: f):
-    def layer(x, w):
-        x = wrap(lambda x, w: jnp.tanh(x @ w) + x)(x, w)
-        return x, jnp.sum(x, -1)
-
-    x, ys = lax.scan(layer, x, p["stack"], reverse=reverse, unroll=unroll)
-    return mean(x) + mean(ys)
-
-
 def scan_everything(p, x):
     def layer(carry, xs):
         x, count = carry
@@ -76,10 +51,6 @@ def scan_same_stack_twice(p, x):
         return jnp.tanh(x @ ws[0]) @ ws[1].T, None
 
     return mean(lax.scan(layer, x, (p["stack"], p["stack"]))[0])
-
-
-def scan_then_scan(p, x):
-    return scan_xs(p, x) + scan_xs(p, jnp.sin(x) @ p["w"], reverse=True)
 
 
 def scan_of_groups(p, x):
@@ -253,19 +224,6 @@ def constant_layers(p, x):
     return mean(jnp.tanh(x @ p["stack"][index]) @ lax.dynamic_index_in_dim(p["stack"], index, keepdims=False))
 
 
-def cast(p, x):
-    low = jnp.bfloat16
-    w, v = p["w"].astype(low), p["v"].astype(low)
-    h = jax.checkpoint(lambda w, h: h @ w.astype(low))(p["w"], x.astype(low) @ w)
-    return mean((h @ v.T).astype(jnp.float32)) + mean(v.astype(jnp.float32))
-
-
-def embedding(p, x):
-    ids = (jnp.abs(x) * 100).astype(jnp.int32) % 11
-    logits = jnp.tanh(p["table"][ids].sum(1) @ p["w"]) @ p["table"].T
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, :1], -1))
-
-
 def debug_print(p, x):
     jax.debug.print("", ordered=False)
 
@@ -286,16 +244,6 @@ def merged(p, x):
     return mean(x @ (p["stack"][0] + lora)) + mean(x @ (p["w"] / jnp.linalg.norm(p["w"])))
 
 
-def marked_block(p, x):
-    from zerojax.gather import block
-
-    @block
-    def layer(w, v, x):
-        return jnp.tanh(x @ w.T.reshape(8, 8)) @ v @ w
-
-    return mean(layer(p["w"], p["v"], layer(p["v"], p["w"], x)))
-
-
 def concatenated(p, x):
     fused = jnp.concatenate([p["w"], p["v"]], axis=1)
     return mean(jnp.split(x @ fused, 2, axis=-1)[1]) + mean(x @ jnp.stack([p["w"], p["v"]])[1])
@@ -304,14 +252,9 @@ def concatenated(p, x):
 TABLE = {
     f.__name__: f
     for f in (
-        plain, remat, scan_xs, scan_everything, scan_same_stack_twice, scan_then_scan, scan_of_groups,
-        custom_vjp_in_scan, stacked_layers, constant_layers, cast, embedding, debug_print, penalty, merged,
-        marked_block, custom_vjp_of_a_constant, stateful, concatenated, indexed, cast_and_scaled_layers, masked_layers,
-        layers_in_another_order, microbatches, changed_weights, product_in_many_places,
+        plain, remat, scan_everything, scan_same_stack_twice, scan_of_groups, custom_vjp_in_scan, stacked_layers,
+        constant_layers, debug_print, penalty, merged, custom_vjp_of_a_constant, stateful, concatenated, indexed,
+        cast_and_scaled_layers, masked_layers, layers_in_another_order, microbatches, changed_weights,
+        product_in_many_places,
     )
 }  # fmt: skip
-TABLE |= {
-    "remat_names": functools.partial(remat_with, POLICIES.save_only_these_names("weight", "hidden")),
-    "scan_unroll": functools.partial(scan_xs, unroll=3),
-    "scan_remat": functools.partial(scan_xs, wrap=functools.partial(jax.checkpoint, prevent_cse=False)),
-}

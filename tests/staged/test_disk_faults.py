@@ -177,6 +177,8 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     for use in (lambda: step.lower(state, batch_of(0)), lambda: jax.jit(step)(state, batch_of(0))):
         with pytest.raises(TypeError, match="a step is many programs"):
             use()
+    with pytest.raises(TypeError, match="Call it from Python"):
+        jax.jit(tx.eval_step(LOSS))(state.params, batch_of(0))
     with pytest.raises(TypeError, match=r"params\['embed'\] is offloaded, and cannot be pickled"):
         pickle.dumps(state.params)
     with pytest.raises(TypeError, match=r"are on disk, and tx\.value_and_grad runs one program"):
