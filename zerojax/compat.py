@@ -11,7 +11,6 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 - The functions of JAX and optax that sum over the leaves of a tree have moved to other modules.
 """
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -342,28 +341,6 @@ def is_tracing() -> bool:
     from jax._src.core import trace_state_clean
 
     return not trace_state_clean()
-
-
-def cache_on_every_cpu() -> None:
-    """Let JAX's compilation cache also keep what processes other than the first compile for CPUs.
-
-    JAX writes only on process 0, because GPUs of all processes can share a program. But its keys of programs for CPUs
-    contain the process, so the others would find none and compile everything at each start.
-    """
-    from jax._src import compilation_cache, compiler, distributed
-
-    write: Any = compiler._cache_write
-    if hasattr(write, "__wrapped__"):
-        return
-
-    @functools.wraps(write)
-    def write_everywhere(key, seconds, name, backend, executable, *callbacks):
-        write(key, seconds, name, backend, executable, *callbacks)
-        if distributed.global_state.process_id != 0 and backend.platform == "cpu" and not any(callbacks):
-            with contextlib.suppress(OSError):
-                compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
-
-    compiler._cache_write = write_everywhere
 
 
 def coordination_client() -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from zerojax import compat
 from zerojax.units import parse_bytes
 
 __all__ = ["cache_compilations"]
@@ -17,8 +16,8 @@ def cache_compilations(folder: str | os.PathLike, *, max_bytes: float | str | No
 
     This sets up JAX's persistent compilation cache. By default, JAX keeps only programs that took a second to compile.
     A run consists of many programs, so the second start of a run would still compile most of them. With this function,
-    it compiles none. With several processes, process 0 writes the folder, and all processes read it. On CPUs, where a
-    program belongs to a process, each process writes its own.
+    it compiles none. With several processes, process 0 writes the folder, and all processes read it. On CPUs, JAX keeps
+    only the programs of process 0.
 
     A changed program, option, JAX version or kind of device has its own entries. Call it before the first program, on
     every process, with a folder that all of them see. Do not share a folder between hosts with different CPUs.
@@ -45,4 +44,3 @@ def cache_compilations(folder: str | os.PathLike, *, max_bytes: float | str | No
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)  # no least size
     jax.config.update("jax_compilation_cache_max_size", size)
-    compat.cache_on_every_cpu()

@@ -99,16 +99,16 @@ _NAMES: Mapping[Kind, str] = {
         new_ref swap
     """,
     Kind.UNKNOWN: """
-        after_all assert_consumed_value axis_index bitcast_convert_type buffer_callback call_exported call_hi_primitive
-        call_hi_primitive_linearized check cholesky_update composite compute_on consume core_map create_linear
-        create_token cudnn_fusion custom_jvp_call_jaxpr custom_lin custom_linear_solve custom_partitioning
-        custom_vmap_call dce_sink dim_as_value dimension_size empty empty2 fft from_edtype fused_call
-        geqp3 global_array_to_host_local_array hessenberg host_local_array_to_global_array inspect_sharding
+        after_all assert_consumed_value axis_index bitcast_convert_type broadcast_to buffer_callback call_exported
+        call_hi_primitive call_hi_primitive_linearized check cholesky_update composite compute_on consume core_map
+        create_linear create_token cudnn_fusion custom_jvp_call_jaxpr custom_lin custom_linear_solve
+        custom_partitioning custom_vmap_call dce_sink dim_as_value dimension_size empty empty2 fft from_edtype
+        fused_call geqp3 global_array_to_host_local_array hessenberg host_local_array_to_global_array inspect_sharding
         iota_2x32_shape linear_call lu_pivots_to_permutation mpmd_map ormqr pin platform_index preduced program_order
-        reduced_vary_cast reduced_vary_cast_p relayout remat_opt rng_bit_generator rng_uniform rnn_bwd rnn_fwd run_state
-        scaled_dot scaled_matmul scaled_matmul_wrapper shape_assertion shard_alike spsolve stage symmetric_product tie
-        to_edtype tpu_custom_call tridiagonal_solve unpin unreachable vary_unreduced_cast vary_unreduced_cast_p
-        xla_metadata_call xla_metadata_value zeros_like zerojax_shardwise zerojax_widen
+        reduced_vary_cast reduced_vary_cast_p relayout remat_opt rng_bit_generator rng_uniform rnn_bwd rnn_fwd
+        run_state scaled_dot scaled_matmul scaled_matmul_wrapper shape_assertion shard_alike spsolve stage
+        symmetric_product tie to_edtype tpu_custom_call tridiagonal_solve unpin unreachable vary_unreduced_cast
+        vary_unreduced_cast_p xla_metadata_call xla_metadata_value zerojax_shardwise zerojax_widen zeros_like
 
         dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
         dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
@@ -120,32 +120,6 @@ _NAMES: Mapping[Kind, str] = {
         csr_spmv csr_todense todense
     """,
 }
-
-# Primitives of JAX that only occur inside of kernels, or in programs of `jax.experimental.thunky`.
-INSIDE_KERNELS = frozenset(
-    """
-    _copysign add_dependency all_reduce_ffs all_reduce_population_count async_copy_scales_to_tmem
-    async_copy_smem_to_tmem async_copy_sparse_metadata_to_tmem async_load async_prefetch async_store_smem
-    async_store_tmem atomic_cas atomic_rmw barrier barrier_arrive barrier_arrive_and_wait barrier_test barrier_wait
-    bitcast broadcast_to commit_group commit_smem commit_tmem conv copy_gmem_to_smem copy_smem_to_gmem custom_fusion
-    debug_barrier debug_barrier_p delay dma_start dma_wait einshape_lo elementwise_inline_asm
-    elementwise_inline_asm_p emit_pipeline fusible get_barrier_semaphore get_global griddepcontrol_launch_dependents
-    griddepcontrol_wait has_memory_space inline_mgpu inline_mgpu_p jaxpr_call layout_cast load masked_cummax
-    masked_cummin masked_cumsum masked_load masked_sort masked_swap matmul_acc_lhs matmul_lhs_fifo matmul_pop
-    matmul_pop_fifo matmul_push_rhs max_contiguous mgpu_atomic_store mma mosaic_gpu_p mosaic_gpu_reduce_max
-    mosaic_gpu_reduce_min mosaic_gpu_reduce_prod mosaic_gpu_reduce_sum multimem_load_reduce multimem_store
-    multiple_of num_programs pack pack_dtype pack_elementwise parallel_loop pipeline_body print_layout prng_join
-    prng_random_bits prng_seed prng_split program_id query_cluster_cancel reciprocal remove_memory_space roll
-    run_scoped sc_fetch_and_add scan_count semaphore_read semaphore_signal semaphore_signal_multicast
-    semaphore_signal_parallel semaphore_wait set_max_registers set_max_registers_p stochastic_round store
-    tcgen05_commit_arrive tcgen05_mma thunky.all_gather thunky.all_reduce thunky.all_to_all thunky.async_done
-    thunky.async_start thunky.call_jax thunky.call_thunky_nested thunky.collective_group thunky.collective_permute
-    thunky.cond thunky.copy thunky.custom_call thunky.inline_constant thunky.memset thunky.memzero thunky.ptx_kernel
-    thunky.reduce_scatter thunky.while trace_value try_cluster_cancel unique unpack unpack_dtype unpack_elementwise
-    wait_gmem_to_smem wait_load_tmem wait_smem_to_gmem wgmma wgmma_accumulator_deref wgmma_accumulator_deref_p
-    wgmma_accumulator_store wgmma_accumulator_store_p wgmma_ref wgmma_wait
-    """.split()
-)
 
 # The fields of `Facts` that are true for the named primitives.
 _FLAGS: Mapping[str, str] = {

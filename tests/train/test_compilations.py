@@ -55,9 +55,11 @@ def test_the_second_start_of_a_run_compiles_nothing(tmp_path, offload, processes
         assert not any(status for *_, status in printed), printed
         return [json.loads(out.splitlines()[-1]) for out, *_ in printed]  # the other lines are Gloo's
 
-    for (misses, _, first), (again, hits, second) in zip(run("a"), run("b"), strict=True):
-        assert misses > 5
-        assert (again, hits, second) == (0, misses, first)
+    first, second = run("a"), run("b")
+    assert [loss for *_, loss in first] == [loss for *_, loss in second]
+    (misses, *_), (again, hits, _) = first[0], second[0]  # On CPUs, JAX keeps only the programs of process 0.
+    assert misses > 5
+    assert (again, hits) == (0, misses)
 
 
 def test_no_room_is_refused(tmp_path):

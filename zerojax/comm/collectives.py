@@ -1,12 +1,10 @@
 """Gather shards into full arrays, and reduce gradients to shards, with explicit collectives.
 
-`Collectives` is the interface that the other rooms use. `ManualCollectives` implements it inside a `shard_map`, where
-an array is one device's part. `GlobalCollectives`, in another file, implements it outside of any `shard_map`.
+`Collectives` does so inside a `shard_map`. `GlobalCollectives`, in another file, does so outside of any `shard_map`.
 """
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +24,7 @@ from zerojax.comm.encoding import Encoding
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import axes_of, in_words
 from zerojax.dims import Follower, State
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.padded import pad, trim
 
 if TYPE_CHECKING:
@@ -42,11 +40,11 @@ UPDATE = "zerojax_update"  # the name scope of the optimizer's update
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives(abc.ABC):
-    """Gather and reduce leaves.
+class Collectives:
+    """Gather and reduce leaves in device view, inside a `shard_map` that is manual over the data axes.
 
-    In device view (`ManualCollectives`), a shard is one device's part of an array. In global view
-    (`GlobalCollectives`), it is the global array in storage shape. Methods that are not abstract are for device view.
+    An array is one device's part, and a shard has its leaf's local shape. In `GlobalCollectives`, a shard is the global
+    array in storage shape.
 
     Attributes:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
@@ -73,47 +71,63 @@ class Collectives(abc.ABC):
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 0; 0 gathers every leaf by itself.")
 
-    @abc.abstractmethod
-    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        """Raise a `ValueError` if a shard is not laid out as its leaf says."""
+    @property
+    def losses(self) -> int:
+        """Return the number of losses that a program computes: one per worker. The step uses their mean."""
+        return lax.axis_size(self.axes)
 
     @property
-    @abc.abstractmethod
-    def losses(self) -> int:
-        """Return the number of losses that a program computes: one per worker, or 1. The step uses their mean."""
+    def follower(self) -> Follower | None:
+        """Return the analysis that finds the rows of the batch in each value. None in device view."""
+        return None
 
-    @abc.abstractmethod
+    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
+        """Raise a `ValueError` if a shard is not laid out as its leaf says."""
+        for leaf, shard in zip(leaves, shards, strict=True):
+            if leaf.kind != "replicated" and leaf.shards != (size := lax.axis_size(leaf.axes)):
+                raise ValueError(
+                    f"params{leaf.path} is laid out for {leaf.shards} shards, but there are {size} devices along mesh "
+                    f"{in_words(leaf.axes)}. Build the layout for this mesh."
+                )
+            if tuple(shard.shape) != leaf.local_shape:
+                raise ValueError(
+                    f"params{leaf.path} has shape {tuple(shard.shape)} on a device, but its layout ({leaf.kind}) "
+                    f"requires {leaf.local_shape}. Pass the leaf in its storage layout, with `Leaf.local_spec` in "
+                    "`in_specs`."
+                )
+
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Return the shape of a leaf's shard."""
+        return leaf.local_shape
 
-    @abc.abstractmethod
-    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
-        """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Return the shape that a leaf's gradient has after the backward pass."""
+        return leaf.local_shape if self.defers else leaf.part_shape
 
-    @abc.abstractmethod
-    def all_gather(self, shards: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        """Gather shards into full arrays, in logical shape.
+    def all_gather(
+        self, shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], *, exposed: bool = False
+    ) -> list[Shaped[Array, "*logical"]]:
+        """Gather shards into full arrays, in logical shape, with one collective per bucket.
 
-        Args:
-            shards: One shard per leaf, converted by `Encoding.encode_param`.
-            leaves: The layout of each shard. A replicated leaf is returned unchanged.
-            exposed: Whether these collectives cannot overlap with the compute of another block.
+        A replicated leaf is returned unchanged. `exposed` says whether these collectives cannot overlap with the
+        compute of another block.
         """
+        return self._by_bucket("gather", self._gather, shards, leaves, exposed=exposed)
 
-    @abc.abstractmethod
-    def reduce_scatter(self, grads: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
+    @jax.named_scope(names.SHARDS)
+    def reduce_scatter(
+        self, grads: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], *, exposed: bool = False
+    ) -> list[Shaped[Array, "*local"]]:
         """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
         Without hybrid sharding, a leaf's axes are all data axes. With hybrid sharding, `across` returns the other axes.
+        The gradient of a replicated leaf is all-reduced over all workers. The result has the type of the reduction.
 
-        Args:
-            grads: One gradient per leaf, in logical shape.
-            leaves: The layout of each result. The gradient of a replicated leaf is all-reduced over all workers.
-            exposed: Whether these collectives cannot overlap with the compute of another block.
-
-        Returns:
-            One shard per leaf, in the type of the reduction, which `Encoding.decode_grad` converts.
+        Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
+        gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
         """
+        values = [self.encoding.encode_grad(grad) for grad in grads]
+        return self._by_bucket("reduce_scatter", self._reduce, values, leaves, exposed=exposed, from_last=exposed)
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the data axes over which a leaf is not sharded (hybrid sharding). `reduce_across` sums over them."""
@@ -123,45 +137,52 @@ class Collectives(abc.ABC):
     def experts(self, leaves: Iterable[Leaf]) -> dict[int, tuple[str, ...]]:
         """Find the experts, which stay divided over a data axis (`expert_axis`).
 
-        Returns:
-            The other data axes, over which an expert's gradient is summed, by the index of the leaf.
+        Return the other data axes, over which an expert's gradient is summed, by the index of the leaf.
         """
         named = ({*axes_of(leaf.others)} for leaf in leaves)
         rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
 
-    @abc.abstractmethod
-    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape that a leaf's gradient has after the backward pass."""
-
-    @abc.abstractmethod
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
         """Sum the results of `reduce_scatter` over the axes that `across` returns. This completes the gradients.
 
         If gradients are sharded over more axes than parameters, each device keeps only its part of the shard.
         """
+        sums = list(shards)
+        for i, leaf in enumerate(leaves):
+            if (axes := self.across(leaf)) and leaf.further == 1:
+                with jax.named_scope(f"zerojax_all_reduce[{_label([leaf])}]"):
+                    sums[i] = lax.psum(shards[i], axes)
+        further = [i for i, leaf in enumerate(leaves) if leaf.further > 1]
+        parts = [leaves[i].divided(self.axes) for i in further]
+        reduced = self._by_bucket("reduce_scatter", self._reduce, [shards[i] for i in further], parts)
+        return replace_items(sums, further, reduced)
 
-    @abc.abstractmethod
+    def own_part(self, shard: Array, leaf: Leaf) -> Array:
+        """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
+        if leaf.dim is None or leaf.further == 1 or self.defers:
+            return shard
+        size = shard.shape[leaf.dim] // leaf.further
+        return lax.dynamic_slice_in_dim(shard, lax.axis_index(self.across(leaf)) * size, size, leaf.dim)
+
+    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
+        """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
+        return reduce(tree, self.axes)
+
     def per_shard(
         self, fn: Callable, values: Sequence, dims: Sequence[int | None], out_dims: Sequence[int | None], axes: tuple
     ) -> list[Array]:
         """Call a function once per device, on the device's part of each value, and return the results.
 
-        Args:
-            fn: A function of the parts, which returns a list of parts. It may use collectives over `axes`.
-            values: Shards, and arrays that are equal on all devices.
-            dims: For each value, the dim that `axes` divide, or None for an array that is equal on all devices.
-            out_dims: For each result, the dim that `axes` divide, or None if the result is equal on all devices.
-            axes: The mesh axes that divide the dims.
+        The function may use collectives over `axes`. These axes divide the dim `dims[i]` of value i, and `out_dims[i]`
+        of result i. None stands for an array that is equal on all devices.
         """
+        return fn(*values)
 
-    @abc.abstractmethod
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
         """Divide an array that all devices have in full. Each device gets `extent` entries along `dim`."""
-
-    def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
-        return shard
+        padded = pad(x, dim, extent * lax.axis_size(axes))
+        return lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * extent, extent, dim)
 
     def backward(
         self,
@@ -192,22 +213,18 @@ class Collectives(abc.ABC):
         return jaxprs.evaluate(*compat.opened(closed), values, rule)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """Run a linear function of cotangents that may still be per-worker partial sums.
+        """Call `fn(collectives, cotangents)`, a linear function of cotangents, with those of one worker.
 
-        Args:
-            fn: `fn(collectives, cotangents)`, called with the cotangents of one worker.
-            cotangents: The cotangents. Some may have a leading dim with one partial sum per worker.
-            shapes: The shapes of the cotangents without this leading dim.
-
-        Returns:
-            The result of `fn`, with one partial sum per worker if a cotangent has partial sums.
+        The cotangents have these `shapes`, or a leading dim with one partial sum per worker. Then so has the result.
         """
         return fn(self, cotangents)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """Return zeros to which unreduced gradients are added."""
         return jnp.zeros(shape, dtype)
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
+        """Return a gradient in the form of `other`, which may have partial sums."""
         return grad
 
     def add(self, a: Array, b: Array) -> Array:
@@ -221,11 +238,6 @@ class Collectives(abc.ABC):
         """
         return closed
 
-    @property
-    def follower(self) -> Follower | None:
-        """Return the analysis that finds the rows of the batch in each value. None in device view."""
-        return None
-
     def element(self, x: Array, rows: State) -> Array:
         """Return any one element of an array. If `rows` says which dim holds rows, this needs no communication."""
         return x.ravel()[0]
@@ -233,90 +245,6 @@ class Collectives(abc.ABC):
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
         """Return `barriers.zero_after(anchor)`. If `rows` says which dim holds rows, this needs no communication."""
         return zero_after(anchor)
-
-
-@dataclasses.dataclass(frozen=True)
-class ManualCollectives(Collectives):
-    """Collectives inside a `shard_map` that is manual over the data axes. An array is one device's part."""
-
-    @property
-    def losses(self) -> int:
-        """Return the number of workers, because each worker computes one loss."""
-        return lax.axis_size(self.axes)
-
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return leaf.local_shape
-
-    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        """Raise a `ValueError` if a shard does not have its leaf's local shape."""
-        for leaf, shard in zip(leaves, shards, strict=True):
-            if leaf.kind != "replicated" and leaf.shards != (size := lax.axis_size(leaf.axes)):
-                raise ValueError(
-                    f"params{leaf.path} is laid out for {leaf.shards} shards, but there are {size} devices along mesh "
-                    f"{in_words(leaf.axes)}. Build the layout for this mesh."
-                )
-            if tuple(shard.shape) != leaf.local_shape:
-                raise ValueError(
-                    f"params{leaf.path} has shape {tuple(shard.shape)} on a device, but its layout ({leaf.kind}) "
-                    f"requires {leaf.local_shape}. Pass the leaf in its storage layout, with `Leaf.local_spec` in "
-                    "`in_specs`."
-                )
-
-    def all_gather(
-        self, shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], *, exposed: bool = False
-    ) -> list[Shaped[Array, "*logical"]]:
-        """Gather shards in local shape, with one collective per bucket; see `Collectives`."""
-        return self._by_bucket("gather", self._gather, shards, leaves, exposed=exposed)
-
-    @jax.named_scope(names.SHARDS)
-    def reduce_scatter(
-        self, grads: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], *, exposed: bool = False
-    ) -> list[Shaped[Array, "*local"]]:
-        """Reduce-scatter gradients to shards in local shape, with one collective per bucket; see `Collectives`.
-
-        Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
-        gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
-        """
-        values = [self.encoding.encode_grad(grad) for grad in grads]
-        return self._by_bucket("reduce_scatter", self._reduce, values, leaves, exposed=exposed, from_last=exposed)
-
-    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of a leaf's gradient after the backward pass; see `Collectives`."""
-        return leaf.local_shape if self.defers else leaf.part_shape
-
-    def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Sum shards over the axes that `across` returns; see `Collectives`."""
-        sums = list(shards)
-        for i, leaf in enumerate(leaves):
-            if (axes := self.across(leaf)) and leaf.further == 1:
-                with jax.named_scope(f"zerojax_all_reduce[{_label([leaf])}]"):
-                    sums[i] = lax.psum(shards[i], axes)
-        further = [i for i, leaf in enumerate(leaves) if leaf.further > 1]
-        parts = [leaves[i].divided(self.axes) for i in further]
-        reduced = self._by_bucket("reduce_scatter", self._reduce, [shards[i] for i in further], parts)
-        for i, part in zip(further, reduced, strict=True):
-            sums[i] = part
-        return sums
-
-    def per_shard(self, fn, values, dims, out_dims, axes) -> list[Array]:
-        """Call the function directly, because this code already runs once per device; see `Collectives`."""
-        return fn(*values)
-
-    def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
-        """Return this device's part; see `Collectives`."""
-        padded = pad(x, dim, extent * lax.axis_size(axes))
-        return lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * extent, extent, dim)
-
-    def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return this device's part if gradients are sharded over more axes than parameters; see `Collectives`."""
-        if leaf.dim is None or leaf.further == 1 or self.defers:
-            return shard
-        size = shard.shape[leaf.dim] // leaf.further
-        return lax.dynamic_slice_in_dim(shard, lax.axis_index(self.across(leaf)) * size, size, leaf.dim)
-
-    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
-        """Reduce a tree over all data-parallel workers; see `Collectives`."""
-        return reduce(tree, self.axes)
 
     def _by_bucket(
         self,

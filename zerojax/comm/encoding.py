@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from zerojax.comm.quantised import Codec
 from zerojax.config.precision import common_dtype
@@ -24,15 +23,8 @@ class Encoding:
     reduce: np.dtype | None = None
     formats: Wire | None = None  # the formats of quantised leaves; if None, no leaf is quantised
 
-    def encode_param(self, shard: jax.Array, dtype: np.dtype) -> jax.Array:
-        """Convert a parameter's shard, before its gather, to the type in which the model uses the parameter."""
-        return lax.convert_element_type(shard, dtype)
-
     def encode_grad(self, grad: jax.Array) -> jax.Array:
         return grad.astype(self.reduce_dtype(grad.dtype))
-
-    def decode_grad(self, grad: jax.Array, dtype: np.dtype) -> jax.Array:
-        return lax.convert_element_type(grad, dtype)
 
     def gather_codec(self, leaf: Leaf) -> Codec | None:
         """Return the codec that quantises a leaf's shards for a gather, or None if they are sent unquantised.

@@ -1,6 +1,6 @@
 """Implement `Collectives` in global view: arrays are global, the compiler divides them, and the loss sees all rows.
 
-Gathers and reductions are as explicit as in device view: each calls `ManualCollectives` in a small `shard_map`.
+Gathers and reductions are as explicit as in device view: each calls `Collectives` in a small `shard_map`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, names
 from zerojax.comm import barriers, own_rows, partial_sums
-from zerojax.comm.collectives import Collectives, ManualCollectives, Rows
+from zerojax.comm.collectives import Collectives, Rows
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import to_storage
 from zerojax.comm.worker_sums import local_sizes
@@ -52,8 +52,8 @@ class GlobalCollectives(Collectives):
     mesh: Mesh = dataclasses.field(kw_only=True)
 
     @functools.cached_property
-    def manual(self) -> ManualCollectives:
-        return ManualCollectives(self.axes, self.bucket_bytes, self.encoding, self.defers, self.shared_bytes)
+    def manual(self) -> Collectives:
+        return Collectives(self.axes, self.bucket_bytes, self.encoding, self.defers, self.shared_bytes)
 
     @property
     def _workers(self) -> int:
@@ -61,14 +61,12 @@ class GlobalCollectives(Collectives):
 
     @property
     def losses(self) -> int:
-        """Return 1, because a program computes one loss from all rows."""
-        return 1
+        return 1  # from all rows
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         return leaf.storage_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        """Raise a `ValueError` if a shard does not have its leaf's storage shape."""
         for leaf, shard in zip(leaves, shards, strict=True):
             if tuple(shard.shape) != leaf.storage_shape:
                 raise ValueError(
@@ -80,8 +78,6 @@ class GlobalCollectives(Collectives):
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
-        """Gather shards; see `Collectives`."""
-
         def gather(*shards):
             return self.manual.all_gather(shards, self._along_others(leaves), exposed=exposed)
 
@@ -91,7 +87,7 @@ class GlobalCollectives(Collectives):
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
-        """Reduce-scatter gradients; see `Collectives`. A gradient that the compiler has summed is only constrained."""
+        """Reduce-scatter gradients. A gradient that the compiler has summed is only constrained."""
         grads, experts = self._without_rows(grads, leaves), self.experts(leaves)
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
@@ -124,19 +120,17 @@ class GlobalCollectives(Collectives):
         return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
 
     def _reduced_spec(self, leaf: Leaf) -> PartitionSpec:
-        """Return the spec of a result of `reduce_scatter`."""
         axes = self.across(leaf)
         return PartitionSpec(spec_entry(axes), *leaf.spec) if axes else leaf.spec
 
     def _summed_spec(self, leaf: Leaf) -> PartitionSpec:
-        """Return the spec of a result of `reduce_across`."""
         if leaf.further == 1 or leaf.dim is None:
             return leaf.spec
         return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
 
     @jax.named_scope(names.SHARDS)
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Reduce shards across groups. Shards summed by the compiler are returned unchanged; see `Collectives`."""
+        """Reduce shards across groups. Shards summed by the compiler are returned unchanged."""
         pairs = enumerate(zip(shards, leaves, strict=True))
         partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
         chosen = [leaves[i] for i in partial]
@@ -149,12 +143,13 @@ class GlobalCollectives(Collectives):
         return replace_items(shards, partial, sums)
 
     def per_shard(self, fn, values, dims, out_dims, axes) -> list[Array]:
-        """Call the function in a `shard_map`; see `Collectives`."""
         spec = lambda dim: dim_spec(dim, axes)
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
 
+    def own_part(self, shard: Array, leaf: Leaf) -> Array:
+        return shard
+
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
-        """Return the padded array, sharded in storage form; see `Collectives`."""
         padded = pad(x, dim, extent * math.prod(self.mesh.shape[axis] for axis in axes))
         return lax.with_sharding_constraint(padded, NamedSharding(self.mesh, dim_spec(dim, axes)))
 
@@ -168,7 +163,7 @@ class GlobalCollectives(Collectives):
         *,
         experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
-        """Run a backward pass, and leave gradients as partial sums where possible; see `Collectives`."""
+        """Run a backward pass, and leave gradients as partial sums where possible."""
         if self._workers == 1:  # Every sum is complete.
             return super().backward(fn, values, rows, grads, rule)
         closed = self.on_own_rows(jax.make_jaxpr(fn)(values), rows)
@@ -176,8 +171,6 @@ class GlobalCollectives(Collectives):
         return partial_sums.evaluate(closed, values, how, grads=grads, rows=rows, experts=experts)
 
     def on_own_rows(self, closed: Any, rows: Rows) -> Any:
-        """Return a jaxpr whose kernels run on each device's rows, where that is proved; see `Collectives`."""
-
         def island(split, primitive, values):
             spec = lambda dim: dim_spec(dim, self.axes)
             body = split.params["jaxpr"]  # JAX's interpreter of kernels evaluates it where `run` is traced
@@ -187,7 +180,7 @@ class GlobalCollectives(Collectives):
         return own_rows.on_own_rows(closed, rows, self.follower, island)
 
     def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """Call `fn` for each worker's partial sums, or once if all cotangents are summed; see `Collectives`."""
+        """Call `fn` for each worker's partial sums, or once if all cotangents are summed."""
         if all(x.ndim == len(shape) for x, shape in zip(cotangents, shapes, strict=True)):
             return fn(self, cotangents)
         rows = [
@@ -197,35 +190,29 @@ class GlobalCollectives(Collectives):
         return jax.vmap(lambda row: fn(self.manual, row))(rows)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return zeros, one partial sum per worker; see `Collectives`."""
         if self._workers == 1:
             return jnp.zeros(shape, dtype)
         rows = jnp.zeros((self._workers, *shape), dtype)
         return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, dim_spec(0, self.axes)))
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """Return a gradient as partial sums if `other` has partial sums; see `Collectives`."""
         return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
     @functools.cached_property
     def follower(self) -> Follower:
-        """Return the analysis that finds the rows of the batch; see `Collectives`."""
         return Follower(self._workers, guesses=True, axes=self.axes)
 
     def element(self, x: Array, rows: State) -> Array:
-        """Return an element of some device's rows; see `Collectives`."""
         return self._on_rows(lambda x: x.ravel()[0], x, rows)
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return a zero that depends on the anchor; see `barriers.zero_after`."""
         place = barriers.first_float(anchor)
         if place is None:
             return barriers.zero_after([])
         return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
 
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
-        """Return the tree unchanged, because a value of all rows is already a global sum, mean or maximum."""
-        return tree
+        return tree  # A value of all rows is already a global sum, mean or maximum.
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
         """Return the partial sums, one per worker, of an equation that sums over rows.

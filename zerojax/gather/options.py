@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+from jax import lax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.sharded_param import ShardedParam
@@ -31,8 +32,7 @@ class Options:
 
     def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
         """Return shards in the form that `gather` takes."""
-        encode = self.comm.encoding.encode_param
-        return [encode(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
+        return [lax.convert_element_type(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
 
     def gather(
         self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False

@@ -353,13 +353,13 @@ class GradScheduler:
         return [dataclasses.replace(pending, value=x, state=GradState.REDUCED) for pending, x in pairs]
 
     def _accumulate(self, pending: PendingGrad) -> None:
-        param, decode = pending.key, self.options.comm.encoding.decode_grad
+        param = pending.key
         if not isinstance(param, ShardedParam):
             self.add(param, pending.value)
         elif pending.stack is None:
-            grad = decode(pending.value, param.root.aval.dtype)
+            grad = lax.convert_element_type(pending.value, param.root.aval.dtype)
             self.add(param.root, self.root_grad(param, grad))
         else:
             stacked, stack = self._stacks[pending.stack]
-            row = self.options.comm.like(decode(pending.value, stack.dtype), stack[0])
+            row = self.options.comm.like(lax.convert_element_type(pending.value, stack.dtype), stack[0])
             self._stacks[pending.stack] = stacked, lax.dynamic_update_index_in_dim(stack, row, param.layer, 0)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from zerojax import names
 from zerojax.comm.buckets import unflatten
-from zerojax.comm.collectives import ManualCollectives
+from zerojax.comm.collectives import Collectives
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
@@ -163,7 +163,7 @@ def gather(
     A result has logical shape if its target is replicated, and storage shape if its target is sharded over fewer axes.
     """
     axes = config.data.batch
-    comm = ManualCollectives(axes, bucket_bytes=0)
+    comm = Collectives(axes, bucket_bytes=0)
     specs = [leaf.spec for leaf in leaves]
     pairs = zip(leaves, targets, strict=True)
     moved = [leaf if target.kind == "replicated" else target.divided(axes) for leaf, target in pairs]

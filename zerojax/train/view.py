@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat
-from zerojax.comm.collectives import Collectives, ManualCollectives
+from zerojax.comm.collectives import Collectives
 from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.lost_rows import warn_of_kernels
@@ -132,7 +132,7 @@ class View:
         encoding = Encoding(None if precision is None else precision.reduce, self.config.wire)
         options = self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once, shared_bytes
         is_global = self.config.view == "global"
-        return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else ManualCollectives(*options)
+        return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else Collectives(*options)
 
     def microbatches_of(self, rows: Array) -> Array:
         """Divide the rows of the batch into microbatches, along a new dim 0. A microbatch has rows of every device."""
