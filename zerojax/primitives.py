@@ -224,17 +224,17 @@ class Facts:
 
     @property
     def is_combinable(self) -> bool:
-        """Whether devices can combine their results of this reduction by a collective."""
+        """Return whether devices can combine their results of this reduction by a collective."""
         return self.kind is Kind.REDUCTION and self.reduction in ("sum", "max", "min")
 
     @property
     def is_control(self) -> bool:
-        """Whether the primitive runs a jaxpr that is not simply a call or a remat."""
+        """Return whether the primitive runs a jaxpr that is not simply a call or a remat."""
         return self.kind in (Kind.CONTROL, Kind.CUSTOM, Kind.SHARD_MAP, Kind.KERNEL)
 
     @property
     def is_opaque(self) -> bool:
-        """Whether the compiler cannot divide the primitive, because it does not know what is computed."""
+        """Return whether the compiler cannot divide the primitive, because it does not know what is computed."""
         return self.kind in (Kind.KERNEL, Kind.FOREIGN, Kind.CALLBACK)
 
 
