@@ -37,20 +37,11 @@ _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclasses.dataclass(frozen=True)
 class LoopEqn:
-    """A scan equation, which is a loop with a known number of iterations.
+    """A scan equation, which is a loop with a known number of iterations. Its fields are named as in `jax.lax.scan`."""
 
-    Attributes:
-        body: The body's closed jaxpr: `(*consts, *carry, *x) -> (*carry, *y)`.
-        consts: The number of operands that are constant over the iterations.
-        carry: The number of operands that are carried from one iteration to the next.
-        length: The number of iterations.
-        reverse: Whether the iterations run from the last slice to the first.
-        unroll: The number of iterations that are unrolled into one iteration of the compiled loop.
-    """
-
-    body: Any
-    consts: int
-    carry: int
+    body: Any  # the body's closed jaxpr: `(*consts, *carry, *x) -> (*carry, *y)`
+    consts: int  # the number of operands that are constant over the iterations
+    carry: int  # the number of operands that are carried from one iteration to the next
     length: int
     reverse: bool
     unroll: int
@@ -72,7 +63,6 @@ def opened(closed) -> tuple[Any, Sequence]:
 
 
 def is_jaxpr(x) -> bool:
-    """Return whether `x`, a parameter of an equation, is an open or a closed jaxpr."""
     return isinstance(x, _jex().Jaxpr | _jex().ClosedJaxpr)
 
 
@@ -102,7 +92,6 @@ def keeps_barriers(platform: str) -> bool:
 
 
 def is_literal(atom) -> bool:
-    """Return whether `atom`, an operand of an equation, is a constant that is written into the jaxpr."""
     return isinstance(atom, _jex().Literal)
 
 
@@ -186,7 +175,6 @@ def evaluated(eqn):
 
 
 def evaluated_body(eqn):
-    """Return the jaxpr of `evaluated` as an open jaxpr."""
     return opened(evaluated(eqn))[0]
 
 
@@ -274,7 +262,6 @@ def finds_nans() -> bool:
 
 
 def in_host_memory(aval) -> bool:
-    """Return whether arrays of the type `aval` are in pinned host memory."""
     from jax._src.core import MemorySpace
 
     return getattr(aval, "memory_space", None) == MemorySpace.Host
@@ -307,7 +294,6 @@ def host_buffer(shape: Sequence[int], dtype) -> Any:
 
 
 def on_host(fn: Callable) -> Callable:
-    """Return a function that runs on the host's processor, on arrays in host memory. Call the function under jit."""
     from jax.experimental import compute_on
 
     of_jax: Any = compute_on.compute_on  # which takes the function itself in newer versions
@@ -324,7 +310,6 @@ def makes_refs(effects: Any) -> bool:
 
 
 def is_check(effect: Any) -> bool:
-    """Return whether `effect` comes from a call of `checkify.check`."""
     from jax._src.checkify import ErrorEffect
 
     return isinstance(effect, ErrorEffect)
@@ -337,7 +322,6 @@ def flags_of(error: Any) -> list:
 
 
 def is_tracing() -> bool:
-    """Return whether JAX is tracing a function now, for example under `jax.jit`."""
     from jax._src.core import trace_state_clean
 
     return not trace_state_clean()

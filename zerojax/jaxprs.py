@@ -41,18 +41,11 @@ _ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
 def evaluate(
     jaxpr: Any, consts: Sequence, args: Sequence, rule: Rule, *, literal: Callable[[Any], Any] = lambda value: value
 ) -> list:
-    """Evaluate a jaxpr, equation by equation.
+    """Evaluate an open jaxpr, equation by equation, on arrays, tracers, or other objects that `rule` understands.
 
-    Args:
-        jaxpr: An open jaxpr, as `compat.opened` gives it.
-        consts: The values of the jaxpr's constants.
-        args: The values of the jaxpr's arguments: arrays, tracers, or other objects that `rule` understands.
-        rule: `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`. It is
-            called in the equation's context, so what it traces gets the equation's name scopes and source line.
-        literal: Converts the value of a literal. By default the value is used as it is.
-
-    Returns:
-        One value for each of the jaxpr's results.
+    `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`. It is called in
+    the equation's context, so what it traces gets the equation's name scopes and source line. `literal` converts the
+    value of a literal.
     """
     env = dict(zip(compat.constvars_of(jaxpr), as_jax_values(consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -135,7 +128,6 @@ def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> 
 
 
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with the calls in it (such as `jax.jit`) inlined."""
     rule = lambda eqn, values: None if compat.called(eqn) is None else evaluate_call(eqn, values, rule)
     return evaluate(jaxpr, consts, args, rule)
 
@@ -182,7 +174,6 @@ def nbytes(var: Any) -> int:
 
 
 def dot_flops(eqn: Any) -> int:
-    """Return the FLOPs of a `dot_general`, with two per multiply-add."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
     return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
@@ -238,8 +229,8 @@ def _of_refs(jaxpr: Any) -> bool:
 def signature(jaxpr: Any, *, functions: bool = True) -> Any:
     """Return a hashable form of a jaxpr, or None if it has effects. Jaxprs with equal signatures compute the same.
 
-    Names of variables do not matter. Constants and functions (derivative rules, callbacks) are compared by identity, so
-    jaxprs that compute the same may have different signatures. If `functions` is False, functions are ignored.
+    Constants and functions (derivative rules, callbacks) are compared by identity. If `functions` is False, functions
+    are ignored.
     """
     number = {var: i for i, var in enumerate([*compat.constvars_of(jaxpr), *jaxpr.invars])}
     avals, eqns = [var.aval for var in number], []
@@ -273,7 +264,6 @@ def _of_operand(atom: Any, number: dict) -> Any:
 
 
 def literal_key(atom: Any) -> Any:
-    """Return a hashable form of a literal."""
     return atom.aval, np.asarray(atom.val).tobytes()
 
 

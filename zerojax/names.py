@@ -30,7 +30,6 @@ class Context(source_info_util.UserContextManager):
     __slots__ = ()
 
     def __exit__(self, kind, error, traceback):
-        """Leave the context. An error gets the source line."""
         super().__exit__(kind, error, traceback)
         if isinstance(error, FloatingPointError) and not hasattr(error, "__notes__"):
             frames = source_info_util.user_frames(self.traceback)
@@ -108,7 +107,6 @@ def scopes_of(eqn) -> tuple:
 
 
 def with_scopes(eqn, scopes: Sequence) -> Any:
-    """Return an equation with other name scopes."""
     info = eqn.source_info
     return eqn.replace(source_info=info.replace(name_stack=type(info.name_stack)(tuple(scopes))))
 

@@ -67,7 +67,6 @@ class Collectives:
     shared_bytes: int = 0
 
     def __post_init__(self):
-        """Check `bucket_bytes`."""
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 0; 0 gathers every leaf by itself.")
 
@@ -97,7 +96,6 @@ class Collectives:
                 )
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape of a leaf's shard."""
         return leaf.local_shape
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -194,18 +192,12 @@ class Collectives:
         *,
         experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
-        """Run a backward pass.
+        """Run a backward pass `fn(values)`, where `values` are residuals and cotangents. Return the results' leaves.
 
-        Args:
-            fn: The backward pass, a function of a list of residuals and cotangents that returns a tree of results.
-            values: The residuals and cotangents.
-            rows: For each value, which dims hold the rows of the batch. Only global view reads `rows`.
-            grads: The indices of the results that are gradients for `reduce_scatter`.
-            rule: A rule for `jaxprs.evaluate`. If None, the equations are evaluated unchanged.
-            experts: The axes over which gradients of experts are summed (see `experts`), by the results' indices.
-
-        Returns:
-            The leaves of the tree of results. A gradient may have a leading dim with one partial sum per worker.
+        `grads` has the indices of the results that are gradients for `reduce_scatter`. In global view, they may have a
+        leading dim with one partial sum per worker. Only global view reads `rows`, the dims of `values` that hold the
+        rows of the batch, and `experts`, the axes over which gradients of experts are summed. `rule` is a rule for
+        `jaxprs.evaluate`, or None.
         """
         if rule is None:
             return jax.tree.leaves(fn(values))
@@ -220,7 +212,6 @@ class Collectives:
         return fn(self, cotangents)
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Return zeros to which unreduced gradients are added."""
         return jnp.zeros(shape, dtype)
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:

@@ -37,11 +37,9 @@ class Encoding:
         return self.formats and self._codec(leaf, self.formats.gather)
 
     def reduce_codec(self, leaf: Leaf) -> Codec | None:
-        """Return the codec that quantises a leaf's gradients for a reduction, or None if they are not quantised."""
         return self.formats and self._codec(leaf, self.formats.reduce, self.formats.rounding == "stochastic")
 
     def axes(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the mesh axes over which collectives send a leaf quantised."""
         over = self.formats and self.formats.over
         return tuple(axis for axis in leaf.axes if over is None or axis in over)
 

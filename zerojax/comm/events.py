@@ -51,7 +51,6 @@ class Call:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the call is done, with or without an error."""
         if self.failed or not self.watched:
             return True
         return self.result is not None and (self.result.is_deleted() or self.result.is_ready())
@@ -83,7 +82,6 @@ class Events:
     """A record of this process's calls, such as steps. It also reads the records of the other processes."""
 
     def __init__(self):
-        """Prepare to record calls. No thread starts."""
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
         self._next, self._beat, self.frozen = 0, 0, 0.0
         self._thread: int | None = None  # the thread whose calls are counted
@@ -124,11 +122,9 @@ class Events:
         return call
 
     def last_number(self) -> int:
-        """Return the number of the last counted call, or -1 if no call was counted."""
         return self._next - 1
 
     def publish(self) -> None:
-        """Publish the calls of this process."""
         self._beat += 1
         state = json.dumps({"beat": self._beat, "frozen": self.frozen, "calls": self._names()})
         coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
@@ -165,7 +161,6 @@ class Events:
         return {call.number: call.name for call in list(self._calls)}
 
     def last_words(self, status: int, text: str) -> None:
-        """Tell the other processes why this process ends. Process 0 waits until they have read the message."""
         if rank()[1] == 1 or coordination_client() is None:
             return
         with suppress(Exception):
@@ -299,7 +294,6 @@ def one_line(error: BaseException) -> str:
 
 
 def _read(folder: str) -> dict[int, dict[str, Any]]:
-    """Return the messages of the other processes in a folder of the coordination service."""
     found = coordination_client().key_value_dir_get(f"{folder}/")
     messages = {int(name.rsplit("/", 1)[-1]): json.loads(text) for name, text in found}
     messages.pop(rank()[0], None)

@@ -63,13 +63,9 @@ def on_auto_mesh(
 ) -> Any:
     """Call `fn(*args)` on the Auto mesh, and return the results on the caller's mesh.
 
-    Args:
-        mesh: The caller's mesh. If None, the mesh of the first argument that has a mesh.
-        fn: The function to call.
-        *args: The arguments of `fn`. Arrays, shapes and shardings on `mesh` are moved to the Auto mesh.
-        shardings: A function of the results that returns their shardings or specs, as a tree or a tree prefix. Traced
-            results need it, because their types do not say how Auto axes divide them. Default: replicated. `Typed`
-            results do not need it.
+    If `mesh` is None, the first argument that has a mesh decides. `shardings` is a function of the results that returns
+    their shardings or specs, as a tree or a tree prefix. Traced results need it, except `Typed` ones, because their
+    types do not say how Auto axes divide them.
     """
     mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
     if mesh is None:
@@ -99,8 +95,6 @@ def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
 
 
 def to_auto(tree: PyTree) -> Any:
-    """Move arrays, shapes and shardings on Explicit axes to the Auto mesh of the same devices."""
-
     def one(x):
         mesh = mesh_of(x)
         return x if mesh is None or not mesh.explicit_axes else moved(x, with_auto_axes(mesh), PartitionSpec())

@@ -163,7 +163,6 @@ class GlobalCollectives(Collectives):
         *,
         experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
-        """Run a backward pass, and leave gradients as partial sums where possible."""
         if self._workers == 1:  # Every sum is complete.
             return super().backward(fn, values, rows, grads, rule)
         closed = self.on_own_rows(jax.make_jaxpr(fn)(values), rows)

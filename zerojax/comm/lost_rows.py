@@ -27,7 +27,6 @@ def warn_of_kernels(follower: Follower | None, record: list[str]) -> None:
 
 
 def warn_of_gradient(shape: tuple[int, ...], eqn: Any) -> None:
-    """Warn that the compiler reduces the gradient of a large parameter in full."""
     if math.prod(shape) < LARGE:
         return
     warnings.warn(

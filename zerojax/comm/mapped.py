@@ -73,7 +73,6 @@ def _abstract(*_: Any, jaxpr: Any) -> tuple[list, Any]:
 
 
 def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tuple[list, list]:
-    """Return the results and tangents of the plain `shard_map`."""
     moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
 
     of_moving = lambda *some: _evaluate(*replace_items(primals, moving, some), jaxpr=jaxpr)
@@ -83,7 +82,6 @@ def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tup
 
 
 def _batched(args: Sequence, dims: Sequence, *, jaxpr: Any) -> tuple[list, list]:
-    """Return the stacked results of the plain `shard_map`, and the dims along which they are stacked."""
     results = jax.vmap(lambda *args: _evaluate(*args, jaxpr=jaxpr), in_axes=tuple(dims))(*args)
     return results, [0] * len(results)
 

@@ -14,12 +14,7 @@ from zerojax.layout.padded import pad
 
 
 def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:
-    """Return the axes that the caller named, as a tuple. `axis=` must name an axis, and other arguments may be None.
-
-    Raises:
-        TypeError: If the value is neither a name nor a tuple or list of names.
-        ValueError: If the value has no name, or the same name twice.
-    """
+    """Return the axes that the caller named, as a tuple. `axis=` must name an axis, and other arguments may be None."""
     if axis is None and argument != "axis":
         return ()
     axes = (axis,) if isinstance(axis, str) else axis
@@ -31,16 +26,7 @@ def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> 
 
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
-    """Check the given mesh, or make a mesh of all devices on one axis.
-
-    Args:
-        mesh: A mesh. Its devices may be GPUs that this machine does not have. If None, all devices are used.
-        axes: The data axes.
-
-    Raises:
-        TypeError: If `mesh` is not a `jax.sharding.Mesh`.
-        ValueError: If the mesh lacks one of the axes or has Manual axes, or if several axes are given without a mesh.
-    """
+    """Check the given mesh, which may have GPUs that this machine does not have. None: all devices on one axis."""
     if mesh is None:
         if len(axes) > 1:
             raise ValueError(
@@ -64,7 +50,6 @@ def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
 
 
 def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
-    """Constrain the array `stored`, inside jit, to the sharding of `leaf`."""
     spec = leaf.spec
     if len(mesh.axis_names) > 1 and not leaf.others:  # the compiler chooses the sharding over the other axes
         free = PartitionSpec.UNCONSTRAINED
@@ -80,7 +65,6 @@ def in_storage_shape(value: jax.Array, leaf: Leaf) -> jax.Array:
 
 
 def to_storage(mesh: Mesh, value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Convert an array to its storage shape, and constrain it to its sharding. See `in_storage_shape`."""
     return constrain(mesh, in_storage_shape(value, leaf), leaf)
 
 

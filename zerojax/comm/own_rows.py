@@ -25,7 +25,6 @@ class _Rewrite:
     island: Callable[[OwnRows, Any, Sequence], list]
 
     def evaluate(self, jaxpr: Any, consts: Sequence, given: Sequence[State], values: Sequence) -> list:
-        """Evaluate an open jaxpr whose arguments have the states `given`."""
         found = self.follower.states(jaxpr, given)
 
         def rule(eqn, values):

@@ -73,16 +73,10 @@ class Owners:
     ) -> tuple[list[Array], list[Array]]:
         """Apply a function to each item of a stack. Each owner computes its own items.
 
-        Args:
-            fn: `fn(*arrays, *small, *shared) -> [*outs, *small_outs]`, a function of one item in logical shapes.
-            arrays: For each array that `fn` takes, a list of stacks in storage shape, which are joined to one stack.
-            leaves: For each of `arrays`, the layout of one item.
-            small: Small arrays, stacked: one row per item.
-            shared: Arrays that are the same for all items.
-            outs: For each of the results `outs`, the layout of one item.
-
-        Returns:
-            `(outs, small_outs)`, stacked. `outs` are sharded as their layouts say, and `small_outs` are replicated.
+        The function is `fn(*arrays, *small, *shared) -> [*outs, *small_outs]`, of one item in logical shapes. An entry
+        of `arrays` is a list of stacks in storage shape, which are joined to one stack. `small` arrays have one row per
+        item, and `shared` are the same for all items. `leaves` and `outs` have the layouts of one item. The results are
+        stacked. Those of `outs` are sharded as their layouts say, and the small ones are replicated.
         """
         items = sum(x.shape[0] for x in arrays[0])
         slots = -(-items // self.count)
@@ -174,7 +168,6 @@ class Owners:
 
 
 def at(leaf: Leaf) -> int:
-    """Return the sharded dim of a leaf."""
     assert leaf.dim is not None
     return leaf.dim
 
@@ -192,6 +185,5 @@ def _merged(x: Array, dim: int) -> Array:
 
 
 def _split(x: Array, dim: int, parts: int) -> Array:
-    """Undo `_merged`."""
     x = x.reshape(*x.shape[: dim + 1], parts, -1, *x.shape[dim + 2 :])
     return jnp.moveaxis(x, dim + 1, 0)

@@ -98,18 +98,11 @@ def evaluate(
     rows: Sequence[State],
     experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
 ) -> list:
-    """Evaluate a backward pass, and leave gradients as partial sums where possible.
+    """Evaluate a backward pass, a closed jaxpr, and leave gradients as partial sums `(workers, *shape)` where possible.
 
-    Args:
-        backward: The backward pass, as a closed jaxpr.
-        args: The arguments. An argument that the pass only adds to gradients may be a `PartialSum`.
-        how: The options.
-        grads: The indices of the results that are gradients of parameters.
-        rows: For each argument, which dims hold the rows of the batch.
-        experts: The axes over which gradients of experts are summed, by the results' indices.
-
-    Returns:
-        The results. A gradient that is left as partial sums has the shape `(workers, *shape)`.
+    An argument that the pass only adds to gradients may be a `PartialSum`. `grads` has the indices of the results that
+    are gradients of parameters, and `experts` the axes over which those of experts are summed. `rows` says which dims
+    of each argument hold the rows of the batch.
     """
     jaxpr, consts = compat.opened(backward)
     shapes = [x.shape if isinstance(x, PartialSum) else x for x in args]
@@ -248,12 +241,10 @@ def _only_of(jaxpr: Any, grads: Sequence[int], has_rows: Callable[[Any], bool] =
 
 
 def _sums(eqn) -> bool:
-    """Return whether an equation may sum over the rows of a batch."""
     return jaxprs.facts(eqn).kind is Kind.PRODUCT or eqn.primitive.name in ("reduce_sum", "scatter-add")
 
 
 def _linear(eqn, values: Sequence) -> list:
-    """Evaluate an equation that has partial sums among its operands."""
     workers = next(x.rows.shape[0] for x in values if isinstance(x, PartialSum))
     rows = [x.rows if isinstance(x, PartialSum) else x for x in values]
     partial = [isinstance(x, PartialSum) for x in values]

@@ -28,7 +28,6 @@ class Processes:
     """The processes of the run. This process has the index `index`, and waits up to `timeout` seconds for messages."""
 
     def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
-        """Prepare to exchange messages about one purpose, or about a counted call."""
         self.index, self.count = jax.process_index(), jax.process_count()
         self.timeout = TIMEOUT_S if timeout is None else timeout
         place = f"call/{call.number}" if call and call.number >= 0 else f"{purpose}/{next(SERIALS[purpose])}"
@@ -39,18 +38,10 @@ class Processes:
         return self.index == 0
 
     def exchange(self, topic: str, message: str) -> list[str]:
-        """Send a message to all other processes, and wait for their messages.
+        """Send a message to all other processes, and return the message of each process, in the order of their indices.
 
-        Args:
-            topic: A verb that says what this process is about to do, such as `"begin"`.
-            message: The message.
-
-        Returns:
-            The message of each process, in the order of their indices.
-
-        Raises:
-            TimeoutError: If a process sends nothing within the timeout, or has ended. The error names the process.
-            ValueError: If another process makes a different call. The error names both calls.
+        `topic` is a verb that says what this process is about to do. Raise a `TimeoutError` that names a process that
+        sends nothing within the timeout, or has ended, and a `ValueError` if another process makes a different call.
         """
         if self.count == 1:
             return [message]
@@ -97,15 +88,8 @@ class Processes:
 def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False, timeout: float | None = None) -> None:
     """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
-    Args:
-        topic: A verb that says what the processes are about to do, such as `"begin"`.
-        record: Values that must be the same on all processes, by name.
-        partial: Whether a name may be missing on some processes.
-        timeout: How long to wait for the others, in seconds. Default: `TIMEOUT_S`.
-
-    Raises:
-        ValueError: On every process, if a value differs. The error names the values and two processes.
-        TimeoutError: If a process does not call this function within the timeout. The error names the process.
+    `record` has values that must be the same on all processes, by name. If `partial` is true, a name may be missing on
+    some. If a value differs, every process raises a `ValueError`. `topic` and other errors are as in `exchange`.
     """
     if jax.process_count() == 1:
         return

@@ -126,12 +126,10 @@ class _Evaluation:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
     def _entry(self, typed: Any, other: Any, mesh: AbstractMesh) -> Any:
-        """Combine the mesh axes that an array's type and a sharding constraint give for one dim."""
         axes = tuple(axis for axis in dict.fromkeys((*entry_axes(typed), *entry_axes(other))) if axis in mesh.auto_axes)
         return axes or (other if other is PartitionSpec.UNCONSTRAINED else None)
 
     def untyped(self, eqn: Any) -> Any:
-        """Remove the shardings from the parameters of an equation."""
         params = {name: self._untyped_param(value) for name, value in eqn.params.items()}
         params |= {name: None for name in _SHARDINGS if isinstance(params.get(name), NamedSharding)}
         if "ctx_mesh" in params:
@@ -154,7 +152,6 @@ class _Evaluation:
         return value
 
     def _untyped_jaxpr(self, closed: Any) -> Any:
-        """Trace an inner jaxpr again, on the mesh of the context."""
         jaxpr, consts = compat.opened(closed)
         mesh = jax.sharding.get_abstract_mesh()
         key = (id(closed), mesh)
@@ -165,7 +162,6 @@ class _Evaluation:
         return self.known[key][1]
 
     def _shard_map(self, eqn: Any, values: Sequence) -> Sequence:
-        """Evaluate a `jax.shard_map` on the mesh of the context."""
         params, manual = eqn.params, eqn.params["newly_manual_axes"]
         jaxpr, consts = compat.opened(params["jaxpr"])
         inner = dataclasses.replace(self, mesh=_with_manual(self.mesh, manual), known={})
@@ -235,8 +231,6 @@ class _DerivativeRule:
         return [var.aval for var in self.eqn.outvars]
 
     def jvp_of(self, value: Callable) -> Callable:
-        """Return a `jax.custom_jvp` of `value`, which computes the result from the function's arguments."""
-
         def both(*values):
             operands, tangents = values[: len(self._types)], values[len(self._types) :]
             fn, args = self._opened(operands)
@@ -254,7 +248,6 @@ class _DerivativeRule:
         return made
 
     def vjp_of(self, value: Callable) -> Callable:
-        """Return a `jax.custom_vjp` of `value`, which computes the result from the function's arguments."""
         kept: dict[str, Any] = {}  # the structure and the types of the residuals, set while the forward pass is traced
 
         def forward(*values):
@@ -284,18 +277,15 @@ class _DerivativeRule:
         return made
 
     def _opened(self, operands: Sequence) -> tuple[Callable, Sequence]:
-        """Return the equation as a function of its arguments, and the arguments among `operands`."""
         consts, args = operands[: len(self.consts)], operands[len(self.consts) :]
         return lambda *xs: compat.evaluate_one(self.eqn, (*consts, *xs)), args
 
     def _traced(self, fn: Callable, types: Sequence) -> TypedFunction:
-        """Trace a function on the caller's mesh."""
         with jax.sharding.use_abstract_mesh(self.evaluation.mesh):
             closed = jax.make_jaxpr(fn)(*types)
         return TypedFunction(self.evaluation.mesh, closed, self.evaluation.axes)
 
     def _run(self, traced: TypedFunction, values: Sequence) -> list:
-        """Evaluate a traced function with values that are on Auto axes."""
         jaxpr, consts = compat.opened(traced.closed)
         return self.evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
 
@@ -315,7 +305,6 @@ def _type(aval: Any) -> tuple:
 
 
 def _typed(aval: Any, mesh: AbstractMesh, spec: tuple = ()) -> Any:
-    """Return the array type `aval` with the sharding `spec` on `mesh`."""
     if not isinstance(aval, jax.core.ShapedArray):
         return aval
     entries = (*spec, *[None] * (aval.ndim - len(spec)))
@@ -342,7 +331,6 @@ def _with_zeros(avals: Sequence, tangents: Sequence) -> tuple:
 
 
 def _names_sharding(eqn: Any) -> bool:
-    """Return whether an equation names the sharding of its result."""
     if eqn.primitive.name == "reshard":
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]

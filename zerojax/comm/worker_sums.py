@@ -21,15 +21,9 @@ from zerojax.primitives import Kind
 def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]]) -> tuple[list, frozenset[int]] | None:
     """Evaluate a `shard_map`, and leave out the sums over the data axes that compute the results `wanted`.
 
-    Args:
-        eqn: The equation of the `shard_map`.
-        values: Its operands.
-        wanted: The data axes whose sums are left out, by the index of the result. Only gradients may depend on the
-            result, and linearly. The axes are those of all workers, or those that do not divide an expert.
-
-    Returns:
-        `(results, found)`, where `found` has the indices in `wanted` whose sum is left out. These results have a
-        leading dim with one partial sum per worker. None if there is no such sum.
+    `wanted` has the data axes, by the index of the result: those of all workers, or those that do not divide an expert.
+    Only gradients may depend on the result, and linearly. Return `(results, found)`, where the results `found` have a
+    leading dim with one partial sum per worker. Return None if there is no such sum.
     """
     params = eqn.params
     jaxpr, consts = compat.opened(params["jaxpr"])
@@ -113,10 +107,7 @@ def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 def local_sizes(sizes: jax.Array, extent: int, axes: tuple[str, ...]) -> jax.Array:
     """Return how many of this worker's rows are in each group of a `ragged_dot`, whose rows are sorted by group.
 
-    Args:
-        sizes: The number of rows in each group, over all workers. shape=(groups,)
-        extent: The number of rows of one worker.
-        axes: The mesh axes of the workers, which are Manual here.
+    `sizes` counts the rows of all workers in each group, and `extent` the rows of one worker.
     """
     ends = jnp.cumsum(sizes)
     first = (lax.axis_index(axes) * extent).astype(ends.dtype)

@@ -32,13 +32,11 @@ class Follower:
     """
 
     def __init__(self, count: int, *, guesses: bool = False, axes: Collection[str] = ()):
-        """Start with an empty cache."""
         self.count, self.guesses, self.axes = count, guesses, frozenset(axes)
         self.undivided: dict[str, Any] = {}
         self._results: dict[Any, tuple[Any, list[State]]] = {}
 
     def states(self, jaxpr: Any, given: Sequence[State]) -> dict[Any, State]:
-        """Return the state of every variable of an open jaxpr, given the states of its arguments."""
         return self._followed(jaxpr, given)[0]
 
     def _followed(self, jaxpr: Any, given: Sequence[State], drawn: Collection = ()) -> tuple[dict[Any, State], Context]:
@@ -81,7 +79,6 @@ class Follower:
         return implied
 
     def results(self, jaxpr: Any, given: Sequence[State]) -> list[State]:
-        """Return the states of a jaxpr's results; see `states`."""
         key = id(jaxpr), tuple(given)
         if key not in self._results:
             found, context = self._followed(jaxpr, given)
@@ -90,7 +87,6 @@ class Follower:
         return self._results[key][1]
 
     def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
-        """Return the states of the results of `eqn`, given the states of its operands."""
         if not self.guesses:
             return self._proved(eqn, states, context)
         found = self._said(eqn, states, context)

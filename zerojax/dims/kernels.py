@@ -84,7 +84,6 @@ def _block_size(block: Any) -> int | None:
 
 
 def _local(eqn: Any, axis: int, dims: Sequence[int | None], workers: int) -> dict[str, Any]:
-    """Return the parameters of the equation for one worker."""
     part = lambda aval, dim: (
         aval
         if dim is None

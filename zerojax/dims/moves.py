@@ -36,7 +36,6 @@ def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim in the result of `reshape`, which may also reorder the dims; see `reshaped`."""
     state, old, order = states[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
     if order is not None:
         state, old = moved(state, np.argsort(order).tolist()), [old[dim] for dim in order]
@@ -54,7 +53,6 @@ def without(dims: Sequence[int], ndim: int) -> list[int | None]:
 
 
 def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Find the followed dim after a reduction. A sum over this dim removes it. An `argmax` along it is unknown."""
     name, results = eqn.primitive.name, len(eqn.outvars)
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
     state = together(states[: len(states) // 2] if name == "reduce" else states)
@@ -63,7 +61,6 @@ def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | li
 
 
 def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Find the followed dim after a sort, a running sum or a reversal. It is unknown if these are along this dim."""
     params = eqn.params
     dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
     return [_ragged(_off(dims, together(states)), dims)] * len(eqn.outvars)
@@ -126,14 +123,12 @@ def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
 
 
 def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
-    """Find the followed dim after a sliding window. It is unknown if the window's size along this dim is not 1."""
     slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
     state = _off(slid, _of_arrays(eqn, states))
     return [state if state is None else Places(state.places)] * len(eqn.outvars)
 
 
 def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Find the followed dim in each result of `split`. Each result is a slice of the operand."""
     axis, start, slices = int(eqn.params["axis"]), 0, []
     old = eqn.invars[0].aval.shape
     for size in eqn.params["sizes"]:
@@ -144,26 +139,22 @@ def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
 
 
 def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim in the result of `stack`, which joins its operands along a new dim."""
     axis, ndim = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape)
     return moved(together(states), [dim + (dim >= axis) for dim in range(ndim)])
 
 
 def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Find the followed dim in the results of `unstack`. It is unknown if these are slices along this dim."""
     axes, ndim = (eqn.params["axis"],), len(eqn.invars[0].aval.shape)
     return [moved(_off(axes, states[0]), without(axes, ndim))] * len(eqn.outvars)
 
 
 def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim in the result of `tile`. It is unknown if `tile` repeats this dim."""
     repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
     adds_dims = len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape)
     return UNKNOWN if adds_dims else _ragged(_off(repeated, states[0]), repeated)
 
 
 def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Find the followed dim in the results of `top_k`. It is unknown if `top_k` sorts along this dim."""
     ndim = len(eqn.invars[0].aval.shape)
     axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
     return [_ragged(_off((axis,), states[0]), (axis,))] * len(eqn.outvars)

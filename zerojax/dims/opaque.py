@@ -28,7 +28,6 @@ def declared(eqn: Any, states: Sequence[State], context: Context) -> list[State]
 
 
 def by_sharding_rule(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Find the followed dim in the results of a `custom_partitioning` from its sharding rule."""
     rule = eqn.params.get("sharding_rule")
     mappings = getattr(rule, "operand_mappings", None)
     known = [state for state in states if state is not None]

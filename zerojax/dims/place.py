@@ -92,7 +92,6 @@ def at(dim: int) -> Places:
 
 
 def states_of(atoms: Iterable, states: Mapping[Any, State]) -> list[State]:
-    """Return the states of operands or results. A literal has no rows."""
     return [NOWHERE if compat.is_literal(atom) else states[atom] for atom in atoms]
 
 

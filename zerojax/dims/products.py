@@ -9,7 +9,6 @@ from zerojax.primitives import Kind, of_kind
 
 
 def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim in the result of `dot_general`. If this dim is contracted, the result does not have it."""
     return _dot(eqn, states, _agree)
 
 
@@ -84,7 +83,6 @@ def _in_groups(lhs: Place, rhs: Place | None, params: Any, context: Context) -> 
 
 
 def decomposition(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    """Find the followed dim after a matrix decomposition. It is unknown unless it is a batch dim."""
     ndim = min(len(atom.aval.shape) for atom in eqn.invars)
     state = batched(together(states), ndim - 2)
     return [state] * len(eqn.outvars)

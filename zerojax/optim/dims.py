@@ -24,27 +24,19 @@ class LostError(Exception):
 
 @dataclasses.dataclass
 class Work:
-    """The cost of equations if one dim of their operands is sharded.
+    """The cost of equations if one dim of their operands is sharded."""
 
-    Attributes:
-        divided: FLOPs of products whose operands have the dim. Each device computes a part of such a product.
-        repeated: FLOPs of all other products. Every device computes these products in full.
-        summed: Bytes of the results that are all-reduced because they are summed over the dim, plus half the bytes of
-            the operands that are gathered.
-        sums: The number of all-reduces and gathers.
-    """
-
-    divided: float = 0.0
-    repeated: float = 0.0
+    divided: float = 0.0  # FLOPs of products whose operands have the dim, of which each device computes a part
+    repeated: float = 0.0  # FLOPs of all other products, which every device computes in full
+    # bytes of results that are all-reduced because they are summed over the dim, and half of those that are gathered
     summed: float = 0.0
-    sums: float = 0.0
+    sums: float = 0.0  # the number of all-reduces and gathers
 
     @property
     def flops(self) -> float:
         return self.divided + self.repeated
 
     def add(self, other: Work, times: float = 1) -> None:
-        """Add `other`, the cost of equations that run `times` times."""
         self.divided += times * other.divided
         self.repeated += times * other.repeated
         self.summed += times * other.summed
@@ -57,18 +49,10 @@ class Work:
 
 
 def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[list[int | None], Work]:
-    """Find the index of one dim in the results of a jaxpr, given its index in the arguments.
+    """Return the index of one dim in each result of a jaxpr, given its index in each argument, and the cost.
 
-    Args:
-        jaxpr: The equations.
-        dims: For each argument, the index of the dim; None if the argument does not have the dim.
-        may_sum: Whether the dim may be summed over. The result of the sum does not have the dim.
-
-    Returns:
-        A list with the index of the dim, or None, for each result; and the cost of the equations.
-
-    Raises:
-        LostError: If an index cannot be found, or if the dim is summed over and `may_sum` is false.
+    The index is None for a value without the dim. Raise a `LostError` if an index cannot be found, or if the dim is
+    summed over and `may_sum` is false.
     """
     found, work, made = dict(zip(jaxpr.invars, dims, strict=True)), Work(), {}
     of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
@@ -80,12 +64,10 @@ def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[li
 
 
 def has_products(eqn: Any) -> bool:
-    """Return whether an equation, or an equation in its inner jaxprs, multiplies or decomposes matrices."""
     return any(jaxprs.facts(e).kind in (Kind.PRODUCT, Kind.DECOMPOSITION) for e in jaxprs.with_inner(eqn))
 
 
 def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return the index of the dim in each result of `eqn`, given its index in each operand. Add the cost to `work`."""
     name, body = eqn.primitive.name, compat.inlined_body(eqn)
     if body is not None:
         return _inner(body, dims, may_sum, work)

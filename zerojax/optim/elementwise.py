@@ -30,20 +30,15 @@ SCALAR, LEAF, MIXED = "scalar", "leaf", "mixed"
 class Known:
     """Properties of one value of a traced program.
 
-    Attributes:
-        kind: `SCALAR` if all elements are equal, whatever the shapes of the leaves. `LEAF` if element i depends only on
-            scalars and on element i of one leaf's arrays. Otherwise `MIXED`.
-        token: A hash of the program that computes the value. Equal programs have equal tokens.
-        leaf: The index of the leaf if `kind` is `LEAF`, otherwise None.
-        zero: Whether the value is zero wherever gradients and parameters are zero.
-        reads: Indices of all leaves that the value depends on.
+    The kind is `SCALAR` if all elements are equal, whatever the shapes of the leaves. It is `LEAF` if element i depends
+    only on scalars and on element i of one leaf's arrays. Otherwise it is `MIXED`.
     """
 
     kind: str
-    token: int = 0
-    leaf: int | None = None
-    zero: bool = False
-    reads: frozenset[int] = frozenset()
+    token: int = 0  # a hash of the program that computes the value; equal programs have equal tokens
+    leaf: int | None = None  # the index of the leaf of a `LEAF`
+    zero: bool = False  # whether the value is zero wherever gradients and parameters are zero
+    reads: frozenset[int] = frozenset()  # the indices of all leaves that the value depends on
 
 
 def elementwise_leaves(
@@ -143,7 +138,6 @@ def of_constant(value) -> Known:
 
 
 def interpret(eqn, values: list[Known]) -> list[Known]:
-    """Return the properties of one equation's results, given the properties of its operands."""
     if (body := compat.evaluated(eqn)) is not None:
         return walk(*compat.opened(body), values)
     reads = frozenset().union(*(v.reads for v in values))
@@ -152,7 +146,6 @@ def interpret(eqn, values: list[Known]) -> list[Known]:
 
 
 def of_equation(eqn, values: list[Known]) -> list[Known]:
-    """Return the properties of the results of an equation that calls no jaxpr. `interpret` adds the field `reads`."""
     name = eqn.primitive.name
     mixed = [Known(MIXED)] * len(eqn.outvars)
     if any(v.kind == MIXED for v in values):

@@ -58,7 +58,6 @@ def unscaled(
 
 
 def dependence(jaxpr: Any, args: Sequence[Kind]) -> list[Kind]:
-    """Return how each result of a jaxpr depends on the cotangent, given how each argument depends on it."""
     consts: list = [Kind.CONSTANT] * len(compat.constvars_of(jaxpr))
     literal = lambda value: Kind.CONSTANT if np.any(value) else Kind.ZERO
     return jaxprs.evaluate(jaxpr, consts, args, _kinds_of, literal=literal)
