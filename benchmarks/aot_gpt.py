@@ -77,7 +77,6 @@ from zerojax.comm.collectives import LABEL
 from zerojax.gpus.devices import Device
 from zerojax.gpus.rates import Rates
 from zerojax.gpus.topology import Topology, absent_mesh
-from zerojax.inspect.expected import Expected
 from zerojax.inspect.hlo import read
 from zerojax.inspect.overlap import Overlap, overlap
 from zerojax.inspect.roofline import roofline

@@ -32,7 +32,7 @@ import zerojax
 from zerojax.gpus.topology import absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
-from zerojax.planning.compiled_plan import read_plan
+from zerojax.planning.compiled_plan import CompiledStep, read_plan
 
 TOPOLOGY = "h200:8"
 POLICIES = {
@@ -179,7 +179,7 @@ def measure(block, shapes, scan: bool) -> dict[str, float]:
     rows = NamedSharding(mesh, PartitionSpec("data"))
     x = jax.ShapeDtypeStruct((ROWS, TOKENS, WIDTH), jnp.bfloat16, sharding=rows)
     compiled: Any = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), x).compile()
-    plan = read_plan(compiled, TOPOLOGY, batch=ROWS)
+    plan = read_plan(CompiledStep(compiled), TOPOLOGY, batch=ROWS)
     return {
         "memory": plan.memory["temporary"] / 2**20,
         "flops": sum(product_flops(kernels(read(plan.text))).values()) / 1e9,

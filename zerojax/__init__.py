@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from zerojax import checkpoint, data, offload, plot
+    from zerojax import checkpoint, data, offload
     from zerojax.budget.remat import Remat, remat
     from zerojax.compilations import cache_compilations
     from zerojax.config import DynamicScale, Offload, Precision, Wire
@@ -84,7 +84,6 @@ __all__ = [
     "logical",
     "offload",
     "plan",
-    "plot",
     "remat",
     "report",
     "rows",
@@ -98,7 +97,7 @@ def __getattr__(name: str) -> _Any:
     """Import a public name at its first use."""
     if name == "__version__":
         found = _import_module(f"{__name__}.version").version()
-    elif name in ("checkpoint", "data", "offload", "plot"):
+    elif name in ("checkpoint", "data", "offload"):
         return _import_module(f"{__name__}.{name}")
     elif name in _MODULE_OF:
         found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

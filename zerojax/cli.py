@@ -133,7 +133,6 @@ def estimate(
         str | None, typer.Option(help="gpu shards everything within each host and replicates it over hosts (HSDP).")
     ] = None,
     params_axis: Annotated[str | None, typer.Option(help="gpu shards only parameters within each host.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Also draw the estimate to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate the bytes per device and the bytes sent per step, for every stage, without making any arrays."""
@@ -141,7 +140,6 @@ def estimate(
         from zerojax import user_code
         from zerojax.planning import estimate as estimates
 
-        check_folder("--png", png)
         estimated = estimates.estimate(
             user_code.load_model(model),
             tx=user_code.load_transformation(optimizer),
@@ -157,7 +155,6 @@ def estimate(
         print_result({**dataclasses.asdict(estimated), "rows": totals}, as_json=True)
     else:
         print_result(estimated)
-    save_plot("memory", estimated, png)
 
 
 @app.command()
@@ -178,7 +175,6 @@ def plan(
     largest_batch: Annotated[
         bool, typer.Option("--largest-batch", help="Find the largest batch that fits, by compiling several times.")
     ] = False,
-    png: Annotated[Path | None, typer.Option(help="Draw the step's timeline to this file.", show_default=False)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile the step in FILE for GPUs that this machine does not have, and print its memory and least time.
@@ -194,7 +190,6 @@ def plan(
         from zerojax.planning.shapes import rows_of, with_rows
 
         Hardware(rates=rates).achievable(topology)  # fails before the file is run
-        check_folder("--png", png)
         if batch is not None and batch < 1:
             raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
         step, state, rows, *args = user_code.load_program(file, options or ())
@@ -213,7 +208,6 @@ def plan(
         except Exception as error:
             raise ValueError(f"{file} cannot be planned: {type(error).__name__}: {error}") from error
     print_result(compiled.to_dict() if as_json else compiled, as_json=as_json)
-    save_plot("timeline", compiled, png)
 
 
 @app.command()
@@ -274,27 +268,6 @@ def print_result(result: Any, *before: tuple[str, str], as_json: bool = False) -
     from rich.text import Text
 
     Console(soft_wrap=True).print(Text.assemble(*before, ReprHighlighter()(str(result))))
-
-
-def check_folder(option: str, path: Path | None) -> None:
-    if path is not None and not path.parent.is_dir():
-        raise ValueError(f"{option} {path}: there is no folder {path.parent}. Make it first.")
-
-
-def save_plot(name: str, data: Any, png: Path | None) -> None:
-    """Draw `data` with the function `name` of the module `plot`, and save the picture unless `png` is None.
-
-    Call this after the result is printed, which needs no matplotlib.
-    """
-    if png is None:
-        return
-    with errors_in_one_line(as_json=False):
-        from zerojax import plot
-
-        try:
-            getattr(plot, name)(data).savefig(png, dpi=150)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"--png {png} needs {error.name}: pip install 'zerojax[plot]'.") from error
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-from zerojax import Offload, plot, report, zero_shard
+from zerojax import Offload, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.testing import simulate_devices
 
@@ -257,11 +257,9 @@ def test_an_error_of_the_function_itself_stays_what_it_is(mesh):
         tx.eval_step(fails)(tx.shard(PARAMS), jnp.ones((8, 16)))
 
 
-def test_nothing_to_report_or_draw():
+def test_nothing_to_report():
     with pytest.raises(TypeError, match="None has none"):
         report(None)
-    with pytest.raises(TypeError, match="state is None"):
-        plot.shards(None)
 
 
 @pytest.mark.parametrize("name", ["skip_nonfinite", "leaf_norms", "deterministic"])

@@ -32,7 +32,7 @@ FLOORS = [
     {"checkpoint"},
     {"zero"},
     {"planning"},
-    {"data", "user_code", "doctor", "plot"},
+    {"data", "user_code", "doctor"},
     {"__init__", "flax", "testing"},
     {"cli"},
     {"__main__"},
@@ -165,7 +165,7 @@ def test_help_and_completion_show_the_surface():
         name for name in dir(zerojax) if not name.startswith("__") or name == "__version__"
     }
     assert all(getattr(zerojax, name) is not None for name in dir(zerojax))
-    for name in ("checkpoint", "data", "flax", "offload", "plot"):
+    for name in ("checkpoint", "data", "flax", "offload"):
         module = importlib.import_module(f"zerojax.{name}")
         public = [name for name in dir(module) if not name.startswith("__")]
         assert sorted(module.__all__) == public

@@ -17,7 +17,7 @@ from nbclient import NotebookClient
 
 ROOT = pathlib.Path(__file__).parents[2]
 NAMES = ["01_zero_in_pictures", "02_fit_a_model"]
-# Pictures of the documentation: the last one that a notebook draws with a function of `zerojax.plot`.
+# Pictures of the documentation: the last one that a notebook draws with a function of `notebooks/drawing.py`.
 PICTURES = {"timeline": "01_zero_in_pictures", "frontier": "02_fit_a_model"}
 SET_BY_TESTS = ("XLA_FLAGS", "JAX_", "NPROC")
 PYTHON = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
@@ -30,7 +30,7 @@ def path_of(name):
 def executed(name, folder):
     """A notebook, run in a folder by a kernel that knows nothing of what the tests set, or the user of Jupyter."""
     given = {key: x for key, x in os.environ.items() if not key.startswith(SET_BY_TESTS)}
-    environment = given | {"IPYTHONDIR": str(folder), "PYTHONPATH": str(ROOT)}
+    environment = given | {"IPYTHONDIR": str(folder), "PYTHONPATH": f"{ROOT}:{ROOT / 'notebooks'}"}
     notebook = copy.deepcopy(nbformat.read(path_of(name), as_version=4))
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=900, coalesce_streams=True, record_timing=False, resources=resources).execute(
@@ -51,7 +51,7 @@ def shown(notebook):
 def last_picture(kind):
     """The last picture of this kind in its notebook, as a PNG."""
     cells = nbformat.read(path_of(PICTURES[kind]), as_version=4).cells
-    drawn = [o for cell in cells if f"plot.{kind}(" in cell.source for o in cell.outputs if "data" in o]
+    drawn = [o for cell in cells if f"drawing.{kind}(" in cell.source for o in cell.outputs if "data" in o]
     return base64.b64decode(drawn[-1]["data"]["image/png"])
 
 
@@ -81,7 +81,7 @@ def test_it_stores_what_it_shows_and_nothing_else(name):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     for cell, (text, pictures) in zip(cells, shown(notebook), strict=True):
-        assert pictures == cell.source.count("zerojax.plot.")
+        assert pictures == cell.source.count("drawing.")
         assert not re.search(r"/(home|root|tmp|usr|work)|site-packages|Warning|Error", text)
     assert notebook.metadata == PYTHON
     assert not [cell for cell in notebook.cells if cell.metadata]

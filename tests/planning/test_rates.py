@@ -9,7 +9,7 @@ from command_line import run
 
 from zerojax.doctor import device_rates, slowdown
 from zerojax.gpus.devices import Links, kind_of
-from zerojax.planning.compiled_plan import read_plan
+from zerojax.planning.compiled_plan import CompiledStep, read_plan
 from zerojax.planning.fit import SearchSpace
 from zerojax.planning.hardware import Hardware
 
@@ -44,7 +44,9 @@ def test_what_the_doctor_measured_replaces_the_usual_rates(tmp_path):
 
 def test_a_plan_prints_both_times_and_which_rates_it_uses():
     compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((512, 512), jnp.float32)).compile()
-    found = read_plan(compiled, "h200:1", Hardware(rates=MEASURED | {"products": {"f32": 1e12}}), batch=None)
+    found = read_plan(
+        CompiledStep(compiled), "h200:1", Hardware(rates=MEASURED | {"products": {"f32": 1e12}}), batch=None
+    )
     assert found.expected.roofline.products == pytest.approx(2 * 512**3 / 1e12)
     assert found.expected_seconds == found.expected.seconds == pytest.approx(2 * 512**3 / 1e12)
     assert found.roofline.products == pytest.approx(2 * 512**3 / 494.7e12, rel=1e-3)

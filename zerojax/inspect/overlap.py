@@ -1,8 +1,6 @@
 """Find out how much of a compiled program's communication is hidden, because it runs during matrix products."""
 
-import dataclasses
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,13 +33,6 @@ class Overlap:
 
     def of(self, *kinds: str) -> "Overlap":
         return Overlap(tuple(f for f in self.in_flight if f.collective.kind in kinds))
-
-    def repeated(self, times: int) -> Iterator[InFlight]:
-        """Yield the collectives as if the program ran `times` times."""
-        for f in self.in_flight:
-            known, once = f.collective.times, f.collective.times_if_once
-            counts = {"times": None if known is None else known * times, "times_if_once": once * times}
-            yield dataclasses.replace(f, collective=dataclasses.replace(f.collective, **counts))
 
     @property
     def bytes(self) -> int:

@@ -78,19 +78,6 @@ def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
     )
 
 
-def total(parts: Iterable[tuple[Roofline, int]]) -> Roofline:
-    """Return the least time of programs that run one after the other, each with its number of executions."""
-    parts, operations = list(parts), Counter[str]()
-    for part, times in parts:
-        operations.update({dtype: count * times for dtype, count in part.operations.items()})
-    sums = ("traffic", "products", "memory", "kernels", "communication", "exposed")
-    return Roofline(
-        operations=dict(operations),
-        unknown=tuple(sorted({name for part, _ in parts for name in part.unknown})),
-        **{name: sum(getattr(part, name) * times for part, times in parts) for name in sums},
-    )
-
-
 def product_flops(launched: Iterable[Kernel]) -> dict[str, int]:
     found = Counter[str]()
     for kernel in launched:

@@ -13,8 +13,8 @@ from typing import Any
 from zerojax.gpus.devices import Device
 from zerojax.inspect.collectives import Collective
 from zerojax.inspect.hlo import Call, Instruction, Module, read
-from zerojax.inspect.overlap import InFlight, overlap
-from zerojax.inspect.roofline import FUSIONS, Kernel, collective_seconds, is_kernel, kernels
+from zerojax.inspect.overlap import InFlight, Overlap, overlap
+from zerojax.inspect.roofline import FUSIONS, Kernel, Roofline, collective_seconds, is_kernel, kernels, roofline
 
 LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
 
@@ -91,6 +91,29 @@ class Timeline:
         return math.prod(loop.trip_count or 1 for loop in around)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """The simulated run of a program at achievable rates."""
+
+    roofline: Roofline  # the times of kernels and collectives, if none waited for or slowed another
+    waits: float  # seconds that kernels wait for collectives
+    slowed: float  # seconds by which matrix products take longer because collectives run
+
+    @property
+    def exposed(self) -> float:
+        return self.waits + self.slowed
+
+    @property
+    def seconds(self) -> float:
+        return self.roofline.kernels + self.exposed
+
+    @classmethod
+    def of(cls, module: Module, moved: Overlap, device: Device) -> "Expected":
+        """Return the simulated run of a program on a device at achievable rates. `moved` has its collectives."""
+        simulated = simulate(module, device)
+        return cls(roofline(module, moved, device), sum(simulated.waits.values()), simulated.slowed)
+
+
 def simulate(compiled: Any, device: Device) -> Timeline:
     """Run a simulation of a compiled program on a device.
 
@@ -112,27 +135,6 @@ def simulate(compiled: Any, device: Device) -> Timeline:
     for entry in module.entries:
         streams.computation(entry, depth=0)
     return Timeline(tuple(streams.spans), tuple(streams.loops), hidden.hidden_share)
-
-
-def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
-    """Merge each span that is too short to draw with the short spans after it. All `spans` are in one lane.
-
-    All returned spans take at least `shortest` seconds. A merged span has the kind that takes most of its time.
-    """
-    merged, group = [], list[Span]()
-    for span in [*spans, None]:
-        is_long = span is not None and span.end - span.begin >= shortest
-        ends_group = span is None or is_long or (group and span.begin - group[-1].end >= shortest)
-        if group and (ends_group or group[-1].end - group[0].begin >= shortest):
-            times: dict[str, float] = {}
-            for short in group:
-                times[short.kind] = times.get(short.kind, 0.0) + short.end - short.begin
-            end, kind = max(group[-1].end, group[0].begin + shortest), max(times, key=times.__getitem__)
-            merged.append(replace(group[0], kind=kind, end=end, done=max(end, group[-1].done)))
-            group = []
-        if span is not None:
-            (merged if is_long else group).append(span)
-    return merged
 
 
 @dataclass

@@ -21,12 +21,10 @@ from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.host import pinned_limit
 from zerojax.offload.measure import Choice
 from zerojax.planning import compat
-from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep, StepFacts
-from zerojax.planning.named_meshes import MovedMeshes, compiling, in_force
+from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
+from zerojax.planning.named_meshes import MovedMeshes, in_force
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
-from zerojax.planning.stage_bytes import StageEstimate, estimate_stage
-from zerojax.planning.staged_program import compile_trace
-from zerojax.planning.staged_trace import trace_step
+from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.fitting import blocks_of_a_loss, devices_of_a_block
@@ -35,31 +33,13 @@ from zerojax.train.step import Step
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 
-STAGED_NOTE = (
-    "The step is many programs, and the figures are their sums. The peak counts the arrays that Python holds between "
-    "programs. No program copies to or from host memory: Python starts these copies between the launches of programs."
-)
-
 
 class AbsentProgram(NamedTuple):
     """A program for GPUs that this machine does not have."""
 
     compile: Callable[[Any], CompiledStep]  # `compile(batch)` compiles the step for a batch of shapes
     row_multiple: int  # the number of rows of each batch must be a multiple of this number
-    facts: StepFacts  # facts that cannot be read from the compiled step
-    row: StageEstimate | None = None  # the estimate of the step's bytes; only if parameters are on disk
     update: StreamedUpdate | None = None  # the update of offloaded state, if the device updates it
-
-
-def compile_lowered(
-    lower: Callable[[Any], Any], batch: Any, described: Callable[[Any], dict[str, Any]] = lambda batch: {}
-) -> CompiledStep:
-    """Compile a step that is one program.
-
-    `lower(batch)` lowers it. `described(batch)` is called afterwards, and returns the other fields of the result.
-    """
-    compiled = lower(batch).compile()
-    return CompiledStep(((compiled, 1),), **described(batch))
 
 
 def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
@@ -67,7 +47,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
     If the step has `memory="auto"`, it is compiled to take at most `usable` bytes per device.
     """
-    check_state(state)
+    check_planned(step, state)
     mesh = absent_mesh_like(step.config.user_mesh, topology, axes=step.config.axis)
     config = dataclasses.replace(step.config, user_mesh=mesh)
     options = step.options
@@ -81,49 +61,45 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     loss = dataclasses.replace(step.program.loss, fn=observed, reduction=reduction)
     moved, shapes = Step(config, loss, options), state_shapes(ZeroTransformation.of(config), state)
     accumulate = options.accumulate
-    row, staged = estimate_stage(config, shapes.plan, accumulate), config.params_on_disk
-    move = MovedMeshes(step.config.mesh, config.mesh)
-    facts = StepFacts(
-        parts={**STATE_PARTS, "batch": "batch"},
-        # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
-        sent_formula=None if config.data.compiler_axes else row.sent,
-        host=row.host,
-        disk=row.disk,
-        read=row.read,
-        written=row.written,
-        notes=(
-            *shapes.plan.update_in_words,
-            *offload_notes(moved, shapes),
-            *pinning_note(row.host * Topology.parse(topology).per_host),
-            *(moved.compiled_with if staged else ()),
-        ),
+    row = estimate_stage(config, shapes.plan, accumulate)
+    known = (
+        *shapes.plan.update_in_words,
+        *offload_notes(moved, shapes),
+        *pinning_note(row.host * Topology.parse(topology).per_host),
     )
-    multiple = config.data.workers * accumulate
-    if staged:
-
-        def compile_stages(batch: Any) -> CompiledStep:
-            return compile_trace(trace_step(moved, shapes, abstract(batch), abstract(args)), config.mesh, facts.parts)
-
-        return AbsentProgram(compiling(move, compile_stages), multiple, facts, row)
-    kept = sum(kept_on_device(config, shapes.plan).values())
-    lower = auto_context()(lambda batch: moved.lower(shapes, abstract(batch), *abstract(args)))
 
     @auto_context()
-    def described(batch: Any) -> dict[str, Any]:
-        found = {"options": moved.compiler_options, "kept": kept}
-        if options.memory is None:
-            as_given = describe(blocks, 1.0, devices_of_a_block(config))
-            return found | {"notes": moved.compiled_with, "blocks": as_given}
-        fit = moved.memory_fit(shapes, abstract(batch), *abstract(args))
-        return found | {"notes": (*fit.notes[:1], *moved.compiled_with), "blocks": fit.blocks}
+    def compile_step(batch: Any) -> CompiledStep:
+        given = shapes, abstract(batch), *abstract(args)
+        with in_force(MovedMeshes(step.config.mesh, config.mesh)) as notes_on_meshes:
+            program = moved.lower(*given).compile()
+            fit = None if options.memory is None else moved.memory_fit(*given)
+        notes = (*(fit.notes[:1] if fit else ()), *moved.compiled_with, *notes_on_meshes)
+        return CompiledStep(
+            program,
+            parts={**STATE_PARTS, "batch": "batch"},
+            # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
+            sent_formula=None if config.data.compiler_axes else row.sent,
+            row=row,
+            notes=(*known, *notes),
+            blocks=fit.blocks if fit else describe(blocks, 1.0, devices_of_a_block(config)),
+            options=moved.compiler_options,
+            kept=sum(kept_on_device(config, shapes.plan).values()),
+        )
 
-    compile_step = compiling(move, functools.partial(compile_lowered, lower, described=described))
     streamed = StreamedUpdate(config, shapes.plan) if shapes.plan.offloaded else None
     update = streamed if streamed is not None and streamed.update == "device" else None
-    return AbsentProgram(compile_step, multiple, facts, update=update)
+    return AbsentProgram(compile_step, config.data.workers * accumulate, update)
 
 
-def check_state(state: Any) -> None:
+def check_planned(step: Step, state: Any) -> None:
+    """Raise an error if `state` is not the state of `step`, or if `step` is not one program."""
+    if step.config.params_on_disk:
+        raise NotImplementedError(
+            'With Offload(params="disk") a step is many programs, and plan and check compile one. zerojax.estimate '
+            "gives the bytes of parameters on disk, and what a step reads and writes. For its time and memory, run a "
+            "step."
+        )
     if not isinstance(state, ZeroState):
         raise TypeError(
             f"A step of train_step needs its ZeroState, not {type(state).__name__}. Make the state with "
@@ -147,8 +123,6 @@ def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
     """Return notes on the costs of offloaded state that a plan's figures do not include. Empty without an offload."""
-    if step.config.params_on_disk:
-        return (STAGED_NOTE,)
     if not any(state.plan.chunkings):
         return ()
     most = max(peak_bytes(lowered.compile()) for lowered in step.lower_update(state))
@@ -210,15 +184,15 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
             raise
 
     unsharded = "No argument has a NamedSharding, so every device does the same work. Give arguments NamedShardings."
-    facts = StepFacts() if meshes or mesh.size == 1 else StepFacts(notes=(unsharded,))
+    notes = () if meshes or mesh.size == 1 else (unsharded,)
     sharded = [sharding for x in jax.tree.leaves(placed(batch)) if (sharding := named_sharding(x))]
     shards = [math.prod(mesh.shape[axis] for axis in row_axes(sharding)) for sharding in sharded]
 
     def compile_function(batch: Any) -> CompiledStep:
         with compat.kernels_for(mesh) if equal is None else in_force(MovedMeshes(equal, mesh)):
-            return compile_lowered(lower, batch)
+            return CompiledStep(lower(batch).compile(), notes=notes)
 
-    return AbsentProgram(compile_function, math.lcm(*shards), facts)
+    return AbsentProgram(compile_function, math.lcm(*shards))
 
 
 def row_axes(sharding: NamedSharding) -> tuple[str, ...]:

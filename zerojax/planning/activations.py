@@ -74,7 +74,7 @@ class PlainGradient:
     def __init__(self, loss: Loss, args: tuple, gpu: str | None, *, recompute: bool = False):
         """Keep the arguments. If `gpu` is None, `cost` compiles for the first local device, otherwise for this kind.
 
-        With `recompute`, the blocks of the loss save as little as possible, except if parameters are on disk.
+        With `recompute`, the blocks of the loss save as little as possible.
         """
         self.loss, self._recompute = loss, recompute
         self.args = abstract(packed(args))
@@ -86,14 +86,11 @@ class PlainGradient:
         """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time."""
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
-        key = (layout.compute, layout.trained, kinds, types, self._recomputes(config))
+        key = (layout.compute, layout.trained, kinds, types)
         if key not in self._costs:
             with in_force(OnOneDevice(self._mesh, config.axis)):
                 self._costs[key] = self._compile(config, layout, rows)
         return self._costs[key]
-
-    def _recomputes(self, config: Config) -> bool:
-        return self._recompute and not config.params_on_disk
 
     def _compile(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
         """Compile the gradient. Stages and meshes that accumulate the same gradients share one program."""
@@ -101,9 +98,9 @@ class PlainGradient:
         gathered = program_of(config, layout, self.loss, rows, self.args)
         sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
         accumulated = frozenset(sharded - gathered.stacks)
-        program = (layout.compute, layout.trained, accumulated, types, self._recomputes(config))
+        program = (layout.compute, layout.trained, accumulated, types)
         if program not in self._compiled:
-            blocks = blocks_of_a_loss() if self._recomputes(config) else None
+            blocks = blocks_of_a_loss() if self._recompute else None
             fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
             loss = dataclasses.replace(self.loss, fn=fn)
             compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)

@@ -22,7 +22,7 @@ from zerojax.inspect.memory import held_at_once, memory_analysis
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.pieces import Piece, pieces
 from zerojax.inspect.roofline import kernels, product_flops
-from zerojax.planning.absent_program import check_state, state_shapes
+from zerojax.planning.absent_program import check_planned, state_shapes
 from zerojax.planning.contract import Checked, WithMutable, contract_of
 from zerojax.planning.findings import (
     MIB,
@@ -134,19 +134,15 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
         A `Check`. Its `ok` says whether the program keeps the contract.
 
     Raises:
-        TypeError: If `step` is not a step, `state` is not a `ZeroState`, or the parameters are on disk.
+        TypeError: If `step` is not a step, or `state` is not a `ZeroState`.
+        NotImplementedError: If the parameters are on disk.
         ValueError: If the topology is unknown, the axes do not divide the batch, or the loss names mesh axes. Plain
             jit, with which the loss is compared, has no axes.
         ModuleNotFoundError: If `topology` is given and the extra `aot` is not installed.
     """
     if not isinstance(step, Step):
         raise TypeError(f"check takes (step, state, batch), with a step of tx.train_step, not {type(step).__name__}.")
-    if step.config.params_on_disk:
-        raise TypeError(
-            'check compiles one program, and with Offload(params="disk") a step is many programs. zerojax.plan '
-            "compiles each of them and adds up their figures. Or check the same loss with parameters in memory."
-        )
-    check_state(state)
+    check_planned(step, state)
     config, accumulate = on_topology(step.config, topology), step.options.accumulate
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))

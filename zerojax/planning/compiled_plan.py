@@ -11,19 +11,17 @@ from zerojax.budget.table import BlockMemory, rows_of
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
-from zerojax.inspect.expected import Expected
 from zerojax.inspect.hlo import Module, read
 from zerojax.inspect.memory import memory_analysis, peak_bytes
 from zerojax.inspect.overlap import Overlap, overlap
-from zerojax.inspect.roofline import Roofline, roofline, total
-from zerojax.inspect.timeline import simulate
+from zerojax.inspect.roofline import Roofline, roofline
+from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.plan_notes import limitations, near_limit
-from zerojax.planning.stage_bytes import LINK
+from zerojax.planning.stage_bytes import StageEstimate
 from zerojax.units import format_bytes, format_seconds
 
 DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "expected_seconds")
-DERIVED += ("disk_bandwidth",)
 EXPECTED = ("seconds", "exposed", "waits", "slowed")
 MOST_WAITS = 3
 USUAL = Hardware()
@@ -36,7 +34,7 @@ STATE_PARTS = {
     "state.opt_state": "optimizer state",
     "state": "other state",
 }
-TEMPORARY, RESULTS, OTHER, HELD = "temporary", "results", "other arguments", "between programs"
+TEMPORARY, RESULTS, OTHER = "temporary", "results", "other arguments"
 KEPT = "offloaded state kept"
 
 
@@ -49,8 +47,7 @@ class Plan:
         devices: Number of GPUs.
         batch: Rows of the global batch. None if the leaves of a function's batch have different numbers of rows.
         memory: Bytes per device by part. `peak` is the sum of all parts. `temporary` has activations, gradients and
-            gathered parameters. `results` has the results that do not reuse the memory of donated arguments. `between
-            programs`, only with parameters on disk, has the arrays that one program passes to a later program.
+            gathered parameters. `results` has the results that do not reuse the memory of donated arguments.
         capacity: Bytes of a device's memory.
         usable: Bytes of a device's memory that the program may take.
         overlap: Every collective, with the number of matrix products that run during the collective.
@@ -64,21 +61,16 @@ class Plan:
             zerojax, or the mesh has axes that do not divide the batch.
         host: Bytes per device in host memory, as `estimate` computes them.
         disk: Bytes per device on disk, as `estimate` computes them.
-        read: Bytes per device that a step reads from disk, at most, as `estimate` computes them.
-        written: Bytes per device that a step writes to disk, as `estimate` computes them.
-        transfers: The least seconds per step of the host link, and of the disk if its bandwidth was given. Empty unless
-            parameters are on disk.
         update: The seconds per step after the gradients, in which offloaded state is copied to the device, updated and
             copied back: its bytes at the rate of `host_link=` in each direction, and of `disk=` if it is given. 0 if
-            all state stays on the device, with parameters on disk, or if the host updates the state.
+            all state stays on the device, or if the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
-            `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function, and with
-            parameters on disk.
+            `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function.
         notes: Sentences about effects that these figures leave out.
         compiler_options: The options of XLA with which the step was compiled, by name: those of the user, or those for
             the mesh.
-        text: The compiled program, as HLO text. Empty with parameters on disk, because the step is many programs.
+        text: The compiled program, as HLO text.
     """
 
     topology: str
@@ -95,9 +87,6 @@ class Plan:
     sent_formula: float | None = None
     host: int = 0
     disk: int = 0
-    read: int = 0
-    written: int = 0
-    transfers: Mapping[str, float] = dataclasses.field(default_factory=dict)
     update: float = 0.0
     largest_batch: int | None = None
     blocks: tuple[BlockMemory, ...] = ()
@@ -150,23 +139,13 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Return the least time of a step: the longest of the roofline's time and of all `transfers`, and `update`."""
-        return max(self.roofline.seconds, *self.transfers.values(), 0.0) + self.update
+        """Return the least time of a step: the roofline's time and `update`."""
+        return self.roofline.seconds + self.update
 
     @property
     def expected_seconds(self) -> float:
-        """Return the expected time of a step: the longest of the simulated time and all `transfers`, and `update`."""
-        return max(self.expected.seconds, *self.transfers.values(), 0.0) + self.update
-
-    @property
-    def disk_bandwidth(self) -> float:
-        """Return the bytes per second per device at which the disk no longer slows a step with parameters on disk.
-
-        This counts reads and writes together. It is 0 if the parameters are not on disk.
-        """
-        if not self.transfers:
-            return 0.0
-        return (self.read + self.written) / max(self.roofline.seconds, self.transfers[LINK])
+        """Return the expected time of a step: the simulated time and `update`."""
+        return self.expected.seconds + self.update
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values for JSON, without the program's text."""
@@ -189,8 +168,6 @@ class Plan:
         lines += [line(part, format_bytes(size)) for part, size in self.memory.items() if size]
         lines.append(line("peak", format_bytes(self.peak)) + verdict)
         offloaded = {"in host memory": self.host, "on disk": self.disk}
-        if self.transfers:
-            offloaded |= {"read per step": self.read, "written per step": self.written}
         lines += [line(name, format_bytes(size)) for name, size in offloaded.items() if size]
         if self.largest_batch is not None:
             lines.append(line("largest batch", f"{self.largest_batch:,}") + "  rows")
@@ -214,12 +191,9 @@ class Plan:
             cells = format_seconds(sum(self.waits.values())), format_seconds(expected.waits)
             yield line("kernels wait", *cells) + (f"  {self.waiting:.1%}: {waits}" if waits else "")
             yield line("products slowed", format_seconds(0.0), format_seconds(expected.slowed))
-        for name, seconds in self.transfers.items():
-            yield line(name, format_seconds(seconds), format_seconds(seconds))
         if self.update:
             yield line("offloaded update", format_seconds(self.update), format_seconds(self.update))
-        limit = f"  the disk is the limit below {format_bytes(self.disk_bandwidth)}/s" if self.transfers else ""
-        yield line("step", format_seconds(self.seconds), format_seconds(self.expected_seconds)) + limit
+        yield line("step", format_seconds(self.seconds), format_seconds(self.expected_seconds))
         yield from [f"  {self.rates}"] if self.rates else []
 
     def _kinds(self) -> list[tuple[str, ...]]:
@@ -241,92 +215,64 @@ def _spans_hosts(c: Collective, per_host: int) -> bool:
     return len({device // per_host for device in c.group}) > 1
 
 
-@dataclasses.dataclass(frozen=True)
-class StepFacts:
-    """Facts about a step that cannot be read from its compiled program. See `Plan` for most attributes.
-
-    `parts` maps a prefix of an argument's name in the program to a part of `Plan.memory`. The longest prefix decides.
-    """
-
-    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    sent_formula: float | None = None
-    host: int = 0
-    disk: int = 0
-    read: int = 0
-    written: int = 0
-    notes: tuple[str, ...] = ()
-
-
 class CompiledStep(NamedTuple):
-    """The compiled programs of a step."""
+    """The compiled program of a step, and what cannot be read from the program."""
 
-    programs: tuple[tuple[Any, int], ...]  # each program, with the number of its executions in a step
-    memory: dict[str, int] | None = None  # bytes per device by part, when their sum is largest; None for one program
-    notes: tuple[str, ...] = ()  # sentences for the plan, about how the step chose the program
+    program: Any
+    parts: Mapping[str, str] = MappingProxyType({})  # parts of `Plan.memory`, by prefix of an argument's name
+    sent_formula: float | None = None  # as in `Plan`
+    row: StageEstimate | None = None  # the estimate of the step's bytes; None for a function
+    notes: tuple[str, ...] = ()  # sentences for the plan
     blocks: tuple[BlockMemory, ...] = ()  # what each block of the loss saves and recomputes
     options: Mapping[str, Any] = MappingProxyType({})  # the compiler options of the program
-    kept: int = 0  # bytes per device of offloaded state that stays on the device, which no program has as an argument
+    kept: int = 0  # bytes per device of offloaded state that stays on the device, which the program does not have
 
     @property
     def peak(self) -> int:
-        if self.memory is None:
-            return peak_bytes(self.programs[0][0]) + self.kept
-        return sum(self.memory.values())
+        return peak_bytes(self.program) + self.kept
 
 
 def read_plan(
-    compiled: Any,
+    step: CompiledStep,
     topology: str,
     hardware: Hardware = USUAL,
-    facts: StepFacts = StepFacts(),
     *,
     batch: int | None,
     largest_batch: int | None = None,
-    transfers: Mapping[str, float] = MappingProxyType({}),
     update: float = 0.0,
 ) -> Plan:
-    """Read a plan from a `CompiledStep` or from one compiled program. See `Plan` for the arguments."""
-    device, achievable = hardware.device(topology), hardware.achievable(topology)
-    step = compiled if isinstance(compiled, CompiledStep) else CompiledStep(((compiled, 1),))
-    modules = [(read(program), times) for program, times in step.programs]
-    hiding = [overlap(module) for module, _ in modules]
-    programs = [(m, o, times) for (m, times), o in zip(modules, hiding, strict=True)]
-    figures = total((roofline(m, o, device), times) for m, o, times in programs)
-    gpus, waits = Topology.parse(topology), Counter[str]()
-    for module, times in modules:
-        waits.update({cause: times * seconds for cause, seconds in waits_by_cause(module, device).items()})
-    memory, (first, *others) = step.memory, modules
-    if memory is None:
-        memory = {KEPT: step.kept} if step.kept else {}
-        memory |= memory_by_part(first[0], memory_analysis(step.programs[0][0]), facts.parts)
-    notes = [note for module, _ in modules for note in limitations(module, figures.unknown, gpus)]
-    notes += [
-        note for program, _ in step.programs for note in near_limit(memory_analysis(program), device, step.options)
-    ]
+    """Read a plan from a compiled step. See `Plan` for the arguments."""
+    device, achievable, gpus = hardware.device(topology), hardware.achievable(topology), Topology.parse(topology)
+    module, analysis = read(step.program), memory_analysis(step.program)
+    moved = overlap(module)
+    figures = roofline(module, moved, device)
+    kept = {KEPT: step.kept} if step.kept else {}
+    notes = (
+        *step.notes,
+        *limitations(module, figures.unknown, gpus),
+        *near_limit(analysis, device, step.options),
+    )
     return Plan(
         topology=topology,
         devices=gpus.size,
         batch=batch,
-        memory=memory,
+        memory=kept | memory_by_part(module, analysis, step.parts),
         capacity=device.memory,
         usable=int(hardware.usable(device)),
-        overlap=Overlap(tuple(f for _, o, times in programs for f in o.repeated(times))),
+        overlap=moved,
         roofline=figures,
-        expected=Expected.total((Expected.of(m, o, achievable), times) for m, o, times in programs),
+        expected=Expected.of(module, moved, achievable),
         rates=hardware.rates.described(gpus.kind),
-        waits=dict(waits.most_common()),
-        sent_formula=facts.sent_formula,
-        host=facts.host,
-        disk=facts.disk,
-        read=facts.read,
-        written=facts.written,
-        transfers=dict(transfers),
+        waits=waits_by_cause(module, device),
+        sent_formula=step.sent_formula,
+        host=step.row.host if step.row else 0,
+        disk=step.row.disk if step.row else 0,
         update=update,
         largest_batch=largest_batch,
         blocks=step.blocks,
-        notes=tuple(dict.fromkeys([*facts.notes, *step.notes, *notes])),
+        notes=tuple(dict.fromkeys(notes)),
         compiler_options=dict(step.options),
-        text="" if others else first[0].text,
+        text=module.text,
     )
 
 
@@ -334,7 +280,7 @@ def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
     waits = Counter[str]()
     for collective, seconds in simulate(module, device).waits.items():
         waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
-    return dict(waits)
+    return dict(waits.most_common())
 
 
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:

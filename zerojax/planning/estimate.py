@@ -88,7 +88,9 @@ class Estimate:
             link: Bytes per second in each direction between host and device, per device.
             disk: Bytes per second of the disk, per device, for reading and writing together.
         """
-        return max(self[stage].transfer_seconds(link=link, disk=disk).values())
+        row = self[stage]
+        seconds = (row.host + max(row.read, row.written)) / link
+        return max(seconds, (row.read + row.written) / disk) if disk else seconds
 
     def __str__(self) -> str:
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]

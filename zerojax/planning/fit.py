@@ -82,10 +82,6 @@ class Candidate:
         return " + ".join([str(self.offload.optimizer), *(["params"] if self.offload.params else [])])
 
     @property
-    def params_on_disk(self) -> bool:
-        return self.offload is not None and self.offload.params == "disk"
-
-    @property
     def variant(self) -> tuple:
         return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
 
@@ -155,6 +151,11 @@ class SearchSpace:
     def __post_init__(self):
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
+        if any(offload is not None and offload.params == "disk" for offload in self.offloads):
+            raise NotImplementedError(
+                'plan.fit compiles the steps that it chooses among, and with Offload(params="disk") a step is many '
+                "programs. zerojax.estimate gives the bytes of parameters on disk."
+            )
 
     def device(self, count: int) -> Device:
         """Return the description of one GPU among `count` GPUs: at measured rates if they are given, else at peak."""
@@ -174,8 +175,7 @@ class SearchSpace:
         axes = self.axes(config)
         over = lambda **chosen: {"axis": axes, "shard_axis": (), "params_axis": ()} | chosen
         found = [over()]
-        on_disk = offload is not None and offload.params == "disk"  # then shards are over all devices
-        if 1 < self.hosts < count and stage > 0 and not on_disk:
+        if 1 < self.hosts < count and stage > 0:
             found.append(over(shard_axis=axes[-1:]))
             if stage == 3 and (offload is None or offload.params is None):
                 found.append(over(params_axis=axes[-1:]))
@@ -242,7 +242,7 @@ def estimate_candidate(
         return candidate
     cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
     device, activations, spared = space.device(row.devices), cost.activations, 0.0
-    if space.recompute and not config.params_on_disk:
+    if space.recompute:
         candidate = dataclasses.replace(candidate, memory="auto")
         least_peak = dataclasses.replace(row, activations=activations, gathered=cost.gathered).peak
         assert least_peak is not None
@@ -250,9 +250,11 @@ def estimate_candidate(
         activations += more
     row = dataclasses.replace(row, activations=activations, gathered=cost.gathered)
     assert row.peak is not None
-    sending = sending_seconds(config, layout, device)
-    kernels = cost.seconds(device) - spared
-    seconds = step_seconds(row, kernels, sending, space, overlaps=candidate.params_on_disk)
+    kernels, sending = cost.seconds(device) - spared, sending_seconds(config, layout, device)
+    passes = max(kernels, sending) if row.stage == 3 else kernels + sending
+    update = 2 * row.resident / device.bandwidth
+    transfers = (row.host + row.disk) / space.hardware.to_host(space.topology(row.devices))
+    seconds = passes + update + transfers
     return dataclasses.replace(candidate, peak=row.peak, seconds=seconds / rows)
 
 
@@ -271,27 +273,6 @@ def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
     group = lambda axes: numbers[tuple(slice(None) if name in axes else 0 for name in names)].ravel().tolist()
     sent = sent_bytes(config, layout, 1, axes_that_stay(layout))
     return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
-
-
-def step_seconds(
-    row: StageEstimate, kernels: float, communication: float, space: SearchSpace, *, overlaps: bool
-) -> float:
-    """Return the least time of a step.
-
-    Args:
-        row: The estimated bytes of the step.
-        kernels: The least time of the plain gradient's kernels.
-        communication: The least time of the step's collectives.
-        space: The search space, whose hardware has bandwidths.
-        overlaps: Whether transfers of offloaded state overlap with the gradient, as with parameters on disk.
-    """
-    device, hardware = space.device(row.devices), space.hardware
-    passes = max(kernels, communication) if row.stage == 3 else kernels + communication
-    update = 2 * row.resident / device.bandwidth
-    link = hardware.to_host(space.topology(row.devices))
-    if overlaps:
-        return max(passes + update, *row.transfer_seconds(link=link, disk=hardware.disk).values())
-    return passes + update + (row.host + row.disk) / link
 
 
 def search(
@@ -334,18 +315,14 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Yield candidates by cost. Candidates with parameters on disk come last.
-
-    At equal cost, prefer no offload, a low stage, all axes, the first loss, few rows.
-    """
+    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, all axes, the first loss, few rows."""
     within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
     simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)
-    for on_disk in (False, True):
-        rest = sorted((c for c in estimated if c.params_on_disk == on_disk), key=lambda c: c.seconds)
-        while rest:
-            equal = [c for c in rest if c.seconds <= (1 + COST_RESOLUTION) * rest[0].seconds]
-            yield from sorted(equal, key=simplest)
-            rest = rest[len(equal) :]
+    rest = sorted(estimated, key=lambda c: c.seconds)
+    while rest:
+        equal = [c for c in rest if c.seconds <= (1 + COST_RESOLUTION) * rest[0].seconds]
+        yield from sorted(equal, key=simplest)
+        rest = rest[len(equal) :]
 
 
 def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequence[int]) -> str:
@@ -355,12 +332,11 @@ def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequenc
             f"No candidate for {among} {space.gpu}: no number of devices divides rows={space.rows}, or no stage of "
             f"{tuple(space.stages)} supports offload=. Give rows that are a multiple of the devices, or other stages."
         )
-    on_disk = any(c.params_on_disk for c in tried)
-    most = "" if on_disk else ', such as Offload(params="disk", optimizer="disk", path=...) at stage 3'
     remat = "" if space.recompute else "recompute=True or a loss with remat, "
     nearest = min(tried, key=lambda c: c.peak / space.usable(c.devices))
     return (
         f"Nothing fits {among} {space.gpu}. The nearest is {nearest}, on {nearest.devices}: it needs "
         f"{format_bytes(nearest.peak)} per device, and {format_bytes(space.usable(nearest.devices))} may be used. "
-        f"Give more devices, {remat}fewer rows, or an offload= that offloads more{most}."
+        f"Give more devices, {remat}fewer rows, or an offload= that offloads more. With parameters on disk, which "
+        f"zerojax.estimate counts, a device holds a few layers."
     )

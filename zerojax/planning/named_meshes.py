@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.planning import compat
-from zerojax.planning.compiled_plan import CompiledStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +109,3 @@ def in_force(move: MovedMeshes | OnOneDevice) -> Iterator[dict[str, None]]:
 
     with compat.kernels_for(move.target), compat.meshes_replaced(replace, key=move):
         yield notes
-
-
-def compiling(move: MovedMeshes, compiler: Callable[[Any], CompiledStep]) -> Callable[[Any], CompiledStep]:
-    """Return a function that compiles a step for a batch with the meshes of `move`, and adds notes to the result."""
-
-    def compile_moved(batch: Any) -> CompiledStep:
-        with in_force(move) as notes:
-            step = compiler(batch)
-        return step._replace(notes=(*step.notes, *notes))
-
-    return compile_moved

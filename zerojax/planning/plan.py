@@ -14,7 +14,7 @@ from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
-from zerojax.planning.compiled_plan import Plan, read_plan
+from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.largest_batch import largest_that_fits
@@ -69,7 +69,7 @@ class Planner:
                 GPU within its host (default: NVLink). `network`: sent by a GPU to other hosts (default: its network
                 adapter). `host_link`: in each direction between a GPU and its host (default: PCIe). `disk`: read and
                 written by a GPU's share of the disk, together. `host_link` and `disk` count only with
-                offloaded state or parameters. Without `disk`, the time of the disk is left out. `rates`: achievable
+                offloaded state. Without `disk`, the time of the disk is left out. `rates`: achievable
                 rates, as a dict, or as the path of a file that `zerojax doctor --json` wrote on such a GPU (default:
                 the usual shares of the peak rates).
 
@@ -81,6 +81,7 @@ class Planner:
             ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch, a speed
                 is not above 0, `rates` has no rates or those of another GPU, or the leaves of the batch have different
                 numbers of rows (for a step, or with `largest_batch`).
+            NotImplementedError: If the parameters are on disk.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         given = Hardware(**hardware)
@@ -96,12 +97,11 @@ class Planner:
         program_of = program_of_step if isinstance(step, Step) else program_of_function
         usable = given.usable(device)
         program = program_of(step, state, batch, args, topology, int(given.fitted(device)))
-        compiled, row = program.compile(batch), program.row
+        compiled = program.compile(batch)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
-        seconds = row.transfer_seconds(link=given.to_host(topology), disk=given.disk) if row else {}
-        limits = {"largest_batch": largest, "transfers": seconds, "update": update_seconds(program, topology, given)}
-        noted = compiled._replace(notes=(*compiled.notes, *room_note(program, compiled.peak, topology, given)))
-        return read_plan(noted, topology, given, program.facts, batch=rows, **limits)
+        seconds = update_seconds(program.update, compiled, topology, given)
+        noted = compiled._replace(notes=(*compiled.notes, *room_note(program.update, compiled.peak, topology, given)))
+        return read_plan(noted, topology, given, batch=rows, largest_batch=largest, update=seconds)
 
     @auto_context()
     def fit(
@@ -121,9 +121,8 @@ class Planner:
 
         Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
         rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
-        Candidates with parameters on disk come last. Times within 2% count as equal, and are sorted by preference: no
-        offload, a low stage, shards over all devices, the first loss, a small batch. The steps are compiled in this
-        order, and the first that fits is chosen.
+        Times within 2% count as equal, and are sorted by preference: no offload, a low stage, shards over all devices,
+        the first loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
 
         Args:
             tx: Any optax transformation. If it comes from `zero_shard`, its stage, mesh and offload are replaced.
@@ -138,8 +137,8 @@ class Planner:
                 `"h200:8x8"`, replaces `gpu`, and adds candidates with `shard_axis` or `params_axis` within a host. They
                 replace these options of `tx`.
             stages: ZeRO stages to choose from, one or several.
-            offload: Offloads to choose from, one or several. None is no offload. The compiled plan counts parameters in
-                host memory as device memory. Candidates with parameters on disk come last, whatever their time.
+            offload: Offloads to choose from, one or several, except with parameters on disk. None is no offload. The
+                compiled plan counts parameters in host memory as device memory.
             **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
                 a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
@@ -154,6 +153,7 @@ class Planner:
             ValueError: If nothing fits, the GPU is unknown, an option is invalid, there is no loss, or the leaves of
                 the batch have different numbers of rows.
             TypeError: If a number of rows or of devices is not an integer, or an option is unknown.
+            NotImplementedError: If an offload has parameters on disk.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
         named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
@@ -214,17 +214,17 @@ def candidate_config(config: Config, space: SearchSpace, candidate: Candidate) -
     return dataclasses.replace(config, axis=axes, **shards)
 
 
-def update_seconds(program: AbsentProgram, topology: str, given: Hardware) -> float:
+def update_seconds(update: StreamedUpdate | None, compiled: CompiledStep, topology: str, given: Hardware) -> float:
     """Return the seconds in which a step updates offloaded state after its gradients. 0 without such state.
 
     State crosses the link in both directions at once, and the updates of its chunks take a few percent of that time.
     Chunks that stay on the device are read and written there.
     """
-    if program.update is None:
+    if update is None or compiled.row is None:
         return 0.0
-    sizes, kept = offloaded_chunks(program.update)
+    sizes, kept = offloaded_chunks(update)
     streamed = (sum(sizes) - kept) / given.to_host(topology) + 2 * kept / given.achievable(topology).bandwidth
-    return max(streamed, (program.facts.read + program.facts.written) / given.disk if given.disk else 0.0)
+    return max(streamed, (compiled.row.read + compiled.row.written) / given.disk if given.disk else 0.0)
 
 
 def offloaded_chunks(update: StreamedUpdate) -> tuple[list[int], int]:
@@ -234,11 +234,11 @@ def offloaded_chunks(update: StreamedUpdate) -> tuple[list[int], int]:
     return sizes, sum(kept_on_device(update.config, plan).values())
 
 
-def room_note(program: AbsentProgram, peak: int, topology: str, given: Hardware) -> tuple[str, ...]:
+def room_note(update: StreamedUpdate | None, peak: int, topology: str, given: Hardware) -> tuple[str, ...]:
     """Return a note that says how much offloaded state the device could keep, and what that saves."""
-    if program.update is None or (offload := program.update.config.offload) is None or offload.optimizer != "host":
+    if update is None or (offload := update.config.offload) is None or offload.optimizer != "host":
         return ()
-    sizes, kept = offloaded_chunks(program.update)
+    sizes, kept = offloaded_chunks(update)
     # The chunks in flight need memory, too, although activations are free when they do.
     room = int(given.usable(given.device(topology))) - peak - IN_FLIGHT * max(sizes)
     if (more := min(room, sum(sizes) - kept)) < min(sizes):

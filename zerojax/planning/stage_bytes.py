@@ -27,7 +27,6 @@ from zerojax.streaming.stores import kept_on_device
 from zerojax.train.tree_api import returned_grads
 
 HOST = "host"  # the mesh axis of the hosts, if a topology has several
-LINK, DISK = "host link", "disk"  # the names of the links that transfer offloaded bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +74,6 @@ class StageEstimate:
     def total(self) -> int:
         """Return the bytes of all model states on a device. This includes gradients, but not gathered parameters."""
         return self.resident + self.grads
-
-    def transfer_seconds(self, *, link: float, disk: float | None = None) -> dict[str, float]:
-        """Return the least seconds per step of the host link, and of the disk if its bandwidth is given.
-
-        The host link copies bytes to the device and back at the same time. The disk does not read and write at the same
-        time.
-
-        Args:
-            link: Bytes per second in each direction between host and device, per device.
-            disk: Bytes per second of the disk, per device, for reading and writing together.
-        """
-        seconds = {LINK: (self.host + max(self.read, self.written)) / link}
-        return seconds | ({DISK: (self.read + self.written) / disk} if disk else {})
 
 
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:

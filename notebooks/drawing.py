@@ -1,12 +1,17 @@
-"""Draw memory, shards, the timeline of a step, and plans with different activations, with matplotlib."""
+"""Draw memory, shards, the timeline of a step, and plans with different activations, with matplotlib.
+
+Every function returns a figure without a window. A notebook shows it, and `figure.savefig("memory.png")` writes it to a
+file.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +20,7 @@ import jax
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.report import name_of
-from zerojax.inspect.timeline import Timeline, merge_short, simulate
+from zerojax.inspect.timeline import Span, Timeline, simulate
 from zerojax.layout.chunked import Chunked
 from zerojax.layout.padded import Padded
 from zerojax.placement.storage import is_stored_node
@@ -49,12 +54,6 @@ PALE = 0.3
 COLORS_SHOWN = 128  # fewer colors reduce the PNGs in a notebook to a third of their size
 SHORTEST = 1 / 800  # a share of the picture's width; shorter spans are merged with neighbouring spans
 
-__all__ = ["frontier", "memory", "shards", "timeline"]
-
-
-def __dir__() -> list[str]:
-    return sorted([*__all__, "__doc__", "__name__", "__file__"])
-
 
 def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     """Draw bytes per device by stage, stacked by part. Offloaded parts are hatched.
@@ -63,21 +62,9 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
         estimate: The result of `estimate`. If it has several numbers of devices, only the first is drawn.
         capacity: Bytes of a device's memory, drawn as a line.
 
-    Returns:
-        A figure without a window. A notebook shows the figure, and `figure.savefig("memory.png")` writes it to a file.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        TypeError: If `estimate` is not an estimate.
-
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, figure 1.
     """
-    if not hasattr(estimate, "rows"):
-        raise TypeError(
-            f"plot.memory draws the result of zerojax.estimate, not a {type(estimate).__name__}. Give "
-            f"zerojax.estimate(params), or draw a state with zerojax.plot.shards(state)."
-        )
     rows = [row for row in estimate.rows if row.devices == estimate.rows[0].devices]
     figure, axes = new_figure(height=1.4 + 0.55 * len(rows))
     unit, size = byte_unit(max(row.total + row.host + row.disk for row in rows))
@@ -116,17 +103,8 @@ def frontier(
         policies: Plans with policies of `jax.checkpoint` instead of a budget, by name.
         chosen: The plan of the step with `memory=`.
         memory: The bytes per device that the step may take, drawn as a line.
-
-    Returns:
-        A figure, as `memory` returns it.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If there is no plan.
     """
     every = [*plans, *policies.values(), *([] if chosen is None else [chosen])]
-    if not every:
-        raise ValueError("plot.frontier compares plans, and got none. Give plans of a step with different budgets.")
     (unit, size), longest = byte_unit(max(plan.peak for plan in every)), max(plan.seconds for plan in every)
     time, second = ("ms", 1e-3) if longest < 1 else ("s", 1.0)
     at = lambda plan: (plan.peak / size, plan.seconds / second)
@@ -154,16 +132,7 @@ def shards(state: Any) -> Figure:
 
     Args:
         state: A `ZeroState`, or any tree of arrays.
-
-    Returns:
-        A figure, as `memory` returns it.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        TypeError: If `state` is None.
     """
-    if state is None:
-        raise TypeError("plot.shards draws live jax.Arrays, and state is None. Give a state, or a tree of arrays.")
     leaves = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored_node)[0]
     every = [leaf for path, x in leaves if (leaf := LeafShards.of(path, x)) is not None and leaf.size > SCALAR]
     largest = sorted(every, key=lambda leaf: -leaf.size)[:MOST_LEAVES]
@@ -206,23 +175,9 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
     Args:
         compiled: A plan, the result of `jax.jit(f).lower(...).compile()`, or its HLO text.
         topology: The GPUs whose rates are used. Default: the plan's topology, otherwise `"h200:8"`.
-
-    Returns:
-        A figure, as `memory` returns it.
-
-    Raises:
-        ModuleNotFoundError: If matplotlib is not installed.
-        TypeError: If `compiled` is not a plan, a compiled program, or text.
-        ValueError: If the topology is unknown, the text is not scheduled HLO, or the plan is of many programs, as with
-            parameters on disk.
     """
     topology = str(topology or getattr(compiled, "topology", "h200:8"))
     text = getattr(compiled, "text", compiled)
-    if text == "" and compiled != "":
-        raise ValueError(
-            "The plan has no program to draw: with parameters on disk, a step is many programs. Draw the timeline of "
-            'the step without Offload(params="disk").'
-        )
     from matplotlib.patches import Patch
 
     simulated = simulate(text if isinstance(text, str) else compiled, Device.of(Topology.parse(topology)))
@@ -268,6 +223,27 @@ def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
     named = {WORK.get(key, EXPOSED) for key in used}
     handles = [Patch(color=color, label=label) for color, label in (*WORK.values(), EXPOSED) if (color, label) in named]
     return [*handles, Patch(color="black", alpha=PALE, linewidth=0, label="complete, not taken yet")]
+
+
+def merge_short(spans: Iterable[Span], shortest: float) -> list[Span]:
+    """Merge each span that is too short to draw with the short spans after it. All `spans` are in one lane.
+
+    All returned spans take at least `shortest` seconds. A merged span has the kind that takes most of its time.
+    """
+    merged, group = [], list[Span]()
+    for span in [*spans, None]:
+        is_long = span is not None and span.end - span.begin >= shortest
+        ends_group = span is None or is_long or (group and span.begin - group[-1].end >= shortest)
+        if group and (ends_group or group[-1].end - group[0].begin >= shortest):
+            times: dict[str, float] = {}
+            for short in group:
+                times[short.kind] = times.get(short.kind, 0.0) + short.end - short.begin
+            end, kind = max(group[-1].end, group[0].begin + shortest), max(times, key=times.__getitem__)
+            merged.append(dataclasses.replace(group[0], kind=kind, end=end, done=max(end, group[-1].done)))
+            group = []
+        if span is not None:
+            (merged if is_long else group).append(span)
+    return merged
 
 
 def color_of(lane: str, kind: str) -> str:
