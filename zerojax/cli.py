@@ -222,7 +222,7 @@ def compare(file: File, options: Options = None, stage: Stages = None, as_json: 
     os.environ["XLA_FLAGS"] = f"{simulated} {os.environ.get('XLA_FLAGS', '')}".strip()  # XLA takes the last number
     with errors_in_one_line(as_json):
         from zerojax import user_code
-        from zerojax.planning.compare import compare_step
+        from zerojax.planning.compare import compare as compare_step
 
         step, state, batch, *args = user_code.load_program(file, options or ())
         with user_code.running(user_code.split_reference(file)[0]):  # tracing runs the file's code

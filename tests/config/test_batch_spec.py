@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_refused_by_name(batch, batch_spec, message):
     for call in (
         lambda: tx.train_step(fails)(tx.create(PARAMS), batch),
         lambda: next(shard_batches([batch], tx)),
-        lambda: compare(tx, fails, PARAMS, batch),
+        lambda: compare(tx.train_step(fails), tx.create(PARAMS), batch),
         lambda: jax.jit(tx.value_and_grad(fails)).lower(tx.shard(PARAMS), batch),
     ):
         with pytest.raises(ValueError, match=message):

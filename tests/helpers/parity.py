@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 from zerojax.config import Config
 from zerojax.layout.tree import layout_of
-from zerojax.planning.plain_step import PlainStep
+from zerojax.planning.reference import PlainStep
 from zerojax.train.loss import Loss
 from zerojax.train.step_program import StepOptions, StepProgram
 from zerojax.zero import ZeroTransformation

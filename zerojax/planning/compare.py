@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config
@@ -17,8 +18,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.comparison import Comparison, NonFinite, Snapshot, differences, first_nonfinite, snapshot
-from zerojax.planning.options import LossOptions
-from zerojax.planning.reference import Reference, keeping_gradients
+from zerojax.planning.reference import Reference
 from zerojax.train.arguments import packed
 from zerojax.train.batch import batch_shardings, check_batch
 from zerojax.train.state import ZeroState
@@ -32,77 +32,38 @@ FLOAT32_TOLERANCE, NARROW_UNITS = 1e-5, 2
 
 @auto_context()
 def compare(
-    tx: ZeroTransformation,
-    loss_fn: Callable,
-    params: Any,
-    batch: Any,
-    *args: Any,
-    stages: int | Sequence[int] = tuple(STAGES),
-    mutable: Any = None,
-    accumulate: int = 1,
-    **options: Unpack[LossOptions],
+    step: Step, state: ZeroState, batch: Any, *args: Any, stages: int | Sequence[int] = tuple(STAGES)
 ) -> Comparison:
     """Run two training steps on one device and on the mesh, and report leaf by leaf where the results differ.
 
-    One device runs plain JAX and optax on the entire batch. `compare` compares the loss, the gradients that the
-    optimizer receives, the parameters after each update, and the loss's mutable state and aux. All products are
-    computed in full float32. If the loss, a gradient or a parameter is not finite, the result names the leaf, and the
-    line of the model that produces the first NaN.
+    One device runs plain JAX and optax on the entire batch, without microbatches. `compare` compares the loss, the
+    gradients that the optimizer receives, the parameters after each update, and the loss's mutable state and aux. All
+    products are computed in full float32. If the loss, a gradient or a parameter is not finite, the result names the
+    leaf, and the line of the model that produces the first NaN.
 
     Args:
-        tx: A transformation of `zero_shard`. Its stage is replaced, and offloads that a stage cannot have are dropped.
-        loss_fn: As for `train_step`.
-        params: Parameters in any form, as arrays. Make the model small: one device holds all parameters, their
-            gradients and their optimizer state.
+        step: A step of `tx.train_step`. Its stage is replaced, and offloads that a stage cannot have are dropped.
+        state: A state of `tx.create`, which is not changed. All runs start from its parameters and its mutable state.
+            Make the model small: one device holds all parameters, their gradients and their optimizer state.
         batch: The global batch, as arrays. Both steps take the same batch.
         *args: Further arguments of the loss.
         stages: ZeRO stages to compare, one or several.
-        mutable: As for `create`. If it is given, the loss is as for `train_step(mutable=True)`.
-        accumulate: As for `train_step`. The single device does not accumulate: it takes all rows at once.
-        **options: `has_aux` and `weighted`, as for `train_step`.
 
     Returns:
         A `Comparison`. Its `ok` says whether the results agree up to rounding.
 
     Raises:
-        TypeError: If `tx` is not from `zero_shard`, or the loss is not a function.
+        TypeError: If `step` is not a step, or `state` is not a `ZeroState`.
         ValueError: If an argument has shapes instead of arrays, `stages` is empty or has an unknown stage, the mesh has
             devices that this machine does not have, or devices and microbatches do not divide the batch.
-    """
-    if not isinstance(tx, ZeroTransformation):
-        raise TypeError(
-            f"compare takes a transformation of zero_shard, not {type(tx).__name__}. Wrap it: zero_shard(tx, stage=3)."
-        )
-    if not callable(loss_fn):
-        raise TypeError(f"compare takes a loss function after tx, not {type(loss_fn).__name__}.")
-    updates = mutable is not None
-    step = tx.train_step(loss_fn, mutable=updates, accumulate=accumulate, **options)
-    return run_and_compare(step, params, mutable, batch, args, stages)
-
-
-@auto_context()
-def compare_step(
-    step: Step, state: ZeroState, batch: Any, *args: Any, stages: int | Sequence[int] = tuple(STAGES)
-) -> Comparison:
-    """Compare `step` on the mesh with one device, as `compare` does for a loss. The options of `step` are kept.
-
-    All runs start from the parameters and the mutable state of `state`, which is not changed.
     """
     if not (isinstance(step, Step) and isinstance(state, ZeroState)):
         raise TypeError(
             f"compare takes a step of tx.train_step and a state of tx.create, not {type(step).__name__} and "
             f"{type(state).__name__}."
         )
-    return run_and_compare(step, state.params, state.mutable, batch, args, stages)
-
-
-def run_and_compare(
-    step: Step, params: Any, mutable: Any, batch: Any, args: tuple, stages: int | Sequence[int]
-) -> Comparison:
-    stages = (stages,) if isinstance(stages, int) else tuple(stages)
-    workers = step.config.data.workers
-    args = packed(args)
-    given = {"params": params, "mutable": mutable, "batch": batch, "args": args}
+    stages, workers = (stages,) if isinstance(stages, int) else tuple(stages), step.config.data.workers
+    given = {"params": state.params, "mutable": state.mutable, "batch": batch, "args": packed(args)}
     configs = [at_stage(step.config, stage) for stage in stages]
     check_given(step, given, stages)
     # By default, a GPU rounds float32 operands of products to 10 bits, which would look like a difference.
@@ -125,7 +86,6 @@ def run_and_compare(
 
 
 def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> None:
-    """Raise an error if the arguments are not valid. `compare` lists the errors."""
     for path, x in jax.tree_util.tree_flatten_with_path(given)[0]:
         if isinstance(x, jax.ShapeDtypeStruct):
             name = f"{path[0].key}{jax.tree_util.keystr(path[1:])}"
@@ -149,12 +109,25 @@ def at_stage(config: Config, stage: int) -> Config:
     return dataclasses.replace(config, stage=stage, offload=offload, tx=keeping_gradients(config.tx))
 
 
+def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Return `tx` after a transformation that stores the last gradients, as the first leaves of the joint state."""
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(updates, state, params=None):
+        return updates, updates
+
+    return optax.chain(optax.GradientTransformation(init, update), tx)
+
+
 def run_sharded(step: Step, params: Any, mutable: Any, batch: Any, args: tuple) -> list[Snapshot]:
     tx, snapshots = ZeroTransformation.of(step.config), []
     state = tx.create(params, mutable=mutable)
     for _ in range(STEPS):
         state, metrics = step(state, batch, *args)
-        snapshots.append(snapshot(metrics, kept_gradients(state), tx.unshard(state.params), state.mutable))
+        results = {"value": metrics["loss"], "gradient": kept_gradients(state), "aux": metrics.get("aux")}
+        snapshots.append(snapshot(parameters=tx.unshard(state.params), mutable=state.mutable, **results))
     return snapshots
 
 

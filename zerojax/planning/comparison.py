@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -145,13 +145,12 @@ class Comparison:
         return [*lines, *textwrap.wrap(HINTS[self.differing[0].quantity], WIDTH)]
 
 
-def snapshot(metrics: Mapping[str, Any], grads: Any, params: Any, mutable: Any) -> Snapshot:
-    trees = {"value": metrics.get("loss"), "gradient": grads, "parameters": params, "mutable": mutable}
-    trees["aux"] = metrics.get("aux")
+def snapshot(**trees: Any) -> Snapshot:
+    """Copy results to the host. `trees` has the tree of each quantity, by its name."""
     return {
         (quantity, jax.tree_util.keystr(path)): np.asarray(jax.device_get(x))
-        for quantity, tree in trees.items()
-        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for quantity in QUANTITIES
+        for path, x in jax.tree_util.tree_flatten_with_path(trees.get(quantity))[0]
         if is_numeric(jnp.result_type(x))
     }
 

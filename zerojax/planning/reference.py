@@ -1,6 +1,6 @@
-"""Run the reference steps of a comparison on one device, and measure how much rounding changes their results.
+"""Compute training steps on one device with plain JAX and optax, as a reference without collectives of zerojax.
 
-A transformation that keeps gradients is chained before the optimizer, so that `compare` sees the gradients of steps.
+`Reference` also measures how much rounding changes the results of these steps.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,54 +16,128 @@ import numpy as np
 import optax
 
 from zerojax import compat, jaxprs
+from zerojax.comm.explicit import without_types
 from zerojax.inspect.nonfinite import is_float
-from zerojax.layout.tree import is_numeric, layout_of
+from zerojax.layout.leaf import replace_items
+from zerojax.layout.tree import Layout, is_numeric, layout_of
+from zerojax.optim.transformation import with_extra_args
+from zerojax.placement.storage import cast
 from zerojax.planning.comparison import Key, Snapshot, largest, snapshot, wide
-from zerojax.planning.plain_step import PlainState, PlainStep
+from zerojax.train.batch import cast_inputs
+from zerojax.train.loss import Returned
+from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
 from zerojax.train.step import Step
+from zerojax.train.step_program import StepProgram
+from zerojax.train.typed_loss import TypedLoss, on_one_device
 from zerojax.zero import ZeroTransformation
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, PyTree
 
 REPEATS = 3
 
 
-def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return `tx` after a transformation that stores the last gradients, as the first leaves of the joint state."""
+class PlainState(NamedTuple):
+    """The state of a run on one device, in logical shapes. Parameters have the types of the master weights."""
 
-    def init(params):
-        return jax.tree.map(jnp.zeros_like, params)
-
-    def update(updates, state, params=None):
-        return updates, updates
-
-    return optax.chain(optax.GradientTransformation(init, update), tx)
+    params: PyTree
+    opt_state: PyTree
+    mutable: PyTree
+    scaling: ScalingState
 
 
 class Rounding(NamedTuple):
-    """The state of `rounding_gradients`.
-
-    Each element of a gradient changes by `unit` times the gradient's largest magnitude. `key` draws the signs.
-    """
+    """A perturbation of gradients by `unit` times their largest magnitude, with signs that `key` draws. 0: none."""
 
     unit: Any
     key: Any
 
+    def of(self, grads: Sequence[Array]) -> list[Array]:
+        keys = jax.random.split(self.key, max(len(grads), 1))
 
-def rounding_gradients() -> optax.GradientTransformation:
-    """Return a transformation that perturbs gradients as its state says. At first, `unit` is 0: no change."""
+        def moved(g, key):
+            signs = jax.random.rademacher(key, g.shape, g.real.dtype)
+            return jnp.where(self.unit > 0, g + (self.unit * jnp.abs(g).max(initial=0) * signs).astype(g.dtype), g)
 
-    def init(params):
-        return Rounding(jnp.zeros(()), jax.random.key(0))
+        return [moved(g, key) if is_float(g) else g for g, key in zip(grads, keys, strict=False)]
 
-    def update(updates, state, params=None):
-        keys = iter(jax.random.split(state.key, max(len(jax.tree.leaves(updates)), 1)))
 
-        def moved(g):
-            signs = jax.random.rademacher(next(keys), g.shape, g.real.dtype)
-            return jnp.where(state.unit > 0, g + (state.unit * jnp.abs(g).max(initial=0) * signs).astype(g.dtype), g)
+@dataclasses.dataclass(frozen=True)
+class PlainStep:
+    """The computation of `program` on one device, with all rows at once.
 
-        return jax.tree.map(lambda g: moved(g) if is_float(g) else g, updates), state
+    `axes` has the names of the mesh axes that the loss may use. These axes are bound with size 1.
+    """
 
-    return optax.GradientTransformation(init, update)
+    program: StepProgram
+    layout: Layout
+    axes: tuple[str, ...] = ()
+
+    def init(self, params: PyTree, mutable: PyTree = None) -> PlainState:
+        leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]
+        params = self.layout.treedef.unflatten(cast(leaves, [leaf.dtype for leaf in self.layout.grads]))
+        scaling = init_scaling(self.program.config.precision, len(self.layout.trained))
+        return PlainState(params, self.program.config.tx.init(self._trained(params)), mutable, scaling)
+
+    def value_and_grad(
+        self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple, scale: Float[Array, ""] | float = 1.0
+    ) -> tuple[Returned, list[Array], list[Array]]:
+        """Return the loss's results, `scale` times its gradient, and the new values of overwritten parameters.
+
+        The gradient has one array per trained parameter.
+        """
+        leaves = jax.tree.leaves(params)
+        chosen = (*self.layout.trained, *self.layout.overwritten)
+
+        def objective(values):
+            seen = cast(replace_items(leaves, chosen, values), self.layout.compute)
+            inputs = cast_inputs(self.program.config.precision, batch)
+            returned = self._call(self.layout.treedef.unflatten(seen), mutable, inputs, args)
+            return scale * returned.total / jax.lax.stop_gradient(returned.weight), returned
+
+        grads, returned = jax.grad(objective, has_aux=True)([leaves[i] for i in chosen])
+        count = len(self.layout.trained)
+        return returned, grads[:count], grads[count:]
+
+    def step(
+        self, state: PlainState, batch: PyTree, args: tuple = (), rounding: Rounding | None = None
+    ) -> tuple[PlainState, dict]:
+        """Return the next state and a dict with `loss`, `gradient` and `aux`. Callers jit this method.
+
+        `rounding` perturbs the gradients that the optimizer gets, but not those in the dict.
+        """
+        config, trained = self.program.config, self.layout.trained_only()
+        scale = state.scaling.scale
+        returned, grads, values = self.value_and_grad(state.params, state.mutable, batch, args, scale)
+        grads = cast(unscale(grads, 1 / scale), [leaf.dtype for leaf in trained.grads])
+        loss = returned.total / returned.weight
+        aux = returned.aux if self.program.loss.has_aux else None
+        metrics = {"loss": loss, "gradient": trained.treedef.unflatten(grads), "aux": aux}
+        given = trained.treedef.unflatten(grads if rounding is None else rounding.of(grads))
+        params = self._trained(state.params)
+        updates, opt_state = with_extra_args(config.tx).update(given, state.opt_state, params, value=loss)
+        updated = jax.tree.leaves(optax.apply_updates(params, updates))
+        leaves = replace_items(jax.tree.leaves(state.params), self.layout.trained, updated)
+        params = self.layout.treedef.unflatten(replace_items(leaves, self.layout.overwritten, values))
+        new = PlainState(params, opt_state, returned.mutable, state.scaling)
+        if not self.program.skips_nonfinite:
+            return new, metrics
+        finite = jnp.stack([jnp.isfinite(jnp.sum(jnp.square(jnp.abs(g).astype(jnp.float32)))) for g in grads])
+        scaling = update_scaling(state.scaling, config.precision, finite=finite, weights_valid=jnp.array(True))
+        selected = jax.tree.map(lambda x, old: jnp.where(finite.all(), x, old), new, state)
+        return selected._replace(scaling=scaling), metrics
+
+    def _call(self, *args: Any) -> Returned:
+        """Call the loss with `axes` bound to size 1, so that a collective over these axes returns its operand."""
+        fn = TypedLoss(on_one_device(self.program.config), self.layout, self.program.loss).call
+        for axis in self.axes:
+            fn = jax.vmap(fn, in_axes=None, axis_name=axis, axis_size=1)  # pyright: ignore[reportArgumentType]
+        first = (0,) * len(self.axes)
+        return jax.tree.map(lambda x: x[first] if first else x, without_types(fn(*args)))
+
+    def _trained(self, params: PyTree) -> Any:
+        leaves = jax.tree.leaves(params)
+        return self.layout.trained_only().treedef.unflatten([leaves[i] for i in self.layout.trained])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +154,7 @@ class Reference:
         """Make the reference of a training step from the step's arguments, which are copied to the host."""
         program, config = step.program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))
-        tx = keeping_gradients(optax.chain(rounding_gradients(), config.tx))
-        program = dataclasses.replace(program, config=dataclasses.replace(config, stage=0, offload=None, tx=tx))
+        program = dataclasses.replace(program, config=dataclasses.replace(config, stage=0, offload=None))
         plain = PlainStep(program, layout_of(program.config, given))
         made = cls(plain, plain.init(given, to_host(mutable)), to_host(batch), to_host(args))
         try:
@@ -103,7 +176,7 @@ class Reference:
 
     @functools.cached_property
     def before(self) -> Snapshot:
-        return snapshot({}, None, self.start.params, None)
+        return snapshot(parameters=self.start.params)
 
     @functools.cached_property
     def unit(self) -> float:
@@ -118,12 +191,16 @@ class Reference:
     def step(self) -> Any:
         return jax.jit(self.plain.step)
 
-    def run(self, state: PlainState, steps: int) -> tuple[list[PlainState], list[Snapshot]]:
-        states, snapshots = [], []
+    def run(
+        self, state: PlainState, steps: int, *, unit: float = 0.0, seed: int = 0
+    ) -> tuple[list[PlainState], list[Snapshot]]:
+        """Return the state before each step, and the results. `unit` and `seed` perturb gradients; see `Rounding`."""
+        states, snapshots, rounding = [], [], Rounding(jnp.float32(unit), jax.random.key(seed))
         for _ in range(steps):
             states.append(state)
-            state, metrics = self.step(state, self.batch, self.args)
-            snapshots.append(snapshot(metrics, state.opt_state[0], state.params, state.mutable))
+            state, found = self.step(state, self.batch, self.args, rounding)
+            results = {"value": found["loss"], "gradient": found["gradient"], "aux": found["aux"]}
+            snapshots.append(snapshot(parameters=state.params, mutable=state.mutable, **results))
         return states, snapshots
 
     def noise(self, expected: Sequence[Snapshot]) -> list[dict[Key, float]]:
@@ -134,27 +211,22 @@ class Reference:
         """
         noise = [dict.fromkeys(found, 0.0) for found in expected]
         for seed in range(REPEATS):
-            kept, (_, *others) = self.start.opt_state
-            rounding = Rounding(jnp.float32(self.unit), jax.random.key(seed))
-            params = jax.tree.map(self._moved(seed), self.start.params)
-            start = self.start._replace(params=params, opt_state=(kept, (rounding, *others)))
-            offset = {
-                key: wide(x) - wide(self.before[key]) for key, x in snapshot({}, None, start.params, None).items()
-            }
-            for k, found in enumerate(self.run(start, len(expected))[1]):
+            random = np.random.default_rng(seed)
+            params = jax.tree.map(functools.partial(self._moved, random), self.start.params)
+            moved = snapshot(parameters=params)
+            offset = {key: wide(x) - wide(self.before[key]) for key, x in moved.items()}
+            start = self.start._replace(params=params)
+            for k, found in enumerate(self.run(start, len(expected), unit=self.unit, seed=seed)[1]):
                 for key, x in found.items():
                     shift = wide(x) - wide(expected[k][key]) - offset.get(key, 0.0)
                     noise[k][key] = max(noise[k][key], largest(shift))
         return noise
 
-    def _moved(self, seed: int) -> Any:
-        random = np.random.default_rng(seed)
-
-        def one(x: Any) -> Any:
-            signs = random.choice([-1.0, 1.0], x.shape)
-            return jnp.asarray((wide(np.asarray(x)) * (1 + self.unit * signs)).astype(x.dtype)) if is_float(x) else x
-
-        return one
+    def _moved(self, random: np.random.Generator, x: Any) -> Any:
+        if not is_float(x):
+            return x
+        signs = random.choice([-1.0, 1.0], x.shape)
+        return jnp.asarray((wide(np.asarray(x)) * (1 + self.unit * signs)).astype(x.dtype))
 
 
 def to_host(tree: Any) -> Any:
