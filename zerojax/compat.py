@@ -315,12 +315,6 @@ def is_check(effect: Any) -> bool:
     return isinstance(effect, ErrorEffect)
 
 
-def flags_of(error: Any) -> list:
-    """Return one flag per kind of error in a `checkify.Error`. The flag says whether this error has happened."""
-    (flags, _, _), _ = error.tree_flatten()
-    return list(flags.values())
-
-
 def is_tracing() -> bool:
     from jax._src.core import trace_state_clean
 

@@ -4,21 +4,15 @@
 the next `shard_map` one entry per pair of devices. A step of zerojax has dozens of `shard_map`s. The error would take
 terabytes, and checks after the first `shard_map` fail because shapes do not fit. Automatic checks need not look inside,
 because the results show any NaN. So each `shard_map` of zerojax is one equation for which `checkify` has no rule.
-
-A loss in device view may contain checks of the user. `mapped` returns their errors from the `shard_map`, and then
-raises the error of the first device on which a check failed.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.experimental import checkify
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import replace_items
@@ -34,33 +28,21 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
         fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
     )
 
-    def checked(*args):
-        entries = PartitionSpec(tuple(sorted(axis_names))), out_specs
-        errors, results = mapped(
-            functools.partial(_with_error, fn), mesh=mesh, in_specs=in_specs, out_specs=entries, axis_names=axis_names
-        )(*args)
-        first = jnp.argmax(jnp.any(jnp.stack(compat.flags_of(errors)), axis=0))
-        checkify.check_error(jax.tree.map(lambda x: x[first], errors))
-        return results
-
     def call(*args):
         closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
         if compat.makes_refs(jaxpr.effects):  # JAX removes refs with a rule per primitive: mapped_p has no such rule
             return over_shards(*args)
         if any(map(compat.is_check, jaxpr.effects)):
-            return checked(*args)
+            raise NotImplementedError(
+                "The loss calls checkify.check in device view, where each device would have its own error. "
+                'Use view="global", or return what you check as an auxiliary result.'
+            )
         bare = compat.part_of(jaxpr, jaxpr.eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars], jaxpr.outvars)
         results = mapped_p.bind(*consts, *jax.tree.leaves(args), jaxpr=bare)
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
     return call
-
-
-def _with_error(fn: Callable, *args: Any) -> tuple[Any, Any]:
-    """Return the error of the user's checks in `fn`, with a leading dim, and the results of `fn`."""
-    error, results = checkify.checkify(fn, errors=checkify.user_checks)(*args)
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], error), results
 
 
 def _evaluate(*args: Any, jaxpr: Any) -> list:
