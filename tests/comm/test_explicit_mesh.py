@@ -222,6 +222,7 @@ def test_reports_and_plans():
     with jax.set_mesh(mesh):
         state = tx.create(params())
         assert zerojax.check(tx.train_step(loss_fn), state, batch()).ok
+        assert zerojax.compare(tx.train_step(loss_fn), state, batch(), stages=3).ok
         bytes_here = zerojax.report(state).total
         estimated = zerojax.estimate(params(), tx=ADAM)
         lowered = tx.train_step(loss_fn).lower(tx.create(jax.eval_shape(params)), batch())

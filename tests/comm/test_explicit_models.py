@@ -20,7 +20,6 @@ from explicit_models import (
     zero,
 )
 
-import zerojax
 from zerojax import Rows, compat
 from zerojax.dims import NOWHERE, Follower, at
 from zerojax.inspect.collectives import collectives
@@ -155,14 +154,3 @@ def test_device_view():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
         with pytest.raises(ValueError, match="Manual"):  # what JAX says: docs/troubleshooting.md
             tx.value_and_grad(model.loss)(stored, batch)
-
-
-@pytest.mark.slow
-def test_checked_and_compared():
-    mesh = mesh_of(EXPLICIT, EXPLICIT)
-    model = MLP(mesh)
-    params, batch = model.params(scanned=False), model.batch()
-    with jax.set_mesh(mesh):
-        tx = zero(mesh, 3)
-        assert zerojax.check(tx.train_step(model.loss), tx.create(params), batch).flops_formula > 0
-        assert zerojax.compare(tx.train_step(model.loss), tx.create(params), batch, stages=3).ok

@@ -28,6 +28,8 @@ KEPT = {
     "narrow": lambda x: x.astype(jnp.bfloat16),
     "complex number": lambda x: jnp.real(jax.lax.complex(x, OTHER) * (2 + 1j)),
     "conjugate": lambda x: jnp.imag(jax.lax.conj(x * 1j)),
+    "running sum": lambda x: jnp.cumsum(x, 0),
+    "lookup": lambda x: x[jnp.array([1, 0, 1])],
     "fourier transform": lambda x: jnp.real(jnp.fft.rfft(x)),
 }
 SUMMED = {
