@@ -132,13 +132,12 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         return weights(self.config, loaded(params), opt_state)
 
-    def eval_step(self, fn: Callable, *, deterministic: bool = False) -> Callable:
+    def eval_step(self, fn: Callable) -> Callable:
         """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
 
         Args:
             fn: `fn(params, batch, *args)`. In both views, it sees logical parameters and all rows of `batch`. It may
                 return any value that a jitted function may return.
-            deterministic: As for `train_step`.
 
         Returns:
             `step(params, batch, *args, **keywords)`, which returns the result of `fn`. `params` are logical or in
@@ -146,7 +145,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             the rows, as in the last batch of an epoch, each computes all of them. A loop over tokens, or a loss with a
             teacher model, may call `step`. In a scan, parameters that all iterations use are gathered before it.
         """
-        return eval_step(self.config, fn, deterministic=deterministic)
+        return eval_step(self.config, fn)
 
     def value_and_grad(
         self,
@@ -240,7 +239,6 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         timeout: float | None = None,
         memory: float | str | None = None,
         compiler_options: Mapping[str, Any] | Literal["auto"] = "auto",
-        deterministic: bool = False,
     ) -> Step:
         """Return a jitted training step that donates its state.
 
@@ -269,8 +267,6 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
                 call with new shapes compiles up to four times.
             compiler_options: Options of XLA by name. With `"auto"`, a step on GPUs with hybrid sharding may run two
                 collectives at once.
-            deterministic: Whether two runs on the same devices, also resumed ones, agree bit for bit. CPUs always do.
-                For GPUs, XLA compiles without atomics and autotuning.
 
         Returns:
             `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
@@ -279,8 +275,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             TypeError: If an option has a wrong type.
             ValueError: If an option is out of range or not for this configuration, or `memory` does not suffice.
         """
-        given = accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options, deterministic
-        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable, reduction), StepOptions(*given))
+        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
+        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable, reduction), options)
 
     def shardings(self, params: Any) -> Shardings:
         """Return trees of the `NamedSharding`s of parameters, gradients and optimizer state, one for each `Padded`.

@@ -43,6 +43,16 @@ def test_the_users_options_reach_the_compiler_and_the_report(mesh):
     assert "xla_backend" not in str(zerojax.report(state))
 
 
+def test_the_update_of_offloaded_state_has_the_options(mesh):
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, offload=Offload(optimizer="host", update="device"))
+    step, state = tx.train_step(loss, compiler_options={"no_such_option": 1}), tx.create({"w": jnp.ones((64, 256))})
+    update, *_ = step.lower_update(state)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+        update.compile()
+    with pytest.raises(TypeError, match=r"a part of another program.*no_such_option"):
+        jax.jit(step).trace(state, jnp.ones((8, 64)))
+
+
 def test_options_are_checked_where_they_are_given(mesh, tmp_path):
     with pytest.raises(TypeError, match=r"compiler_options has .* values are str, bool, int or float"):
         begun(mesh, compiler_options={1: 2})

@@ -292,21 +292,6 @@ OF_STEPS = {
         "str, bool, int or float",
         lambda: TX.train_step(loss, compiler_options={"xla_cpu_enable_fast_math": False}),
     ),
-    "measured update": (
-        lambda: ZERO(stage=3, offload=Offload(optimizer="host", update="auto")).train_step(loss, deterministic=True),
-        r'Give Offload\(update="device"\)',
-        lambda: HOST.train_step(loss, deterministic=True),
-    ),
-    "measured memory": (
-        lambda: TX.train_step(loss, deterministic=True, memory="auto"),
-        'Give the bytes, such as memory="72 GB"',
-        lambda: TX.train_step(loss, deterministic=True, memory="72 GB"),
-    ),
-    "random option": (
-        lambda: TX.train_step(loss, deterministic=True, compiler_options={"xla_gpu_autotune_level": 2}),
-        "Leave it out, or give 0",
-        lambda: TX.train_step(loss, deterministic=True, compiler_options={"xla_gpu_autotune_level": 0}),
-    ),
     "no line search": (
         lambda: zerojax.value_and_grad_from_state(TX, loss)(SHAPES, X, state=TX.init(SHAPES)),
         r"Wrap optax\.lbfgs\(\)",

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from zerojax.config import Config
-from zerojax.train.determinism import is_gpu
 
 OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
@@ -25,3 +24,7 @@ def options_of_mesh(config: Config) -> Mapping[str, Any]:
     is_hybrid = config.stage > 0 and 1 < data.size(data.across) < data.workers
     matters = is_hybrid and is_gpu(config) and not config.params_on_disk
     return {OVERLAP: 2} if matters and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
+
+
+def is_gpu(config: Config) -> bool:
+    return config.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import compat
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
-from zerojax.config import Config, check_flag
+from zerojax.config import Config
 from zerojax.gather import StandIn
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import is_on_host, to_device
@@ -22,7 +21,6 @@ from zerojax.placement.unusable import unusable_named
 from zerojax.staged.state import files_of
 from zerojax.train.arguments import NO_BATCH, call, separated
 from zerojax.train.batch import check_types, first_undivided, place_batch, placed
-from zerojax.train.determinism import check_devices, options_of
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.staged_eval import StagedFunction
 from zerojax.train.view import View
@@ -43,7 +41,7 @@ class Function:
         return call(self.fn, (params,), batch, args)
 
 
-def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> Callable:
+def eval_step(config: Config, fn: Callable) -> Callable:
     """Return the jitted function; see `ZeroTransformation.eval_step`."""
     given, config = config, dataclasses.replace(config, view="global")
 
@@ -54,9 +52,6 @@ def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> C
         shards = [StandIn(x, zeros_like(x)) if is_on_host(x) else x for x in stored]
         return view.loss_of_storage()(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
-    check_flag("eval_step(deterministic=)", deterministic)
-    options = dict(options_of(config)) if deterministic else {}
-
     @functools.cache
     def program_for(others: tuple) -> Callable:
         def program(params, batch, *args):
@@ -65,7 +60,7 @@ def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> C
             call = functools.partial(run, others)
             return on_auto_mesh(config.user_mesh, call, params, batch, *with_types(args), shardings=shardings)
 
-        return jax.jit(program, compiler_options=options or None)
+        return jax.jit(program)
 
     staged = StagedFunction(config, Function(fn))
     same = SameCalls(config, f"evaluate {getattr(fn, '__name__', 'a function')}")
@@ -78,13 +73,6 @@ def eval_step(config: Config, fn: Callable, *, deterministic: bool = False) -> C
 
     def run_on(params, batch, args):
         check_types(batch)
-        if deterministic:
-            check_devices(config)
-        if options and compat.is_tracing():
-            raise TypeError(
-                f"eval_step(deterministic=True) is for a program of its own, and here it is a part of another program. "
-                f"Pass the options to the jax.jit that calls it: compiler_options={options}."
-            )
         on_disk = files_of(params) is not None
         is_new = not on_disk and same.is_new(signature_of(params), batch, args)
         wait_if_simulated(config.mesh, (params, batch, args))

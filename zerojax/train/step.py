@@ -24,7 +24,6 @@ from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, separated
 from zerojax.train.batch import place_batch
-from zerojax.train.determinism import SENTENCE, check_choices, check_devices
 from zerojax.train.fitting import MemoryFit, StepFitting
 from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
@@ -55,8 +54,6 @@ class Step:
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
         """Wrap a loss function. It is traced at the first call."""
         self.program = program = StepProgram(config, options, loss)
-        if options.deterministic:
-            check_choices(config, options.memory, options.compiler_options)
         if options.compiler_options not in ("auto", {}) and config.params_on_disk:
             raise ValueError(
                 'train_step(compiler_options=) is for one compiled program, and with Offload(params="disk") a step is '
@@ -164,10 +161,9 @@ class Step:
                     "Call the step as it is, outside of jax.jit, or use zerojax.remat in the loss instead of memory=."
                 )
             if self.program.users_options:
-                given = "deterministic=True" if self.options.deterministic else "compiler_options="
                 raise TypeError(
-                    f"train_step({given}) is for a program of its own, and here the step is a part of another program. "
-                    f"Pass the options to the jax.jit that calls the step: compiler_options="
+                    "train_step(compiler_options=) is for a program of its own, and here the step is a part of another "
+                    "program. Pass the options to the jax.jit that calls the step: compiler_options="
                     f"{dict(self.program.users_options)}."
                 )
             return self._within.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
@@ -193,8 +189,6 @@ class Step:
         self.config.require_jit()
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
-        if is_new and self.options.deterministic:
-            check_devices(self.config)
         if is_new and not self.config.params_on_disk:
             self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
         annotated = jax.profiler.StepTraceAnnotation("train", step_num=number)
@@ -217,10 +211,9 @@ class Step:
 
     @property
     def compiled_with(self) -> tuple[str, ...]:
-        """Return sentences about the compiler options, for `report` and `plan`."""
+        """Return a sentence about the compiler options, if there are any, for `report` and `plan`."""
         given = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
-        options = f"Compiled with the options {given}." if given else ""
-        return tuple(filter(None, (options, SENTENCE if self.options.deterministic else "")))
+        return (f"Compiled with the options {given}.",) if given else ()
 
     def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""

@@ -24,7 +24,6 @@ from zerojax.optim.update import Updated, resident_update, roll_back, shard_for_
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.compiling import options_of_mesh
-from zerojax.train.determinism import options_of
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.loss_scaling import ScalingState, update_scaling
@@ -61,7 +60,6 @@ class StepOptions:
     timeout: float | None = None
     memory: float | str | None = None
     compiler_options: Mapping[str, Any] | Literal["auto"] = "auto"
-    deterministic: bool = False
 
     def __post_init__(self):
         """Raise an error if a count, the timeout or the memory has a wrong type or is out of range."""
@@ -80,7 +78,7 @@ class StepOptions:
         if self.memory is not None and self.memory != "auto":
             object.__setattr__(self, "memory", parse_bytes("train_step(memory=)", self.memory, least=1))
         check_count("accumulate", self.accumulate, "microbatches", least=1)
-        for name in ("skip_nonfinite", "leaf_norms", "deterministic"):
+        for name in ("skip_nonfinite", "leaf_norms"):
             check_flag(f"train_step({name}=)", getattr(self, name))
         if self.max_skips is not None:
             check_count("max_skips", self.max_skips, "steps", least=0)
@@ -101,15 +99,12 @@ class StepProgram:
     @property
     def compiler_options(self) -> Mapping[str, Any]:
         """Return the compiler options of the step's own program, without the updates of offloaded state."""
-        is_auto = self.options.compiler_options == "auto" and not self.options.deterministic
-        return options_of_mesh(self.config) if is_auto else self.users_options
+        return options_of_mesh(self.config) if self.options.compiler_options == "auto" else self.users_options
 
     @property
     def users_options(self) -> Mapping[str, Any]:
-        """Return the compiler options that the user gave, and those of a deterministic step."""
         given = self.options.compiler_options
-        fixed = options_of(self.config) if self.options.deterministic else {}
-        return dict(fixed) if isinstance(given, str) else {**fixed, **given}
+        return {} if isinstance(given, str) else given
 
     @property
     def scales_loss(self) -> bool:
