@@ -102,20 +102,19 @@ def is_linear(eqn: Any) -> bool:
     return facts(eqn).linear or facts(eqn).jointly_linear != slice(0)
 
 
-def is_on_numpy(eqn: Any) -> bool:
-    """Return whether `on_numpy` can compute the result of an equation, given the operands."""
-    is_numpys = getattr(eqn.outvars[0].aval.dtype, "kind", "") in tuple("biuf")  # not a PRNG key or a bfloat16
-    return is_numpys and eqn.primitive.name in _ON_NUMPY
-
-
-def on_numpy(eqn: Any, values: Sequence) -> np.ndarray | None:
+def on_numpy(eqn: Any, value_of: Callable[[Any], np.ndarray | None]) -> np.ndarray | None:
     """Compute the result of an equation with NumPy, for an analysis that needs the values of indices.
 
-    `values` has None for an unknown operand. Return None if an operand is unknown, or if `_ON_NUMPY` does not have the
-    primitive.
+    `value_of(operand)` returns None for an unknown operand. The result is then unknown, too.
     """
-    if not is_on_numpy(eqn) or any(value is None for value in values):
+    # A PRNG key and a bfloat16 are no types of NumPy.
+    if getattr(eqn.outvars[0].aval.dtype, "kind", "") not in tuple("biuf") or eqn.primitive.name not in _ON_NUMPY:
         return None
+    values = []
+    for operand in eqn.invars:
+        if (value := value_of(operand)) is None:  # Most arrays depend on an argument, far away.
+            return None
+        values.append(value)
     return _ON_NUMPY[eqn.primitive.name](eqn, *values)
 
 

@@ -11,17 +11,14 @@ from zerojax import compat
 from zerojax.dims.follow import LARGE, Follower
 
 
-def _in_words(eqn: Any) -> str:
-    return (
+def warn_of_kernels(follower: Follower | None, record: list[str]) -> None:
+    """Warn about kernels that every device runs on all rows. Replace the contents of `record` by the warnings."""
+    record[:] = [
         f"`{eqn.primitive.name}` at {_line(eqn)} runs all rows of the batch on every device, and its operands are "
         "gathered for that: the compiler cannot divide it. Put it into a jax.shard_map over the data axes, for example "
         'jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P("data"))'
-    )
-
-
-def warn_of_kernels(follower: Follower | None, record: list[str]) -> None:
-    """Warn about kernels that every device runs on all rows. Replace the contents of `record` by the warnings."""
-    record[:] = [] if follower is None else [_in_words(eqn) for eqn in follower.undivided.values()]
+        for eqn in ([] if follower is None else follower.undivided.values())
+    ]
     for words in record:
         warnings.warn(f"{words}.", stacklevel=2)
 

@@ -99,14 +99,11 @@ class _Evaluation:
         results = rule(self, eqn, values) if rule else compat.evaluate_one(self.untyped(eqn), values)
         named = _names_sharding(eqn)
         given = {_type(atom.aval) for atom in jaxprs.variables_in(eqn.invars)}
+        has_rows = lambda aval: self.constrains and not self.axes.isdisjoint(axes_of(spec_of(aval)))
         return [
-            self._constrained(x, var.aval) if named or self._is_news(var.aval, given) else x
+            self._constrained(x, var.aval) if named or (has_rows(var.aval) and _type(var.aval) not in given) else x
             for var, x in zip(eqn.outvars, results, strict=True)
         ]
-
-    def _is_news(self, aval: Any, given: set) -> bool:
-        """Return whether the type `aval` divides rows, and is not among `given`, the types of the operands."""
-        return self.constrains and not self.axes.isdisjoint(axes_of(spec_of(aval))) and _type(aval) not in given
 
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
         """Constrain a value to be sharded as its type says, over the axes that are Auto on the mesh of the context.
@@ -189,18 +186,12 @@ class _Evaluation:
         with_rule = rule.jvp_of if compat.name_of(eqn) == "custom_jvp_call" else rule.vjp_of
         return with_rule(value)(*args)
 
-    def _remat(self, eqn: Any, values: Sequence) -> Sequence:
-        """Evaluate a `jax.checkpoint` of `jax_remat3`. Its parameter is an object whose jaxpr cannot be replaced."""
-        return jaxprs.evaluate_remat(eqn, values, self.evaluate)
-
-    def _name(self, eqn: Any, values: Sequence) -> Sequence:
-        return [checkpoint_name(values[0], compat.params_of(eqn)["name"])]
-
 
 _RULES = {
     "shard_map": _Evaluation._shard_map,
-    "checkpoint": _Evaluation._remat,
-    "name": _Evaluation._name,
+    # The parameter of `jax_remat3` is an object whose jaxpr cannot be replaced.
+    "checkpoint": lambda self, eqn, values: jaxprs.evaluate_remat(eqn, values, self.evaluate),
+    "name": lambda self, eqn, values: [checkpoint_name(values[0], compat.params_of(eqn)["name"])],
     "custom_jvp_call": _Evaluation._custom_rule,
     "custom_vjp_call": _Evaluation._custom_rule,
 }

@@ -35,7 +35,7 @@ def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]])
     if not chains:
         return None
     kept = [atom for i, atom in enumerate(jaxpr.outvars) if i not in chains]
-    parts = [_summand(chain) for chain in chains.values()]
+    parts = [first.invars[index] for (first, index), *_ in chains.values()]
     needed, _ = jaxprs.needed_for(jaxpr.eqns, [*kept, *parts])
     bare = compat.part_of(jaxpr, needed, [*compat.constvars_of(jaxpr), *jaxpr.invars], [*kept, *parts])
 
@@ -86,11 +86,6 @@ def _is_float(eqn: Any) -> bool:
     """Return whether the result is a float of at least two bytes: a cast to float8 would round each partial sum."""
     dtype = eqn.outvars[0].aval.dtype
     return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
-
-
-def _summand(chain: Sequence) -> Any:
-    eqn, index = chain[0]
-    return eqn.invars[index]
 
 
 def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -186,12 +186,7 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
     eqn = context.made.get(atom)
     if eqn is None or atom.aval.size > _MOST_EVALUATED:
         return context.known.get(atom)
-    values = []
-    for operand in eqn.invars if jaxprs.is_on_numpy(eqn) else ():
-        values.append(_constant(operand, context))
-        if values[-1] is None:  # Most arrays depend on an argument, far away.
-            return None
-    return jaxprs.on_numpy(eqn, values)
+    return jaxprs.on_numpy(eqn, lambda operand: _constant(operand, context))
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:

@@ -33,6 +33,7 @@ from zerojax.optim.traced import (
     equations_behind,
     union,
 )
+from zerojax.primitives import Kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,9 +185,9 @@ def may_chunk(
 
 
 def reduces(eqn: Any) -> bool:
-    """Return whether an equation, or an equation in its inner jaxprs, reduces an array."""
-    names = (e.primitive.name for e in jaxprs.with_inner(eqn))
-    return any(name.startswith("reduce") and name != "reduce_precision" for name in names)
+    """Return whether an equation, or an equation in its inner jaxprs, computes an element from several of an array."""
+    mixing = Kind.REDUCTION, Kind.ALONG, Kind.WINDOW, Kind.PRODUCT, Kind.DECOMPOSITION
+    return any(jaxprs.facts(e).kind in mixing for e in jaxprs.with_inner(eqn))
 
 
 @dataclasses.dataclass(frozen=True)
