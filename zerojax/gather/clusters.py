@@ -24,13 +24,10 @@ def is_plain(eqn: Any) -> bool:
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
-    """Return whether the results of an equation are read only to change weights element by element.
+    """Return whether the results of an equation on parameters alone are read only to change weights by element.
 
-    Args:
-        eqns: The equations that are not decided yet, in order.
-        eqn: An equation on parameters alone.
-        is_known: Whether a variable is a parameter, or is computed from parameters alone.
-        final: The variables that the function returns.
+    `eqns` are not decided yet. `is_known` says whether a variable is computed from parameters alone. The function
+    returns the variables `final`.
     """
     derived, known = set(eqn.outvars), set()
     scales = False
@@ -145,40 +142,26 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
 
 
 class Joined(NamedTuple):
-    """A block that an equation can join.
+    """A block that an equation can join."""
 
-    Attributes:
-        root: The variable of the only parameter from which the equation's operands are computed.
-        place: The index of the block's draft.
-        again: Equations on values that are alike on all devices. The block computes them again, because the segment
-            that computes them runs later.
-    """
-
-    root: Any
-    place: int
+    root: Any  # the variable of the only parameter from which the equation's operands are computed
+    place: int  # the index of the block's draft
+    # Equations on values that are alike on all devices. The block computes them again, because the segment that
+    # computes them runs later.
     again: Sequence
 
 
 @dataclasses.dataclass
 class Clusters:
-    """Finds the block that an equation can join, among the decisions so far.
+    """Finds the block that an equation can join, among the decisions so far."""
 
-    Attributes:
-        params: See `Decisions`.
-        repeated: See `Decisions`.
-        alike: Variables that have the same value on all devices.
-        made: The equation of each variable.
-        made_in: For each variable, the index of the draft that computes it.
-        blocks: For each parameter, by its variable, the index of the last draft that gathers it.
-        roots: For each value that a block computes from only one parameter, the variable of this parameter.
-    """
-
-    params: Mapping[Any, ShardedParam]
-    repeated: Mapping
-    alike: Set
-    made: Mapping
-    made_in: Mapping
-    blocks: dict = dataclasses.field(default_factory=dict)
+    params: Mapping[Any, ShardedParam]  # as in `Decisions`
+    repeated: Mapping  # as in `Decisions`
+    alike: Set  # variables that have the same value on all devices
+    made: Mapping  # the equation of each variable
+    made_in: Mapping  # for each variable, the index of the draft that computes it
+    blocks: dict = dataclasses.field(default_factory=dict)  # the last draft that gathers each parameter, by variable
+    # For each value that a block computes from only one parameter, the variable of this parameter.
     roots: dict = dataclasses.field(default_factory=dict)
 
     def root_of(self, reads: Collection) -> Any:

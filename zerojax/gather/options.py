@@ -52,7 +52,6 @@ class Options:
         return not self.comm.defers and bool(self.comm.across(param.leaf))
 
     def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        """Reduce gradients' shards across groups; see `Collectives`."""
         return self.comm.reduce_across(shards, [param.leaf for param in params])
 
     def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:

@@ -21,17 +21,11 @@ from zerojax import compat, jaxprs, names
 def with_pairs(
     backward: Callable[[list], Any], weights: Sequence[bool], pairs: bool = True, *, is_bare: bool = False
 ) -> Callable[[list], Any]:
-    """Return a backward pass that computes both cotangents of a product of activations next to each other.
+    """Return a backward pass that computes both cotangents of a product of activations next to each other, if `pairs`.
 
-    Args:
-        backward: A function of a list of arrays.
-        weights: For each array, whether it depends on parameters alone. Products with such arrays are left out: the
-            cotangent of a parameter may be computed late, because its reduction hides behind products.
-        pairs: Whether to compute the cotangents next to each other.
-        is_bare: Whether to remove the name scopes of JAX's transforms; see `Passes`.
-
-    Returns:
-        A function that returns the leaves of the results, or `backward` if nothing changes.
+    `weights` says for each array whether it depends on parameters alone. Products with such arrays are left out: the
+    cotangent of a parameter may be computed late, because its reduction hides behind products. If `is_bare`, the name
+    scopes of JAX's transforms are removed; see `Passes`.
     """
     if not pairs and not is_bare:
         return backward

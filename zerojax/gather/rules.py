@@ -105,12 +105,10 @@ class Decisions:
         self.params[site.eqn.outvars[0]] = param
 
     def of_computation(self, site: Site) -> Shardwise | None:
-        """Return the computation of a `shardwise` equation."""
         layouts = {var: param.stored for var, param in self.params.items()}
         return Shardwise.of(site.eqn, layouts) if site.eqn.primitive is shardwise_p else None
 
     def compute_first(self, site: Site, computation: Shardwise) -> None:
-        """Let shards compute the value at the start of each pass, and let later segments gather it."""
         self.shardwise.append(computation)
         self.params[site.eqn.outvars[0]] = computation.param
 
@@ -208,7 +206,6 @@ class Decisions:
         eqn = site.eqn
 
         def stays_sharded(i: int, var: Any) -> bool:
-            """Return whether the loop takes `var`, its operand `i`, as a shard and not as a gathered array."""
             if var not in self.params or loop.length == 0:
                 return False
             return i < loop.consts or (i >= loop.consts + loop.carry and self.params[var].leaf.dim != 0)
@@ -231,7 +228,6 @@ class Decisions:
         return found if found and size <= found.root.aval.size else None
 
     def join_block(self, site: Site, block: Joined) -> None:
-        """Add the equation to the block that gathers its parameter."""
         draft = self.drafts[block.place]
         draft.eqns.append(site.eqn)
         draft.again += [eqn for eqn in block.again if id(eqn) not in map(id, draft.again)]
@@ -239,7 +235,6 @@ class Decisions:
         self._made_in |= dict.fromkeys(site.eqn.outvars, block.place)
 
     def gather_for_use(self, site: Site, _) -> None:
-        """Make a segment that gathers the parameters, computes, and drops them."""
         roots = {self.clusters.root_of([var]) for var in site.touched} - {None}
         self.clusters.blocks |= dict.fromkeys(roots, len(self.drafts))
         if len(roots) == 1 and self.is_of_params_alone(site):

@@ -112,7 +112,6 @@ def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
 
 
 def _uses(program: Program, options: Options, gathering: Sequence[Segment], params: list) -> Uses:
-    """Return the uses of a pass in which the segments `gathering` gather. Each needs the parameters in `params`."""
     computes = [segment.computes for segment in gathering]
     groups = groups_of(gathering, options.comm.shared_bytes)
     return Uses(params, computes, frozenset(program.given), program.rows, groups)

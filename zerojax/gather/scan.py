@@ -85,7 +85,6 @@ class Forward:
         return results[: loop.carry], (results[loop.carry :], saved, carried, kept)
 
     def start(self, carry: list, gathered: list) -> ForwardState:
-        """Return the state before the first iteration."""
         # `jax.eval_shape` would not say which rows are in host memory.
         closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
         stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
@@ -102,7 +101,6 @@ class ScanSegment(Segment):
         return Loop.of(self.jaxpr, self.params)
 
     def entered(self, *transforms: str) -> Any:
-        """Enter the context of the loop; see `Segment`."""
         return names.at(self.jaxpr.eqns[0], *transforms)
 
     @property
@@ -110,7 +108,6 @@ class ScanSegment(Segment):
         return self.loop.params_of(0)
 
     def last_gather(self, residuals: BlockResiduals) -> Sequence[ShardedParam]:
-        """Return the parameters that the backward pass of the last iteration reads."""
         if residuals.gathered is not None:
             return []
         last = self.loop.params_of(self.loop.length - 1)
@@ -123,7 +120,6 @@ class ScanSegment(Segment):
 
     @property
     def stacks(self) -> Sequence[ShardedParam]:
-        """Return the stacks; see `Segment`."""
         return self.loop.stacked
 
     @property
@@ -134,7 +130,6 @@ class ScanSegment(Segment):
         return bool(self.loop.stacked)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-        """Run the forward pass; see `Segment`."""
         loop, env, options, length = self.loop, gathers.env, gathers.options, self.loop.length
         ahead = options.prefetch > 0 and bool(loop.stacked)
         entry, others = self.take_inputs(gathers, ahead=not loop.stacked)
@@ -171,7 +166,6 @@ class ScanSegment(Segment):
         return results, BlockResiduals((saved, carried), given, operands, stays, Static(passes))
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Run the backward pass; see `Segment`."""
         scan_backward.backward(self, self.loop, residuals, gathers, grads)
 
     def _passes(self, entry, others, slices, moving: Set, gathers: GatherScheduler) -> Passes:
@@ -196,7 +190,6 @@ class ScanSegment(Segment):
 
 
 def _empty(row, length: int) -> jax.Array:
-    """Return a stack for the iterations to write, in the memory kind of the rows."""
     if compat.in_host_memory(row):
         return compat.host_buffer((length, *row.shape), row.dtype)
     return jnp.zeros((length, *row.shape), row.dtype)

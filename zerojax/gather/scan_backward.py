@@ -90,7 +90,6 @@ class Backward:
 
     @functools.cached_property
     def active_others(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the active others as `(constants, carry, slices)`."""
         loop, active = self.loop, self.passes.active_others
         ends = 0, loop.consts, loop.consts + loop.carry, len(loop.others)
         consts, carry, slices = ([i for i in active if start <= i < end] for start, end in itertools.pairwise(ends))
@@ -116,7 +115,6 @@ class Backward:
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
     def start(self, cotangents: Sequence, gathered: Sequence) -> StepState:
-        """Return the state before the first step."""
         loop, others, comm = self.loop, self.passes.other_shapes, self.layers.options.comm
         of_consts, _, of_slices = self.active_others
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
@@ -151,7 +149,6 @@ class Backward:
         return dataclasses.replace(state, gathered=following, pending=pending, scattered=scattered, stacks=stacks)
 
     def in_turn(self, shared: Sequence, state: StepState, iteration) -> StepState:
-        """Run all stages of one iteration, one after the other."""
         gathered, carry = self.gather(iteration, state.carry)
         grads, state = self._computed([*shared, *gathered], state, carry, iteration)
         stacks, scattered = self._reduced_within(state.stacks, grads, iteration)
@@ -221,7 +218,6 @@ class Backward:
         return (list(stacks), shards) if self.is_across else (self._into(stacks, shards, iteration), [])
 
     def _reduced_across(self, stacks: Sequence, scattered: Sequence, iteration) -> list:
-        """Reduce one iteration's shards across groups, and return the stacks with the results in them."""
         if not scattered:
             return list(stacks)
         return self._into(stacks, self.layers.options.reduce_across(scattered, self._layers), iteration)
@@ -265,7 +261,6 @@ def backward(
 def _iterate(
     run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
 ) -> StepState:
-    """Run all iterations, as a pipeline if there is prefetch, and otherwise one after the other."""
     if gathers.options.prefetch and run.loop.stacked:
         return _pipeline(run, shared, run.start(run.cotangents, gathered), gathers, grads)
     body = lambda state, iteration: (run.in_turn(shared, state, iteration), None)

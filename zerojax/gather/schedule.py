@@ -142,13 +142,11 @@ class GatherScheduler:
         return self.position + 1 not in self._group(self.position)
 
     def _group(self, place: int) -> range:
-        """Return the uses in the group of one use."""
         number = self._groups[place]
         return range(bisect.bisect_left(self._groups, number), bisect.bisect_right(self._groups, number))
 
     @property
     def is_hidden_after(self) -> bool:
-        """Return whether a later segment of this pass has work that hides this segment's communication."""
         return any(self.uses.computes[self.position + 1 :])
 
     def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
@@ -318,7 +316,6 @@ class GradScheduler:
             self.settle(self.due, flush=True)
 
     def finish(self) -> None:
-        """Accumulate all remaining gradients."""
         self.drain()
         for param, stack in self._stacks:
             # The layers are on dim 0, and partial sums per group on dim 1. A parameter's gradient has the groups first.
@@ -327,7 +324,6 @@ class GradScheduler:
 
     @jax.named_scope(names.SHARDS)
     def root_grad(self, param: ShardedParam, grad: jax.Array) -> jax.Array:
-        """Return the gradient of the parameter's shard; see `ShardedParam.root_grad`."""
         shape = self.options.comm.grad_shape(param.stored)
         # `grad` may have one more dim in front, with one entry per group. The result keeps this dim.
         rank = grad.ndim - len(param.leaf.shape) + len(param.stored.shape)
@@ -335,7 +331,6 @@ class GradScheduler:
 
     @jax.named_scope(names.SHARDS)
     def add(self, key: Any, cotangent: jax.Array) -> None:
-        """Add a cotangent to the sum for its key."""
         total = self.cotangents.get(key)
         self.cotangents[key] = cotangent if total is None else self.options.comm.add(total, cotangent)
 

@@ -87,7 +87,6 @@ class Segment(abc.ABC):
         return self.params
 
     def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
-        """Return the parameters to gather when the backward pass starts."""
         if residuals.gathered is not None:
             return []
         return [param for i, param in enumerate(self.params) if i in residuals.passes.value.needed]
@@ -107,7 +106,6 @@ class Segment(abc.ABC):
 
     @property
     def sources(self) -> list:
-        """Return the variables of the parameters' shards and of the others, in the order of the jaxpr's arguments."""
         return [*(param.root for param in self.params), *self.others]
 
     @property
@@ -171,7 +169,6 @@ class Segment(abc.ABC):
         return gathered, [gathers.env[v] for v in self.others]
 
     def row_states(self, gathers: GatherScheduler) -> RowStates:
-        """Return which dims of the others and of the results hold the rows of the batch."""
         comm = gathers.options.comm
         return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm.on_own_rows)
 
@@ -218,7 +215,6 @@ class BlockSegment(Segment):
     scope: tuple = ()  # the outermost name scopes of the equations, if `jaxpr` does not have them (`equal`)
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
-        """Run the forward pass; see `Segment`."""
         gathered, others = self.take_inputs(gathers)
         if not moving:
             with names.in_scopes(self.scope):
@@ -248,7 +244,6 @@ class BlockSegment(Segment):
         return None
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Run the backward pass; see `Segment`."""
         passes: Passes = residuals.passes.value
         cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
@@ -284,7 +279,6 @@ class PlainSegment(BlockSegment):
     """Equations that use no sharded parameter: a block that gathers nothing."""
 
     def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
-        """Return the values of the others; see `Segment`."""
         return [], [gathers.env[v] for v in self.others]
 
     def wanted(self, moving: Set) -> list[int]:
@@ -293,7 +287,6 @@ class PlainSegment(BlockSegment):
         return [i for i, key in enumerate(self.results) if key in live]
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        """Run the backward pass; see `Segment`."""
         passes: Passes = residuals.passes.value
         cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:

@@ -126,7 +126,6 @@ class ShardedParam:
 
 
 def root_param(var, leaf: Leaf) -> ShardedParam:
-    """Return the sharded parameter of a variable, before any slice or cast."""
     assert leaf.dim is not None
     dtype = np.dtype(var.aval.dtype)
     leaf = dataclasses.replace(leaf, shape=tuple(var.aval.shape), dtype=dtype)

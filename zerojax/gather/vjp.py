@@ -71,7 +71,6 @@ class Passes:
     is_bare: bool = False  # whether the equations lack JAX's name scopes `jvp` and `transpose`, which the caller enters
 
     def bare(self) -> "Passes":
-        """Return the passes with `is_bare`."""
         bare = lambda bound: BoundJaxpr(names.without_transforms(bound.jaxpr, "jvp"), bound.consts)
         return dataclasses.replace(self, forward=bare(self.forward), derive=bare(self.derive), is_bare=True)
 
@@ -93,7 +92,6 @@ class Passes:
 
     @functools.cached_property
     def pull(self) -> Callable[..., tuple[list, list]]:
-        """Run the backward pass; see `_pull`."""
         return jax.jit(self._pull, static_argnames=("comm", "sums", "paired")) if self.is_shared else self._pull
 
     @functools.cached_property

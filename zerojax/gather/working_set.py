@@ -36,22 +36,14 @@ class Whole(NamedTuple):
 
 
 class WorkingSet(NamedTuple):
-    """The gathered parameters of a function.
+    """The gathered parameters of a function."""
 
-    Attributes:
-        bytes: The most bytes of gathered parameters that a device holds at once. They belong to one use (a block, an
-            iteration of a scan), to the prefetched uses, and to everything that is gathered for several segments.
-        stacks: Indices of the parameters that are stacks, of which each iteration of a scan uses one layer.
-        layer: Bytes of the largest use. A stack that is gathered whole counts as one layer.
-        whole: The parameters that are gathered whole.
-        recomputed: Products of parameters alone that are computed in several places, each with its line.
-    """
-
+    # The most bytes that a device holds at once: of one use (a block, an iteration of a scan), of the prefetched uses,
+    # and of everything that is gathered for several segments.
     bytes: int = 0
-    stacks: frozenset[int] = frozenset()
-    layer: int = 0
-    whole: tuple[Whole, ...] = ()
-    recomputed: tuple[str, ...] = ()
+    stacks: frozenset[int] = frozenset()  # indices of the stacks of which each iteration of a scan uses one layer
+    layer: int = 0  # bytes of the largest use; a stack that is gathered whole counts as one layer
+    whole: tuple[Whole, ...] = ()  # the parameters that are gathered whole
 
 
 def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared_bytes: int = 0) -> WorkingSet:
@@ -79,7 +71,6 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
         frozenset(i for i, var in enumerate(program.invars) if var in stacks),
         max([*map(_layer_bytes, program.segments, whole), *shared], default=0),
         tuple(itertools.chain.from_iterable(whole)),
-        tuple(recomputed(program)),
     )
 
 
@@ -151,24 +142,3 @@ def _kept(segment: Segment, param: ShardedParam, var: Any) -> Any:
         elif var in reads and jaxprs.facts(eqn).changes_weights and eqn.outvars[0] in segment.results:
             return eqn.outvars[0]
     return None
-
-
-def recomputed(program: Program) -> list[str]:
-    """Return matrix products of parameters alone that several segments compute, each with its line."""
-    products: dict[Any, list] = {}
-    for segment in program.segments:
-        known = {var: param.key for var, param in zip(segment.jaxpr.invars, segment.params, strict=False)}
-        for eqn in segment.jaxpr.eqns:
-            reads = jaxprs.variables_in(eqn.invars)
-            if reads and all(var in known for var in reads) and not eqn.effects:
-                operands = tuple(str(a) if compat.is_literal(a) else known[a] for a in eqn.invars)
-                key = eqn.primitive.name, str(eqn.params), operands
-                known |= {var: (key, i) for i, var in enumerate(eqn.outvars)}
-                if eqn.primitive.name == "dot_general":
-                    products.setdefault(key, []).append(eqn)
-    return [f"{named(eqns[0])} in {len(eqns)} places" for eqns in products.values() if len(eqns) > 1]
-
-
-def named(eqn: Any) -> str:
-    """Return the name of an equation's primitive, and the line of the loss from which the equation comes."""
-    return " at ".join(filter(None, [eqn.primitive.name, compat.line_of(eqn)]))

@@ -37,7 +37,6 @@ class Item:
         return self.length - 1 - iteration if self.reverse else iteration
 
     def sources(self, iteration: int) -> list[Source]:
-        """Return the sources of the parameters that one iteration reads."""
         return [*self.shared, *(layers[self.layer(iteration)] for layers in self.stacked)]
 
     @property

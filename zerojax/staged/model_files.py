@@ -144,7 +144,6 @@ class ModelFiles(StateFiles):
         return done
 
     def copy_all(self) -> None:
-        """Block until all arrays that were passed to `write` are copied from the devices."""
         while self._copying:
             self._write(*self._copying.popleft())
 
@@ -162,7 +161,6 @@ class ModelFiles(StateFiles):
 
     @property
     def next_version(self) -> Int[np.ndarray, ""]:
-        """Return the version that parameters which are written outside of a step will have; see `StateFiles`."""
         return np.array(self._version + 1 if self._next is None else self._next, np.int32)
 
     def begin_leaf(self, k: int) -> Int[np.ndarray, ""]:

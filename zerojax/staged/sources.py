@@ -43,7 +43,6 @@ class OnDisk:
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh of `sharding`."""
         mesh = self.sharding.mesh
         assert isinstance(mesh, Mesh)
         return mesh
@@ -111,7 +110,6 @@ class Source:
 
 
 def source_of(param: ShardedParam, of: OnDisk) -> Source:
-    """Return the source of a parameter's shard."""
     if not param.slices:
         return Source(of)
     row = _row_read(param) if of.is_by_row else None

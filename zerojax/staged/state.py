@@ -145,7 +145,6 @@ def unlocked_on_error(files: Any) -> Iterator[None]:
 
 
 def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
-    """Write existing parameters that are sharded to new files. Return all parameters, or their shapes, in storage."""
     leaves = leaves_of(params)
     return write_params(
         config, layout, leaves, files_of_params(config, layout, layout.params), shapes=are_shapes(leaves)

@@ -41,7 +41,6 @@ class StagedUpdate(StreamedUpdate):
         self.trained = trained
 
     def on_files(self, inputs: UpdateInputs, store: StateStore, files: ModelFiles) -> tuple[list, list]:
-        """Update every chunk; see `run`. `inputs` lacks the parameters and gradients on disk, which are in `files`."""
         return StagedQueue(self, inputs, store, files).update()
 
 
