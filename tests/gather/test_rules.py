@@ -26,9 +26,8 @@ BYTES = SIZE * SIZE * 4
 def program_of(loss, *weights, x=X):
     """The program of `loss(*weights, x)`, whose weights are sharded on their last dim but one."""
     setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
-    _, tree = jax.tree.flatten(list(weights))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), tree, setup.leaves, full, [x], differing=[0])[0]
+    return trace_loss(lambda weights, x: loss(*weights, x), setup.leaves, full, [x], differing=[0])[0]
 
 
 def taken(make, rule):

@@ -51,6 +51,7 @@ Details that a first reading can skip:
     clusters        finds the equations that share a gather with an earlier use of their parameter
     per_layer       moves computations on whole layers into the loop that gathers these layers
     merged          merges equations that compute the same value
+    unrolled        unrolls scans over layers, for parameters on disk
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           runs a loop over tiles of a sequence as one block
 """

@@ -62,8 +62,9 @@ def gather_on_use(
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
         ]
+        on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
         unlike = range(len(args)) if differing is None else differing
-        program, arrays, consts, structure = trace_loss(fn, tree, leaves, full, args, of_rows, comm, unlike)
+        program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, args, of_rows, comm, unlike)
         # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
         # the derivative alive.
         run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
@@ -75,21 +76,22 @@ def gather_on_use(
 
 def trace_loss(
     fn: Callable,
-    tree: Any,
     leaves: Sequence[Leaf],
     full: Sequence,
     args: Sequence,
     of_rows: Collection[int] = (),
     comm: Collectives | None = None,
     differing: Collection[int] | None = None,
+    *,
+    by_row: Collection[int] = (),
 ) -> tuple[Program, list, list, Any]:
-    """Trace `fn(params, *args)` and divide it into segments.
+    """Trace `fn(params, *args)`, which takes a list of parameters, and divide it into segments.
 
-    The parameters have the structure `tree`, the layouts `leaves`, and the arrays or shapes `full`. In global view,
-    `comm.follower` finds which dims of each value hold the rows of the batch. A parameter's gradient is a sum over such
-    a dim, which `Collectives` divides into one partial sum per worker (`comm.partial_sums`). The total is the same for
-    any dim, so a wrong dim costs time and not correctness. If `differing` is None, parameters are neither reduced nor
-    quantised on shards.
+    The parameters have the layouts `leaves`, and the arrays or shapes `full`. In global view, `comm.follower` finds
+    which dims of each value hold the rows of the batch. A parameter's gradient is a sum over such a dim, which
+    `Collectives` divides into one partial sum per worker (`comm.partial_sums`). The total is the same for any dim, so a
+    wrong dim costs time and not correctness. If `differing` is None, parameters are neither reduced nor quantised on
+    shards. Scans over the parameters `by_row` are unrolled.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's
@@ -101,13 +103,13 @@ def trace_loss(
         follower = comm.follower
         experts = [i for i in comm.experts(leaves) if leaves[i].kind != "sharded"]
     given = param_states(full, experts) + row_states(args, of_rows, follower)
-    on_leaves = lambda full, arrays: fn(tree.unflatten(full), *put_back(arrays))
-    closed, shape = jax.make_jaxpr(on_leaves, return_shape=True)(full, arrays)
+    on_arrays = lambda full, arrays: fn(full, *put_back(arrays))
+    closed, shape = jax.make_jaxpr(on_arrays, return_shape=True)(list(full), arrays)
     check_types(compat.opened(closed)[0])
     of_params = [i not in experts for i in range(len(full))]
     alike = None if differing is None else of_params + alike_args(args, differing)
     sharded = [leaf if leaf.kind == "sharded" else None for leaf in leaves]
-    program, consts = planned(closed, sharded, given, follower, alike)
+    program, consts = planned(closed, sharded, given, follower, alike, by_row)
     if experts:
         program = dataclasses.replace(program, experts=frozenset(program.invars[i] for i in experts))
     return program, arrays, consts, jax.tree.structure(shape)

@@ -25,6 +25,7 @@ from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.rules import Decisions, is_repeatable
 from zerojax.gather.segments import BlockSegment, Gathered, Program
 from zerojax.gather.sharded_param import root_param
+from zerojax.gather.unrolled import unrolled
 from zerojax.layout.leaf import Leaf
 
 # `zerojax.block` wraps a function in `jax.jit`. This is the name of that call in a jaxpr.
@@ -37,12 +38,14 @@ def planned(
     given: Sequence[State],
     follower: Follower | None,
     alike: Sequence[bool] | None = None,
+    by_row: Collection[int] = (),
 ) -> tuple[Program, list]:
     """Return the program of a traced function, and the constants that are the program's last arguments.
 
     `leaves` has the layouts of the first arguments, with None for an argument that is not sharded. `given` says which
     dims of the first arguments hold the rows of the batch. In device view, `follower` is None. `alike` says which of
     the first arguments are alike on all devices. If it is None, parameters are neither reduced nor quantised on shards.
+    Scans over the arguments `by_row` are unrolled.
     """
     jaxpr, consts = compat.opened(closed)
     again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
@@ -58,6 +61,9 @@ def planned(
     more = [*more, *new]
     params = [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None]
     bare = reads_together(weights_late(merged(bare, params), params), params)
+    if by_row:
+        bare, new = _closed_over(*unrolled(bare, params, [bare.invars[i] for i in by_row], BLOCK_NAME))
+        more = [*more, *new]
     missing = [None] * (len(bare.invars) - len(leaves))
     states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
     rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, states))

@@ -54,7 +54,8 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
     """
     leaves, tree = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    program, *_ = trace_loss(fn, tree, leaves, full, args, differing=[0])
+    on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
+    program, *_ = trace_loss(on_leaves, leaves, full, args, differing=[0])
     gathering = [s for s in program.segments if s.params]
     lasting = [s for s in gathering if any(isinstance(result, Gathered) for result in s.results)]
     numbered = [*zip(groups_of(gathering, shared_bytes), gathering, strict=True)]

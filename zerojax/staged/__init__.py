@@ -3,7 +3,6 @@
 model_files    read and write the files of parameters and gradients, some of which stay in host memory
 sources        make a segment's shard from a parameter's chunks, and divide the shard's gradient into chunks
 stage          compile a segment into a forward and a backward program, which segments with equal equations share
-item           a segment that runs once, or a scan over layers that runs one iteration at a time
 program        divide a loss into stages; find the order of reads, and the number of gradients per chunk
 microbatch     run the stages forward and backward, and read chunks ahead
 gradients      sum the gradients of chunks, scale the sums, and write them to files

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from zerojax import compat
@@ -19,9 +18,8 @@ from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.gather.segments import Gathered
 from zerojax.staged.gradients import Gradients
-from zerojax.staged.item import Item
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
-from zerojax.staged.program import StagedProgram
+from zerojax.staged.program import Item, StagedProgram
 from zerojax.staged.sources import Piece, Source
 
 if TYPE_CHECKING:
@@ -77,16 +75,6 @@ class Reader:
 @functools.lru_cache(maxsize=8)
 def _adding(comm: Collectives) -> Any:
     return jax.jit(comm.add)
-
-
-@jax.jit
-def _row(stack, index):
-    return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _stacked(rows, dim):
-    return jnp.stack(rows, dim)
 
 
 class Microbatch:
@@ -160,55 +148,18 @@ class Microbatch:
 
     def _forward(self, item: Item) -> list:
         stage, operands = item.stage, {v: self._env[v] for v in item.segment.operands}
-        consts, carry, slices = item.values(self._env)
-        rows, kept = [], []
-        for iteration in range(item.length):
-            others = [*consts, *carry, *(_row(x, item.layer(iteration)) for x in slices), *item.closed]
-            results, saved = self._ran(stage.forward(self._shards(item.sources(iteration), operands), others))
-            carry = results[: item.returned]
-            rows.append(results[item.returned :])
-            if stage.passes is not None:
-                kept.append((saved, [others[i] for i in stage.kept]))
-        self._kept[item] = kept, operands
-        stack = lambda i: self._stacked([row[i - item.returned] for row in rows], item, 0)
-        return [carry[i] if i < item.returned else stack(i) for i in item.results]
+        others = [self._env[v] for v in item.segment.others]
+        results, saved = self._ran(stage.forward(self._shards(item.sources, operands), others))
+        if stage.passes is not None:
+            self._kept[item] = [others[i] for i in stage.kept], saved, operands
+        return results
 
     def _backward(self, item: Item) -> None:
-        stage, (kept, operands) = item.stage, self._kept.pop(item)
-        passes = stage.passes
-        assert passes is not None
-        given = {i: self._cotangents.get(key) for i, key in zip(item.results, item.segment.results, strict=True)}
-        avals = [v.aval for v in passes.forward.jaxpr.outvars[: passes.results]]
-        cotangents = [given.get(i) if i < item.returned else None for i in range(len(avals))]
-        for i in passes.active_results if item.carry else ():  # so that all iterations run the same program
-            if i < item.returned and cotangents[i] is None:
-                cotangents[i] = compat.zero_cotangent(avals[i].shape, avals[i].dtype)
-        inner = item.consts + item.carry
-        rows: dict[int, list] = collections.defaultdict(list)
-        for iteration in reversed(range(item.length)):
-            for i in passes.active_results:
-                if i >= item.returned and (stack := given.get(i)) is not None:
-                    cotangents[i] = _row(stack, item.layer(iteration))
-            saved, others = kept.pop()
-            sources = item.sources(iteration)
-            shards = self._shards([sources[i] for i in stage.needed], operands)
-            to_params, to_others = self._ran(stage.backward(shards, others, saved, cotangents))
-            del shards
-            for i, (key, x) in enumerate(zip(item.others, to_others, strict=False)):
-                if x is None:
-                    continue
-                if i < item.consts:
-                    self._add(key, x)
-                elif i < inner:
-                    cotangents[i - item.consts] = x
-                else:
-                    rows[i].insert(0, x)
-            self._add_grads(sources, to_params, operands)
-        for i in range(item.consts, inner):
-            self._add(item.others[i], cotangents[i - item.consts])
-        for i, xs in rows.items():
-            self._add(item.others[i], self._stacked(xs, item, xs[0].ndim - passes.other_shapes[i].ndim))
-
-    def _stacked(self, rows: list, item: Item, dim: int) -> Array:
-        """Stack the values of all iterations in the order of the layers."""
-        return wait_if_simulated(self._mesh, _stacked(rows[::-1] if item.reverse else rows, dim))
+        others, saved, operands = self._kept.pop(item)
+        cotangents = [self._cotangents.get(key) for key in item.segment.results]
+        shards = self._shards(item.needed, operands)
+        to_params, to_others = self._ran(item.stage.backward(shards, others, saved, cotangents))
+        del shards
+        for key, x in zip(item.segment.others, to_others, strict=True):
+            self._add(key, x)
+        self._add_grads(item.sources, to_params, operands)

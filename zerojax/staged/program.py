@@ -8,8 +8,6 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE
 from zerojax.gather.options import Options
@@ -18,9 +16,33 @@ from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Progra
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates
 from zerojax.layout.chunked import MOST_ROWS
-from zerojax.staged.item import Item
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
 from zerojax.staged.stage import Stage, Wanted
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Item:
+    """A segment, its programs, and the sources of its parameters."""
+
+    segment: BlockSegment
+    stage: Stage
+    sources: tuple[Source, ...]
+
+    @property
+    def needed(self) -> list[Source]:
+        """Return the sources that the backward program reads."""
+        return [self.sources[i] for i in self.stage.needed]
+
+    @property
+    def trained(self) -> list[Source]:
+        """Return the sources whose gradients the backward program returns."""
+        assert self.stage.passes is not None
+        return [self.sources[i] for i in self.stage.passes.active_params]
+
+    @property
+    def differentiated(self) -> list:
+        active = () if self.stage.passes is None else self.stage.passes.active_results
+        return [self.segment.results[i] for i in active]
 
 
 class StagedProgram:
@@ -43,11 +65,10 @@ class StagedProgram:
         self._summed_later = frozenset([*program.invars, *self._weights()])
         self.items = [self._item(segment) for segment in program.segments]
         self.backward = self._reached()
-        trained = [source for item in self.backward for use in item.trained_uses for source in use]
+        trained = [source for item in self.backward for source in item.trained]
         # The number of gradients that each chunk gets in one backward pass.
         self.expected = collections.Counter[Piece](piece for source in trained for piece in source.pieces)
-        uses = [use for item in self.items for use in item.forward_uses]
-        uses += [use for item in self.backward for use in item.backward_uses]
+        uses = [*(item.sources for item in self.items), *(item.needed for item in self.backward)]
         reads = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in uses]
         # The chunks of each execution of a stage that reads chunks, in the order of a forward and a backward pass.
         self.reads = [use for use in reads if use]
@@ -57,14 +78,16 @@ class StagedProgram:
         returned = [key for key in self.program.outs if isinstance(key, Gathered)]
         early = any(isinstance(key, Gathered) and key not in returned for key in segment.results)
         params = dict(zip(segment.jaxpr.invars, segment.params, strict=False))
-        whole = params if early else scanned_inside(segment.jaxpr, params)
+        inside = [v for v, p in params.items() if p in segment.stacks] or scanned_inside(segment.jaxpr, params)
+        whole = params if early else inside
         if paths := sorted({f"params{self.variables[params[v].root].leaf.path}" for v in whole}):
             raise ValueError(
                 f"A loop reads {', '.join(paths)}, but not one layer per iteration, so the devices would hold all "
                 f'layers at once. Offload(params="disk") reads one layer per iteration of a jax.lax.scan over stacks '
-                f"that are as in the tree of parameters, and not sharded over their layers. Scan over such stacks "
-                f"outside of other loops and of jax.checkpoint, put jax.checkpoint around one layer, and leave "
-                f"microbatches to accumulate= of train_step. Raise persist_below= to keep small stacks on the devices."
+                f"of at most {MOST_ROWS} layers that are as in the tree of parameters, and not sharded over their "
+                f"layers. Scan over such stacks outside of other loops and of jax.checkpoint, put jax.checkpoint "
+                f"around one layer, and leave microbatches to accumulate= of train_step. Raise persist_below= to keep "
+                f"small stacks on the devices."
             )
 
     @property
@@ -87,12 +110,10 @@ class StagedProgram:
 
     def _item(self, segment: Segment) -> Item:
         moving = set() if self.live.isdisjoint(segment.results) else self.live.intersection(segment.sources)
-        if isinstance(segment, ScanSegment) and segment.loop.stacked:
-            return self._scan(segment, moving)
+        self._check_loops(segment)
         if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
         assert isinstance(segment, BlockSegment)
-        self._check_loops(segment)
         sources = tuple(map(self._source, segment.params))
         results = None
         if isinstance(segment, PlainSegment):
@@ -107,49 +128,7 @@ class StagedProgram:
         others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
         by_row = [source.row is not None for source in sources]
         stage = self._stage(segment, wanted, RowStates(others, outs, self._follower), by_row)
-        count = len(segment.results)
-        return Item(segment, stage, sources, segment.others, len(segment.others), tuple(range(count)), count)
-
-    def _scan(self, segment: ScanSegment, moving: set) -> Item:
-        loop, rows = segment.loop, self.program.rows
-        stacked = tuple(map(self._layers, loop.stacked))
-        shared = tuple(map(self._source, loop.shared))
-        body, closed = compat.opened(loop.eqn.body)
-        operands = list(zip(loop.is_param, body.invars, strict=True))
-        params, inputs = [v for on, v in operands if on], [v for on, v in operands if not on]
-        jaxpr = compat.part_of(body, body.eqns, [*params, *inputs, *compat.constvars_of(body)], body.outvars)
-        layers = (*loop.shared, *(p.at_layer(0) for p in loop.stacked))
-        block = BlockSegment(jaxpr, layers, tuple(inputs), tuple(jaxpr.outvars))
-        others = tuple(None if index is None else segment.others[index] for index in loop.others)
-        carried = range(loop.consts, loop.consts + loop.carry)
-        active = [bool(moving) if i in carried else key in moving for i, key in enumerate(others)]
-        wanted = Wanted(
-            tuple(p.root in moving for p in loop.params),
-            (*active, *[False] * len(closed)),
-            None,
-            frozenset(i for i, key in enumerate(others) if i not in carried and key in self._summed_later),
-        )
-        inside = loop.rows_inside([rows.get(key, NOWHERE) for key in segment.others], self._follower)
-        states = RowStates([*inside, *[NOWHERE] * len(closed)], (), self._follower)
-        by_row = [source.row is not None for source in (*shared, *(sources[0] for sources in stacked))]
-        stage = self._stage(block, wanted, states, by_row)
-        values = zip(loop.others, loop.literals, inputs, strict=True)
-        literals = {i: jnp.asarray(x, v.aval.dtype) for i, (index, x, v) in enumerate(values) if index is None}
-        return Item(
-            segment,
-            stage,
-            shared,
-            others,
-            loop.consts,
-            loop.results,
-            loop.carry,
-            stacked=stacked,
-            length=loop.length,
-            reverse=loop.eqn.reverse,
-            carry=loop.carry,
-            literals=literals,
-            closed=tuple(closed),
-        )
+        return Item(segment, stage, sources)
 
     def _stage(self, segment: BlockSegment, wanted: Wanted, rows: RowStates, by_row: list[bool]) -> Stage:
         """Return the stage of a segment. Segments with equal equations and layouts share one."""
@@ -167,17 +146,6 @@ class StagedProgram:
 
     def _source(self, param: ShardedParam) -> Source:
         return source_of(param, self.variables[param.root])
-
-    def _layers(self, param: ShardedParam) -> tuple[Source, ...]:
-        """Return the source of each layer of a stack, or raise a ValueError if they cannot be read one by one."""
-        of = self.variables[param.root]
-        if param.slices or not of.is_by_row:
-            raise ValueError(
-                f"A loop scans over params{of.leaf.path}, whose layers cannot be read one by one. "
-                f'Offload(params="disk") reads the layers of stacks of at most {MOST_ROWS} layers, as they are in the '
-                f"tree of parameters. Scan over such a stack."
-            )
-        return tuple(Source(of, row) for row in range(of.leaf.shape[0]))
 
     def _reached(self) -> list[Item]:
         """Return the items whose results get cotangents in the backward pass, in the order of that pass."""

@@ -188,7 +188,11 @@ def trace_stages(
         call = checked(call, manual=())
     shape = lambda i, leaf: jax.ShapeDtypeStruct(leaf.shape, disk[i].leaf.dtype)
     full = [stored[i] if i in stored else shape(i, leaf) for i, leaf in enumerate(layout.params)]
-    program, _, consts, structure = trace_loss(call, layout.treedef, layout.params, full, arrays, OF_ROWS, view.comm)
+    on_leaves = lambda full, *args: call(jax.tree.unflatten(layout.treedef, full), *args)
+    by_row = [i for i, of in disk.items() if of.is_by_row]
+    program, _, consts, structure = trace_loss(
+        on_leaves, layout.params, full, arrays, OF_ROWS, view.comm, by_row=by_row
+    )
     options = Options(view.comm, prefetch=0, reshard_after_forward=True)
     active = [i in trained for i in range(len(full))]
     return Traced(StagedProgram(program, disk, active, options, view.config.mesh), consts, structure)
