@@ -21,7 +21,6 @@ if _TYPE_CHECKING:
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
     from zerojax.train.aux import Mean, Rows, Same, Sum
-    from zerojax.train.from_state import value_and_grad_from_state
     from zerojax.train.logical import logical
     from zerojax.train.optax_pair import Shardings
     from zerojax.train.state import ZeroState
@@ -45,7 +44,6 @@ _MODULES = {
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
     "train.aux": "Mean Rows Same Sum",
-    "train.from_state": "value_and_grad_from_state",
     "train.logical": "logical",
     "train.optax_pair": "Shardings",
     "train.state": "ZeroState",
@@ -88,7 +86,6 @@ __all__ = [
     "report",
     "rows",
     "tiled",
-    "value_and_grad_from_state",
     "zero_shard",
 ]
 

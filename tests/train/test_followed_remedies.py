@@ -292,14 +292,6 @@ OF_STEPS = {
         "str, bool, int or float",
         lambda: TX.train_step(loss, compiler_options={"xla_cpu_enable_fast_math": False}),
     ),
-    "no line search": (
-        lambda: zerojax.value_and_grad_from_state(TX, loss)(SHAPES, X, state=TX.init(SHAPES)),
-        r"Wrap optax\.lbfgs\(\)",
-        lambda: (
-            (tx := zero_shard(optax.lbfgs(), stage=3, mesh=mesh_of(8)))
-            and jax.eval_shape(lambda p: zerojax.value_and_grad_from_state(tx, loss)(p, X, state=tx.init(p)), SHAPES)
-        ),
-    ),
     "no parameters": (
         lambda: updated(tx=MASTERS, params=False),
         r"Call update\(grads, state, params\)",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,9 +21,6 @@ from zerojax.train.loss import Returned
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
-
-# Words in the errors that JAX raises if a function is written for Explicit axes but runs on Auto axes.
-_OF_AUTO_AXES = re.compile(r"of type Auto|Explicit|should match the (aval )?mesh|Closing over inputs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,13 +58,14 @@ class TypedLoss:
         with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
             try:
                 traced, shape = TypedFunction.trace(flat, mesh, arrays, specs, self.config.data.batch)
-            except Exception as raised:  # the caller's function can raise any error
-                error = raised
-            else:
-                pairs = zip(traced(*arrays), traced.out_specs, strict=True)
-                results = [Typed(x, spec) if axes_of(spec) else x for x, spec in pairs]
-                return self._returned(jax.tree.unflatten(jax.tree.structure(shape), results))
-            return on_auto(self.loss.call, given, error)
+            except Exception as error:  # the caller's function can raise any error
+                try:
+                    return self.loss.call(*given)
+                except Exception as on_auto:  # Python prints both errors.
+                    raise error from on_auto
+            pairs = zip(traced(*arrays), traced.out_specs, strict=True)
+            results = [Typed(x, spec) if axes_of(spec) else x for x, spec in pairs]
+            return self._returned(jax.tree.unflatten(jax.tree.structure(shape), results))
 
     def _returned(self, results: PyTree) -> Any:
         """Remove the shardings from the types of all results, except that aux in global view keeps its shardings."""
@@ -105,19 +101,6 @@ def on_one_device(config: Config) -> Config:
 
 def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
-
-
-def on_auto(fn: Callable, given: tuple, error: Exception) -> Any:
-    """Call a function on Auto axes, after it raised `error` on Explicit axes.
-
-    If the call on Auto axes fails because the function is written for Explicit axes, raise `error` again.
-    """
-    try:
-        return fn(*given)
-    except Exception as again:
-        if not _OF_AUTO_AXES.search(str(again)):
-            raise
-    raise error
 
 
 def divides(config: Config, spec: PartitionSpec, x: Any) -> bool:
