@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.budget.table import describe
 from zerojax.comm.explicit import auto_context
 from zerojax.config.data_mesh import axes_of
-from zerojax.gpus.topology import Topology, absent_mesh_like
+from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.host import pinned_limit
 from zerojax.offload.measure import Choice
@@ -153,48 +153,29 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
         )
     shardings = filter(None, map(named_sharding, jax.tree.leaves((state, batch, args))))
     meshes = {sharding.mesh for sharding in shardings}
-    if len({(mesh.axis_names, tuple(mesh.shape.values())) for mesh in meshes}) > 1:
+    if len({mesh.shape_tuple for mesh in meshes}) > 1:
         raise ValueError(
             f"The arguments are on meshes of different axes: {', '.join(sorted(str(dict(m.shape)) for m in meshes))}. "
             f"Put all of them on one mesh."
         )
+    devices = absent_mesh(topology).devices
     given = next(iter(meshes)) if meshes else Mesh(np.array(jax.devices()[:1]), ("data",))
-    rows = {row_axes(sharding) for x in jax.tree.leaves(batch) if (sharding := named_sharding(x)) and sharding.spec}
-    of_batch = rows.pop() if len(rows) == 1 else ()
-    axes = given.axis_names if len(given.axis_names) == 1 else of_batch
-    mesh = absent_mesh_like(given, topology, axes=axes)
+    if given.size != devices.size:
+        raise ValueError(
+            f"The arguments are on a mesh {dict(given.shape)}, and {topology!r} has {devices.size} devices. Give "
+            f"arguments or shapes with NamedShardings on a mesh of {devices.size} devices; "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={devices.size} simulates them."
+        )
+    mesh = Mesh(devices.reshape(tuple(given.shape.values())), given.axis_names, axis_types=given.axis_types)
     context = jax.sharding.get_abstract_mesh()
     placed = functools.partial(on_mesh, mesh)
-    # The function may read sizes from its mesh, as zerojax does inside of it. So its mesh is moved only to equal sizes.
-    equal = given if isinstance(given, Mesh) and given.shape_tuple == mesh.shape_tuple else None
-
-    def lower(batch: Any) -> Any:
-        try:
-            with contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
-                return f.lower(placed(state), placed(batch), *placed(args))
-        except ValueError as error:
-            if equal is None:
-                error.add_note(
-                    f"If the function names devices, in in_shardings, out_shardings, a sharding constraint or a "
-                    f"shard_map: they are moved to absent devices only from a mesh of equal sizes, and the arguments "
-                    f"are on a mesh {dict(given.shape)} instead of {dict(mesh.shape)}. Build the function on "
-                    f"{mesh.size} devices; XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} simulates "
-                    f"them. Or give shardings to its arguments only, or use PartitionSpecs."
-                )
-            raise
-
-    unsharded = "No argument has a NamedSharding, so every device does the same work. Give arguments NamedShardings."
-    notes = () if meshes or mesh.size == 1 else (unsharded,)
-    sharded = [sharding for x in jax.tree.leaves(placed(batch)) if (sharding := named_sharding(x))]
-    shards = [math.prod(mesh.shape[axis] for axis in row_axes(sharding)) for sharding in sharded]
 
     def compile_function(batch: Any) -> CompiledStep:
-        with compat.kernels_for(mesh) if equal is None else in_force(MovedMeshes(equal, mesh)):
-            return CompiledStep(lower(batch).compile(), notes=notes)
+        # The function may name the devices of its arguments. An `AbstractMesh` has none.
+        moved = in_force(MovedMeshes(given, mesh)) if isinstance(given, Mesh) else compat.kernels_for(mesh)
+        with moved, contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
+            return CompiledStep(f.lower(placed(state), placed(batch), *placed(args)).compile())
 
+    sharded = filter(None, map(named_sharding, jax.tree.leaves(batch)))
+    shards = (math.prod(mesh.shape[axis] for axis in axes_of([sharding.spec[:1]])) for sharding in sharded)
     return AbsentProgram(compile_function, math.lcm(*shards))
-
-
-def row_axes(sharding: NamedSharding) -> tuple[str, ...]:
-    named = axes_of([sharding.spec[:1]])
-    return tuple(axis for axis in sharding.mesh.axis_names if axis in named)

@@ -17,14 +17,14 @@ import numpy as np
 
 from zerojax.config import Config, Offload, check_count
 from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import abstract_mesh
+from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.shapes import abstract, with_rows
-from zerojax.planning.stage_bytes import HOST, StageEstimate, axes_that_stay, estimate_stage, sent_bytes
+from zerojax.planning.stage_bytes import StageEstimate, axes_that_stay, estimate_stage, sent_bytes
 from zerojax.train.fitting import DoesNotFit
 from zerojax.units import format_bytes, format_seconds
 
@@ -50,8 +50,6 @@ class Candidate:
         offloaded: Bytes in host memory and on disk, per device.
         seconds: Least seconds per row of the global batch. Infinite if `peak` is only a lower bound.
         verdict: Why the candidate was or was not chosen. Empty before the search.
-        shard_axis: As for `zero_shard`. Empty means all axes.
-        params_axis: As for `zero_shard`. Empty means all axes.
         memory: As for `train_step`: `"auto"` if the layers save as many activations as fit.
     """
 
@@ -64,15 +62,7 @@ class Candidate:
     offloaded: int
     seconds: float = math.inf
     verdict: str = ""
-    shard_axis: tuple[str, ...] = ()
-    params_axis: tuple[str, ...] = ()
     memory: str | None = None
-
-    @property
-    def sharding(self) -> str:
-        """Return the option that keeps shards within a host, such as `shard_axis="gpu"`, or `"all devices"`."""
-        options = {"shard_axis": self.shard_axis, "params_axis": self.params_axis}
-        return next((f'{name}="{axes[0]}"' for name, axes in options.items() if axes), "all devices")
 
     @property
     def placement(self) -> str:
@@ -83,13 +73,12 @@ class Candidate:
 
     @property
     def variant(self) -> tuple:
-        return self.devices, self.stage, self.loss, self.offload, self.shard_axis, self.params_axis
+        return self.devices, self.stage, self.loss, self.offload
 
     def __str__(self) -> str:
-        sharding = f", {self.sharding}" if self.shard_axis or self.params_axis else ""
         memory = f", memory={self.memory!r}" if self.memory else ""
         where = f"state on the {self.placement}"
-        return f"stage {self.stage}{sharding}, loss {self.loss!r}{memory}, {where}, {self.rows:,} rows"
+        return f"stage {self.stage}, loss {self.loss!r}{memory}, {where}, {self.rows:,} rows"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,19 +101,14 @@ class Fit:
         for candidate in self.tried:
             if candidate.variant not in shown or candidate == self.chosen:
                 shown[candidate.variant] = candidate
-        column = lambda title, cells: max(len(cell) for cell in (title, *cells)) + 2
-        loss = column("loss", [c.loss for c in shown.values()])
-        within = any(c.shard_axis or c.params_axis for c in shown.values())
-        over = column("shards over", [c.sharding for c in shown.values()]) if within else 0
-        cell = lambda text: f"{text:{over}s}" if within else ""
+        loss = max(len(name) for name in ("loss", *(c.loss for c in shown.values()))) + 2
         lines = [
             f"{self.chosen} on {self.plan.topology}",
             f"  compiled: {format_bytes(self.plan.peak)} of {format_bytes(self.plan.usable)} usable per device",
-            f"devices  stage  {cell('shards over')}{'loss':{loss}s}{'state':16s}"
-            f"{'rows':>8s}{'peak':>10s}{'per row':>10s}",
+            f"devices  stage  {'loss':{loss}s}{'state':16s}{'rows':>8s}{'peak':>10s}{'per row':>10s}",
         ]
         lines += [
-            f"{c.devices:7d}  {c.stage:5d}  {cell(c.sharding)}{c.loss:{loss}s}{c.placement:16s}{c.rows:8,d}"
+            f"{c.devices:7d}  {c.stage:5d}  {c.loss:{loss}s}{c.placement:16s}{c.rows:8,d}"
             f"{format_bytes(c.peak):>10s}{'' if c.seconds == math.inf else format_seconds(c.seconds):>10s}  {c.verdict}"
             for c in shown.values()
         ]
@@ -135,9 +119,7 @@ class Fit:
 class SearchSpace:
     """The options to choose among, and the GPUs that the choice must fit.
 
-    The fields are options of `plan.fit`. If `hosts` is given, sharding within a host is a candidate, too. Otherwise
-    every candidate shards over the axes that the configuration names. With `recompute`, the layers of a step save as
-    many activations as fit.
+    The fields are options of `plan.fit`. With `recompute`, the layers of a step save as many activations as fit.
     """
 
     gpu: str
@@ -145,7 +127,6 @@ class SearchSpace:
     offloads: Sequence[Offload | None]
     rows: Sequence[int] | None
     hardware: Hardware
-    hosts: int | None = None
     recompute: bool = False
 
     def __post_init__(self):
@@ -163,23 +144,7 @@ class SearchSpace:
         return hardware.achievable(topology) if hardware.rates.device else hardware.device(topology)
 
     def topology(self, count: int) -> str:
-        return f"{self.gpu}:{count}" if self.hosts is None else f"{self.gpu}:{self.hosts}x{count // self.hosts}"
-
-    def axes(self, config: Config) -> tuple[str, ...]:
-        return config.axis if self.hosts is None or len(config.axis) == 2 else (HOST, "gpu")
-
-    def shardings(self, config: Config, count: int, stage: int, offload: Offload | None) -> list[dict[str, Any]]:
-        """Return the possible shardings of a stage, over all axes or within a host, as fields of a `Config`."""
-        if self.hosts is None:
-            return [{}]
-        axes = self.axes(config)
-        over = lambda **chosen: {"axis": axes, "shard_axis": (), "params_axis": ()} | chosen
-        found = [over()]
-        if 1 < self.hosts < count and stage > 0:
-            found.append(over(shard_axis=axes[-1:]))
-            if stage == 3 and (offload is None or offload.params is None):
-                found.append(over(params_axis=axes[-1:]))
-        return found
+        return f"{self.gpu}:{count}"
 
     def usable(self, count: int) -> float:
         hardware = self.hardware
@@ -203,13 +168,12 @@ Setup = tuple[Config, Layout, StageEstimate]
 def candidates(
     config: Config, losses: Mapping[str, PlainGradient], params: Any, batch: Any, space: SearchSpace, count: int
 ) -> Iterator[Candidate]:
-    mesh = abstract_mesh(count, space.axes(config), hosts=space.hosts or 1)
+    mesh = abstract_mesh(count, config.axis, hosts=Topology.parse(space.topology(count)).hosts)
     setups: list[Setup] = []
     for stage, offload in space.combinations:
-        for sharding in space.shardings(config, count, stage, offload):
-            chosen = dataclasses.replace(config, user_mesh=mesh, stage=stage, offload=offload, **sharding)
-            plan = make_plan(chosen, params)
-            setups.append((chosen, plan.layout, estimate_stage(chosen, plan, accumulate=1)))
+        chosen = dataclasses.replace(config, user_mesh=mesh, stage=stage, offload=offload)
+        plan = make_plan(chosen, params)
+        setups.append((chosen, plan.layout, estimate_stage(chosen, plan, accumulate=1)))
     for name, loss in losses.items():
         estimated = functools.partial(estimate_candidate, name, loss, batch, space)
         if space.rows is not None:
@@ -236,8 +200,6 @@ def estimate_candidate(
     config, layout, row = setup
     least = row.resident + row.update // 2  # the state, and the gradients in the optimizer's type
     candidate = Candidate(row.devices, row.stage, name, config.offload, rows, least, row.host + row.disk)
-    if space.hosts is not None:
-        candidate = dataclasses.replace(candidate, shard_axis=config.shard_axis, params_axis=config.params_axis)
     if rejection(candidate, space.usable(row.devices)):
         return candidate
     cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
@@ -315,9 +277,8 @@ def search(
 
 
 def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iterator[Candidate]:
-    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, all axes, the first loss, few rows."""
-    within = lambda c: bool(c.shard_axis) + 2 * bool(c.params_axis)
-    simplest = lambda c: (c.offload is not None, c.stage, within(c), losses.index(c.loss), c.rows)
+    """Yield candidates by cost. At equal cost, prefer no offload, a low stage, the first loss, few rows."""
+    simplest = lambda c: (c.offload is not None, c.stage, losses.index(c.loss), c.rows)
     rest = sorted(estimated, key=lambda c: c.seconds)
     while rest:
         equal = [c for c in rest if c.seconds <= (1 + COST_RESOLUTION) * rest[0].seconds]

@@ -10,7 +10,7 @@ import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.topology import absent_mesh
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
@@ -54,8 +54,7 @@ class Planner:
 
         Args:
             step: A step of `tx.train_step`, on any mesh. Or a jitted function `f(state, batch, *args)`, whose arguments
-                keep their `PartitionSpec`s. If its mesh has several axes, the sizes of the axes that shard the batch's
-                rows are changed to use all GPUs.
+                keep their `PartitionSpec`s, on a mesh of as many devices.
             state: The state, or its shapes. The parameters and optimizer state of a `ZeroState` are sharded again for
                 the GPUs.
             batch: The global batch; shapes are enough. For a step, all leaves have the same number of rows.
@@ -112,7 +111,7 @@ class Planner:
         batch: Any,
         *args: Any,
         gpu: str = "h200",
-        devices: int | str | None = 8,
+        devices: int | None = 8,
         stages: int | Sequence[int] = tuple(STAGES),
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
         **options: Unpack[FitOptions],
@@ -121,7 +120,7 @@ class Planner:
 
         Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
         rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
-        Times within 2% count as equal, and are sorted by preference: no offload, a low stage, shards over all devices,
+        Times within 2% count as equal, and are sorted by preference: no offload, a low stage,
         the first loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
 
         Args:
@@ -133,9 +132,7 @@ class Planner:
             batch: A batch of any number of rows, the same in each leaf; shapes are enough.
             *args: Further arguments of the loss; shapes are enough.
             gpu: Kind of GPU, such as `"h200"`.
-            devices: Number of GPUs. None tries 1, 2, 4, 8 and so on, until a candidate fits. A topology, such as
-                `"h200:8x8"`, replaces `gpu`, and adds candidates with `shard_axis` or `params_axis` within a host. They
-                replace these options of `tx`.
+            devices: Number of GPUs. None tries 1, 2, 4, 8 and so on, until a candidate fits.
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several, except with parameters on disk. None is no offload. The
                 compiled plan counts parameters in host memory as device memory.
@@ -159,14 +156,18 @@ class Planner:
         named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
         if not (losses := {str(name): loss for name, loss in named}):
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
-        gpu, hosts, counts = gpus_of(gpu, devices)
+        if devices is None:
+            counts = [2**i for i in range(MOST_DEVICES.bit_length())]
+        else:
+            check_count("devices", devices, "GPUs", least=1)
+            counts = [int(devices)]
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
         again = {"recompute": bool(hardware.pop("recompute", False))}
         choices = as_sequence(stages), as_sequence(offload), row_counts, Hardware(**hardware)
-        space = SearchSpace(gpu, *choices, hosts=hosts, **again)
+        space = SearchSpace(gpu, *choices, **again)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -177,9 +178,11 @@ class Planner:
         shapes, row = logical_shapes(params, keep_shardings=False), with_rows(batch, 1)
 
         def compile_plan(candidate: Candidate) -> Plan:
-            sharded = ZeroTransformation.of(candidate_config(config, space, candidate))
-            step = sharded.train_step(losses[candidate.loss], memory=candidate.memory, **loss_options)
             topology, resized = space.topology(candidate.devices), with_rows(batch, candidate.rows)
+            choice = {"stage": candidate.stage, "offload": candidate.offload}
+            mesh = absent_mesh(topology, axes=config.axis)
+            sharded = ZeroTransformation.of(dataclasses.replace(config, user_mesh=mesh, **choice))
+            step = sharded.train_step(losses[candidate.loss], memory=candidate.memory, **loss_options)
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **hardware)
 
         gradients = {name: PlainGradient(Loss(f, **loss_options), args, gpu, **again) for name, f in losses.items()}
@@ -191,27 +194,6 @@ plan = Planner()
 
 def as_sequence(given: Any) -> Sequence[Any]:
     return given if isinstance(given, Sequence) else (given,)
-
-
-def gpus_of(gpu: str, devices: int | str | None) -> tuple[str, int | None, list[int]]:
-    """Return the kind of GPU, the number of hosts if `devices` is a topology, and the numbers of devices to try."""
-    if isinstance(devices, str) and ":" in devices:
-        parsed = Topology.parse(devices)
-        return parsed.kind, parsed.hosts, [parsed.size]
-    if devices is None:
-        return gpu, None, [2**i for i in range(MOST_DEVICES.bit_length())]
-    check_count("devices", devices, "GPUs", least=1)
-    return gpu, None, [int(devices)]
-
-
-def candidate_config(config: Config, space: SearchSpace, candidate: Candidate) -> Config:
-    axes = space.axes(config)
-    mesh = absent_mesh(space.topology(candidate.devices), axes=axes)
-    config = dataclasses.replace(config, user_mesh=mesh, stage=candidate.stage, offload=candidate.offload)
-    if space.hosts is None:
-        return config
-    shards = {"shard_axis": candidate.shard_axis, "params_axis": candidate.params_axis}
-    return dataclasses.replace(config, axis=axes, **shards)
 
 
 def update_seconds(update: StreamedUpdate | None, compiled: CompiledStep, topology: str, given: Hardware) -> float:
