@@ -103,8 +103,8 @@ def estimate(
         str,
         argument(
             "MODEL",
-            "A number of parameters, such as 7.5e9; or FILE.py:NAME. NAME is a function that returns parameters, which "
-            "is only traced, or a Flax module with the inputs of its init. The code of FILE is run.",
+            "A number of parameters, such as 7.5e9; or FILE.py:NAME. NAME is a function that returns parameters or an "
+            "NNX module, which is only traced, or a tree of parameters. The code of FILE is run.",
         ),
     ],
     devices: Annotated[

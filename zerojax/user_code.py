@@ -16,7 +16,6 @@ import jax
 import optax
 
 from zerojax.config import Offload, Precision
-from zerojax.planning.estimate import has_init, model_shapes
 
 REFERENCE = re.compile(r"(.+\.py):(\w+)")
 MOST_NAMES = 8
@@ -116,8 +115,7 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
 def load_model(text: str) -> Any:
     """Return a number for text such as `"7.5e9"`, or a model or its shapes for text such as `"model.py:make_model"`.
 
-    A function that returns parameters or an NNX module is traced, not run. A function that returns a Linen module and
-    the inputs of its `init` is run, and `init` is traced. Any other module, or a tree of arrays, is returned unchanged.
+    A function that returns parameters or an NNX module is traced, not run. Other objects are returned unchanged.
     """
     with contextlib.suppress(ValueError):
         return float(text)
@@ -129,18 +127,11 @@ def load_model(text: str) -> Any:
 
 
 def shapes_of(found: Any) -> Any:
-    """Return the shapes of a Linen module's parameters, or of a function's result. Return other objects unchanged."""
-    module, *inputs = found if isinstance(found, tuple) and found and not has_init(found) else (found,)
-    if has_init(module):
-        return model_shapes(module, inputs)
     is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but is also a tree
     nnx = sys.modules.get("flax.nnx")
-    if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
-        return found
-    try:
-        return jax.eval_shape(found)
-    except TypeError:  # the function returns no tree of arrays
-        return shapes_of(found())
+    return (
+        jax.eval_shape(found) if is_leaf and callable(found) and not (nnx and isinstance(found, nnx.Module)) else found
+    )
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:

@@ -150,13 +150,13 @@ class Small(nn.Module):
 
 
 def test_flax_modules_and_their_frozen_leaves():
-    inputs = (jax.ShapeDtypeStruct((2, 16), jnp.float32),)
-    linen = estimate(Small(), inputs=inputs, persist_below=1)
+    shapes = jax.eval_shape(Small().init, jax.random.key(0), jnp.zeros((2, 16)))
+    linen = estimate(shapes, persist_below=1)
     assert linen.parameters == 16 * 8 + 8
     nnx_module = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
     found = estimate(nnx_module, persist_below=1)
     assert [row.total for row in found.rows] == [row.total for row in linen.rows]
-    frozen = estimate(Small(), inputs=inputs, persist_below=1, trainable=lambda path, leaf: "bias" in path)
+    frozen = estimate(shapes, persist_below=1, trainable=lambda path, leaf: "bias" in path)
     assert frozen.trained == 8
     assert frozen[0].opt_state == 2 * 4 * 8 + 4  # two moments of the bias, and Adam's count
 
@@ -196,11 +196,7 @@ def test_disk_and_fraction():
     assert half.host == half.opt_state - 4
 
 
-def test_break_even_and_the_partitioned_updates_time():
-    found = estimate(7.5e9, devices=64)
-    tokens = found.break_even_tokens(3, link=50e9, flops=400e12)
-    assert tokens == pytest.approx(found[3].sent / 50e9 / (8 * 7.5e9 / 400e12))
-    assert found.break_even_tokens(3, link=50e9, flops=400e12, recomputed=False) == pytest.approx(tokens * 8 / 6)
+def test_the_partitioned_updates_time():
     host = estimate(7.5e9, devices=8, offload=Offload(optimizer="host"))
     assert host.offload_seconds(3, link=25e9) == pytest.approx(12 * 7.5e9 / 8 / 25e9, rel=1e-6)
     disk = estimate(7.5e9, devices=8, offload=Offload(optimizer="disk", path="anywhere"))
@@ -220,10 +216,9 @@ def test_it_prints_a_table():
     [
         (-1, {}, ValueError, "at least 1 is required"),
         (float("nan"), {}, ValueError, "at least 1 is required"),
-        ("model", {}, TypeError, "a number of parameters, a tree of arrays or shapes, or a Flax module"),
+        ("model", {}, TypeError, "a number of parameters, a tree of arrays or shapes, or an NNX module"),
         ({}, {}, TypeError, "not dict"),
-        (nn.Dense(3), {}, TypeError, r"initialise Dense: .*missing 1 .*'inputs'\n.*estimate\(module, inputs="),
-        (nn.Dense, {}, TypeError, "initialise Dense: .*\nGive an instance of the module"),
+        (nn.Dense(3), {}, TypeError, r"not Dense.*of a Linen module jax\.eval_shape\(module\.init, key, x\)"),
         ({"w": jnp.ones(3), "f": jnp.tanh}, {}, TypeError, r"dict\['f'\] is a .* and not an array.*equinox\.filter"),
         (1e9, {"devices": 0}, ValueError, "at least 1"),
         (1e9, {"devices": 2.5}, TypeError, "devices counts devices and must be an int"),

@@ -442,10 +442,3 @@ def test_the_report_says_what_is_on_disk(tmp_path):
     assert report.disk["params"] > 0
     assert "in files" in str(report)
     assert 'update on the device: with Offload(params="disk")' in report.title
-
-
-def test_check_names_what_to_use_for_many_programs(tmp_path):
-    tx = on_disk(tmp_path, devices=2)
-    step, state = tx.train_step(LOSSES["loop"]), tx.create(jax.eval_shape(model_params))
-    with pytest.raises(TypeError, match=r"a step is many programs\. zerojax\.plan compiles each"):
-        zerojax.check(step, state, batch_of(0))

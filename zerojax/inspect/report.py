@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from typing import Any
@@ -12,7 +11,7 @@ import jax
 import numpy as np
 
 from zerojax.inspect.planned import planned
-from zerojax.inspect.report_tree import Node, Row, as_text, build_tree
+from zerojax.inspect.report_table import Row, as_text
 from zerojax.layout.chunked import Chunked
 from zerojax.layout.padded import Padded
 from zerojax.placement.misplaced import Misplaced, misplaced
@@ -22,7 +21,7 @@ from zerojax.placement.unusable import unusable_named
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report:
-    """Bytes per device of a state. `print` shows a tree of parts and modules.
+    """Bytes per device of a state. `print` shows a table of parts and leaves.
 
     Attributes:
         bytes: For each part, the bytes on the device that holds the most bytes of this part.
@@ -53,11 +52,6 @@ class Report:
         """Return the bytes on the fullest device."""
         return max(self.per_device.values(), default=0)
 
-    @functools.cached_property
-    def tree(self) -> Node:
-        """Return the bytes by part, module and leaf. Master weights are a separate part, `tree["master"]`."""
-        return build_tree(self.rows)
-
     @property
     def title(self) -> str:
         """Return the totals in one line."""
@@ -72,9 +66,9 @@ class Report:
         )
 
     def __str__(self) -> str:
-        """Return totals, notes, and a line per part, module and leaf. Equal modules share a line."""
+        """Return totals, notes, and a line per part and leaf. Leaves that differ only in numbers share a line."""
         head = self.title, self.padding, self.warning, self.groups, self.matrices, *self.compiled
-        return "\n".join([*filter(None, head), "", as_text(self.tree)])
+        return "\n".join([*filter(None, head), "", as_text(self.rows)])
 
     __repr__ = __str__
 

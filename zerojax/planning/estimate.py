@@ -63,20 +63,6 @@ class Estimate:
         """
         return {row.stage: row for row in reversed(self.rows)}[stage]
 
-    def break_even_tokens(self, stage: int, *, link: float, flops: float, recomputed: bool = True) -> float:
-        """Return tokens per device and step at which compute takes as long as communication.
-
-        A token costs `6 x parameters` FLOPs, or `8 x parameters` if the forward pass is recomputed. Communication takes
-        `sent / link` seconds. With fewer tokens, communication takes longer than compute, even if it fully overlaps.
-
-        Args:
-            stage: ZeRO stage.
-            link: Bytes per second that a device sends.
-            flops: FLOPs per second that a device reaches in practice.
-            recomputed: Whether activations are recomputed in the backward pass.
-        """
-        return self[stage].sent / link * flops / ((8 if recomputed else 6) * self.parameters)
-
     def offload_seconds(self, stage: int, *, link: float, disk: float | None = None) -> float:
         """Return the least seconds that a step takes to stream its offloaded state through the device.
 
@@ -115,7 +101,6 @@ def estimate(
     devices: int | str | Sequence[int | str] = 8,
     stages: Sequence[int] = tuple(STAGES),
     accumulate: int = 1,
-    inputs: Sequence[Any] = (),
     loss_fn: Callable | None = None,
     batch: Any = None,
     **options: Unpack[EstimateOptions],
@@ -127,13 +112,12 @@ def estimate(
 
     Args:
         model: A number of parameters (such as `7.5e9`, taken as one long vector), a tree of parameters or of their
-            shapes, or a Flax module.
+            shapes, or an NNX module. For a Linen module, give `jax.eval_shape(module.init, key, x)`.
         tx: The optax transformation, whose state is counted. Default: `optax.adam`.
         devices: Number of data-parallel workers. Several numbers give several rows per stage. A topology of hosts x
             GPUs, such as `"h100:128x8"`, has the axes `"host"` and `"gpu"`, and adds a column of bytes across hosts.
         stages: ZeRO stages, in the order of the rows.
         accumulate: Microbatches per step. With more microbatches, stages 2 and 3 send more.
-        inputs: Arguments of a Linen module's `init` after the key; shapes are enough.
         loss_fn: As for `train_step`. Without it, activations and peak are unknown.
         batch: The global batch; shapes are enough.
         **options: `args`: further arguments of the loss. `gpu`: the GPU to compile for, such as `"h200"`, which this
@@ -169,7 +153,7 @@ def estimate(
     rows, size, trained = [], 0, 0
     for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
         axes = mesh_axes(count)
-        params = model_shapes(model, inputs) if number is None else vector(number, axes["user_mesh"].size)
+        params = model_shapes(model) if number is None else vector(number, axes["user_mesh"].size)
         for stage in stages:
             config = Config(tx, stage, **axes, **config_options(others, number, stage))
             plan = make_plan(config, params)
@@ -241,21 +225,9 @@ def vector(count: float, devices: int) -> PyTree:
     return {"parameters": jax.ShapeDtypeStruct((size + -size % devices,), jnp.float32)}
 
 
-def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
-    """Return the shapes of a tree of parameters, or of a Flax module's parameters. `inputs` initialise the module."""
-    name = model.__name__ if isinstance(model, type) else type(model).__name__
-    if has_init(model):
-        try:
-            if isinstance(model, type):
-                raise TypeError(f"{name} is a class")
-            return jax.eval_shape(model.init, jax.random.key(0), *inputs)
-        except Exception as error:
-            raise TypeError(
-                f"estimate cannot initialise {name}: {error}\nGive an instance of the module and the inputs of its "
-                f"init: estimate(module, inputs=(jax.ShapeDtypeStruct((1, 128), jnp.int32),)). Or give the shapes of "
-                f"its parameters: jax.eval_shape(module.init, key, x). On the command line, give a function that "
-                f"returns an instance and the inputs: return {name}(...), jax.ShapeDtypeStruct((1, 128), jnp.int32)."
-            ) from error
+def model_shapes(model: Any) -> PyTree:
+    """Return the shapes of a tree of parameters, or of an NNX module's parameters."""
+    name = type(model).__name__
     if nnx := sys.modules.get("flax.nnx"):  # an nnx module exists only if flax.nnx was imported
         model = nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else model
     leaves = jax.tree_util.tree_leaves_with_path(model)
@@ -268,14 +240,7 @@ def model_shapes(model: Any, inputs: Sequence[Any]) -> PyTree:
         )
     if not leaves or others:
         raise TypeError(
-            f"estimate takes a number of parameters, a tree of arrays or shapes, or a Flax module, not {name}. "
-            f"For example jax.eval_shape(init, key)."
+            f"estimate takes a number of parameters, a tree of arrays or shapes, or an NNX module, not {name}. "
+            f"For example jax.eval_shape(init, key), and of a Linen module jax.eval_shape(module.init, key, x)."
         )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named_sharding(x)), model)
-
-
-def has_init(model: Any) -> bool:
-    linen = sys.modules.get("flax.linen")
-    if isinstance(model, type):
-        return linen is not None and issubclass(model, linen.Module)
-    return callable(getattr(model, "init", None)) and callable(getattr(model, "apply", None))

@@ -147,8 +147,7 @@ class Planner:
             A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
 
         Raises:
-            ValueError: If nothing fits, the GPU is unknown, an option is invalid, there is no loss, or the leaves of
-                the batch have different numbers of rows.
+            ValueError: If nothing fits, an argument is invalid, or the leaves of the batch differ in rows.
             TypeError: If a number of rows or of devices is not an integer, or an option is unknown.
             NotImplementedError: If an offload has parameters on disk.
             ModuleNotFoundError: If the extra `aot` is not installed.
@@ -156,18 +155,16 @@ class Planner:
         named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
         if not (losses := {str(name): loss for name, loss in named}):
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
-        if devices is None:
-            counts = [2**i for i in range(MOST_DEVICES.bit_length())]
-        else:
+        if devices is not None:
             check_count("devices", devices, "GPUs", least=1)
-            counts = [int(devices)]
+        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
         row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
-        again = {"recompute": bool(hardware.pop("recompute", False))}
-        choices = as_sequence(stages), as_sequence(offload), row_counts, Hardware(**hardware)
-        space = SearchSpace(gpu, *choices, **again)
+        recompute = bool(hardware.pop("recompute", False))
+        choices = as_sequence(stages), as_sequence(offload), row_counts
+        space = SearchSpace(gpu, *choices, Hardware(**hardware), recompute=recompute)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -179,13 +176,13 @@ class Planner:
 
         def compile_plan(candidate: Candidate) -> Plan:
             topology, resized = space.topology(candidate.devices), with_rows(batch, candidate.rows)
-            choice = {"stage": candidate.stage, "offload": candidate.offload}
-            mesh = absent_mesh(topology, axes=config.axis)
-            sharded = ZeroTransformation.of(dataclasses.replace(config, user_mesh=mesh, **choice))
+            chosen = {"user_mesh": absent_mesh(topology, axes=config.axis), "stage": candidate.stage}
+            sharded = ZeroTransformation.of(dataclasses.replace(config, offload=candidate.offload, **chosen))
             step = sharded.train_step(losses[candidate.loss], memory=candidate.memory, **loss_options)
             return self(step, sharded.create(shapes), resized, *args, topology=topology, **hardware)
 
-        gradients = {name: PlainGradient(Loss(f, **loss_options), args, gpu, **again) for name, f in losses.items()}
+        of_loss = lambda f: PlainGradient(Loss(f, **loss_options), args, gpu, recompute=recompute)
+        gradients = {name: of_loss(f) for name, f in losses.items()}
         return search(config, gradients, shapes, row, space=space, counts=counts, compile_plan=compile_plan)
 
 

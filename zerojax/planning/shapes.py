@@ -13,7 +13,7 @@ from zerojax.layout.tree import canonical
 
 
 def is_array(x: Any) -> bool:
-    return hasattr(x, "dtype") and not isinstance(x, type)
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
 def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
