@@ -144,7 +144,7 @@ class Planner:
                 offload. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
-            A `Fit` with the choice, its compiled plan, and all candidates. It prints as a table.
+            A `Fit` with the choice, its compiled plan, and all candidates.
 
         Raises:
             ValueError: If nothing fits, an argument is invalid, or the leaves of the batch differ in rows.
@@ -155,9 +155,7 @@ class Planner:
         named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
         if not (losses := {str(name): loss for name, loss in named}):
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
-        if devices is not None:
-            check_count("devices", devices, "GPUs", least=1)
-        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
+        counts = device_counts(devices)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, hardware = split_options(options)
@@ -187,6 +185,13 @@ class Planner:
 
 
 plan = Planner()
+
+
+def device_counts(devices: int | None) -> list[int]:
+    if devices is None:
+        return [2**i for i in range(MOST_DEVICES.bit_length())]
+    check_count("devices", devices, "GPUs", least=1)
+    return [int(devices)]
 
 
 def as_sequence(given: Any) -> Sequence[Any]:
