@@ -130,8 +130,9 @@ _FLAGS: Mapping[str, str] = {
         unstack {ROWS}
     """,
     "zero_at_zero": """
-        abs add add_any convert_element_type copy expm1 imag integer_pow log1p max min neg real reduce_precision sign
-        sin sinh sqrt square stop_gradient sub tan tanh
+        abs add add_any asin asinh atan atanh bessel_i1e cbrt ceil conj convert_element_type copy erf erf_inv expm1
+        floor imag integer_pow log1p max min neg real reduce_precision round sign sin sinh sqrt square stop_gradient sub
+        tan tanh
     """,
     "is_view": "name pvary reshape squeeze stop_gradient transpose",
     "rounds": "ceil floor round sign",

@@ -6,6 +6,8 @@ import pkgutil
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -53,3 +55,24 @@ def test_every_fact_is_about_a_known_primitive():
 
 def test_nothing_is_known_of_other_primitives():
     assert primitives.named("no_primitive_of_jax") == primitives.Facts(Kind.UNKNOWN)
+
+
+X = jnp.linspace(-0.9, 0.8, 7)
+
+
+def test_facts_about_functions_of_one_array_are_those_of_their_values():
+    found = 0
+    for name in sorted(primitives.of_kind(Kind.ELEMENTWISE) - {"stop_gradient"}):
+        facts, fn = primitives.named(name), getattr(jax.lax, name, None)
+        try:
+            value = fn(X)
+        except (TypeError, ValueError):  # a function of several arrays, or of integers
+            continue
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            continue
+        found += 1
+        np.testing.assert_array_equal(fn(X[::-1]), value[::-1], name)
+        assert facts.zero_at_zero == (float(jnp.abs(fn(0 * X)).max()) == 0), name
+        assert facts.linear == np.allclose(fn(2 * X + 1), 2 * value + fn(jnp.ones(7))), name
+        assert facts.rounds == np.array_equal(value, jnp.round(value)), name
+    assert found > 30
