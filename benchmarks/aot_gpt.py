@@ -77,8 +77,9 @@ from zerojax.comm.collectives import LABEL
 from zerojax.gpus.devices import Device
 from zerojax.gpus.rates import Rates
 from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.inspect.collectives import CompiledCollectives
 from zerojax.inspect.hlo import read
-from zerojax.inspect.overlap import Overlap, overlap
+from zerojax.inspect.overlap import overlap
 from zerojax.inspect.roofline import roofline
 from zerojax.planning.compat import kernels_for
 from zerojax.planning.compiled_plan import waits_by_cause
@@ -240,9 +241,9 @@ def figures(
     parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=built.axes).create(built.shapes).plan.grads
     gpu = Device.of(Topology.parse(topology))
     module, moved = read(text), overlap(text)
-    across = [one for one in moved.in_flight if gpu.ring_bandwidth(one.collective.group) < gpu.links.link]
-    beside = [one for one in moved.in_flight if tensor_parallel and not LABEL.search(one.collective.op_name)]
-    own = [one for one in moved.in_flight if one not in beside]
+    across = [one for one in moved if gpu.ring_bandwidth(one.group) < gpu.links.link]
+    beside = [one for one in moved if tensor_parallel and not LABEL.search(one.op_name)]
+    own = [one for one in moved if one not in beside]
     inside = [one for one in own if one not in across]
     waits = waits_by_cause(module, gpu)
     expected = Expected.of(module, moved, Rates().of(gpu, Topology.parse(topology).kind))
@@ -259,13 +260,13 @@ def figures(
         "size": size,
         "topology": topology,
         "prefetch": prefetch,
-        "passes": round(Overlap(tuple(own)).of("all-gather").bytes / sharded, 4),
+        "passes": round(CompiledCollectives(own).moved("all-gather", unknown_once=True).bytes / sharded, 4),
         "reduced MiB": reduced_by_type(moved),
-        "hidden": round(Overlap(tuple(own)).hidden_share, 4),
-        "inside": round(Overlap(tuple(inside)).hidden_share, 4),
-        "across": round(Overlap(tuple(across)).hidden_share, 4),
-        "beside": round(Overlap(tuple(beside)).hidden_share, 4),
-        "sent across MiB": round(sum(one.collective.sent * one.collective.times_if_once for one in across) / 2**20, 1),
+        "hidden": round(CompiledCollectives(own).hidden_share, 4),
+        "inside": round(CompiledCollectives(inside).hidden_share, 4),
+        "across": round(CompiledCollectives(across).hidden_share, 4),
+        "beside": round(CompiledCollectives(beside).hidden_share, 4),
+        "sent across MiB": round(sum(one.sent * one.times_if_once for one in across) / 2**20, 1),
         "float8": round(float8 / sum(operations.values()), 4),
         "waiting": round(sum(waits.values()) / (kernels + sum(waits.values())), 4),
         "for": next(iter(waits), "").replace(f"{pathlib.Path(__file__).parents[1]}/", ""),
@@ -291,13 +292,13 @@ def compare_kernels(styles: Sequence[str], ways: Sequence[str], *, topology: str
     return found
 
 
-def reduced_by_type(moved: Overlap) -> dict[str, float]:
+def reduced_by_type(moved: CompiledCollectives) -> dict[str, float]:
     """MiB per device that are reduce-scattered and all-reduced, by type."""
     found: dict[str, float] = {}
     for kind in ("reduce-scatter", "all-reduce"):
-        for one in moved.of(kind).in_flight:
-            key = f"{kind} {one.collective.dtype}"
-            found[key] = found.get(key, 0) + one.collective.sent * one.collective.times_if_once / 2**20
+        for one in moved.of(kind):
+            key = f"{kind} {one.dtype}"
+            found[key] = found.get(key, 0) + one.sent * one.times_if_once / 2**20
     return {key: round(size, 1) for key, size in found.items()}
 
 

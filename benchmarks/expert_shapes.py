@@ -155,7 +155,7 @@ def measure(way: str) -> dict[str, Any]:
         "topology": topology,
         "peak": gigabytes(found.peak),
         "temporary": gigabytes(found.memory["temporary"]),
-        "sent": {kind: gigabytes(found.overlap.of(kind).bytes) for kind in kinds},
+        "sent": {kind: gigabytes(found.collectives.moved(kind, unknown_once=True).bytes) for kind in kinds},
         "kernels s": round(found.roofline.kernels, 3),
         "communication s": round(found.roofline.communication, 3),
         "kernels wait s": round(sum(found.waits.values()), 3),

@@ -238,8 +238,9 @@ RUNS = {
 
 def exposed_of(found: Plan) -> list[str]:
     """Return the collectives that no product hides, if they are at least 1% of all bytes sent, largest first."""
-    each = [f.collective for f in found.overlap.exposed]
-    large = sorted((c for c in each if c.sent * c.times_if_once > 0.01 * found.sent), key=lambda c: -c.sent)
+    large = sorted(
+        (c for c in found.collectives.exposed if c.sent * c.times_if_once > 0.01 * found.sent), key=lambda c: -c.sent
+    )
     return [f"{c.kind} {c.dtype} {c.sent / 1e9:.2f} GB, {c.times_if_once} times: {c.op_name[-150:]}" for c in large]
 
 
@@ -264,7 +265,8 @@ def measure(run: Run, *, layers: int | None = None) -> dict:
     took = time.perf_counter() - begin
     count = sum(x.size for x in jax.tree.leaves(shapes))
     moved = {
-        kind: found.overlap.of(kind).bytes / (2 * count) for kind in ("all-gather", "reduce-scatter", "all-reduce")
+        kind: found.collectives.moved(kind, unknown_once=True).bytes / (2 * count)
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
     }
     least, gigabytes = found.roofline, lambda size: round(size / 1e9, 2)
     tokens = run.rows * run.tokens

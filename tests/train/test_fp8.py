@@ -149,6 +149,6 @@ def test_a_plan_counts_float8_products_at_their_rate():
     assert narrow.operations.keys() == {"f8e4m3fn", "f8e5m2"}
     assert sum(narrow.operations.values()) == sum(wide.operations.values())
     assert narrow.products == pytest.approx(wide.products / 2)
-    gathers = [found.overlap.of("all-gather") for found in plans]
-    assert {f.collective.dtype for f in gathers[1].in_flight} == {"f8e4m3fn"}
-    assert gathers[1].bytes == gathers[0].bytes / 2
+    gathers = [found.collectives.of("all-gather") for found in plans]
+    assert {c.dtype for c in gathers[1]} == {"f8e4m3fn"}
+    assert gathers[1].moved().bytes == gathers[0].moved().bytes / 2

@@ -59,11 +59,7 @@ class Device:
 
     @classmethod
     def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":
-        """Return the GPU of a topology. `link` and `network`, in bytes per second, replace the figures of `LINKS`.
-
-        Raises:
-            ValueError: If `link` or `network` is not above 0.
-        """
+        """Return the GPU of a topology. `link` and `network`, in bytes per second, replace the figures of `LINKS`."""
         for name, given in (("link", link), ("network", network)):
             if given is not None and not given > 0:
                 raise ValueError(f"{name} is what a GPU sends, in bytes per second, and must be above 0, not {given}.")

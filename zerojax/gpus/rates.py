@@ -43,12 +43,7 @@ class Rates:
 
     @classmethod
     def parse(cls, given: Any) -> Rates:
-        """Read rates from None, a mapping of the attributes, or the path of a file that `zerojax doctor --json` wrote.
-
-        Raises:
-            ValueError: If the file does not exist, is not JSON or has no measured rates, or if a rate is unknown or is
-                not a number above 0.
-        """
+        """Read rates from None, a mapping of the attributes, or the path of a file of `zerojax doctor --json`."""
         if isinstance(given, Rates):
             return given
         where, values = "rates=", given
@@ -74,11 +69,7 @@ class Rates:
         return cls(**values)
 
     def of(self, device: Device, kind: str) -> Device:
-        """Return the description of a GPU of a kind at achievable rates.
-
-        Raises:
-            ValueError: If the rates were measured on another device, or are above the peak rates of the GPU.
-        """
+        """Return the description of a GPU of a kind at achievable rates."""
         if self.device and kind_of(self.device) != kind:
             raise ValueError(f"The rates were measured on {self.device!r}, and this plan is for {kind}. {MEASURE}.")
         if unknown := [dtype for dtype in self.products if dtype not in device.rates]:
@@ -135,8 +126,6 @@ def _read(path: Path) -> dict[str, Any]:
         raise ValueError(f"rates={str(path)!r} cannot be read: {error.strerror or error}. {MEASURE}.") from None
     except ValueError as error:
         raise ValueError(f"rates={str(path)!r} is not JSON: {error}. {MEASURE}.") from None
-    if isinstance(findings, dict):
-        return findings
     values: dict[str, Any] = {}
     for finding in findings if isinstance(findings, list) else ():
         if isinstance(finding, dict) and isinstance(found := finding.get("measured"), dict):

@@ -55,13 +55,7 @@ class Topology:
 def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
     """Return a mesh of GPUs that this machine does not have. Programs can be compiled for it, but cannot run.
 
-    Args:
-        topology: GPUs in the form that `Topology.parse` reads.
-        axes: The names of the Auto axes: one axis for all GPUs, or two axes for the hosts and the GPUs of a host.
-
-    Raises:
-        ValueError: If the topology is unknown, or there are more than two axes.
-        ModuleNotFoundError: If the extra `aot` is not installed.
+    One name in `axes` is for all GPUs. Two names are for the hosts, and for the GPUs of a host.
     """
     parsed = Topology.parse(topology)
     if not installed():
@@ -76,17 +70,10 @@ def absent_mesh(topology: str, *, axes: tuple[str, ...] = ("data",)) -> Mesh:
 
 
 def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[str, ...]) -> Mesh:
-    """Return a mesh of GPUs that this machine does not have, with the axes of another mesh.
+    """Return a mesh of GPUs that this machine does not have, with the axes of `mesh`, of which `axes` divide the batch.
 
-    Args:
-        mesh: The mesh with the names, types and sizes of the axes.
-        topology: GPUs in the form that `Topology.parse` reads.
-        axes: The data axes. If there are two, the first is resized to the number of hosts, and the second to the GPUs
-            left in a host. Otherwise the first is resized to fit all GPUs. All other axes keep their sizes.
-
-    Raises:
-        ValueError: If the topology is unknown, or the sizes of the axes do not multiply to its number of GPUs.
-        ModuleNotFoundError: If the extra `aot` is not installed.
+    If `axes` are two, the first is resized to the number of hosts, and the second to the GPUs left in a host. Otherwise
+    the first is resized to fit all GPUs. All other axes keep their sizes.
     """
     devices = absent_mesh(topology).devices.flatten()
     sizes, resized = dict(mesh.shape), axes if len(axes) == 2 else axes[:1]
@@ -94,13 +81,12 @@ def absent_mesh_like(mesh: Mesh | AbstractMesh, topology: str, *, axes: tuple[st
     if len(resized) == 2:
         parsed = Topology.parse(topology)
         sizes |= {resized[0]: parsed.hosts, resized[1]: max(1, parsed.per_host // fixed)}
-    elif resized:
+    else:
         sizes[resized[0]] = max(1, devices.size // fixed)
     if math.prod(sizes.values()) != devices.size:
-        grows = f"only {' and '.join(map(repr, resized))} can grow" if resized else "no axis is known to grow"
         raise ValueError(
-            f"The mesh {dict(mesh.shape)} does not fit {topology!r}, which has {devices.size} devices: {grows}. "
-            f"Give as many devices as the axes multiply to."
+            f"The mesh {dict(mesh.shape)} does not fit {topology!r}, which has {devices.size} devices: only "
+            f"{' and '.join(map(repr, resized))} can grow. Give as many devices as the axes multiply to."
         )
     return Mesh(devices.reshape(tuple(sizes.values())), mesh.axis_names, axis_types=mesh.axis_types)
 

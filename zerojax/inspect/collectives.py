@@ -70,6 +70,7 @@ class Collective:
         op_name: The JAX operation that the collective came from, or "".
         frames: The Python stack that traced the operation, innermost first, as "file:line in function".
         dim: The dim along which an all-gather joins arrays, or an all-to-all exchanges them. None for other kinds.
+        products: How many matrix products run between the start and the done, in one execution. Only in a `Plan`.
     """
 
     kind: str
@@ -83,6 +84,7 @@ class Collective:
     op_name: str
     frames: tuple[str, ...]
     dim: int | None = None
+    products: int | None = None
 
     @property
     def group_size(self) -> int:
@@ -172,6 +174,18 @@ class CompiledCollectives(tuple[Collective, ...]):
             sent=sum(c.times_if_once * c.sent for c in chosen),
             sent_elements=sum(c.times_if_once * c.sent_elements for c in chosen),
         )
+
+    @property
+    def exposed(self) -> "CompiledCollectives":
+        """Return the collectives during which no matrix product runs, the largest first."""
+        alone = (c for c in self if not c.products)
+        return CompiledCollectives(sorted(alone, key=lambda c: -c.bytes * c.times_if_once))
+
+    @property
+    def hidden_share(self) -> float:
+        """Return the share of the bytes that matrix products hide. This is 1 for a program without collectives."""
+        size, exposed = self.moved(unknown_once=True).bytes, self.exposed.moved(unknown_once=True).bytes
+        return (size - exposed) / size if size else 1.0
 
     def __str__(self) -> str:
         if not self:

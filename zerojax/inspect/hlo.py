@@ -199,15 +199,7 @@ class Executions(NamedTuple):
 
 
 def read(compiled: Any) -> Module:
-    """Parse a compiled program. A parsed program is returned unchanged.
-
-    Args:
-        compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
-
-    Raises:
-        TypeError: If `compiled` is not a compiled program.
-        ValueError: If the text is not HLO.
-    """
+    """Parse the result of `jax.jit(f).lower(...).compile()`, or its HLO text. Return a parsed program unchanged."""
     if isinstance(compiled, Module):
         return compiled
     if not isinstance(compiled, str) and not (hasattr(compiled, "as_text") and hasattr(compiled, "memory_analysis")):

@@ -1,10 +1,10 @@
 """Find out how much of a compiled program's communication is hidden, because it runs during matrix products."""
 
+import dataclasses
 import re
-from dataclasses import dataclass
 from typing import Any
 
-from zerojax.inspect.collectives import Collective, collectives_of
+from zerojax.inspect.collectives import CompiledCollectives, collectives_of
 from zerojax.inspect.hlo import Module, read
 
 _PRODUCTS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
@@ -12,48 +12,8 @@ _PRODUCTS = frozenset({"dot", "ragged-dot", "scaled-dot", "convolution"})
 _LIBRARY = re.compile(r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\$(?!norm)|__onednn\$matmul|[^"]*gemm)')
 
 
-@dataclass(frozen=True)
-class InFlight:
-    """One collective, and the number of matrix products between its start and its done in one execution."""
-
-    collective: Collective
-    products: int
-
-    @property
-    def bytes(self) -> int:
-        """Return the full tensor's bytes in all executions. A loop of unknown trip count counts as one iteration."""
-        return self.collective.bytes * self.collective.times_if_once
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """The collectives of one program, each with the number of products that run meanwhile."""
-
-    in_flight: tuple[InFlight, ...]
-
-    def of(self, *kinds: str) -> "Overlap":
-        return Overlap(tuple(f for f in self.in_flight if f.collective.kind in kinds))
-
-    @property
-    def bytes(self) -> int:
-        return sum(f.bytes for f in self.in_flight)
-
-    @property
-    def hidden_bytes(self) -> int:
-        return sum(f.bytes for f in self.in_flight if f.products)
-
-    @property
-    def hidden_share(self) -> float:
-        """Return `hidden_bytes / bytes`; 1.0 for a program without collectives."""
-        return self.hidden_bytes / self.bytes if self.bytes else 1.0
-
-    @property
-    def exposed(self) -> tuple[InFlight, ...]:
-        return tuple(sorted((f for f in self.in_flight if not f.products), key=lambda f: -f.bytes))
-
-
-def overlap(compiled: Any) -> Overlap:
-    """Count, for every collective, the matrix products that execute while it is in flight.
+def overlap(compiled: Any) -> CompiledCollectives:
+    """List the collectives of a scheduled program, with the matrix products that execute while each is in flight.
 
     A product is a dot or a convolution, a library call that computes either, or a fusion that contains either. Between
     a collective's start and its done, products are counted as follows:
@@ -63,16 +23,6 @@ def overlap(compiled: Any) -> Overlap:
 
     A synchronous collective has no products. If the done is in another computation, the collective counts as in flight
     until the end of its computation. The count does not measure time: one small product hides even a large collective.
-
-    Args:
-        compiled: The result of `jax.jit(f).lower(...).compile()`, or its HLO text.
-
-    Returns:
-        Each collective with the number of products that hide it, and the hidden share of the bytes.
-
-    Raises:
-        TypeError: If `compiled` is not a compiled program.
-        ValueError: If the text is not HLO, is truncated, or is not scheduled.
     """
     module = read(compiled)
     if "is_scheduled=true" not in module.text.partition("\n")[0]:
@@ -90,9 +40,8 @@ def overlap(compiled: Any) -> Overlap:
             # A wrapped collective is in flight as long as its wrapper. The caller with the fewest products counts.
             around = outer[caller] + windows[caller].get(call.instruction.name, 0)
             outer[call.callee] = min(around, outer.get(call.callee, around))
-    return Overlap(
-        tuple(InFlight(c, outer[c.computation] + windows[c.computation].get(c.name, 0)) for c in collectives_of(module))
-    )
+    during = lambda c: outer[c.computation] + windows[c.computation].get(c.name, 0)
+    return CompiledCollectives(dataclasses.replace(c, products=during(c)) for c in collectives_of(module))
 
 
 def _schedule(module: Module, computation: str, products: dict[str, int]) -> tuple[dict[str, int], int]:

@@ -122,11 +122,7 @@ class Nearest:
                 self._callers[call.callee].append((where, call.instruction.name))
 
     def __call__(self, computation: str, name: str) -> str:
-        """Return the line of the model at the nearest instruction that has such a line, or "".
-
-        An instruction's operands are visited before its users. From the body of a loop or call, the search goes on to
-        the instruction that runs the body.
-        """
+        """Return the line of the model at the nearest instruction that has such a line, or ""."""
         pending, seen = deque([(computation, name)]), {(computation, name)}
         while pending and len(seen) < _MOST:
             where, name = pending.popleft()

@@ -25,10 +25,8 @@ class Planned:
 def planned(state: Any, tx: Any = None) -> Planned:
     """Return the plan of the leaves of a tree, or an empty `Planned` if the plan is not known.
 
-    Args:
-        state: A `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx` also parameters
-            or an optimizer state.
-        tx: The transformation. None: the transformation that the state contains.
+    `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, it may also be
+    parameters or an optimizer state.
     """
     if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
         return of_plan(plan, {"params": ".params", "opt_state": ".opt_state"})

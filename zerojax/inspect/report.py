@@ -170,10 +170,7 @@ def place_of(array: jax.Array | Chunked) -> str:
 
 
 def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
-    """Return the bytes of an array's shards for each device of this process that has a shard.
-
-    Chunks of an offloaded leaf that are on the device are not included.
-    """
+    """Return the bytes of an array's shards by device of this process, without chunks that are kept on the device."""
     if isinstance(array, Chunked):
         kept = kept_bytes(array)
         return {x: array.leaf.local_bytes - kept.get(x, 0) for x in array.sharding.addressable_devices}

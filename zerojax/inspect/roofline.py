@@ -15,9 +15,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from zerojax.gpus.devices import Device
-from zerojax.inspect.collectives import KINDS, Array, Collective, arrays_of
+from zerojax.inspect.collectives import KINDS, Array, Collective, CompiledCollectives, arrays_of
 from zerojax.inspect.hlo import Computation, Instruction, Module
-from zerojax.inspect.overlap import Overlap
 
 HIGHEST = "f32 highest"
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
@@ -62,7 +61,7 @@ class Roofline:
         return max(self.kernels + self.exposed, self.communication)
 
 
-def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
+def roofline(module: Module, moved: CompiledCollectives, device: Device) -> Roofline:
     launched = list(kernels(module))
     operations = product_flops(launched)
     traffic = sum(kernel.traffic * kernel.times for kernel in launched)
@@ -72,8 +71,8 @@ def roofline(module: Module, overlap: Overlap, device: Device) -> Roofline:
         products=product_seconds(operations, device),
         memory=traffic / device.bandwidth,
         kernels=sum(kernel.seconds(device) * kernel.times for kernel in launched),
-        communication=sum(collective_seconds(f.collective, device) for f in overlap.in_flight),
-        exposed=sum(collective_seconds(f.collective, device) for f in overlap.exposed),
+        communication=sum(collective_seconds(c, device) for c in moved),
+        exposed=sum(collective_seconds(c, device) for c in moved.exposed),
         unknown=tuple(sorted({kernel.unknown for kernel in launched if kernel.unknown})),
     )
 
@@ -94,10 +93,7 @@ def collective_seconds(c: Collective, device: Device) -> float:
 
 
 def is_kernel(module: Module, i: Instruction) -> bool:
-    """Return whether an instruction is a kernel.
-
-    Only the start of an asynchronous kernel counts. A fusion that contains a collective is not a kernel.
-    """
+    """Return whether an instruction, or the start of an asynchronous one, is a kernel. Fused collectives are not."""
     if i.opcode in NO_KERNELS or i.opcode.endswith(("-update", "-done")):
         return False
     fused = module.callee(i) if i.opcode in FUSIONS else None

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerojax.gpus.devices import Device
-from zerojax.inspect.collectives import Collective
+from zerojax.inspect.collectives import Collective, CompiledCollectives
 from zerojax.inspect.hlo import Call, Instruction, Module, read
-from zerojax.inspect.overlap import InFlight, Overlap, overlap
+from zerojax.inspect.overlap import overlap
 from zerojax.inspect.roofline import FUSIONS, Kernel, Roofline, collective_seconds, is_kernel, kernels, roofline
 
 LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
@@ -108,7 +108,7 @@ class Expected:
         return self.roofline.kernels + self.exposed
 
     @classmethod
-    def of(cls, module: Module, moved: Overlap, device: Device) -> "Expected":
+    def of(cls, module: Module, moved: CompiledCollectives, device: Device) -> "Expected":
         """Return the simulated run of a program on a device at achievable rates. `moved` has its collectives."""
         simulated = simulate(module, device)
         return cls(roofline(module, moved, device), sum(simulated.waits.values()), simulated.slowed)
@@ -119,22 +119,14 @@ def simulate(compiled: Any, device: Device) -> Timeline:
 
     For a conditional, the longest branch is simulated, and for a loop, one iteration. A collective that is in flight
     around a loop progresses during all iterations, and slows no product of the loop.
-
-    Args:
-        compiled: The result of `jax.jit(f).lower(...).compile()`, its HLO text, or the module that `read` returned.
-        device: The GPU.
-
-    Raises:
-        TypeError: If `compiled` is not a compiled program.
-        ValueError: If the text is not HLO, is truncated, or is not scheduled.
     """
     module = read(compiled)
-    hidden = overlap(module)
-    in_flight = {(f.collective.computation, f.collective.name): f for f in hidden.in_flight}
-    streams = _Streams(module, device, in_flight, {kernel.name: kernel for kernel in kernels(module)})
+    moved = overlap(module)
+    listed = {(c.computation, c.name): c for c in moved}
+    streams = _Streams(module, device, listed, {kernel.name: kernel for kernel in kernels(module)})
     for entry in module.entries:
         streams.computation(entry, depth=0)
-    return Timeline(tuple(streams.spans), tuple(streams.loops), hidden.hidden_share)
+    return Timeline(tuple(streams.spans), tuple(streams.loops), moved.hidden_share)
 
 
 @dataclass
@@ -146,7 +138,7 @@ class _Streams:
 
     module: Module
     device: Device
-    in_flight: dict[tuple[str, str], InFlight]
+    collectives: dict[tuple[str, str], Collective]  # by computation and name
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
@@ -183,17 +175,17 @@ class _Streams:
         for span in pending.values():
             span.done = max(self.now, span.end)
 
-    def collective(self, computation: str, i: Instruction, called: list[Call]) -> InFlight | None:
+    def collective(self, computation: str, i: Instruction, called: list[Call]) -> Collective | None:
         """Return the collective that `i` starts. If `i` is a wrapper, the collective is in the called computation."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
             keys += [(call.callee, inner) for call in called for inner in self.module.computations[call.callee].by_name]
-        return next((self.in_flight[key] for key in keys if key in self.in_flight), None)
+        return next((self.collectives[key] for key in keys if key in self.collectives), None)
 
-    def start(self, started: InFlight, name: str) -> Span:
-        begin, c = max(self.now, self.link_free), started.collective
+    def start(self, c: Collective, name: str) -> Span:
+        begin = max(self.now, self.link_free)
         self.link_free = begin + collective_seconds(replace(c, times_if_once=1), self.device)
-        kind = "hidden" if started.products else "exposed"
+        kind = "hidden" if c.products else "exposed"
         self.spans.append(Span(LANES.get(c.kind, "other"), kind, begin, self.link_free, self.link_free, name, c))
         return self.spans[-1]
 

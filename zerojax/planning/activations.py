@@ -72,10 +72,7 @@ class PlainGradient:
     """The gradient of a loss by plain jit on one device. `cost` compiles the gradient for the shapes of a batch."""
 
     def __init__(self, loss: Loss, args: tuple, gpu: str | None, *, recompute: bool = False):
-        """Keep the arguments. If `gpu` is None, `cost` compiles for the first local device, otherwise for this kind.
-
-        With `recompute`, the blocks of the loss save as little as possible.
-        """
+        """Compile for the first local device if `gpu` is None. With `recompute`, blocks save as little as possible."""
         self.loss, self._recompute = loss, recompute
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")

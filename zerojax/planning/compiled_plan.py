@@ -13,7 +13,7 @@ from zerojax.gpus.topology import Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.hlo import Module, read
 from zerojax.inspect.memory import memory_analysis, peak_bytes
-from zerojax.inspect.overlap import Overlap, overlap
+from zerojax.inspect.overlap import overlap
 from zerojax.inspect.roofline import Roofline, roofline
 from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.hardware import Hardware
@@ -50,7 +50,7 @@ class Plan:
             gathered parameters. `results` has the results that do not reuse the memory of donated arguments.
         capacity: Bytes of a device's memory.
         usable: Bytes of a device's memory that the program may take.
-        overlap: Every collective, with the number of matrix products that run during the collective.
+        collectives: Every collective, with the number of matrix products that run during the collective.
         roofline: The least time of a step at peak rates, and its parts.
         expected: The expected time of a step, which is simulated at achievable rates, and its parts. Its `exposed` is
             the time by which collectives lengthen the step.
@@ -79,7 +79,7 @@ class Plan:
     memory: dict[str, int]
     capacity: int
     usable: int
-    overlap: Overlap
+    collectives: CompiledCollectives
     roofline: Roofline
     expected: Expected
     rates: str = ""
@@ -105,11 +105,6 @@ class Plan:
         return self.peak <= self.usable
 
     @property
-    def collectives(self) -> CompiledCollectives:
-        """Return every collective of the program."""
-        return CompiledCollectives(f.collective for f in self.overlap.in_flight)
-
-    @property
     def sent(self) -> int:
         """Return the bytes that a device sends per step in rings. A loop of unknown length counts as one iteration."""
         return self.collectives.moved(unknown_once=True).sent
@@ -117,7 +112,7 @@ class Plan:
     @property
     def exposed(self) -> int:
         """Return the part of `sent` that no matrix product hides."""
-        return CompiledCollectives(f.collective for f in self.overlap.exposed).moved(unknown_once=True).sent
+        return self.collectives.exposed.moved(unknown_once=True).sent
 
     @property
     def across_hosts(self) -> int:
@@ -129,7 +124,7 @@ class Plan:
     @property
     def hidden(self) -> float:
         """Return the share of the collectives' bytes that matrix products hide."""
-        return self.overlap.hidden_share
+        return self.collectives.hidden_share
 
     @property
     def waiting(self) -> float:
@@ -149,14 +144,11 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all figures as values for JSON, without the program's text."""
-        fields = dataclasses.asdict(dataclasses.replace(self, text="", overlap=Overlap(())))
+        fields = dataclasses.asdict(dataclasses.replace(self, text="", collectives=CompiledCollectives()))
         derived = {name: getattr(self, name) for name in DERIVED}
-        columns = ("kind", "dtype", "bytes", "sent", "group_size", "times", "op_name")
-        listed = [
-            {**{name: getattr(f.collective, name) for name in columns}, "products": f.products}
-            for f in self.overlap.in_flight
-        ]
-        del fields["text"], fields["overlap"]
+        columns = ("kind", "dtype", "bytes", "sent", "group_size", "times", "op_name", "products")
+        listed = [{name: getattr(c, name) for name in columns} for c in self.collectives]
+        del fields["text"]
         fields["expected"] = {name: getattr(self.expected, name) for name in EXPECTED} | fields["expected"]
         return fields | derived | {"collectives": listed}
 
@@ -199,13 +191,13 @@ class Plan:
     def _kinds(self) -> list[tuple[str, ...]]:
         """Return table rows with count, bytes and hidden share, by kind and type of collective, in and across hosts."""
         topology, groups = Topology.parse(self.topology), dict[tuple, list]()
-        for f in self.overlap.in_flight:
-            between = topology.hosts > 1 and _spans_hosts(f.collective, topology.per_host)
-            groups.setdefault((f.collective.kind, f.collective.dtype, between), []).append(f)
+        for c in self.collectives:
+            between = topology.hosts > 1 and _spans_hosts(c, topology.per_host)
+            groups.setdefault((c.kind, c.dtype, between), []).append(c)
         rows = []
         for (kind, dtype, between), members in groups.items():
-            group, which = Overlap(tuple(members)), CompiledCollectives(f.collective for f in members)
-            times, sent = sum(c.times_if_once for c in which), which.moved(unknown_once=True).sent
+            group = CompiledCollectives(members)
+            times, sent = sum(c.times_if_once for c in group), group.moved(unknown_once=True).sent
             name = f"{kind} {dtype}" + ", hosts" * between
             rows.append((name, f"{times:,}", format_bytes(sent), f"{group.hidden_share:.0%}"))
         return rows
@@ -259,7 +251,7 @@ def read_plan(
         memory=kept | memory_by_part(module, analysis, step.parts),
         capacity=device.memory,
         usable=int(hardware.usable(device)),
-        overlap=moved,
+        collectives=moved,
         roofline=figures,
         expected=Expected.of(module, moved, achievable),
         rates=hardware.rates.described(gpus.kind),

@@ -34,15 +34,12 @@ from zerojax.train.typed_loss import TypedLoss
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """The step that is checked.
-
-    `loss` is a `Loss` or has the same method `call`. `batch` has shapes with shardings.
-    """
+    """The step that is checked."""
 
     config: Config
     plan: ShardingPlan
-    loss: Loss | Any
-    batch: Any
+    loss: Loss | Any  # a `Loss`, or an object with the same method `call`
+    batch: Any  # shapes with shardings
     args: tuple
     accumulate: int = 1
 
@@ -120,10 +117,7 @@ def is_float(leaf: Leaf) -> bool:
 
 
 def sizes_of(layout: Layout) -> dict[str, int]:
-    """Return the elements of each parameter.
-
-    Of a parameter that other axes divide, such as an expert, only the part of one index along these axes counts.
-    """
+    """Return the elements of each parameter, or of one device's part along other axes that divide it (experts)."""
     parts = [leaf.along_others(dict(layout.policy.data.sizes)) for leaf in layout.params]
     return {leaf.path: leaf.size for leaf in parts}
 
@@ -135,11 +129,7 @@ def gathered_elements(checked: Checked, program: WorkingSet) -> int:
 
 
 def gathered_after_update(plan: ShardingPlan) -> int:
-    """Return how many elements of updated parameters are gathered.
-
-    A replicated parameter is gathered in full. A parameter whose gradient has smaller shards than the parameter is
-    gathered only up to its own shard.
-    """
+    """Return how many elements of updated parameters are gathered: in full, or up to the parameter's own shard."""
     pairs = zip(plan.trained.params, plan.grads, strict=True)
     return sum(
         grad.size if leaf.dim is None else grad.size // leaf.shards

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from zerojax.comm.partial_sums import ROWS_UNKNOWN
 from zerojax.config import Config
+from zerojax.inspect.collectives import CompiledCollectives
 from zerojax.inspect.hlo import Module
-from zerojax.inspect.overlap import Overlap
 from zerojax.inspect.pieces import FREE, Piece, pieces
 from zerojax.planning.contract import Contract
 
@@ -39,15 +39,11 @@ IN_DEVICE_VIEW = (
 
 @dataclasses.dataclass(frozen=True)
 class Exchanged:
-    """The collectives that the compiler added to a program.
+    """The collectives that the compiler added to a program."""
 
-    `completing` has the sums that complete gradients, and `completed` counts the gradient elements that these sums
-    all-reduce. `pieces` has everything else, mostly activations, with the bytes of each piece.
-    """
-
-    pieces: tuple[tuple[Piece, int], ...]
-    completed: int
-    completing: tuple[Piece, ...]
+    pieces: tuple[tuple[Piece, int], ...]  # with bytes; mostly activations
+    completed: int  # gradient elements that `completing` all-reduces
+    completing: tuple[Piece, ...]  # the sums that complete gradients
 
     @property
     def bytes(self) -> int:
@@ -64,8 +60,6 @@ def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> 
     The program does not say which sums are of gradients. A sum in the backward pass with as many elements as a gradient
     counts as a gradient. The compiler also joins small arrays into one sum, so other sums count as gradients until all
     elements of gradients are found.
-
-    `found` has the pieces that move along the data axes. See `Contract` for `gradients` and `sizes`.
     """
     others, sums, completing, lacking = [], [], [], gradients
     for piece in found:
@@ -149,8 +143,7 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
     """Describe the excess if more gathered parameters are held at once than one use and its prefetch need.
 
-    `held` has the gathers whose results are in memory at once. `itemsize`, the bytes of the widest element, limits
-    the bytes that count per element, because XLA:CPU widens narrow types.
+    At most `itemsize` bytes count per element, because XLA:CPU widens narrow types.
     """
     size = sum(min(piece.bytes // max(piece.collective.times_if_once, 1), itemsize * piece.once) for piece in held)
     if size - contract.program.bytes <= (MEMORY_SLACK - 1) * floor:
@@ -177,11 +170,11 @@ def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piec
     return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
 
 
-def overlap_findings(hiding: Overlap, module: Module) -> list[str]:
-    if not hiding.in_flight or hiding.hidden_share >= LEAST_HIDDEN:
+def overlap_findings(moved: CompiledCollectives, module: Module) -> list[str]:
+    if moved.hidden_share >= LEAST_HIDDEN:
         return []
-    exposed = pieces(module, (f.collective for f in hiding.exposed))
-    return [f"only {hiding.hidden_share:.1%} of collective bytes hide behind products. Exposed: {causes_of(exposed)}"]
+    exposed = pieces(module, moved.exposed)
+    return [f"only {moved.hidden_share:.1%} of collective bytes hide behind products. Exposed: {causes_of(exposed)}"]
 
 
 def causes_of(which: Iterable[Piece]) -> str:

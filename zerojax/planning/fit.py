@@ -117,10 +117,7 @@ class Fit:
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """The options to choose among, and the GPUs that the choice must fit.
-
-    The fields are options of `plan.fit`. With `recompute`, the layers of a step save as many activations as fit.
-    """
+    """The options of `plan.fit` to choose among, and the GPUs that the choice must fit."""
 
     gpu: str
     stages: Sequence[int]
@@ -247,11 +244,7 @@ def search(
     counts: Sequence[int],
     compile_plan: Callable[[Candidate], Plan],
 ) -> Fit:
-    """Find the cheapest candidate that fits. The numbers of devices in `counts` are tried in order until one fits.
-
-    Candidates replace the stage, mesh and offload of `config`, and dim 0 of `batch`. If two losses have equal cost, the
-    first is preferred. If nothing fits, raise a `ValueError`.
-    """
+    """Find the cheapest candidate that fits. The numbers of devices in `counts` are tried in order until one fits."""
     tried: list[Candidate] = []
     for count in counts:
         estimated = [

@@ -201,8 +201,7 @@ def as_sequence(given: Any) -> Sequence[Any]:
 def update_seconds(update: StreamedUpdate | None, compiled: CompiledStep, topology: str, given: Hardware) -> float:
     """Return the seconds in which a step updates offloaded state after its gradients. 0 without such state.
 
-    State crosses the link in both directions at once, and the updates of its chunks take a few percent of that time.
-    Chunks that stay on the device are read and written there.
+    State crosses the link in both directions at once. Chunks that stay on the device are read and written there.
     """
     if update is None or compiled.row is None:
         return 0.0

@@ -42,10 +42,7 @@ def on_mesh(mesh: Mesh, tree: Any) -> Any:
 
 
 def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
-    """Return the logical shapes of parameters, which are arrays, `Padded` arrays or shapes.
-
-    If `keep_shardings` is true, each shape keeps its sharding, which names the model's mesh axes that divide it.
-    """
+    """Return the logical shapes of parameters, with or without the shardings over the model's mesh axes."""
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
         sharding = named_sharding(x) if keep_shardings and not is_padded(x) else None

@@ -116,19 +116,15 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
 
 
 class DiskBytes(NamedTuple):
-    """Bytes per device of parameters and gradients on disk, and of a step's traffic with them.
+    """Bytes per device of parameters and gradients on disk, and of a step's traffic with them."""
 
-    A step reads less than `read`, because the backward pass does not read the last block of the forward pass again.
-    """
-
-    params: int = 0  # bytes of parameters
-    grads: int = 0  # bytes of gradients
-    read: int = 0  # the most bytes that a step reads
-    written: int = 0  # bytes that a step writes
+    params: int = 0
+    grads: int = 0
+    read: int = 0  # at most: the backward pass does not read the last block of the forward pass again
+    written: int = 0
 
 
 def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes:
-    """Return the bytes of parameters and gradients on disk. A step has `accumulate` microbatches."""
     if not config.params_on_disk:
         return DiskBytes()
     layout, inexact = plan.layout, jnp.inexact
