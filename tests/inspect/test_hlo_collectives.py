@@ -69,10 +69,6 @@ def ring(x):
 STACK_CUT = P(None, "data")
 PROGRAMS = {
     "psum": ((lambda x: lax.psum(x, "data"), CUT, WHOLE, SQUARE), [("all-reduce", "f32", PART, 1)]),
-    "psum of integers": (
-        (lambda x: lax.psum(x, "data"), CUT, WHOLE, jax.ShapeDtypeStruct((64,), jnp.int32)),
-        [("all-reduce", "s32", 32, 1)],
-    ),
     "psum_scatter": (
         (lambda x: lax.psum_scatter(x, "data", tiled=True), WHOLE, CUT, SQUARE),
         [("reduce-scatter", "f32", FULL, 1)],
@@ -90,10 +86,6 @@ PROGRAMS = {
     ),
     "nested scan": ((nested, CUT, CUT, SQUARE), [("all-reduce", "f32", PART, 15)]),
     "while": ((bounded, CUT, CUT, SQUARE), [("all-reduce", "f32", PART, 7)]),
-    "fori_loop": (
-        (lambda x: lax.fori_loop(2, 9, lambda i, c: mixed(c) * i, x), CUT, CUT, SQUARE),
-        [("all-reduce", "f32", PART, 7)],
-    ),
     "cond": (
         (branching, (WHOLE, CUT), CUT, FLAG, SQUARE),
         [("all-gather", "f32", FULL, 1), ("all-reduce", "f32", PART, 1)],
@@ -210,10 +202,6 @@ FORMS = {
         "%d = f32[64]{0:T(8,128)(2,1)S(1)} all-gather-done(%s)",
         [("all-gather", "f32", 64)],
     ),
-    "native reduce": (
-        f"%s = f32[8]{{0}} all-reduce-start(%p), {ALL}, to_apply=%add\n%d = f32[8]{{0}} all-reduce-done(%s)",
-        [("all-reduce", "f32", 8)],
-    ),
     "native reduce, combined": (
         f"%s = (f32[8]{{0}}, f32[64]{{0}}) all-reduce-start(%p, %r), {ALL}, to_apply=%add\n"
         "%d = (f32[8]{0}, f32[64]{0}) all-reduce-done(%s)",
@@ -223,11 +211,6 @@ FORMS = {
         f"%s = ((f32[8]{{0}}), f32[8]{{0}}) all-reduce-start(%p), {ALL}, to_apply=%add\n"
         "%d = f32[8]{0} all-reduce-done(%s)",
         [("all-reduce", "f32", 8)],
-    ),
-    "generic scatter": (
-        f"%s = ((f32[64]{{0}}), f32[8]{{0}}) reduce-scatter-start(%r), {ALL}, dimensions={{0}}, to_apply=%add\n"
-        "%d = f32[8]{0} reduce-scatter-done(%s)",
-        [("reduce-scatter", "f32", 64)],
     ),
     "combined scatter": (
         f"%c = (f32[8]{{0}}, bf16[2]{{0}}) reduce-scatter(%r, %q), {ALL}, dimensions={{0}}, to_apply=%add",

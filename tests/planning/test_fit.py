@@ -11,7 +11,6 @@ import pytest
 
 from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
-from zerojax.gpus import topology
 from zerojax.gpus.devices import HOST_LINKS, Device
 from zerojax.gpus.topology import Topology, abstract_mesh, installed
 from zerojax.planning import plan as planner
@@ -316,12 +315,6 @@ def test_steps_that_recompute_fit_where_none_does_without():
     assert abs(fit.chosen.peak / fit.plan.peak - 1) < 0.1
     with pytest.raises(ValueError, match=r"Give more devices, fewer rows"):
         fitted(30 * MB, recompute=True)
-
-
-def test_without_the_extra_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(topology, "installed", lambda: False)
-    with pytest.raises(ModuleNotFoundError, match=r"zerojax\[aot\]"):
-        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ def planned(state: Any, tx: Any = None) -> Planned:
     config = getattr(tx if tx is not None else getattr(state, "tx", None), "config", None)
     if not isinstance(config, Config):
         return Planned()
-    if has_parts(state):
+    has = state.__contains__ if isinstance(state, Mapping) else lambda name: hasattr(state, name)
+    if has("params") and has("opt_state"):
         get = state.__getitem__ if isinstance(state, Mapping) else lambda name: getattr(state, name)
         at = "[{!r}]" if isinstance(state, Mapping) else ".{}"
         opt_state = at.format("opt_state") + ".state" * isinstance(get("opt_state"), Annotated)
@@ -46,11 +47,6 @@ def planned(state: Any, tx: Any = None) -> Planned:
         if paths and as_planned(plan, state) is not state and paths == [leaf.path for leaf in plan.state]:
             return of_plan(plan, {"opt_state": ""})
     return of_plan(make_plan(config, state), {"params": ""})
-
-
-def has_parts(state: Any) -> bool:
-    names = ("params", "opt_state")
-    return all(name in state if isinstance(state, Mapping) else hasattr(state, name) for name in names)
 
 
 def of_plan(plan: ShardingPlan, prefixes: dict[str, str]) -> Planned:

@@ -108,17 +108,17 @@ class PlainGradient:
         return GradientCost(temporary + row_bytes, gathered.bytes, compiled, blocks)
 
 
-def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple) -> WorkingSet:
+def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple, mutable: Any = None) -> WorkingSet:
     """Trace `loss`, and return the parameters that stage 3 gathers to compute `loss`. Empty at other stages."""
     if config.stage < 3:
         return WorkingSet()
 
-    def value(params, batch, *args):
+    def value(params, batch, mutable, *args):
         params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
-        return typed.call(params, None, batch, args)
+        return typed.call(params, mutable, batch, args)
 
     tree, typed = jax.tree.unflatten(layout.treedef, layout.params), TypedLoss(on_one_device(config), layout, loss)
-    return working_set(value, tree, batch, *args, prefetch=config.prefetch, shared_bytes=config.shared_bytes)
+    return working_set(value, tree, batch, mutable, *args, prefetch=config.prefetch, shared_bytes=config.shared_bytes)
 
 
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
@@ -142,6 +142,7 @@ def plain_gradient(
     *,
     mesh: Mesh,
     accumulated: frozenset[int] = frozenset(),
+    mutable: Any = None,
 ) -> Any:
     """Compile the gradient by plain jit with replicated parameters. Its temporary memory holds the activations.
 
@@ -159,9 +160,9 @@ def plain_gradient(
     ]
     differentiated = [i for i in layout.trained if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
-    def value(values, leaves, batch, *args):
+    def value(values, leaves, mutable, batch, *args):
         params = jax.tree.unflatten(layout.treedef, replace_items(leaves, differentiated, values))
-        returned = loss.call(params, None, batch, args)
+        returned = loss.call(params, mutable, batch, args)
         return returned.total / returned.weight
 
     def gradient(buffers, *args):
@@ -170,4 +171,4 @@ def plain_gradient(
 
     buffers = {i: leaves[i] for i in differentiated if i in accumulated}
     values = [leaves[i] for i in differentiated]
-    return jax.jit(gradient, donate_argnums=0).lower(buffers, values, leaves, batch, *args).compile()
+    return jax.jit(gradient, donate_argnums=0).lower(buffers, values, leaves, mutable, batch, *args).compile()

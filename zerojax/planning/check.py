@@ -23,7 +23,7 @@ from zerojax.inspect.overlap import overlap
 from zerojax.inspect.pieces import Piece, pieces
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.planning.absent_program import check_planned, state_shapes
-from zerojax.planning.contract import Checked, WithMutable, contract_of
+from zerojax.planning.contract import Checked, contract_of
 from zerojax.planning.findings import (
     MIB,
     activation_findings,
@@ -143,22 +143,17 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     if not isinstance(step, Step):
         raise TypeError(f"check takes (step, state, batch), with a step of tx.train_step, not {type(step).__name__}.")
     check_planned(step, state)
-    config, accumulate = on_topology(step.config, topology), step.options.accumulate
+    config, accumulate = step.config, step.options.accumulate
+    if topology is not None:
+        mesh = absent_mesh_like(config.user_mesh, topology, axes=config.axis)
+        config = dataclasses.replace(config, user_mesh=mesh)
     moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
-    is_here = config is step.config
-    with contextlib.nullcontext() if is_here else in_force(MovedMeshes(step.config.mesh, config.mesh)):
+    with contextlib.nullcontext() if topology is None else in_force(MovedMeshes(step.config.mesh, config.mesh)):
         compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
-        loss = moved.program.loss
-        if loss.mutable:
-            loss, given = WithMutable(loss), (abstract(shapes.mutable), *given)
-        return check_program(compiled, Checked(config, shapes.plan, loss, rows, abstract(given), accumulate))
-
-
-def on_topology(config: Config, topology: str | None) -> Config:
-    if topology is None:
-        return config
-    return dataclasses.replace(config, user_mesh=absent_mesh_like(config.user_mesh, topology, axes=config.axis))
+        mutable = abstract(shapes.mutable)
+        checked = Checked(config, shapes.plan, moved.program.loss, rows, abstract(given), accumulate, mutable)
+        return check_program(compiled, checked)
 
 
 def check_program(compiled: Any, checked: Checked) -> Check:

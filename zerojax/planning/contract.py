@@ -28,7 +28,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.shapes import rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes
-from zerojax.train.loss import Loss, Returned
+from zerojax.train.loss import Loss
 from zerojax.train.typed_loss import TypedLoss
 
 
@@ -38,10 +38,11 @@ class Checked:
 
     config: Config
     plan: ShardingPlan
-    loss: Loss | Any  # a `Loss`, or an object with the same method `call`
+    loss: Loss
     batch: Any  # shapes with shardings
     args: tuple
     accumulate: int = 1
+    mutable: Any = None  # shapes of the loss's mutable state
 
     @property
     def microbatch(self) -> Any:
@@ -73,15 +74,16 @@ def contract_of(checked: Checked) -> Contract:
     """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs."""
     config, plan, rows = checked.config, checked.plan, checked.microbatch
     layout = plan.layout
+    typed, mutable = TypedLoss(config, layout, checked.loss), checked.mutable
     try:
-        plain = plain_gradient(layout, TypedLoss(config, layout, checked.loss), rows, checked.args, mesh=config.mesh)
+        plain = plain_gradient(layout, typed, rows, checked.args, mesh=config.mesh, mutable=mutable)
     except NameError as error:
         raise ValueError(
             "The loss function names a mesh axis, as in lax.pmean. check compares it with plain jit, which has no mesh "
             "axes. Check it without that collective."
         ) from error
     trained = [leaf for leaf in layout.trained_only().params if is_float(leaf)]
-    program = program_of(config, layout, checked.loss, rows, checked.args)
+    program = program_of(config, layout, checked.loss, rows, checked.args, mutable)
     temporary = memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
     plain_module = read(plain)
     flops, gathered = sum(product_flops(kernels(plain_module)).values()), gathered_elements(checked, program)
@@ -174,17 +176,3 @@ def plain_update(plan: ShardingPlan, config: Config) -> Any:
     value = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
     update = lambda grads, state, params, value: tx.update(grads, state, params, value=value)
     return jax.jit(update).lower(params, state, params, value).compile()
-
-
-@dataclasses.dataclass(frozen=True)
-class WithMutable:
-    """A loss whose first further argument is its mutable state."""
-
-    loss: Loss
-
-    @property
-    def undivided(self) -> list[str]:
-        return self.loss.undivided
-
-    def call(self, params: Any, mutable: Any, batch: Any, args: tuple) -> Returned:
-        return self.loss.call(params, args[0], batch, args[1:])

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType
 
 from zerojax.comm.explicit import auto_context
 from zerojax.comm.mesh import resolve_axes
@@ -189,8 +188,7 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
         check_count("devices", devices, "devices", least=1)
         return {"user_mesh": abstract_mesh(devices)}
     parsed, axes = Topology.parse(devices), (HOST, "gpu")
-    mesh = AbstractMesh((parsed.hosts, parsed.per_host), axes, axis_types=(AxisType.Auto,) * 2)
-    return {"user_mesh": mesh, "axis": axes}
+    return {"user_mesh": abstract_mesh(parsed.size, axes, hosts=parsed.hosts), "axis": axes}
 
 
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:

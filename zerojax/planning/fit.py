@@ -280,7 +280,7 @@ def by_preference(estimated: Sequence[Candidate], losses: Sequence[str]) -> Iter
 
 
 def nothing_fits(tried: Sequence[Candidate], space: SearchSpace, counts: Sequence[int]) -> str:
-    among = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    among = " to ".join(str(count) for count in dict.fromkeys((counts[0], counts[-1])))
     if not tried:
         return (
             f"No candidate for {among} {space.gpu}: no number of devices divides rows={space.rows}, or no stage of "

@@ -66,7 +66,7 @@ class Rounding(NamedTuple):
 class PlainStep:
     """The computation of `program` on one device, with all rows at once.
 
-    `axes` has the names of the mesh axes that the loss may use. These axes are bound with size 1.
+    `axes` has the names of the mesh axes that the loss may use, in device view. These axes are bound with size 1.
     """
 
     program: StepProgram
@@ -155,13 +155,9 @@ class Reference:
         program, config = step.program, step.config
         given = to_host(ZeroTransformation.of(config).unshard(params))
         program = dataclasses.replace(program, config=dataclasses.replace(config, stage=0, offload=None))
-        plain = PlainStep(program, layout_of(program.config, given))
-        made = cls(plain, plain.init(given, to_host(mutable)), to_host(batch), to_host(args))
-        try:
-            jax.eval_shape(plain.value_and_grad, **made.inputs(made.start))
-        except NameError:  # in device view a loss may name the mesh axes
-            return dataclasses.replace(made, plain=dataclasses.replace(plain, axes=config.data.batch))
-        return made
+        axes = config.data.batch if config.view == "device" else ()
+        plain = PlainStep(program, layout_of(program.config, given), axes)
+        return cls(plain, plain.init(given, to_host(mutable)), to_host(batch), to_host(args))
 
     def inputs(self, state: PlainState, worker: int | None = None) -> dict[str, Any]:
         """Return the arguments of `plain.value_and_grad`, with the rows of `worker`, or with all rows if it is None."""

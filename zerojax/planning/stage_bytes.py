@@ -205,7 +205,10 @@ def sent_bytes(
             continue  # nothing moves. NumPy also has no itemsize for a PRNG key.
         divided = leaf if leaf.kind == "sharded" else layout.grads[i]
         rest = tuple(axis for axis in data.batch if axis not in {*divided.axes, *stay[i]})
-        gathered, reduced = gathered_itemsize(config, leaf, dtype), reduce_itemsize(config, dtype)
+        reduced = reduce_itemsize(config, dtype)
+        # Stage 0 gathers gradients. The other stages gather parameters.
+        parameter = np.dtype(dtype if leaf.kind == "sharded" else leaf.dtype).itemsize
+        gathered = parameter if config.stage else reduced
         moved = [(gather_sent(config, divided, gathered), 1 if is_persistent else gathers)]
         if is_trained:
             moved.append((reduce_sent(config, divided, reduced), reduces))
@@ -246,13 +249,6 @@ def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
         sent[axis,] = (size - 1) * rows * (codec.bytes(shard) if is_narrow else shard * itemsize)
         itemsize = np.dtype(np.float32).itemsize if is_narrow else itemsize
     return sent
-
-
-def gathered_itemsize(config: Config, leaf: Leaf, compute: Any) -> int:
-    """Return the bytes per gathered element of a gradient at stage 0, or of a parameter at other stages."""
-    if config.stage == 0:
-        return reduce_itemsize(config, compute)
-    return np.dtype(compute if leaf.kind == "sharded" else leaf.dtype).itemsize
 
 
 def reduce_itemsize(config: Config, compute: Any) -> int:
