@@ -150,7 +150,7 @@ FAILING = {failing: 2, failing_in_remat: 1, failing_in_jit: 1, failing_in_deriva
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize(("loss", "stage"), zip(FAILING, (3, 2, 3, 2), strict=True))
+@pytest.mark.parametrize(("loss", "stage"), [*zip(FAILING, (3, 2, 3, 2), strict=True)])
 def test_an_error_of_debug_nans_has_the_users_line(loss, stage, mesh):
     tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=0)
     state = tx.create([jnp.ones((WIDTH, WIDTH))] * 2)
