@@ -71,13 +71,9 @@ CASES = [(1, "shards", "device", "clip-adafactor"), (2, "shards", "global", "ada
 
 @pytest.mark.parametrize(("stage", "way", "view", "name"), quick_or_slow([*QUICK, *CASES], QUICK))
 def test_it_trains_as_on_one_device(stage, way, view, name):
-    assert_same(trained(zero(stage, name, way, view=view)), on_one_device(name))
-
-
-@pytest.mark.slow
-def test_microbatches_at_stage_1_are_those_of_one_device():
-    """For stage 3, see below."""
-    assert_same(trained(zero(1), accumulate=2), on_one_device("adamw", 2))
+    accumulate = 1 + (stage == 1)  # For microbatches at stage 3, see below.
+    tx = zero(stage, name, way, view=view)
+    assert_same(trained(tx, accumulate=accumulate), on_one_device(name, accumulate))
 
 
 # what is scanned, stacked, joined, sliced, or summed by the compiler before it is reduced
