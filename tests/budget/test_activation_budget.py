@@ -1,14 +1,13 @@
 """`zerojax.remat`: exact, within its budget, and with the fewest FLOPs repeated that the budget allows."""
 
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
+from remat_budget import saved_bytes
 
 import zerojax
 from zerojax import compat
@@ -33,54 +32,6 @@ def given(width=WIDTH, rows=ROWS):
     normal = lambda *shape: jax.random.normal(next(keys), shape) / width**0.5
     params = {name: normal(width, width) for name in "qkvo"} | {"up": normal(width, 2 * width)}
     return params, normal(rows, width)
-
-
-def compared(fn, plain, *args):
-    """Assert equal values and gradients in float64, to some thousand roundings of the largest entry."""
-    with jax.enable_x64(True):
-        args = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), args)
-        objective = lambda f: lambda *args: jnp.sum(f(*args) ** 2)
-        found, wanted = (jax.jit(jax.value_and_grad(objective(f)))(*args) for f in (fn, plain))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        assert a.dtype == np.float64
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * np.abs(b).max())
-
-
-def saved_bytes(fn, *args):
-    """Bytes that a call keeps for its backward pass, besides its arguments."""
-    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args))
-    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(args)]
-    total = 0
-    for x in kept:
-        if (x.shape, x.dtype) in shapes:
-            shapes.remove((x.shape, x.dtype))
-        elif hasattr(x.dtype, "itemsize"):
-            total += x.size * x.dtype.itemsize
-    return total
-
-
-@pytest.mark.slow
-def test_it_composes():
-    """With scan, vmap, itself, jit inside, names of the user, keyword arguments, and dropout of the same masks."""
-
-    def layer(params, x, *, key):
-        keep = checkpoint_name(jax.random.bernoulli(key, 0.5, x.shape), "keep")
-        return jnp.tanh(jax.jit(attention)(params, checkpoint_name(jnp.where(keep, x, 0.0), "kept")))
-
-    def model(remat):
-        fn = remat(layer)
-        nested = remat(lambda params, x, key: fn(params, fn(params, x, key=key), key=key))
-
-        def run(params, xs):
-            keys = jax.random.split(jax.random.key(3), 3)
-            one = lambda x: jax.lax.scan(lambda x, key: (nested(params, x, key), None), x, keys)[0]
-            return jax.vmap(one)(xs)
-
-        return run
-
-    params, x = given()
-    budgeted, plain = model(functools.partial(zerojax.remat, budget=300)), model(lambda fn: fn)
-    compared(budgeted, plain, params, jnp.stack([x, 2 * x]))
 
 
 def test_a_larger_budget_never_costs_more_and_is_kept():

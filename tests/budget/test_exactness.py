@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
+from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
 from zerojax import zero_shard
@@ -17,9 +18,9 @@ WIDTH, ROWS, LAYERS = 8, 16, 3
 SHOWN: list[float] = []
 
 
-def block(w, x, key):
-    """A block with two products, dropout between them, and a value that it shows to the user."""
-    hidden = jnp.tanh(x @ w["up"])
+def block(w, x, *, key):
+    """A block with two products, a jit and dropout between them, a name, and a value that it shows to the user."""
+    hidden = jax.jit(jnp.tanh)(checkpoint_name(x @ w["up"], "product"))
     jax.debug.callback(lambda total: SHOWN.append(float(total)), hidden.sum())
     kept = jnp.where(jax.random.bernoulli(key, 0.5, hidden.shape), hidden, 0.0)
     return x + jnp.sin(kept @ w["down"])
@@ -27,12 +28,12 @@ def block(w, x, key):
 
 def unrolled(remat, params, x, keys):
     for i in range(LAYERS):
-        x = remat(block)(params, x, keys[i])
+        x = remat(block)(params, x, key=keys[i])
     return x
 
 
 def scanned(remat, params, x, keys):
-    return jax.lax.scan(lambda x, key: (remat(block)(params, x, key), None), x, keys)[0]
+    return jax.lax.scan(lambda x, key: (remat(block)(params, x, key=key), None), x, keys)[0]
 
 
 def mapped(remat, params, x, keys):
@@ -43,7 +44,7 @@ def nested(remat, params, x, keys):
     @remat
     def twice(params, x, key):
         one = remat(block)
-        return one(params, one(params, x, key), jax.random.fold_in(key, 1))
+        return one(params, one(params, x, key=key), key=jax.random.fold_in(key, 1))
 
     return twice(params, twice(params, x, keys[0]), keys[1])
 

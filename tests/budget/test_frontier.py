@@ -1,4 +1,4 @@
-"""The frontier of budgets: never below a policy of JAX, and monotone, for the blocks that the benchmark compiles."""
+"""The frontier of budgets is never below a policy of JAX, for the blocks that the benchmark compiles."""
 
 import functools
 import json
@@ -35,22 +35,6 @@ def products(fn, args):
     return sum(
         flops_of(e) for e in jaxprs.equations(jaxpr) if e.primitive.name in ("dot_general", "conv_general_dilated")
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", quick_or_slow([(kind,) for kind in KINDS], [("u-net",)]))
-def test_a_larger_budget_never_costs_more_flops(kind):
-    """Exactly: no tolerance covers an optimum that was missed."""
-    block, args = block_of(kind)
-    most = zerojax.remat(block, budget=0).choice(*args).most_bytes
-    budgets = [int(share * most) for share in np.linspace(0, 1.05, 20)]
-    fns = [zerojax.remat(block, budget=budget) for budget in budgets]
-    choices = [fn.choice(*args) for fn in fns]
-    for found in ([choice.flops for choice in choices], [products(fn, args) for fn in fns]):
-        assert found == sorted(found, reverse=True)
-        assert found[0] > 1.1 * found[-1] or found[-1] == 0
-    for fn, budget in zip(fns, budgets, strict=True):
-        assert remat_budget.saved_bytes(fn, *args) <= 1.05 * budget
 
 
 @pytest.mark.slow

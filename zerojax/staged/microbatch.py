@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -121,7 +120,7 @@ class Microbatch:
         self._running.extend(sorted(jax.tree.leaves(results), key=lambda x: x.size)[:1])
         if len(self._running) > _RUNNING:
             oldest = self._running.popleft()
-            if not isinstance(oldest, jax.core.Tracer) and not oldest.is_deleted():  # a plan traces the step
+            if not oldest.is_deleted():
                 jax.block_until_ready(oldest)
         return wait_if_simulated(self._mesh, results)
 
