@@ -116,20 +116,14 @@ def two_passes(depth):
     return pytest.approx(2 - 1 / (depth + 1))
 
 
-@pytest.mark.parametrize("wrap", WRAPS)
-@pytest.mark.parametrize("style", STYLES)
+DEPTHS = [*((style, wrap, 4) for style in STYLES for wrap in WRAPS), ("scanned", "remat", 96)]
+DEPTHS += [(style, "remat", depth) for style in STYLES for depth in (1, 2, 24)]
+
+
+@pytest.mark.parametrize(("style", "wrap", "depth"), DEPTHS)
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_a_layer_is_gathered_once_forward_and_once_backward(wrap, style, prefetch):
-    assert passes(*model(style, wrap, 4), prefetch=prefetch) == (two_passes(4), 1)
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-@pytest.mark.parametrize(
-    ("style", "depth"),
-    [(style, depth) for style in STYLES for depth in (1, 2, 24)] + [("scanned", 96)],
-)
-def test_two_passes_are_moved_at_every_depth(style, depth, prefetch):
-    assert passes(*model(style, "remat", depth), prefetch=prefetch) == (two_passes(depth), 1)
+def test_a_layer_is_gathered_once_forward_and_once_backward(style, wrap, depth, prefetch):
+    assert passes(*model(style, wrap, depth), prefetch=prefetch) == (two_passes(depth), 1)
 
 
 @pytest.mark.parametrize("wrap", WRAPS)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from conftest import mesh_of, mounted
 from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
+from models import awkward_batches, awkward_loss, awkward_params
 from safetensors.numpy import load_file
 
 import zerojax
@@ -241,37 +242,12 @@ def test_files_and_checkpoints_may_be_on_different_file_systems(tmp_path, unpack
             zerojax.offload.close(restored)
 
 
-Pair = collections.namedtuple("Pair", "w b")
-
-
-def awkward_tree():
-    """Lists, tuples, None, leaves of other types and sizes, and an array with two names."""
-    keys = iter(jax.random.split(jax.random.key(3), 9))
-    draw = lambda *shape, dtype=jnp.float32: (jax.random.normal(next(keys), shape) / 4).astype(dtype)
-    tied = draw(16, 16)
-    return {
-        "list": [(draw(16, 16), draw(16)), Pair(draw(16, 16, dtype=jnp.bfloat16), draw(3, 16, 16)), None],
-        "tied": [tied, tied],
-        "odd": draw(16, 1, 7),
-        "scalar": jnp.float32(2),
-        "empty": jnp.zeros((0, 4)),
-        "count": jnp.arange(40),
-    }
-
-
-def awkward_loss(params, batch):
-    first, second, _ = params["list"]
-    x = params["tied"][0][batch["tokens"] % 16] @ params["tied"][1].T @ first[0] + first[1]
-    x = (x.astype(jnp.bfloat16) @ second.w).astype(jnp.float32)
-    x = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, second.b)[0]
-    return jnp.mean((x @ params["odd"][:, 0]) ** 2) * params["scalar"] + params["empty"].sum()
-
-
 @pytest.mark.slow
 def test_an_awkward_tree_lives_on_disk(tmp_path, unpacked):
-    tx, memory, shapes = on_disk(tmp_path / "run", devices=4), sharded(devices=4), jax.eval_shape(awkward_tree)
+    tx, memory, shapes = on_disk(tmp_path / "run", devices=4), sharded(devices=4), jax.eval_shape(awkward_params)
+    first, second = awkward_batches(2)
     (state, found), (_, wanted) = (
-        kind.train_step(awkward_loss)(kind.create(awkward_tree()), batch_of(0)) for kind in (tx, memory)
+        kind.train_step(awkward_loss)(kind.create(awkward_params()), first) for kind in (tx, memory)
     )
     np.testing.assert_allclose(found["loss"], wanted["loss"], rtol=1e-5)  # other programs round differently
     trained = jax.device_get(tx.unshard(state.params))
@@ -284,7 +260,7 @@ def test_an_awkward_tree_lives_on_disk(tmp_path, unpacked):
     again = on_disk(tmp_path / "imported", devices=4)
     params = import_params(tmp_path / "exported", again.create(shapes))
     assert_same(jax.device_get(again.unshard(params)), trained)
-    again.train_step(awkward_loss)(again.create(params), batch_of(1))
+    again.train_step(awkward_loss)(again.create(params), second)
 
 
 @pytest.mark.slow

@@ -54,93 +54,80 @@ def choose(graph: Graph, budget: int) -> Choice:
     Raises:
         ValueError: If the results of the block's collectives need more than the budget.
     """
-    found = _Program(graph).solve(budget)
+    if not graph.equations:
+        return Choice((), 0, 0, 0, 0)
+    cost, sizes = np.array([eqn.cost for eqn in graph.equations], float), _sizes(graph)
+    found = _minimised(graph, np.concatenate([cost, _PRICE * sizes]), cost.sum(), budget)
     if found is None:
         raise ValueError(
             f"remat(budget=) allows {budget} bytes per call, and the results of collectives, which are not repeated, "
             f"need {least_bytes(graph)}. Raise the budget, or call the collectives outside of the function."
         )
-    return found
+    recomputed, saved = np.split(found, [len(graph.equations)])
+    flops = np.array([eqn.flops for eqn in graph.equations], float)
+    return Choice(
+        saved=tuple(value.name for value, on in zip(graph.values, saved, strict=True) if on),
+        saved_bytes=int(sizes @ saved),
+        flops=int(flops @ recomputed),
+        most_bytes=graph.bytes,
+        most_flops=int(flops.sum()),
+    )
 
 
 def least_bytes(graph: Graph) -> int:
     """Return the least number of bytes that a block must save: the results of its collectives."""
     if not any(eqn.is_collective for eqn in graph.equations):
         return 0
-    return _Program(graph).least_bytes()
+    sizes = _sizes(graph)
+    objective = np.concatenate([np.zeros(len(graph.equations)), sizes])
+    found = _minimised(graph, objective, sizes.sum(), sizes.sum())
+    assert found is not None, "everything can be saved"
+    return int(objective @ found)
 
 
-class _Program:
-    """The integer program of one block.
+def _sizes(graph: Graph) -> np.ndarray:
+    return np.array([value.bytes for value in graph.values], float)
 
-    The variables are, in this order, whether each equation is recomputed, and whether each value is saved.
+
+def _minimised(graph: Graph, objective: np.ndarray, scale: float, budget: float) -> np.ndarray | None:
+    """Solve the integer program of a block. Return None if the values that must be saved exceed the budget.
+
+    The variables are whether each equation is recomputed, followed by whether each value is saved. The costs in
+    `objective` are divided by `scale`, the sum of all costs.
     """
+    import scipy.optimize
 
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.equations = len(graph.equations)
-        self.bytes = np.array([value.bytes for value in graph.values], float)
-        self.cost = np.array([eqn.cost for eqn in graph.equations], float)
-        recomputable = [not eqn.is_collective for eqn in graph.equations]
-        savable = [not value.is_form_of_argument for value in graph.values]
-        self.upper = np.array([*recomputable, *savable], float)
+    optimize: Any = scipy.optimize  # scipy's annotations say `float` where scipy accepts arrays
+    count, sizes = len(graph.equations), _sizes(graph)
+    recomputable = [not eqn.is_collective for eqn in graph.equations]
+    savable = [not value.is_form_of_argument and value.bytes <= budget for value in graph.values]
+    # Sizes are in thousandths of the budget. The solver's tolerance of 1e-6 is then below a byte for small budgets.
+    limits = np.concatenate([np.zeros(count), 1000 * sizes / max(budget, 1)])
+    found = optimize.milp(
+        _ALL * objective / max(scale, 1.0),
+        integrality=np.ones_like(objective),
+        bounds=optimize.Bounds(0, np.array([*recomputable, *savable], float)),
+        constraints=[
+            optimize.LinearConstraint(*_available(graph), np.inf),
+            optimize.LinearConstraint(limits[None], -np.inf, 1000 * min(budget, 1)),
+        ],
+        options={"mip_rel_gap": 0, "node_limit": _BRANCHES},
+    )
+    return None if found.x is None else np.round(found.x).astype(bool)
 
-    def _available(self) -> tuple:
-        """Return the matrix and bounds of the constraints that every value read is saved or recomputed."""
-        from scipy import sparse
 
-        ways = [{i: 1} for i in range(self.equations)]  # the variables that make an equation's results available
-        for i, value in enumerate(self.graph.values):
-            ways[value.equation][self.equations + i] = 1
-        readers = [(source, reader) for reader, eqn in enumerate(self.graph.equations) for source in eqn.reads]
-        rows = [ways[source] for source in self.graph.residuals]
-        rows += [{**ways[source], reader: -1} for source, reader in readers]
-        bounds = [1] * len(self.graph.residuals) + [0] * len(readers)
-        entries = [(i, j, x) for i, row in enumerate(rows) for j, x in row.items()]
-        i, j, x = zip(*entries, strict=True) if entries else ((), (), ())
-        return sparse.csr_array((x, (i, j)), shape=(len(rows), len(self.upper))), np.array(bounds, float)
+def _available(graph: Graph) -> tuple:
+    """Return the matrix and bounds of the constraints that every value read is saved or recomputed."""
+    from scipy import sparse
 
-    def _run(self, objective: np.ndarray, budget: float) -> np.ndarray | None:
-        """Return the variables with the least objective, or None if the constraints cannot be met."""
-        import scipy.optimize
-
-        optimize: Any = scipy.optimize  # scipy's annotations say `float` where scipy accepts arrays
-        matrix, bounds = self._available()
-        # Sizes are in thousandths of the budget. The solver's tolerance of 1e-6 is then below a byte for small budgets.
-        sizes = np.concatenate([np.zeros(self.equations), 1000 * self.bytes / max(budget, 1)])
-        too_large = np.concatenate([np.zeros(self.equations, bool), self.bytes > budget])
-        found = optimize.milp(
-            objective,
-            integrality=np.ones_like(objective),
-            bounds=optimize.Bounds(0, np.where(too_large, 0, self.upper)),
-            constraints=[
-                optimize.LinearConstraint(matrix, bounds, np.inf),
-                optimize.LinearConstraint(sizes[None], -np.inf, 1000 * min(budget, 1)),
-            ],
-            options={"mip_rel_gap": 0, "node_limit": _BRANCHES},
-        )
-        return None if found.x is None else np.round(found.x).astype(bool)
-
-    def solve(self, budget: float) -> Choice | None:
-        """Return the choice with the least cost, or None if the values that must be saved exceed the budget."""
-        if not self.equations:
-            return Choice((), 0, 0, 0, 0)
-        objective = np.concatenate([self.cost, _PRICE * self.bytes])
-        found = self._run(_ALL * objective / max(self.cost.sum(), 1.0), budget)
-        if found is None:
-            return None
-        recomputed, saved = np.split(found, [self.equations])
-        flops = np.array([eqn.flops for eqn in self.graph.equations], float)
-        return Choice(
-            saved=tuple(value.name for value, on in zip(self.graph.values, saved, strict=True) if on),
-            saved_bytes=int(self.bytes @ saved),
-            flops=int(flops @ recomputed),
-            most_bytes=self.graph.bytes,
-            most_flops=int(flops.sum()),
-        )
-
-    def least_bytes(self) -> int:
-        objective = np.concatenate([np.zeros(self.equations), self.bytes])
-        found = self._run(_ALL * objective / max(self.bytes.sum(), 1.0), self.bytes.sum())
-        assert found is not None, "everything can be saved"
-        return int(objective @ found)
+    count = len(graph.equations)
+    ways = [{i: 1} for i in range(count)]  # the variables that make an equation's results available
+    for i, value in enumerate(graph.values):
+        ways[value.equation][count + i] = 1
+    readers = [(source, reader) for reader, eqn in enumerate(graph.equations) for source in eqn.reads]
+    rows = [ways[source] for source in graph.residuals]
+    rows += [{**ways[source], reader: -1} for source, reader in readers]
+    bounds = [1] * len(graph.residuals) + [0] * len(readers)
+    entries = [(i, j, x) for i, row in enumerate(rows) for j, x in row.items()]
+    i, j, x = zip(*entries, strict=True) if entries else ((), (), ())
+    return sparse.csr_array((x, (i, j)), shape=(len(rows), count + len(graph.values))), np.array(bounds, float)

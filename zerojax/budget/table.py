@@ -45,10 +45,7 @@ class BlockMemory:
 def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, ...]:
     """Return what the blocks of a loss save if each saves `share` of its bytes, in the order of their first calls.
 
-    Args:
-        blocks: The blocks.
-        share: The share for the blocks that the user has not decided about.
-        devices: The number of devices over which the bytes and FLOPs of a block are divided.
+    Bytes and FLOPs of a block are divided over the `devices`.
     """
     calls, figures = collections.Counter[tuple[Any, str]](), dict[tuple[Any, str], _Figures]()
     for key, block in [(id(block.graph), block) for block in blocks.found]:

@@ -255,16 +255,12 @@ def backward(
     later = [i for i, k in enumerate(loop.others) if i not in carried and k in summed_later]
     run = Backward(loop, passes, layers, residuals, cotangents, later)
     shared, gathered = run.entry(entry)
-    _finish(segment, run, _iterate(run, shared, gathered, gathers, grads), gathers, grads)
-
-
-def _iterate(
-    run: Backward, shared: Sequence, gathered: Sequence, gathers: GatherScheduler, grads: GradScheduler
-) -> StepState:
-    if gathers.options.prefetch and run.loop.stacked:
-        return _pipeline(run, shared, run.start(run.cotangents, gathered), gathers, grads)
-    body = lambda state, iteration: (run.in_turn(shared, state, iteration), None)
-    return lax.scan(body, run.start(run.cotangents, []), jnp.arange(run.loop.length), reverse=True)[0]
+    if options.prefetch and loop.stacked:
+        state = _pipeline(run, shared, run.start(cotangents, gathered), gathers, grads)
+    else:
+        body = lambda state, iteration: (run.in_turn(shared, state, iteration), None)
+        state, _ = lax.scan(body, run.start(cotangents, []), jnp.arange(loop.length), reverse=True)
+    _finish(segment, run, state, gathers, grads)
 
 
 def _pipeline(
