@@ -220,38 +220,6 @@ def test_a_folder_that_a_late_write_brings_back_is_removed_again(tmp_path):
     assert not (tmp_path / "save").exists()
 
 
-def failing_once(monkeypatch):
-    """The next save fails in its thread, once all is written; returns where that was."""
-    folders, real = [], Save._write
-
-    def write(self, *args):
-        real(self, *args)
-        folders.append(self._temporary)
-        monkeypatch.setattr(Save, "_write", real)
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Save, "_write", write)
-    return folders
-
-
-@pytest.mark.parametrize("then", ["save", "close"])
-def test_what_a_failed_save_brings_back_later_is_removed_by_what_comes_next(then, tmp_path, monkeypatch):
-    state = state_of(1)
-    with Checkpointer(tmp_path) as checkpoints:
-        folders = failing_once(monkeypatch)
-        checkpoints.save(state, step=1)
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            checkpoints.wait()
-        (folder,) = folders
-        assert not folder.exists()
-        (folder / "arrays").mkdir(parents=True)  # a write that orbax did not wait for
-        if then == "save":
-            checkpoints.save(state, step=2)
-            checkpoints.wait()
-            assert not folder.exists()
-    assert not folder.exists()
-
-
 def test_a_leftover_folder_that_a_write_is_filling_is_removed_when_it_is_done(tmp_path, monkeypatch):
     left, real = tmp_path / directory.temporary_name(7), shutil.rmtree
     (left / "arrays").mkdir(parents=True)

@@ -1,8 +1,7 @@
-"""No save is lost or falsely reported, nothing of others is touched, and a checkpoint may come from a stranger."""
+"""No save is lost or falsely reported, and nothing of others is touched."""
 
 import dataclasses
 import errno
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -33,8 +32,7 @@ from zerojax.checkpoint import (
     verifying,
     zarr_files,
 )
-from zerojax.checkpoint.manifest import digest, read_manifest, write_manifest
-from zerojax.checkpoint.records import Manifest
+from zerojax.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.state_leaves import state_leaves
 
@@ -72,18 +70,11 @@ def copied(saved, tmp_path):
 
 
 def rewrite(root, step, **changes):
-    """Give a checkpoint another manifest, with its digest, as a stranger could."""
+    """Give a checkpoint another manifest, with its digest."""
     folder = root / f"step_{step:08d}"
     manifest = read_manifest(folder)
     assert isinstance(manifest, Manifest)
     write_manifest(dataclasses.replace(manifest, **changes), folder)
-
-
-def assert_damaged(root, state, match):
-    checkpoints = Checkpointer(root, read_only=True)
-    for look in (checkpoints.verify, lambda: checkpoints.restore(state)):
-        with pytest.raises(DamagedError, match=match):
-            look()
 
 
 # --- interrupts and exits ----------------------------------------------------------------------------------------
@@ -236,6 +227,7 @@ LACKING = [
     ("params.w/1.0", r"params\['w'\], arrays/params.w/1.0: is missing"),
     ("params.w/.zarray", r"params\['w'\], arrays/params.w/.zarray: is missing"),
     ("step", r"step, arrays/step/.zarray: is missing"),
+    ("../data.0.json", r"data.0.json: is missing"),
 ]
 
 
@@ -259,47 +251,21 @@ def test_a_checkpoint_that_lacks_files_is_not_committed(tmp_path, state, monkeyp
     assert checkpoints.steps() == [1]
 
 
-@pytest.mark.parametrize(("name", "says"), LACKING)
-def test_a_checkpoint_that_lacks_files_is_damaged(copied, state, name, says):
-    path = copied / "step_00000002" / "arrays" / name
-    shutil.rmtree(path) if path.is_dir() else path.unlink()
-    files = read_manifest(copied / "step_00000002").files
-    rewrite(copied, 2, files={key: x for key, x in files.items() if not key.startswith(f"arrays/{name}")})
-    assert_damaged(copied, state, says)
-
-
-def test_a_checkpoint_without_its_data_is_damaged(copied, state):
-    files = read_manifest(copied / "step_00000002").files
-    rewrite(copied, 2, files={key: x for key, x in files.items() if key != "data.0.json"})
-    assert_damaged(copied, state, r"data.0.json: is missing")
-
-
 # --- leftovers and other writers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_second_writer_leaves_what_the_first_is_writing(tmp_path, state, monkeypatch, elsewhere):
-    """Its lock file is gone; or it is on another host, and locks are not seen."""
+def test_a_second_writer_leaves_what_the_first_is_writing(tmp_path, state, monkeypatch):
+    """Its lock file is gone."""
     digest, go_on = Save._digest, threading.Event()
     monkeypatch.setattr(Save, "_digest", lambda self: (go_on.wait(20), digest(self)))
     first = Checkpointer(tmp_path)
     first.save(state, step=1)
     (tmp_path / ".lock").unlink()
-    with monkeypatch.context() as patched:
-        if elsewhere:
-            patched.setattr(fcntl, "flock", lambda *args: None)
-            patched.setattr(directory.socket, "gethostname", lambda: "elsewhere")
-        Checkpointer(tmp_path).close()
-        assert list(tmp_path.glob(".tmp-step_00000001-*"))
-        go_on.set()
-        first.close()
-        assert first.verify() == [1]
-        if elsewhere:  # what its host left long ago is removed
-            left = tmp_path / directory.temporary_name(9).replace(directory.host(), "00000000")
-            left.mkdir()
-            os.utime(left, (1, 1))
-            Checkpointer(tmp_path).close()
-            assert not left.exists()
+    Checkpointer(tmp_path).close()
+    assert list(tmp_path.glob(".tmp-step_00000001-*"))
+    go_on.set()
+    first.close()
+    assert first.verify() == [1]
 
 
 def test_only_names_that_saves_make_are_removed(tmp_path):
@@ -327,19 +293,6 @@ def test_an_open_that_fails_releases_its_lock(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="Input/output error"):
             Checkpointer(tmp_path)
     Checkpointer(tmp_path).close()
-
-
-def test_a_close_that_fails_releases_its_lock(tmp_path, state, monkeypatch):
-    def gone(*_):
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    checkpoints = Checkpointer(tmp_path)
-    monkeypatch.setattr(Checkpointer, "_remove_again", gone)
-    with pytest.raises(OSError, match="Stale file handle") as error:
-        checkpoints.close()
-    monkeypatch.undo()
-    Checkpointer(tmp_path).close()
-    del error
 
 
 @pytest.mark.parametrize(
@@ -370,7 +323,7 @@ def test_as_many_renamed_checkpoints_as_others_are_kept(tmp_path, state):
 # --- a reader beside a writer ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["verified", "digested", "read", "after"])
+@pytest.mark.parametrize("when", ["verified", "read", "after"])
 def test_a_step_that_vanishes_while_it_is_read_is_said(copied, state, monkeypatch, when):
     def vanish(work):
         def vanishing(*args, **options):
@@ -387,8 +340,6 @@ def test_a_step_that_vanishes_while_it_is_read_is_said(copied, state, monkeypatc
         monkeypatch.setattr(
             "zerojax.checkpoint.verifying.damage_in", vanish(lambda *args: [("", "file", "is missing")])
         )
-    elif when == "digested":
-        monkeypatch.setattr(verifying, "incomplete", vanish(verifying.incomplete))
     else:
         monkeypatch.setattr(restoring, "read_leaves", vanish(restoring.read_leaves))
     checkpoints = Checkpointer(copied, read_only=True)
@@ -468,19 +419,6 @@ def test_the_space_that_is_asked_for_is_about_what_leaves_take(saved, state):
     assert 1 <= asked / (blocks * saving.BLOCK) < 1.5
 
 
-# --- strangers ---------------------------------------------------------------------------------------------------
-
-
-def test_a_number_that_is_none_of_its_type_is_named(copied, state):
-    """2 is no bool."""
-    path = copied / "step_00000002" / "arrays" / "scaling.weights_invalid" / "0"
-    path.write_bytes(b"\x02")
-    files = read_manifest(copied / "step_00000002").files
-    rewrite(copied, 2, files={**files, "arrays/scaling.weights_invalid/0": digest(path)})
-    with pytest.raises(CheckpointError, match=r"scaling.weights_invalid in .* has the bool 2, which is"):
-        Checkpointer(copied, read_only=True).restore(state)
-
-
 def test_keys_of_another_implementation_are_named(tmp_path):
     state = TX.create({"w": jnp.ones((8, 4))}, mutable={"rng": jax.random.key(0)})
     with Checkpointer(tmp_path) as checkpoints:
@@ -504,16 +442,6 @@ def test_an_array_that_cannot_be_read_is_one_error(saved, state, caplog, monkeyp
     with pytest.raises(CheckpointError, match=r"in .* cannot be read: OSError: .*Input/output error"):
         Checkpointer(saved, read_only=True).restore(state)
     assert not caplog.records
-
-
-@pytest.mark.parametrize("text", [b"", b"\x80", b'{"array": "", "as": "jax"}', b'{"key": "none", "of": 1}'])
-def test_data_that_is_none_is_damaged(copied, state, text):
-    path = copied / "step_00000002" / "data.0.json"
-    path.write_bytes(text)
-    files = read_manifest(copied / "step_00000002").files
-    rewrite(copied, 2, files={**files, "data.0.json": digest(path)})
-    with pytest.raises(DamagedError, match=r"step 2 .*data.0.json: is no data of a run"):
-        Checkpointer(copied, read_only=True).restore(state)
 
 
 @pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", ".."])

@@ -195,11 +195,6 @@ OF_WEIGHTS = {
             {"a.b": jnp.ones(4), "a": {"b": jnp.ones(4)}}, new / "x", mapping={"m": "a.b", "n": "a/b"}
         ),
     ),
-    "tie": (
-        lambda state, saved, new: export(PARAMS | {"c": jnp.zeros(8)}, new, tied={"c": "b"}),
-        "not equal. Leave it out of tied=",
-        lambda state, saved, new: export(PARAMS | {"c": jnp.zeros(8)}, new / "x"),
-    ),
     "one tensor": (
         lambda state, saved, new: export(PARAMS | {"c": jnp.zeros(8)}, new, mapping={"w": "w", "t": ["b", "c"]}),
         "not equal. Give each a name",

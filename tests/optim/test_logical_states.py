@@ -8,7 +8,6 @@ import sys
 
 import chex
 import cloudpickle
-import flax.linen as nn
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -185,43 +183,14 @@ def test_a_state_whose_shapes_are_not_known_is_refused(mesh):
     assert tx.unshard({"w": jnp.ones((264, 3))})["w"].shape == (264, 3)
 
 
-def test_flax_writes_and_reads_a_train_state_at_stage_3(mesh):
+def test_flax_serializes_no_node_of_ours(mesh):
+    """Its bytes would be of one layout. `Checkpointer` and orbax save a state."""
     tx = zero_shard(optax.adamw(1e-2), stage=3, mesh=mesh, persist_below=64)
     stored = tx.shard(PARAMS)
     assert isinstance(stored["odd"], Padded)
-    make = lambda params: TrainState.create(apply_fn=None, params=params, tx=tx)
-    state = make(stored).replace(opt_state=tx.adopt(used(optax.adamw(1e-2), PARAMS), PARAMS), step=jnp.int32(3))
-    data = flax.serialization.to_bytes(state)
-    # readable without zerojax: parameters are logical
-    chex.assert_trees_all_equal(flax.serialization.msgpack_restore(data)["params"], jax.device_get(PARAMS))
-    target = make(tx.shard(jax.tree.map(jnp.zeros_like, PARAMS))).replace(step=jnp.int32(0))
-    back = flax.serialization.from_bytes(target, data)
-    back = jax.device_put(back, jax.tree.map(lambda x: x.sharding, target))
-    assert_same_bits(back, state)
-    other = flax.serialization.to_bytes(state.replace(params=state.params | {"odd": jnp.ones((256, 3))}))
-    with pytest.raises(ValueError, match=r"params/odd is restored from an array of shape \[256, 3\]"):
-        flax.serialization.from_bytes(target, other)
-
-
-def test_flax_writes_and_reads_our_own_nodes(mesh):
-    """A `ZeroState`, back on its devices; a state that says which other axes divide its parameters; none in chunks."""
-    tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, persist_below=64)
-    state = tx.create(PARAMS, mutable={"mean": jnp.ones(3)}, opt_state=used(optax.adam(1e-2), PARAMS))
-    back = flax.serialization.from_bytes(
-        tx.create(PARAMS, mutable={"mean": jnp.zeros(3)}), flax.serialization.to_bytes(state)
-    )
-    assert_same_bits(back, state)
-    assert [x.sharding for x in jax.tree.leaves(back)] == [x.sharding for x in jax.tree.leaves(state)]
-    with pytest.raises(ValueError, match=r"is restored from .* and a ZeroState has"):
-        flax.serialization.from_state_dict(state, {"params": {}})
-    both = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    params = {"w": nn.Partitioned(jnp.ones((16, 8)), (None, "model"))}
-    opt_state = zero_shard(optax.adam(1e-2), stage=2, mesh=both, persist_below=0).init(params)
-    back = flax.serialization.from_bytes(opt_state, flax.serialization.to_bytes(opt_state))
-    assert_same_bits(jax.tree.map(jnp.asarray, back), opt_state)
-    offloaded = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, persist_below=0, offload=Offload(optimizer="host"))
-    with pytest.raises(TypeError, match=r"opt_state.*mu.* is offloaded, and cannot be .*serialized by Flax"):
-        flax.serialization.to_bytes(offloaded.init({"w": jnp.ones((16, 8))}))
+    for tree, node in ((stored, "Padded"), (tx.create(PARAMS), "ZeroState")):
+        with pytest.raises(TypeError, match=rf"can not serialize '{node}'"):
+            flax.serialization.to_bytes(tree)
 
 
 CHILD = """

@@ -6,15 +6,14 @@ save      `saving.py` runs one save. `directory.py` names the folders and commit
           large leaves through orbax, and `packing.py` writes small leaves into one file per process.
 restore   `restoring.py` reads a verified checkpoint into a state. `matching.py` compares the saved leaves and optimizer
           with those of the target state, and `resharding.py` converts a leaf to another layout.
-verify    `verifying.py` checks every file against its digest, and every leaf against its files. `soundness.py` rejects
-          a forged manifest before any memory is allocated for it.
+verify    `verifying.py` checks every file against its digest.
 export    `export.py` writes parameters. `safetensors.py` reads and writes the files, and `mapping.py` renames leaves.
 import    `importing.py` reads parameters from safetensors, also with `safetensors.py` and `mapping.py`.
 reshard   `live.py` moves a live state into another layout, with the matching and the conversions of restore.
 
 `checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`
-turns a state into named logical leaves; `records.py` and `manifest.py` describe these leaves on disk; `data_state.py`
-writes the position of a data loader. `processes.py` makes sure that either all processes continue or none.
+turns a state into named logical leaves; `manifest.py` describes these leaves on disk; `data_state.py` writes the
+position of a data loader. `processes.py` makes sure that either all processes continue or none.
 `preemption.py` lets a signal start a last save.
 """
 

@@ -21,17 +21,17 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint import packing
 from zerojax.checkpoint.disk_leaves import begin_copy
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
-from zerojax.checkpoint.records import ARRAYS, SavedLeaf
+from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
 from zerojax.checkpoint.zarr_files import ZarrFiles
 from zerojax.layout.chunked import Chunked
 from zerojax.offload.read_ahead import read_ahead
-from zerojax.placement.chunking import assembled, joined
+from zerojax.placement.chunking import assembled, joined, places_of
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
@@ -145,31 +145,16 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     them twice if the devices are in host memory, too.
     """
     pairs = [(one, opened(directory, one.saved)) for one in requests]
-    parts = [(one.saved, box, files) for one, files in pairs for box in places_of(one)]
+    parts = [(one.saved, box, files) for one, files in pairs for box in places_of(one.shape, one.sharding)]
     sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box, _ in parts]
     every = [(directory, saved, tuple(slice(*span) for span in box), files) for saved, box, files in parts]
     values = read_ahead(read_box, every, sizes, bytes_ahead(sum(sizes)))
-    return [
-        assembled(one.shape, one.sharding, one.saved.storage_dtype, values, places_of(one).values()) for one in requests
-    ]
+    return [assembled(one.shape, one.sharding, one.saved.storage_dtype, values) for one in requests]
 
 
 def bytes_ahead(size: int) -> int:
     """Return how many bytes may be in host memory before they are on the devices, if a process reads `size` bytes."""
     return min(MOST_AHEAD, max(LEAST_AHEAD, size // SHARES_AHEAD))
-
-
-def places_of(one: ReadRequest) -> dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]]:
-    """Return the devices that need each part of a leaf's storage, among the devices of this process.
-
-    A part has a start and an end per dim. The parts are in the order of the devices, as JAX needs them.
-    """
-    places: dict[tuple[tuple[int, int], ...], list[SingleDeviceSharding]] = {}
-    for device, index in one.sharding.addressable_devices_indices_map(one.shape).items():
-        box = tuple(part.indices(size)[:2] for part, size in zip(index or (), one.shape, strict=True))
-        place = SingleDeviceSharding(device, memory_kind=one.sharding.memory_kind)
-        places.setdefault(box, []).append(place)
-    return places
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
@@ -230,9 +215,6 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...], files: Z
         return part
     with unreadable_named(directory, saved):
         (files or ZarrFiles.of(directory / ARRAYS / saved.folder, saved.storage_dtype)).read(inside, target)
-    if part.dtype.kind == "b" and part.view(np.uint8).max() > 1:
-        where = f"{saved.name} in {directory / ARRAYS / saved.folder}"
-        raise CheckpointError(f"{where} has the bool {part.view(np.uint8).max()}, which is neither 0 nor 1.")
     return part
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
@@ -79,7 +78,6 @@ class Checkpointer:
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
         self._processes = Processes(timeout)
         self._last_save: Save | None = None
-        self._failed: list[Save] = []
         self._lock: Lock | None = None
         self._mutex = threading.RLock()
         KNOWN.add(self)
@@ -147,14 +145,9 @@ class Checkpointer:
                 return False
             self.wait()
             text = data_state.dumps(data)
-            self._remove_again()
             self._processes.require_same("save", {"step": step})
             save = Save(self.directory, step, keep=self.keep, processes=self._processes)
-            try:
-                on_auto_mesh(None, save.begin, state, text)
-            except BaseException:
-                self._failed.append(save)
-                raise
+            on_auto_mesh(None, save.begin, state, text)
             self._last_save = save
             return True
 
@@ -241,7 +234,6 @@ class Checkpointer:
             try:
                 save.wait()
             except CheckpointError:
-                self._failed.append(save)
                 self._last_save = None  # so that the failure is raised only once
                 raise
 
@@ -257,20 +249,17 @@ class Checkpointer:
         if self._lock is None and self._processes.is_first:
             raise CheckpointError("This Checkpointer is closed. Open another to save.")
 
-    def _remove_again(self) -> None:
-        while self._failed:
-            self._failed.pop().remove_again()
-
     def close(self) -> None:
         """Wait for the save under way, and unlock the directory, so that other runs can write to it.
 
         Raises:
             CheckpointError: If the save failed.
         """
-        with self._mutex, contextlib.ExitStack() as at_end:  # both run, whatever the other or `wait` raises
-            at_end.callback(self._unlock)
-            at_end.callback(self._remove_again)
-            self.wait()
+        with self._mutex:
+            try:
+                self.wait()
+            finally:
+                self._unlock()
 
     def _unlock(self) -> None:
         OPEN.discard(self)
@@ -320,7 +309,7 @@ def after_fork() -> None:
     """Forget all saves in a forked child. Their threads exist only in the parent, and may hold a mutex there."""
     OPEN.clear()
     for one in list(KNOWN):
-        one._mutex, one._last_save, one._failed = threading.RLock(), None, []
+        one._mutex, one._last_save = threading.RLock(), None
 
 
 def close_open() -> None:

@@ -14,9 +14,7 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import time
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,15 +23,12 @@ from typing import Any
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
 from zerojax.offload import lock as locks
-from zerojax.offload.lock import LOCK
 
 STEP = re.compile(r"step_(\d{8,4000})", re.ASCII)
 ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?", re.ASCII)
 TEMPORARY, OLD = ".tmp-", ".old-"
-OURS = re.compile(r"\.tmp-step_\d{8,}-([0-9a-f]{0,8})[0-9a-f]{8}|\.old-step_\d{8,}", re.ASCII)
+OURS = re.compile(r"\.tmp-step_\d{8,}-[0-9a-f]{8,16}|\.old-step_\d{8,}", re.ASCII)
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.sha256"
-# A lock of another host may be invisible, so a folder of that host counts as abandoned after this many idle seconds.
-IDLE = 3600.0
 
 
 def step_number(step: Any) -> int:
@@ -67,12 +62,12 @@ def steps_in(directory: Path) -> list[int]:
 def clean(directory: Path) -> dict[str, str]:
     """Remove the folders of killed saves. If a killed save was replacing a checkpoint, restore the old checkpoint.
 
-    The caller holds the directory's lock. Folders that may be in use stay, because another run may still write if the
-    lock file was deleted or is invisible on that run's host. Return the outcome for each folder, by name.
+    The caller holds the directory's lock. Locked folders stay, because another run may still write if the lock file was
+    deleted. Return the outcome for each folder, by name.
     """
     outcomes = {}
     for entry in sorted(directory.iterdir()):
-        if not (match := OURS.fullmatch(entry.name)):
+        if not OURS.fullmatch(entry.name):
             continue
         try:
             if entry.is_symlink() or not entry.is_dir():
@@ -80,7 +75,7 @@ def clean(directory: Path) -> dict[str, str]:
             elif entry.name.startswith(OLD) and not (final := directory / entry.name.removeprefix(OLD)).exists():
                 os.rename(entry, final)
                 outcomes[entry.name] = "was put back"
-            elif match[1] and is_being_written(entry, match[1]):
+            elif is_locked(entry):
                 outcomes[entry.name] = "may be another run's that is writing it: it stays"
             else:
                 remove(entry)
@@ -106,24 +101,15 @@ def temporary_name(step: int) -> str:
 
     Every save uses a new name, because late writes of a failed save may create its folder again.
     """
-    return f"{TEMPORARY}{step_name(step)}-{host()}{secrets.token_hex(4)}"
+    return f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
 
 
-def host() -> str:
-    return f"{zlib.crc32(socket.gethostname().encode()):08x}"
-
-
-def is_being_written(temporary: Path, writer: str) -> bool:
-    """Return whether a folder may still be in use: it is locked, or another host has recently written to it."""
+def is_locked(temporary: Path) -> bool:
     try:
         locks.lock_folder(temporary).release()
     except BlockingIOError:
         return True
-    if writer == host():
-        return False
-    last = max(os.lstat(temporary / name).st_mtime for name in [".", *files_in(temporary)])
-    now = os.stat(temporary.parent / LOCK).st_mtime  # the file system's time: this run has just written its lock
-    return last > now - IDLE
+    return False
 
 
 def commit(temporary: Path, step: int) -> None:

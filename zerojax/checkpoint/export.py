@@ -9,8 +9,9 @@ import dataclasses
 import functools
 import math
 import os
+import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,10 +21,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays
-from zerojax.checkpoint.directory import host, step_name
+from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
+from zerojax.checkpoint.manifest import SavedLeaf
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
-from zerojax.checkpoint.records import SavedLeaf
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.checkpoint.verifying import existing_step, reading, verified
@@ -32,7 +33,6 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import to_device
-from zerojax.offload.lock import Lock, lock_folder
 from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape, is_stored_node
 from zerojax.placement.unusable import problem_of
@@ -52,13 +52,12 @@ def export(
     *,
     mapping: Names | None = None,
     dtype: Any = None,
-    tied: Mapping[str, str] | None = None,
     file_bytes: float | str = FILE_BYTES,
 ) -> list[Path]:
     """Write the parameters of a state to safetensors.
 
     Tensors are gathered to host memory one at a time. All processes must call this function, and the first process
-    writes the files.
+    writes the files. Leaves that are the same array are written once.
 
     Args:
         state: A state, or a tree of parameters. If a state has master weights, they are written as the parameters.
@@ -66,8 +65,6 @@ def export(
         mapping: The mapping with which `import_params` would read the files. None writes every leaf unchanged, under
             the name of its keys joined by dots.
         dtype: The floating type to which floating leaves are cast. None keeps their types.
-        tied: Pairs of equal tensors, of which only the second is written, such as
-            `{"head.kernel": "embed.embedding"}`. Leaves of a tree that are the same array are found without `tied`.
         file_bytes: Maximum bytes of tensors per file, such as `"5 GB"`. If there are several files, an index is
             written, too.
 
@@ -77,15 +74,15 @@ def export(
     Raises:
         CheckpointError: If the folder is not empty.
         TypeError: If safetensors does not know the type of a leaf.
-        ValueError: If tied leaves differ, two leaves have the same name, `dtype` is not a floating type, or the
-            mapping does not fit the parameters. The error lists every mismatch.
+        ValueError: If leaves of one tensor differ, two leaves have the same name, `dtype` is not a floating type, or
+            the mapping does not fit the parameters. The error lists every mismatch.
     """
     check_dtype(dtype)
     sources = [
         Source(path, tuple(leaf.shape), x.dtype, id(x), functools.partial(gather_to_host, x, leaf))
         for path, x, leaf in params_of(state)
     ]
-    return write_sources(sources, path, mapping, dtype, tied, file_bytes)
+    return write_sources(sources, path, mapping, dtype, file_bytes)
 
 
 def export_checkpoint(
@@ -95,7 +92,6 @@ def export_checkpoint(
     step: int | None = None,
     mapping: Names | None = None,
     dtype: Any = None,
-    tied: Mapping[str, str] | None = None,
     file_bytes: float | str = FILE_BYTES,
 ) -> list[Path]:
     """Write the parameters of a checkpoint to safetensors. This needs neither the model nor an accelerator.
@@ -106,7 +102,6 @@ def export_checkpoint(
         step: The step to export; None exports the newest step.
         mapping: As for `export`.
         dtype: As for `export`.
-        tied: As for `export`.
         file_bytes: As for `export`.
 
     Returns:
@@ -126,7 +121,7 @@ def export_checkpoint(
         if saved.path[0] == "params"
     ]
     with reading(directory, manifest):
-        return write_sources(sources, path, mapping, dtype, tied, file_bytes)
+        return write_sources(sources, path, mapping, dtype, file_bytes)
 
 
 class Source(NamedTuple):
@@ -256,16 +251,11 @@ def write_sources(
     path: str | Path,
     mapping: Names | None,
     dtype: Any,
-    tied: Mapping[str, str] | None,
     file_bytes: float | str,
 ) -> list[Path]:
     """Write leaves into a temporary folder, and rename it when it is complete. See `export` for the arguments."""
     file_bytes = parse_bytes("file_bytes", file_bytes, least=1)
     tensors, ties = tensors_of(sources, mapping, dtype)
-    ties |= tied or {}
-    by_name = {tensor.name: tensor for tensor in tensors}
-    for name, other in ties.items():
-        check_tie(by_name, name, other)
     kept = [tensor for tensor in tensors if tensor.name not in ties]
     if jax.process_index() > 0:
         for tensor in kept:
@@ -279,38 +269,12 @@ def write_sources(
     # transformers reads `format` to learn which framework the tensors' names come from.
     metadata = {"format": "flax" if mapping is None else "pt", **ties}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, lock = free_folder(path)
+    temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    temporary.mkdir()
     try:
         written = write(temporary, kept, metadata, file_bytes)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    finally:
-        lock.release()
     return [path / name for name in written]
-
-
-def free_folder(path: Path) -> tuple[Path, Lock]:
-    """Make a locked folder beside `path` to write into. Take over the folder that an ended process left.
-
-    Its name has the host and the number of the process. In a container, the next process often has the same number.
-    """
-    temporary = path.with_name(f".{path.name}.tmp-{host()}-{os.getpid()}")
-    temporary.mkdir(exist_ok=True)
-    try:
-        lock = lock_folder(temporary)
-    except BlockingIOError as error:
-        raise CheckpointError(f"Another export to {path} is under way. Give another name, or wait for it.") from error
-    for left in temporary.iterdir():
-        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
-    return temporary, lock
-
-
-def check_tie(tensors: dict[str, Tensor], name: str, other: str) -> None:
-    if name not in tensors or other not in tensors:
-        missing = name if name not in tensors else other
-        raise ValueError(f"tied= names {missing!r}, and there is no such parameter. There are {', '.join(tensors)}.")
-    a, b = tensors[name], tensors[other]
-    if (a.shape, a.dtype) != (b.shape, b.dtype) or a.fetch().tobytes() != b.fetch().tobytes():
-        raise ValueError(f"tied= says that {name!r} is {other!r}, but they are not equal. Leave it out of tied=.")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
 from zerojax.checkpoint.safetensors import DTYPES, Files
@@ -20,7 +20,7 @@ from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_padded
-from zerojax.placement.chunking import filled
+from zerojax.placement.chunking import assembled, filled, places_of
 from zerojax.placement.storage import is_stored_node
 from zerojax.staged.state import files_of
 from zerojax.train.state import ZeroState
@@ -117,30 +117,13 @@ def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator
 def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
     stored = like.storage if is_padded(like) else like
     sharding: Sharding | None = getattr(stored, "sharding", None)
-    read = functools.partial(read_shard, files, tensors, like)
+    shape, read = tuple(stored.shape), functools.partial(read_shard, files, tensors, like)
     if sharding is None:
-        array = jnp.asarray(read((slice(None),) * len(stored.shape)))
+        array = jnp.asarray(read((slice(None),) * len(shape)))
     else:
-        array = shard_by_shard(tuple(stored.shape), sharding, read)
+        shards = (read(tuple(slice(*span) for span in box)) for box in places_of(shape, sharding))
+        array = assembled(shape, sharding, like.dtype, shards)
     return Padded(array, like.shape, like.dim) if is_padded(like) else array
-
-
-def shard_by_shard(
-    shape: tuple[int, ...], sharding: Sharding, read: Callable[[tuple[slice, ...]], np.ndarray]
-) -> jax.Array:
-    """Build an array with one shard at a time in host memory. A shard that several devices hold is read once."""
-    alike: dict[str, list[jax.Device]] = {}
-    indices = sharding.addressable_devices_indices_map(shape)
-    for device, index in indices.items():
-        alike.setdefault(str(index), []).append(device)
-    on_device = {}
-    for devices in alike.values():
-        shard = read(indices[devices[0]] or ())
-        for device in devices:
-            memory = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-            on_device[device] = jax.device_put(shard, memory)
-        jax.block_until_ready([on_device[device] for device in devices])
-    return jax.make_array_from_single_device_arrays(shape, sharding, [on_device[device] for device in indices])
 
 
 def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:

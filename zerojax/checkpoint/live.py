@@ -17,9 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoint.arrays import as_keys, placed
 from zerojax.checkpoint.errors import no_zero_state
-from zerojax.checkpoint.manifest import made_by
+from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
 from zerojax.checkpoint.matching import Words, matched_leaves, target_layout
-from zerojax.checkpoint.records import Manifest, SavedLeaf
 from zerojax.checkpoint.resharding import Conversion, convert, read_plan
 from zerojax.checkpoint.restoring import zeros_of
 from zerojax.checkpoint.saving import record_of

@@ -9,29 +9,92 @@ import dataclasses
 import errno
 import hashlib
 import json
+import math
 import os
-import stat
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, write_synced
-from zerojax.checkpoint.packing import Piece
-from zerojax.checkpoint.records import Manifest, SavedLeaf
-from zerojax.checkpoint.soundness import is_count, is_text, require_sound, unique_keys
+from zerojax.checkpoint.packing import Extent, Piece
 from zerojax.optim.description import Description
 from zerojax.version import version
 
+ARRAYS = "arrays"
 VERSION = 2
-# Maximum bytes of a manifest, far more than any model needs. A forged sparse file must not fill the memory.
-MANIFEST_BYTES = 1 << 30
 # (leaf, file, problem). The name of the leaf is empty if the file belongs to no leaf.
 Damage = tuple[str, str, str]
+
+
+def data_file(process: int) -> str:
+    return f"data.{process}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedLeaf:
+    """A leaf as it was saved."""
+
+    name: str  # the name that errors print
+    path: tuple[str, ...]  # the leaf's keys, starting with the field of the state
+    shape: tuple[int, ...]  # logical shape
+    dtype: str  # name of the element type
+    kind: str  # layout of the storage: "replicated", "sharded" or "flat"
+    folder: str  # name of the leaf's folder in `arrays/`; empty if the leaf has no elements, or is packed
+    key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
+    pieces: tuple[Piece, ...] = ()  # where a packed leaf is in the files of packed leaves
+
+    @property
+    def is_empty(self) -> bool:
+        return not math.prod(self.shape)
+
+    @property
+    def storage_dtype(self) -> jnp.dtype:
+        """Return the element type of the stored bytes; for PRNG keys, the type of their data."""
+        return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.storage_dtype.itemsize
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """Return the shape of the stored values without padding, in which a flat leaf has one dim."""
+        return (math.prod(self.shape),) if self.kind == "flat" else self.shape
+
+    @property
+    def described(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The description of a checkpoint in `manifest.json`."""
+
+    step: int
+    leaves: tuple[SavedLeaf, ...]
+    files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
+    made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
+    transformation: Description | None = None  # the optimizer's description; None if an early zerojax saved it
+
+    def leaf_of(self, file: str) -> str:
+        arrays, _, rest = file.partition("/")
+        folder, separator, _ = rest.partition("/")
+        names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
+        return names[0] if arrays == ARRAYS and separator and names else ""
+
+    def packed(self) -> dict[str, list[Extent]]:
+        files: dict[str, list[Extent]] = {}
+        for leaf in self.leaves:
+            for one in leaf.pieces:
+                size = math.prod(one.shape) * leaf.storage_dtype.itemsize
+                files.setdefault(one.file, []).append(Extent(leaf.name, one.offset, size, one.sha256))
+        return {name: sorted(extents, key=lambda one: one.offset) for name, extents in files.items()}
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
@@ -50,19 +113,17 @@ def read_manifest(directory: Path) -> Manifest | list[Damage]:
     """Return the manifest, or the damage found in it. Raise a `ValueError` if a later version of zerojax wrote it."""
     name = MANIFEST
     try:
-        text = read_limited(directory, name, MANIFEST_BYTES)
-        line = read_limited(directory, name := MANIFEST_DIGEST, len(digest_line(b"")))
+        text = plain_file(directory, name).read_bytes()
+        line = plain_file(directory, name := MANIFEST_DIGEST).read_bytes()
     except OSError as error:
         return [("", name, f"cannot be read: {error.strerror}")]
     if line != digest_line(text).encode():
         return [("", f"{MANIFEST} or {MANIFEST_DIGEST}", "the digest is of another manifest")]
     try:
-        body = json.loads(text, object_pairs_hook=unique_keys)
-        if not is_count(made := body.pop("version")) or made == 0:
-            raise ValueError(f"it is of version {made!r}")
-        if made <= VERSION:
+        body = json.loads(text)
+        if (made := body.pop("version")) <= VERSION:
             return manifest_of(body)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         return [("", MANIFEST, f"is no manifest ({type(error).__name__}: {error})")]
     raise ValueError(
         f"{directory} was written by a later version of zerojax, in format {made}. Restore it with that version."
@@ -71,56 +132,27 @@ def read_manifest(directory: Path) -> Manifest | list[Damage]:
 
 def manifest_of(body: dict[str, Any]) -> Manifest:
     """Build a manifest from its JSON. Any error means that the JSON is not a manifest."""
-    if not isinstance(body["leaves"], list):
-        raise TypeError(f"the leaves are a {type(body['leaves']).__name__}")
-    leaves = tuple(leaf_of(leaf) for leaf in body["leaves"])
+    leaves = tuple(map(leaf_of, body["leaves"]))
     files = {name: (size, sha256) for name, (size, sha256) in body["files"].items()}
-    manifest = Manifest(body["step"], leaves, files, body["made_by"], described(body.get("transformation")))
-    require_sound(manifest)
-    return manifest
-
-
-def described(body: dict[str, Any] | None) -> Description | None:
-    """Build a transformation's description from its JSON. Any error means that the JSON is not a description."""
-    if body is None:
-        return None
-    found = Description(body["structure"], tuple(body["operations"]), body["program"])
-    if not all(map(is_text, (found.structure, found.program, *found.operations))):
-        raise ValueError("the transformation is described by something other than text")
-    return found
+    found = body.get("transformation")
+    described = found and Description(found["structure"], tuple(found["operations"]), found["program"])
+    return Manifest(body["step"], leaves, files, body["made_by"], described)
 
 
 def leaf_of(body: dict[str, Any]) -> SavedLeaf:
     """Build a leaf from its JSON. Leaves of format 1 have no pieces."""
-    pieces = body.get("pieces", [])
-    if not isinstance(pieces, list):
-        raise TypeError(f"the pieces of a leaf are a {type(pieces).__name__}")
-    pieces = tuple(Piece(**{**one, "start": tuple(one["start"]), "shape": tuple(one["shape"])}) for one in pieces)
+    pieces = (one | {"start": tuple(one["start"]), "shape": tuple(one["shape"])} for one in body.get("pieces", ()))
+    pieces = tuple(Piece(**one) for one in pieces)
     return SavedLeaf(**{**body, "path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces})
 
 
 def plain_file(directory: Path, name: str) -> Path:
-    """Return the path of a file of a checkpoint, after checking that it is a plain file in the checkpoint's folder.
-
-    A checkpoint may come from anyone. So a path outside the folder, a device and a pipe raise an `OSError`, as a
-    missing file does. A link within the folder also raises an `OSError`, because many links to one file could make
-    large arrays from a small checkpoint.
-    """
-    path, root = (os.path.realpath(one) for one in (directory / name, directory))
-    if not path.startswith(f"{root}{os.sep}"):
-        raise OSError(errno.EPERM, "it is outside the checkpoint", name)
-    if path != os.path.join(root, name):
-        raise OSError(errno.EPERM, "it is a link, or another name of a file", name)
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(errno.EPERM, "it is no plain file", name)
+    """Return the path of a file of a checkpoint. Raise an `OSError` for a link, a pipe, or a path out of the folder."""
+    root = os.path.realpath(directory)
+    path = os.path.realpath(directory / name, strict=True)
+    if path != f"{root}{os.sep}{name}" or not os.path.isfile(path):
+        raise OSError(errno.EPERM, "it is no plain file in the checkpoint's folder", name)
     return Path(path)
-
-
-def read_limited(directory: Path, name: str, limit: int) -> bytes:
-    path = plain_file(directory, name)
-    if (size := path.stat().st_size) > limit:
-        raise OSError(errno.EFBIG, f"it has {size} bytes, and at most {limit} are expected", name)
-    return path.read_bytes()
 
 
 def digest_line(text: bytes) -> str:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.manifest import made_by
-from zerojax.checkpoint.records import Manifest, SavedLeaf
+from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf

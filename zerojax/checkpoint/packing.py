@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -21,8 +20,6 @@ import numpy as np
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
-
-PACKED = re.compile(r"packed\.(0|[1-9]\d{0,8})\.bin", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +132,7 @@ class Files(contextlib.ExitStack):
         self._directory, self._files = directory, {}
 
     def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
-        """Read and verify the storage of a leaf. `soundness.py` has checked that the pieces cover all of it."""
+        """Read and verify the storage of a leaf, all of which the pieces cover."""
         storage = np.empty(storage_shape(pieces), dtype)
         for piece in pieces:
             where, size = f"{leaf} in {self._directory / piece.file}", math.prod(piece.shape) * dtype.itemsize
@@ -145,8 +142,6 @@ class Files(contextlib.ExitStack):
                 raise CheckpointError(f"{where} cannot be read: {in_one_line(error)}") from error
             if content is None:
                 raise CheckpointError(f"{where} has other contents than were written.")
-            if dtype.kind == "b" and max(content) > 1:
-                raise CheckpointError(f"{where} has the bool {max(content)}, which is neither 0 nor 1.")
             storage[piece.index] = np.frombuffer(content, dtype).reshape(piece.shape)
         return storage
 

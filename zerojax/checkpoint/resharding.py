@@ -20,7 +20,7 @@ from zerojax.offload.host import to_device
 from zerojax.placement.storage import in_logical_shape
 
 if TYPE_CHECKING:
-    from zerojax.checkpoint.records import SavedLeaf
+    from zerojax.checkpoint.manifest import SavedLeaf
 
 
 class Conversion(NamedTuple):

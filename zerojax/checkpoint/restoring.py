@@ -14,10 +14,10 @@ import jax.numpy as jnp
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
-from zerojax.checkpoint.errors import DamagedError, no_zero_state
+from zerojax.checkpoint.errors import no_zero_state
+from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.matching import Match, matched_leaves, target_layout
 from zerojax.checkpoint.processes import Processes
-from zerojax.checkpoint.records import Manifest, SavedLeaf, data_file
 from zerojax.checkpoint.resharding import convert, read_plan
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
@@ -154,9 +154,4 @@ def read_data(folder: Path, manifest: Manifest, template: Any, processes: Proces
         )
         return None
     name = data_file(0 if same else processes.index)
-    try:
-        return data_state.loads((folder / name).read_bytes(), template)
-    except data_state.UnreadableError as error:
-        what = f"is no data of a run ({error})"
-        text = f"The checkpoint of step {manifest.step} in {folder.parent} is damaged ({name}: {what})."
-        raise DamagedError(text, step=manifest.step, damage=(("", name, what),)) from error
+    return data_state.loads((folder / name).read_bytes(), template)

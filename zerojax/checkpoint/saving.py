@@ -22,12 +22,19 @@ import jax
 from zerojax.checkpoint import arrays, directory, packing
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
-from zerojax.checkpoint.manifest import digests, leaf_of, made_by, write_manifest
+from zerojax.checkpoint.manifest import (
+    ARRAYS,
+    Manifest,
+    SavedLeaf,
+    data_file,
+    digests,
+    leaf_of,
+    made_by,
+    write_manifest,
+)
 from zerojax.checkpoint.processes import Processes
-from zerojax.checkpoint.records import ARRAYS, Manifest, SavedLeaf, data_file
-from zerojax.checkpoint.soundness import require_sound
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
-from zerojax.checkpoint.verifying import damage_in, in_words, incomplete
+from zerojax.checkpoint.verifying import damage_in, in_words, lacking
 from zerojax.offload.lock import Lock, lock_folder
 from zerojax.train.state import ZeroState
 
@@ -91,11 +98,6 @@ class Save:
         self.thread = threading.Thread(target=self._finish, args=work, name=f"zerojax save of step {self.step}")
         self.thread.start()
 
-    def remove_again(self) -> None:
-        """Remove the folder of a failed save again, because other writes of orbax may have ended after the failure."""
-        if self.error is not None and self._processes.is_first and os.path.lexists(self._temporary):
-            attempt(directory.remove, self._temporary)
-
     def wait(self) -> None:
         self._done.wait()
         if self.error is not None:
@@ -157,12 +159,10 @@ class Save:
         made = made_by(self._processes.count)
         saved = tuple(map(leaf_of, leaves))
         manifest = dataclasses.replace(manifest, leaves=saved, files=dict(sorted(files.items())), made_by=made)
-        # Refuse to commit a checkpoint that `restore` would refuse.
-        require_sound(manifest)
-        lacking = incomplete(self._temporary, manifest, manifest.leaves)
+        damage = lacking(self._temporary, manifest)
         # The digests of packed leaves were computed from memory, perhaps on other hosts, so the files may differ.
-        if lacking := lacking or damage_in(self._temporary, manifest, manifest.packed()):
-            raise CheckpointError(in_words(lacking))
+        if damage := damage or damage_in(self._temporary, manifest, manifest.packed()):
+            raise CheckpointError(in_words(damage))
         write_manifest(manifest, self._temporary)
         directory.sync(Path(folder) for folder, _, _ in os.walk(self._temporary))
         root = self._temporary.parent

@@ -102,7 +102,7 @@ class Chunked:
         """Raise a TypeError, because offloaded state cannot be pickled."""
         part = getattr(self.store, "part", "opt_state")
         raise TypeError(
-            f"{part}{self.leaf.path} is offloaded, and cannot be pickled, deep-copied or serialized by Flax. Save "
+            f"{part}{self.leaf.path} is offloaded, and cannot be pickled or deep-copied. Save "
             f"the state with a zerojax.checkpoint.Checkpointer, or convert it with tx.unshard({part})."
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.config import LeafMask
-from zerojax.layout.serialization import current_path, serialize
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -157,25 +155,6 @@ for _name in "add sub mul truediv floordiv mod pow matmul".split():
         setattr(Padded, _operator, of_logical(_operator))
 for _operator in "neg abs lt le gt ge".split():
     setattr(Padded, f"__{_operator}__", of_logical(f"__{_operator}__"))
-
-
-def known_to_flax() -> None:
-    """Register `Padded` as a box that Flax unboxes, and for serialization, if Flax is imported."""
-    if meta := sys.modules.get("flax.core.meta"):
-        meta.AxisMetadata.register(Padded)
-    serialize(Padded, Padded.logical, restored)
-
-
-def restored(target: Padded, array: Any) -> Padded:
-    """Return a `Padded` like `target` from a logical array. Like other arrays that Flax restores, it is in NumPy."""
-    if np.shape(array) != tuple(target.shape):
-        raise ValueError(
-            f"{current_path()} is restored from an array of shape {list(np.shape(array))}, and the parameter has "
-            f"{list(target.shape)} (logical). Give the bytes of a state with the same parameters."
-        )
-    extent = target.storage.shape[target.dim]
-    widths = [(0, extent - size if i == target.dim else 0) for i, size in enumerate(target.shape)]
-    return dataclasses.replace(target, storage=np.pad(np.asarray(array), widths))
 
 
 def without_padding(tree: PyTree) -> PyTree:

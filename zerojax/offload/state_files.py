@@ -208,7 +208,7 @@ class LeafFiles:
         """
         version = self.files.begin_leaf(self.k)
         for n in range(self.chunks):
-            self.files.write_shards(self.k, n, [read(box) for box, _ in boxes_of(*self.files.leaf(self.k), n)])
+            self.files.write_shards(self.k, n, [read(box) for box in boxes_of(*self.files.leaf(self.k), n)])
         self.files.end_leaf(self.k)
         return version
 
@@ -270,10 +270,8 @@ def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
     return list(devices.values())
 
 
-def boxes_of(
-    leaf: Leaf, chunking: Chunking, sharding: NamedSharding, n: int
-) -> list[tuple[tuple[slice, ...], list[jax.Device]]]:
-    """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage, and its devices."""
+def boxes_of(leaf: Leaf, chunking: Chunking, sharding: NamedSharding, n: int) -> list[tuple[slice, ...]]:
+    """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage."""
     start, length = chunking.chunks[n]
     indices = sharding.addressable_devices_indices_map(leaf.storage_shape)
     boxes = []
@@ -281,7 +279,7 @@ def boxes_of(
         whole = zip(indices[devices[0]] or (), leaf.storage_shape, strict=True)
         box = [slice(*one.indices(size)) for one, size in whole]
         first = box[chunking.dim].start + start
-        boxes.append((replace_at(tuple(box), chunking.dim, slice(first, first + length)), devices))
+        boxes.append(replace_at(tuple(box), chunking.dim, slice(first, first + length)))
     return boxes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -102,29 +102,31 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
         return dataclasses.replace(node, chunks=(node.store.fill(read),))
     where = host_sharding(node.mesh, node.sharding.spec)
     shapes = node.chunking.chunk_shapes(node.leaf)
-    places = [boxes_of(node.leaf, node.chunking, node.sharding, n) for n in range(len(shapes))]
-    boxes = [(box,) for found in places for box, _ in found]
+    boxes = [(box,) for n in range(len(shapes)) for box in boxes_of(node.leaf, node.chunking, node.sharding, n)]
     sizes = [math.prod(one.stop - one.start for one in box) * node.dtype.itemsize for (box,) in boxes]
     values = read_ahead(read, boxes, sizes, 2 * max(sizes))
-    on_host = lambda devices: [SingleDeviceSharding(device, memory_kind=where.memory_kind) for device in devices]
-    chunks = tuple(
-        assembled(shape, where, node.dtype, values, [on_host(devices) for _, devices in found])
-        for shape, found in zip(shapes, places, strict=True)
-    )
+    chunks = tuple(assembled(shape, where, node.dtype, values) for shape in shapes)
     return dataclasses.replace(node, chunks=chunks)
 
 
-def assembled(
-    shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: Iterator, places: Iterable[Sequence]
-) -> Array:
-    """Make an array of the next of `values`, which are the shards of this process. Each is copied to its `places`.
+def places_of(shape: tuple[int, ...], sharding: Sharding) -> dict[tuple[tuple[int, int], ...], list[Sharding]]:
+    """Return the devices of this process that need each part of an array, as shardings on one device.
 
-    The host holds one value at a time. A place is a device or a sharding on one device.
+    A part has a start and an end per dim.
     """
+    places: dict[tuple[tuple[int, int], ...], list[Sharding]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
+        places.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+    return places
+
+
+def assembled(shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: Iterator) -> Array:
+    """Make an array of the next of `values`, which are the parts of `places_of`. The host holds one value at a time."""
     shards = []
-    for of_value in places:
+    for places in places_of(shape, sharding).values():
         value = next(values)
-        shards += jax.block_until_ready([jax.device_put(value, place) for place in of_value])
+        shards += jax.block_until_ready([jax.device_put(value, place) for place in places])
         del value
     return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)
 

@@ -23,7 +23,7 @@ from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import Padded, is_padded, known_to_flax, pad, trim
+from zerojax.layout.padded import Padded, is_padded, pad, trim
 from zerojax.layout.tree import Layout
 from zerojax.offload.host import host_sharding, is_on_host, to_device
 
@@ -103,9 +103,8 @@ def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     """Return stored arrays as a tree in storage form."""
     forms = storage_forms(layout.params)
     if any(forms):
-        with contextlib.suppress(ImportError):
-            importlib.import_module("flax.serialization")  # if flax were imported later, it would not know `Padded`
-        known_to_flax()
+        with contextlib.suppress(ImportError):  # Flax's modules unbox their parameters, if they are of this class
+            importlib.import_module("flax.core.meta").AxisMetadata.register(Padded)
     return unflatten_params(stored, layout, layout.params, forms)
 
 

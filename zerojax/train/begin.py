@@ -40,7 +40,7 @@ from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import Deferred, init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
 from zerojax.train.same_run import live_plan, require_same_programs, require_same_values
-from zerojax.train.state import ZeroState, known_to_flax
+from zerojax.train.state import ZeroState
 
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:
@@ -137,7 +137,6 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
 
     If `params` are shapes, the state consists of shapes. Parameters on disk are written to files, one after the other.
     """
-    known_to_flax()
     layout, shapes, files, tree = plan.layout, are_shapes(params), None, None
     if layout.overwritten and config.params_on_disk:
         raise ValueError(

@@ -24,13 +24,12 @@ from zerojax.staged.state import files_of, loaded, shapes_on_disk
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state
 from zerojax.train.same_run import SameCalls, signature_of
-from zerojax.train.state import ZeroState, known_to_flax
+from zerojax.train.state import ZeroState
 from zerojax.train.tree_api import TreeForm, update_tree
 
 
 def init(config: Config, params: Any) -> Any:
     """Return the initial optimizer state of the wrapped transformation, sharded for the stage."""
-    known_to_flax()
     plan = make_plan(config, params)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
     return on_auto_mesh(config.user_mesh, make, params, shardings=lambda _: init_shardings(config, plan))
@@ -38,7 +37,6 @@ def init(config: Config, params: Any) -> Any:
 
 def adopt(config: Config, state: Any, params: Any) -> Any:
     """Shard a plain optimizer state; see `ZeroTransformation.adopt`."""
-    known_to_flax()
     plan = make_plan(config, params)
     place = lambda state, params: as_returned(config, plan, adopt_state(config, plan, state, params))
     return on_auto_mesh(config.user_mesh, place, state, params, shardings=lambda _: init_shardings(config, plan))

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from zerojax.comm.explicit import to_explicit
 from zerojax.comm.mesh import owned, replicated
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunked, is_chunked
-from zerojax.layout.serialization import serialize, serialize_fields
+from zerojax.layout.chunked import is_chunked
 from zerojax.offload.host import to_device
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.state_forms import Annotated, as_planned, state_shardings
+from zerojax.optim.state_forms import as_planned, state_shardings
 from zerojax.placement.storage import named_tree
 from zerojax.placement.unusable import problem_of
 from zerojax.train.loss_scaling import ScalingState
@@ -91,26 +90,6 @@ class ZeroState:
         if "opt_state" in changes:
             changes["opt_state"] = as_planned(self.plan, changes["opt_state"])
         return dataclasses.replace(self, **changes)
-
-
-def known_to_flax() -> None:
-    """Register states with `flax.serialization`, if Flax is imported."""
-    rebuilt = lambda target, found: dataclasses.replace(target, **found)
-    serialize_fields(ZeroState, fields_of(ZeroState, "plan"), placed)
-    serialize_fields(ScalingState, fields_of(ScalingState), rebuilt)
-    serialize_fields(Annotated, ("state",), rebuilt)
-    refuse = lambda node, *_: node.__reduce__()
-    serialize(Chunked, refuse, refuse)
-
-
-def fields_of(cls: Any, *static: str) -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(cls) if field.name not in static)
-
-
-def placed(target: ZeroState, found: dict[str, Any]) -> ZeroState:
-    """Return a copy of `target` with the fields in `found`, moved to the shardings that a step needs."""
-    restored = dataclasses.replace(target, **found)
-    return jax.tree.map(lambda x, like: jax.device_put(owned(x), like.sharding), restored, target)
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:

@@ -1,0 +1,291 @@
+"""Files, locks and folders that no save of zerojax wrote are refused by name and left as they are."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoints import assert_refused
+
+from zerojax import zero_shard
+from zerojax.checkpoint import Checkpointer, CheckpointError, directory
+from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, digest_line
+from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import DiskStore
+from zerojax.offload.folder import DiskError
+from zerojax.offload.lock import lock
+
+SPECS = [ChunkSpec("chunk", (((8,), np.dtype("float32")),))]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    with Checkpointer(path) as checkpoints:
+        checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}), step=1)
+    return path
+
+
+def linked_outside(folder):
+    (folder / "packed.0.bin").rename(folder.parent / "secret")
+    (folder / "packed.0.bin").symlink_to("../secret")
+
+
+def other_manifest(text):
+    def write(folder):
+        (folder / MANIFEST).write_bytes(text)
+        (folder / MANIFEST_DIGEST).write_text(digest_line(text))
+
+    return write
+
+
+FILES = {
+    "a link": (linked_outside, r"packed.0.bin: cannot be read: it is no plain file in the checkpoint"),
+    "a pipe": (lambda x: ((x / "data.0.json").unlink(), os.mkfifo(x / "data.0.json")), "data.0.json: .* no plain file"),
+    "a link to a manifest": (
+        lambda x: ((x / MANIFEST).unlink(), (x / MANIFEST).symlink_to("data.0.json")),
+        "manifest.json: cannot be read: it is no plain file",
+    ),
+    "the manifest of another program": (other_manifest(b'{"version": "x"}'), "manifest.json: is no manifest"),
+    "no manifest": (other_manifest(b"[]"), "manifest.json: is no manifest"),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_file_that_no_save_wrote_is_damage(saved, tmp_path, kind):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    change, says = FILES[kind]
+    change(tmp_path / "step_00000001")
+    assert_refused(tmp_path, says)
+
+
+# --- locks and folders -------------------------------------------------------------------------------------------
+
+
+def linked(path, aim):
+    path.symlink_to(aim)
+
+
+def open_socket(path, aim):
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as one:
+        here = os.getcwd()
+        os.chdir(path.parent)  # the path of a socket is short
+        try:
+            one.bind(path.name)
+        finally:
+            os.chdir(here)
+
+
+LOCKS = {
+    "a link": (linked, "is a symbolic link"),
+    "a link to nothing": (lambda path, aim: path.symlink_to("nowhere"), "is a symbolic link"),
+    "a link to itself": (lambda path, aim: path.symlink_to(path.name), "is a symbolic link"),
+    "another name of a file": (lambda path, aim: os.link(aim, path), "begins with b'precious"),
+    "text": (lambda path, aim: path.write_text("12345\n"), "begins with b'12345"),
+    "bytes": (lambda path, aim: path.write_bytes(b"\0\xff"), "begins with"),
+    "a long file of zeros": (lambda path, aim: path.write_bytes(bytes(4096)), "begins with"),
+    "our words and others": (lambda path, aim: path.write_text("zerojax, process 12        \nmine"), "begins with"),
+    "our words and no number": (lambda path, aim: path.write_text("zerojax, process of making\n"), "begins with"),
+    "a folder": (lambda path, aim: path.mkdir(), "is no plain file"),
+    "a pipe": (lambda path, aim: os.mkfifo(path), "is no plain file"),
+    "a socket": (open_socket, "is no plain file"),
+}
+OPENERS = {"Checkpointer": (Checkpointer, CheckpointError), "DiskStore": (lambda p: DiskStore(p, SPECS), DiskError)}
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("kind", LOCKS)
+def test_a_lock_that_is_not_ours_is_left_alone(tmp_path, kind, opener):
+    folder, aim = tmp_path / "folder", tmp_path / "aim"
+    folder.mkdir()
+    aim.write_text("precious, and more than twenty-eight bytes")
+    make, says = LOCKS[kind]
+    make(folder / ".lock", aim)
+    before = os.lstat(folder / ".lock")
+    call, error = OPENERS[opener]
+    with pytest.raises(error, match=rf"\.lock {says}.*no run of zerojax wrote it.*Nothing was changed"):
+        call(folder)
+    assert aim.read_text() == "precious, and more than twenty-eight bytes"
+    after = os.lstat(folder / ".lock")
+    assert (before.st_size, before.st_mtime_ns, before.st_ino) == (after.st_size, after.st_mtime_ns, after.st_ino)
+    assert sorted(os.listdir(tmp_path)) == ["aim", "folder"]
+
+
+@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize("text", [b"", bytes(28), b"zerojax, process 4194304   \n"])
+def test_a_lock_of_an_earlier_run_is_taken(tmp_path, opener, text):
+    (tmp_path / ".lock").write_bytes(text)
+    OPENERS[opener][0](tmp_path).close()
+    assert (tmp_path / ".lock").read_bytes() == b"zerojax, process %-10d\n" % os.getpid()
+
+
+def test_an_empty_lock_with_another_name_is_left_alone(tmp_path):
+    (tmp_path / "other").touch()
+    os.link(tmp_path / "other", tmp_path / ".lock")
+    with pytest.raises(DiskError, match="another name"):
+        lock(tmp_path)
+    assert not (tmp_path / "other").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder", "pipe"])
+def test_a_chunk_that_is_no_file_is_not_removed(tmp_path, kind):
+    folder, aim = tmp_path / "folder", tmp_path / "aim"
+    DiskStore(folder, SPECS).close()
+    aim.write_text("precious")
+    path = folder / "chunk_00000.bin"
+    {"link": lambda: path.symlink_to(aim), "folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}[kind]()
+    with pytest.raises(DiskError, match=r"chunk_00000.bin, which no earlier run wrote"):
+        DiskStore(folder, SPECS)
+    assert os.path.lexists(path)
+    assert aim.read_text() == "precious"
+
+
+def step_folder(root, step, text=None):
+    """A folder of a step with one file, and a manifest if `text` is given."""
+    folder = root / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    if text is not None:
+        (folder / "manifest.json").write_text(text)
+    return folder
+
+
+def test_a_folder_of_that_name_which_no_save_wrote_is_never_removed(tmp_path):
+    foreign, ours = step_folder(tmp_path, 1), step_folder(tmp_path, 2, "{}")
+    step_folder(tmp_path, 3, "{}")
+    directory.prune(tmp_path, 1)
+    assert (foreign.exists(), ours.exists()) == (True, False)
+    written = tmp_path / directory.temporary_name(1)
+    written.mkdir()
+    directory.commit(written, 1)
+    assert not list(foreign.iterdir())
+    assert (tmp_path / "step_00000001.aside" / "notes.txt").read_text() == "mine"
+    for name in ("step_00000004", "step_00000005"):  # a file, and a link to nothing
+        (tmp_path / name).symlink_to("nowhere") if name[-1] == "5" else (tmp_path / name).write_text("mine")
+        (written := tmp_path / directory.temporary_name(int(name[-1]))).mkdir()
+        directory.commit(written, int(name[-1]))
+        assert (tmp_path / name).is_dir()
+    assert (tmp_path / "step_00000004.aside").read_text() == "mine"
+    assert not list(tmp_path.glob(".old*"))
+
+
+def test_of_a_step_that_is_a_link_only_the_link_is_removed(tmp_path):
+    elsewhere, root = step_folder(tmp_path / "elsewhere", 1, "{}"), tmp_path / "root"
+    root.mkdir()
+    for _ in range(2):
+        (root / elsewhere.name).symlink_to(elsewhere)
+        (written := root / directory.temporary_name(1)).mkdir()
+        directory.commit(written, 1)
+        assert not (root / elsewhere.name).is_symlink()
+        os.rmdir(root / elsewhere.name)
+    (root / elsewhere.name).symlink_to(elsewhere)
+    step_folder(root, 2, "{}")
+    directory.prune(root, 1)
+    assert os.listdir(root) == ["step_00000002"]
+    assert (elsewhere / "notes.txt").exists()
+
+
+def test_names_that_only_look_like_steps_are_none(tmp_path):
+    for name in ("step_000000001", "step_٠٠٠٠٠٠٠١", "step_0000001", "step_00000001 "):
+        (tmp_path / name).mkdir()
+    assert directory.steps_in(tmp_path) == []
+
+
+# --- forks -------------------------------------------------------------------------------------------------------
+
+PARENT = """
+import ctypes, os, pathlib, sys
+from zerojax.offload.lock import lock
+locked = lock(pathlib.Path(sys.argv[1]))
+fork = ctypes.CDLL(None).fork if sys.argv[2] == "c" else os.fork
+there, here = os.pipe()
+if fork() == 0:
+    os.write(here, b"\\n")
+    os.read(0, 1)  # until the test ends
+    os._exit(0)
+if sys.argv[2] == "c":
+    locked.release()
+os.read(there, 1)  # the child has closed what it closes
+print("forked", flush=True)
+os.read(0, 1)
+"""
+
+
+@pytest.mark.parametrize("how", ["python", "c"])
+def test_a_forked_child_does_not_keep_the_lock(tmp_path, how):
+    """Forked by Python, whose parent is then killed; or by C code, which runs no hooks, while the parent unlocks."""
+    call = [sys.executable, "-c", PARENT, str(tmp_path), how]
+    with subprocess.Popen(call, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as parent:
+        assert parent.stdout.readline() == b"forked\n"
+        if how == "python":
+            with pytest.raises(DiskError, match=rf"in use by another run \(process {parent.pid}\)\. Give"):
+                lock(tmp_path)
+            parent.send_signal(signal.SIGKILL)
+            parent.wait()
+        lock(tmp_path).release()
+        parent.stdin.close()
+
+
+def in_child(work):
+    """The result of a function in a forked child, as text; None if it did not end in time."""
+    there, here = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(here, work().encode())
+        except BaseException as error:
+            os.write(here, f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(here)
+    late = threading.Timer(20, os.kill, (child, signal.SIGKILL))
+    late.start()
+    with open(there) as answer:
+        text = answer.read()
+    late.cancel()
+    os.waitpid(child, 0)
+    return text
+
+
+def hold(mutex, begun, stop):
+    with mutex:
+        begun.set()
+        stop.wait(20)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*")
+def test_a_child_can_neither_use_nor_unlock_what_its_parent_has(tmp_path):
+    (checks := tmp_path / "checks").mkdir()
+    with Checkpointer(checks) as checkpoints, DiskStore(tmp_path / "disk", SPECS) as store:
+        stop, other = threading.Event(), threading.Event()
+        holder = threading.Thread(target=hold, args=(checkpoints._mutex, other, stop))
+        holder.start()  # another thread saves at that moment
+        other.wait(20)
+        store.write(0, [np.ones(8, "f4")], version=1)
+
+        def work():
+            for call in (lambda: store.read(0, version=1), lambda: Checkpointer(checks), checkpoints._require_writable):
+                with pytest.raises((ValueError, CheckpointError), match=r"forked from|in use by another run"):
+                    call()
+            checkpoints.close()
+            store.close()
+            return "refused"
+
+        try:
+            assert in_child(work) == "refused"
+        finally:
+            stop.set()
+            holder.join()
+        with pytest.raises(CheckpointError, match="in use by this process"):
+            Checkpointer(checks)
+        with store.read(0, version=1).result(20) as lease:
+            assert (lease.arrays[0] == 1).all()
+    Checkpointer(checks).close()
