@@ -94,16 +94,6 @@ def test_the_host_holds_about_one_leaf(tmp_path):
     assert peak < 2.5 * leaf
 
 
-def test_tied_weights_are_written_once_and_come_back_tied(tmp_path):
-    w = jax.random.normal(jax.random.key(0), (8, 4))
-    tree = {"embed": w, "head": w, "other": jnp.ones(3)}
-    export(tree, tmp_path / "tree")
-    assert set(load_file(tmp_path / "tree" / "model.safetensors")) == {"embed", "other"}
-    found = import_params(tmp_path / "tree", tree)
-    assert found["head"] is found["embed"]
-    assert np.array_equal(found["head"], w)
-
-
 def test_what_cannot_be_imported_is_named(tmp_path):
     export({"w": jnp.ones((2, 3))}, tmp_path / "out")
     with pytest.raises(ValueError, match=r"nothing was read:\n  v is missing$"):

@@ -178,22 +178,6 @@ def test_a_folder_of_that_name_which_no_save_wrote_is_never_removed(tmp_path):
     assert not list(tmp_path.glob(".old*"))
 
 
-def test_of_a_step_that_is_a_link_only_the_link_is_removed(tmp_path):
-    elsewhere, root = step_folder(tmp_path / "elsewhere", 1, "{}"), tmp_path / "root"
-    root.mkdir()
-    for _ in range(2):
-        (root / elsewhere.name).symlink_to(elsewhere)
-        (written := root / directory.temporary_name(1)).mkdir()
-        directory.commit(written, 1)
-        assert not (root / elsewhere.name).is_symlink()
-        os.rmdir(root / elsewhere.name)
-    (root / elsewhere.name).symlink_to(elsewhere)
-    step_folder(root, 2, "{}")
-    directory.prune(root, 1)
-    assert os.listdir(root) == ["step_00000002"]
-    assert (elsewhere / "notes.txt").exists()
-
-
 def test_names_that_only_look_like_steps_are_none(tmp_path):
     for name in ("step_000000001", "step_٠٠٠٠٠٠٠١", "step_0000001", "step_00000001 "):
         (tmp_path / name).mkdir()

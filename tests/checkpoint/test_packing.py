@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import types
 
 import jax
 import numpy as np
@@ -205,22 +204,13 @@ def test_a_packed_leaf_is_read_with_numpy_and_exported(two_steps, tmp_path):
 # --- several processes -------------------------------------------------------------------------------------------
 
 
-def shard(index, values):
-    return types.SimpleNamespace(index=index, data=values)
-
-
-@pytest.mark.parametrize(
-    ("rows", "boxes"), [([[0, 1], [2, 3]], [1, 1]), ([[0, 2], [1, 3]], [2, 2]), ([[0, 1, 2], [3], []], [1, 1, 0])]
-)
-def test_shards_of_several_processes_are_one_leaf(tmp_path, rows, boxes):
+def test_blocks_of_several_processes_are_one_leaf(tmp_path):
     """Also where those of a process do not follow one another."""
     whole, pieces = np.arange(48, dtype=np.int16).reshape(8, 6), []
-    for process, ours in enumerate(rows):
-        shards = [shard((slice(2 * i, 2 * i + 2), slice(None)), whole[2 * i : 2 * i + 2]) for i in ours]
-        blocks = packing.blocks_of("x", shards)
-        assert len(blocks) == boxes[process]
+    for process, rows in enumerate(([0, 2], [3], [1], [])):
+        blocks = [packing.Block("x", (2 * i, 0), whole[2 * i : 2 * i + 2]) for i in rows]
         pieces += packing.write(tmp_path / packing.packed_file(process), blocks).get("x", [])
-    assert len(files_of(tmp_path)) == sum(map(bool, boxes))
+    assert len(files_of(tmp_path)) == 3
     with packing.Files(tmp_path) as files:
         assert np.array_equal(files.read("x", pieces, whole.dtype), whole)
 

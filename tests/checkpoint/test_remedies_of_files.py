@@ -130,7 +130,7 @@ OF_RESTORES = {
     ),
     "other optimizer": (
         lambda state, saved, new: reading(saved).restore(ADAM.create(PARAMS)),
-        'Make that state as the saved one was made. Or .*partial="params" to begin a new run',
+        'Make the state given as like= as the saved one was made. Or .*partial="params" to begin a new run',
         lambda state, saved, new: (
             reading(saved).restore(TX.create(SHAPES)),
             reading(saved).restore(ADAM.create(PARAMS), partial="params"),

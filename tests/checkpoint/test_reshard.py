@@ -201,8 +201,8 @@ def test_a_conversion_on_the_devices_has_every_bit():
     stored = jax.device_put(np.pad(host, (0, 6)), NamedSharding(of, both.spec))
     for there in others:
         to = Conversion(both, there, NamedSharding(of, there.spec))
-        [moved] = convert([stored], [to])
-        [back] = convert([moved], [Conversion(there, both, stored.sharding)])
+        moved = convert(stored, to)
+        back = convert(moved, Conversion(there, both, stored.sharding))
         for x in (moved, back):
             assert np.asarray(x)[:50].tobytes() == host.tobytes(), there
             assert not np.asarray(x)[50:].astype(bool).any()
@@ -259,12 +259,12 @@ def test_another_optimizer_is_named_and_the_state_stays():
     tx = transformation(3)
     state = tx.create(awkward_params())
     for other, error in (
-        (optax.sgd(1e-2, momentum=0.9), r"^The state is of another model.* than the state that to= creates:\n  opt_st"),
-        (optax.lamb(1e-2), r"The state is of another transformation than .* is given, .* is wanted. Give as to="),
+        (optax.sgd(1e-2, momentum=0.9), r"^The state is of another model.* than the wanted state:\n  opt_st"),
+        (optax.lamb(1e-2), r"The state is of another transformation than .* is there, .* is wanted. Give as to="),
     ):
         with pytest.raises(ValueError, match=error):
             tx.reshard(state, to=transformation(3, tx=other))
-    with pytest.warns(UserWarning, match=r"computes something else .*: given with mul -0.01; now mul -0.003") as found:
+    with pytest.warns(UserWarning, match=r"computes something else .*: before mul -0.01; now mul -0.003") as found:
         moved = tx.reshard(state, to=transformation(1, tx=optax.adamw(3e-3)))
     assert found[0].filename == __file__
     assert int(moved.step) == 0

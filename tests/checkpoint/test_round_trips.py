@@ -292,11 +292,11 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "tx", "named"),
     [
-        ({"extra": jnp.ones(2)}, optax.adam(1e-2), r"params\['extra'\]: nothing was saved, float32\[2\] is wanted"),
-        ({"b": None}, optax.adam(1e-2), r"params\['b'\]: float32\[3\] was saved, nothing is wanted"),
-        ({"w": jnp.ones((3, 4))}, optax.adam(1e-2), r"params\['w'\]: float32\[4, 3\] was saved, float32\[3, 4\] is w"),
-        ({"w": jnp.ones((4, 3), jnp.bfloat16)}, optax.adam(1e-2), r"\['w'\]: float32\[4, 3\] was saved, bfloat16\[4"),
-        ({}, optax.sgd(1e-2, momentum=0.9), r"opt_state\[0\]\.trace\['b'\]: nothing was saved, float32\[3\] is"),
+        ({"extra": jnp.ones(2)}, optax.adam(1e-2), r"params\['extra'\]: nothing is there, float32\[2\] is wanted"),
+        ({"b": None}, optax.adam(1e-2), r"params\['b'\]: float32\[3\] is there, nothing is wanted"),
+        ({"w": jnp.ones((3, 4))}, optax.adam(1e-2), r"params\['w'\]: float32\[4, 3\] is there, float32\[3, 4\] is w"),
+        ({"w": jnp.ones((4, 3), jnp.bfloat16)}, optax.adam(1e-2), r"\['w'\]: float32\[4, 3\] is there, bfloat16\[4"),
+        ({}, optax.sgd(1e-2, momentum=0.9), r"opt_state\[0\]\.trace\['b'\]: nothing is there, float32\[3\] is"),
     ],
     ids=["more", "fewer", "shape", "type", "optimizer"],
 )

@@ -52,9 +52,9 @@ DECAY, RATE = optax.add_decayed_weights(1e-2), optax.scale_by_learning_rate(1e-2
         (
             optax.adamw(1e-2),
             optax.lamb(1e-2),
-            r"EmptyState\(\)\) was saved, .*EmptyState\(\), EmptyState\(\)\) is wanted",
+            r"EmptyState\(\)\) is there, .*EmptyState\(\), EmptyState\(\)\) is wanted",
         ),
-        (optax.adam(1e-2), optax.adabelief(1e-2), r"\(ScaleByAdamState\(.* was saved, \(ScaleByBeliefState\("),
+        (optax.adam(1e-2), optax.adabelief(1e-2), r"\(ScaleByAdamState\(.* is there, \(ScaleByBeliefState\("),
         (optax.adam(1e-2), chained(RATE, optax.identity()), "wanted"),
     ],
 )
@@ -76,14 +76,14 @@ def test_it_is_restored_where_the_caller_says_so(saved):
     ("before", "after", "named"),
     [
         ("adam", optax.nadam(1e-2), "the same operations, in another arrangement"),
-        ("adam", optax.adam(3e-3), r"saved with mul -0.01; now mul -0.003\."),
+        ("adam", optax.adam(3e-3), r"before mul -0.01; now mul -0.003\."),
         ("adam", optax.adam(1e-2, b2=0.95), r"now .*0.95"),
         ("decayed", chained(RATE, DECAY), "the same operations, in another arrangement"),
     ],
 )
 def test_another_program_is_named(before, after, named, saved):
     folder = saved(before, {"adam": optax.adam(1e-2), "decayed": chained(DECAY, RATE)}[before])
-    with pytest.warns(UserWarning, match=rf"something else than that of the state given as like=: .*{named}") as found:
+    with pytest.warns(UserWarning, match=rf"something else than that of the wanted state: .*{named}") as found:
         assert restored(folder, state_of(after)).step == 0
     assert found[0].filename == __file__
 

@@ -2,8 +2,6 @@
 
 import functools
 import itertools
-import math
-import re
 import warnings
 
 import jax
@@ -287,31 +285,6 @@ def test_a_module_is_born_with_its_other_variables():
     model = zerojax.flax.init_module(lambda key: Model(nnx.Rngs(key)), zero(3), jax.random.key(0))
     variables = lambda model: nnx.to_pure_dict(nnx.state(model))
     assert_close(variables(model), variables(Model(nnx.Rngs(0))))
-
-
-@pytest.mark.parametrize(
-    ("stage", "spec", "message"),
-    [
-        (0, ("data", None), "params['w'] has optimizer_sharding=('data', None), and stage 0 replicates"),
-        (3, (None, "model"), "over the axes that divide the parameter. Put 'model' into zero_shard(axis=)"),
-        (1, ("data", None), None),
-        (1, ("data", "model"), None),  # which divides the parameter
-    ],
-)
-def test_an_annotation_of_the_optimizer_state_is_kept_or_refused(stage, spec, message):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, axis="data", persist_below=100)
-    of_param = (None, "model") if message is None and "model" in spec else ()
-    with jax.set_mesh(mesh):
-        param = nnx.Param(
-            jnp.ones((16, 32)), optimizer_sharding=spec, **({"out_sharding": of_param} if of_param else {})
-        )
-        if message is not None:
-            with pytest.raises(ValueError, match=re.escape(message)):
-                tx.init(nnx.State({"w": param}))
-            return
-        (moment,) = jax.tree.leaves(optax.tree_utils.tree_get(tx.init(nnx.State({"w": param})), "mu"))
-    assert math.prod(moment.sharding.shard_shape(moment.shape)) == 16 * 32 // (4 * (2 if of_param else 1))
 
 
 class Adapted(nnx.Module):

@@ -17,7 +17,7 @@ from zerojax.layout.annotations import NAME, REASON, overwritten_leaves
 from zerojax.layout.chunked import Chunked, Chunking, chunking_of, is_chunked
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.layout.opt_state import like_parameter, params_of_state
-from zerojax.layout.padded import Padded, has_dims, is_number_array, pad, restored, stored_mask, trim, without_padding
+from zerojax.layout.padded import Padded, has_dims, is_number_array, pad, stored_mask, trim, without_padding
 from zerojax.layout.tree import canonical, has_gradient, is_numeric, lay_out, types_of
 from zerojax.layout.undivided import is_kept_whole, keep_whole, reason_for
 
@@ -184,8 +184,6 @@ def test_a_padded_array_is_its_logical_array():
     np.testing.assert_array_equal(padded >= 3, x >= 3)
     stacked = dataclasses.replace(padded, storage=jnp.stack([padded.storage] * 2))
     assert stacked.logical().shape == (2, 3, 5)
-    again = restored(padded, x)
-    np.testing.assert_array_equal(again.storage, padded.storage)
     with pytest.raises(ValueError, match=r"padded to \[3, 8\] in storage.*array of shape \[3\]"):
         dataclasses.replace(padded, storage=jnp.ones(3))
     with pytest.raises(ValueError, match="stack and batch parameters along dim 0"):

@@ -18,7 +18,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import host_kind
-from zerojax.placement import chunking, misplaced, place, storage
+from zerojax.placement import chunking, place, storage
 
 P = PartitionSpec
 F32 = np.dtype("float32")
@@ -167,21 +167,3 @@ def test_parameters_return_in_the_form_in_which_they_came(form):
     tree = storage.unflatten_params([jnp.ones((64, 64)), stored], layout, [leaf(64, 64), of], [None, form])
     assert storage.padded_forms(tree)[1] == form
     np.testing.assert_array_equal(jnp.asarray(tree["w"]), x)
-
-
-def test_one_warning_names_three_arrays_in_the_first_live_call():
-    def parts(count, placed):
-        leaves = [dataclasses.replace(leaf(8, 2), path=f"[{i}]") for i in range(count)]
-        return [("p", [placed(counting(8, 2)) for _ in leaves], leaves)]
-
-    check = misplaced.PlacementCheck()
-    jax.jit(lambda x: check.first([("p", [x], [leaf(8, 2)])], ("data",), stacklevel=1))(jnp.ones((8, 2)))
-    with pytest.warns(UserWarning, match=r"^4 arrays .* and 1 more\. They use") as found:
-        check.first(parts(4, put), ("data",), stacklevel=1)
-    assert found[0].filename == __file__
-    check.first(parts(4, put), ("data",), stacklevel=1)  # once
-    with pytest.warns(UserWarning, match=r"^3 arrays .*replicated\)\. They use"):
-        misplaced.PlacementCheck().first(parts(3, put), ("data",), stacklevel=1)
-    misplaced.PlacementCheck().first(parts(3, lambda x: x), ("data",), stacklevel=1)  # on one device
-    misplaced.PlacementCheck().first(parts(3, lambda x: put(x, "data")), ("data",), stacklevel=1)
-    misplaced.PlacementCheck().first([("p", [put(counting(8, 2))], [])], ("data",), stacklevel=1)

@@ -148,13 +148,9 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     parts = [(one.saved, box, files) for one, files in pairs for box in places_of(one.shape, one.sharding)]
     sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box, _ in parts]
     every = [(directory, saved, tuple(slice(*span) for span in box), files) for saved, box, files in parts]
-    values = read_ahead(read_box, every, sizes, bytes_ahead(sum(sizes)))
+    limit = min(MOST_AHEAD, max(LEAST_AHEAD, sum(sizes) // SHARES_AHEAD))
+    values = read_ahead(read_box, every, sizes, limit)
     return [assembled(one.shape, one.sharding, one.saved.storage_dtype, values) for one in requests]
-
-
-def bytes_ahead(size: int) -> int:
-    """Return how many bytes may be in host memory before they are on the devices, if a process reads `size` bytes."""
-    return min(MOST_AHEAD, max(LEAST_AHEAD, size // SHARES_AHEAD))
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
@@ -224,10 +220,4 @@ def is_key(x: Any) -> bool:
 
 def run(coroutine: Coroutine) -> Any:
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, quietly(coroutine)).result()
-
-
-async def quietly(coroutine: Coroutine) -> Any:
-    """Run a coroutine, and raise its first error. Drop the errors of other arrays, which asyncio would log."""
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    return await coroutine
+        return pool.submit(asyncio.run, coroutine).result()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from zerojax.checkpoint import data_state
 from zerojax.checkpoint import directory as folders
-from zerojax.checkpoint.errors import CheckpointError, no_zero_state
+from zerojax.checkpoint.errors import CheckpointError, attempt, no_zero_state
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
@@ -87,27 +87,24 @@ class Checkpointer:
     def _open(self) -> None:
         """Lock the directory and clean up after killed saves, both on the first process."""
         self._processes.require_same("open a Checkpointer", {"keep": self.keep, "every": self.every})
-        failure = ""
-        if self._processes.is_first:
-            try:
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self._lock = lock(self.directory)
-                for name, outcome in folders.clean(self.directory).items():
-                    log.warning("%s in %s, which a killed run left, %s.", name, self.directory, outcome)
-            except OSError as error:
-                failure = f"Checkpoints cannot be written to {self.directory}: {error}"
-            except DiskError as error:  # another run has the lock, or another program wrote `.lock`
-                failure = f"Checkpoints cannot be written to {self.directory}: {error} "
-                failure += "Checkpointer(..., read_only=True) restores beside it."
-            except BaseException:
-                self._unlock()
-                raise
         try:
+            failure = attempt(self._lock_and_clean) if self._processes.is_first else ""
             self._processes.agree("open a Checkpointer", failure)
-        except CheckpointError:
-            self._unlock()  # another process failed
+        except BaseException:
+            self._unlock()
             raise
         OPEN.add(self)
+
+    def _lock_and_clean(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._lock = lock(self.directory)
+            for name, outcome in folders.clean(self.directory).items():
+                log.warning("%s in %s, which a killed run left, %s.", name, self.directory, outcome)
+        except (OSError, DiskError) as error:
+            # A `DiskError` means that another run has the lock, or another program wrote `.lock`.
+            remedy = " Checkpointer(..., read_only=True) restores beside it." * isinstance(error, DiskError)
+            raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {error}{remedy}") from error
 
     def save(self, state: ZeroState, data: Any = None, *, step: int | None = None, force: bool = False) -> bool:
         """Begin to save a state. A thread writes it while training continues.

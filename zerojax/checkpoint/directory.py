@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from zerojax.checkpoint.errors import CheckpointError
 from zerojax.offload import folder
 from zerojax.offload import lock as locks
 
@@ -87,15 +86,6 @@ def clean(directory: Path) -> dict[str, str]:
     return outcomes
 
 
-def require_space(directory: Path, size: int) -> None:
-    disk = os.statvfs(directory)
-    if size > (available := disk.f_bavail * disk.f_frsize):
-        raise CheckpointError(
-            f"it takes about {size} bytes, and {available} are available there: No space left on device. Make room, "
-            f"or keep= fewer checkpoints."
-        )
-
-
 def temporary_name(step: int) -> str:
     """Return the name of a new folder to write a checkpoint into.
 
@@ -120,23 +110,15 @@ def commit(temporary: Path, step: int) -> None:
     directory, final = temporary.parent, temporary.parent / step_name(step)
     old = directory / f"{OLD}{final.name}"
     if os.path.lexists(final):
-        discard(old)
+        shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old if is_removable(final) else directory / free_aside(directory, step))
     os.rename(temporary, final)
     sync([directory])
-    discard(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def is_removable(path: Path) -> bool:
-    return path.is_symlink() or any(os.path.lexists(path / name) for name in (MANIFEST, MANIFEST_DIGEST))
-
-
-def discard(path: Path) -> None:
-    """Remove a folder, ignoring errors. For a link, remove only the link."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
+    return not path.is_symlink() and any(os.path.lexists(path / name) for name in (MANIFEST, MANIFEST_DIGEST))
 
 
 def free_aside(directory: Path, step: int) -> str:
@@ -175,7 +157,7 @@ def prune(directory: Path, keep: int | None) -> None:
         doomed = directory / temporary_name(int(name[5:].partition(".")[0]))
         if is_removable(directory / name):
             os.rename(directory / name, doomed)
-            discard(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
 
 
 def remove(path: Path) -> None:

@@ -57,7 +57,7 @@ def export(
     """Write the parameters of a state to safetensors.
 
     Tensors are gathered to host memory one at a time. All processes must call this function, and the first process
-    writes the files. Leaves that are the same array are written once.
+    writes the files.
 
     Args:
         state: A state, or a tree of parameters. If a state has master weights, they are written as the parameters.
@@ -79,7 +79,7 @@ def export(
     """
     check_dtype(dtype)
     sources = [
-        Source(path, tuple(leaf.shape), x.dtype, id(x), functools.partial(gather_to_host, x, leaf))
+        Source(path, tuple(leaf.shape), x.dtype, functools.partial(gather_to_host, x, leaf))
         for path, x, leaf in params_of(state)
     ]
     return write_sources(sources, path, mapping, dtype, file_bytes)
@@ -116,8 +116,8 @@ def export_checkpoint(
     manifest = verified(directory, existing_step(directory, step))
     read = functools.partial(read_logical, directory / step_name(manifest.step))
     sources = [
-        Source(saved.path[1:], tuple(saved.shape), saved.dtype, i, functools.partial(read, saved))
-        for i, saved in enumerate(manifest.leaves)
+        Source(saved.path[1:], tuple(saved.shape), saved.dtype, functools.partial(read, saved))
+        for saved in manifest.leaves
         if saved.path[0] == "params"
     ]
     with reading(directory, manifest):
@@ -130,7 +130,6 @@ class Source(NamedTuple):
     path: tuple[str, ...]
     shape: tuple[int, ...]  # logical shape
     dtype: Any
-    array: int  # a number that identifies the array: only leaves that are the same array share it
     fetch: Callable[[tuple[int, ...]], np.ndarray]
 
 
@@ -170,8 +169,7 @@ def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, 
         yield keys_of(path), stored, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
 
 
-def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tuple[list[Tensor], dict[str, str]]:
-    """Return the tensors to write, and a dict from the name of each repeated tensor to the name of its first copy."""
+def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> list[Tensor]:
     resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(
@@ -180,13 +178,9 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> tupl
         )
     if resolved.problems:
         raise ValueError(f"The mapping does not fit these parameters:{listed(resolved.problems)}")
-    tensors, ties, first = [], {}, {}
-    for name, sections in resolved.tensors.items():
-        tensors.append(tensor_of(name, resolved.shape(name), sections, sources, dtype))
-        made_of = tuple((sources[one.leaf].array, one.index, one.pattern) for one in sections)
-        if (other := first.setdefault(made_of, name)) != name:
-            ties[name] = other
-    return tensors, ties
+    return [
+        tensor_of(name, resolved.shape(name), sections, sources, dtype) for name, sections in resolved.tensors.items()
+    ]
 
 
 def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], sources: list[Source], wanted: Any) -> Tensor:
@@ -255,10 +249,9 @@ def write_sources(
 ) -> list[Path]:
     """Write leaves into a temporary folder, and rename it when it is complete. See `export` for the arguments."""
     file_bytes = parse_bytes("file_bytes", file_bytes, least=1)
-    tensors, ties = tensors_of(sources, mapping, dtype)
-    kept = [tensor for tensor in tensors if tensor.name not in ties]
+    tensors = tensors_of(sources, mapping, dtype)
     if jax.process_index() > 0:
-        for tensor in kept:
+        for tensor in tensors:
             tensor.fetch()
         return []
     path = Path(path).expanduser()
@@ -267,12 +260,12 @@ def write_sources(
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} exists already and is not empty. Give another name, or remove it.")
     # transformers reads `format` to learn which framework the tensors' names come from.
-    metadata = {"format": "flax" if mapping is None else "pt", **ties}
+    metadata = {"format": "flax" if mapping is None else "pt"}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     temporary.mkdir()
     try:
-        written = write(temporary, kept, metadata, file_bytes)
+        written = write(temporary, tensors, metadata, file_bytes)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
 from zerojax.checkpoint.safetensors import DTYPES, Files
@@ -49,7 +48,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
 
     Returns:
         Parameters in the layout of `like`. For a state, they have the types of its master weights, as `tx.create`
-        expects: `tx.create(import_params(path, tx.create(shapes)))`. Leaves that are tied in the file are one array.
+        expects: `tx.create(import_params(path, tx.create(shapes)))`.
         If `like` is a tree with parameters on disk, its files are overwritten, and `like` cannot be used any more.
 
     Raises:
@@ -65,7 +64,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     nodes = [x for _, x in found]
     leaves = [padded_form(x) if is_chunked(x) else x for x in nodes]
     resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)])
-    unread = sorted(files.names() - {files.tied.get(name, name) for name in resolved.tensors})
+    unread = sorted(files.names() - resolved.tensors.keys())
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
     problems = [*resolved.problems, *differences(files, resolved, leaves)]
     if mapping is not None or problems:
@@ -77,19 +76,11 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     tensors: list[Tensors] = [{} for _ in leaves]
     for name, sections in resolved.tensors.items():
         for section in sections:
-            tensors[section.leaf][section.index] = files.tied.get(name, name), section
-    loaded: dict[Any, Any] = {}
+            tensors[section.leaf][section.index] = name, section
     arrays = []
     for node, x, of_leaf in zip(nodes, leaves, tensors, strict=True):
-        if is_chunked(node):
-            arrays.append(filled(node, functools.partial(read_shard, files, of_leaf, x)))
-            continue
-        stored = x.storage if is_padded(x) else x
-        sources = tuple((name, one.pattern, one.start) for name, one in of_leaf.values())
-        same = sources, tuple(x.shape), tuple(stored.shape), x.dtype, getattr(stored, "sharding", None)
-        if not sources or same not in loaded:
-            loaded[same] = read_leaf(files, of_leaf, x)
-        arrays.append(loaded[same])
+        read = functools.partial(read_shard, files, of_leaf, x)
+        arrays.append(filled(node, read) if is_chunked(node) else read_leaf(x, read))
     return jax.tree.unflatten(structure, arrays)
 
 
@@ -114,10 +105,9 @@ def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator
                 yield f"{name} is {known or found.dtype} in the file, and {dtype} is wanted"
 
 
-def read_leaf(files: Files, tensors: Tensors, like: Any) -> Any:
+def read_leaf(like: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
     stored = like.storage if is_padded(like) else like
-    sharding: Sharding | None = getattr(stored, "sharding", None)
-    shape, read = tuple(stored.shape), functools.partial(read_shard, files, tensors, like)
+    shape, sharding = tuple(stored.shape), getattr(stored, "sharding", None)
     if sharding is None:
         array = jnp.asarray(read((slice(None),) * len(shape)))
     else:
@@ -143,7 +133,7 @@ def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ..
 
 
 def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
-    """Copy and cast `x` in blocks, in file order. Copying a transposed view at once would miss the CPU's caches."""
+    """Copy and cast `x` in blocks, in file order. To copy a transposed bfloat16 view at once takes twice as long."""
     if not x.ndim:
         out[...] = x
         return

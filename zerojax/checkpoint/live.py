@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.checkpoint.arrays import as_keys, placed
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
-from zerojax.checkpoint.matching import Words, matched_leaves, target_layout
+from zerojax.checkpoint.matching import match, target_layout
 from zerojax.checkpoint.resharding import Conversion, convert, read_plan
 from zerojax.checkpoint.restoring import zeros_of
 from zerojax.checkpoint.saving import record_of
@@ -28,7 +29,7 @@ from zerojax.comm.mesh import replicated
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
 from zerojax.config.data_mesh import entry_axes, spec_entry
-from zerojax.layout.chunked import Chunked, is_chunked
+from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import KINDS, to_device
 from zerojax.offload.lock import DiskError
@@ -38,13 +39,7 @@ from zerojax.streaming.init_state import check_host_room
 from zerojax.train.begin import create_like
 from zerojax.train.state import ZeroState
 
-WHERE = "The state"
-OF_LIVE = Words(
-    "the state that to= creates",
-    "is given",
-    "Give as to= a zero_shard of the same optax transformation, with options that keep the same state.",
-    depth=6,
-)
+REMEDY = "Give as to= a zero_shard of the same optax transformation, with options that keep the same state."
 
 
 def reshard(config: Config, state: ZeroState, to: Any, *, donate: bool) -> ZeroState:
@@ -89,7 +84,9 @@ def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState
     description = None if describe is None else describe.description
     records = tuple(map(record_of, given.values()))
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
-    matched = matched_leaves(manifest, like, where=WHERE, words=OF_LIVE)
+    matched = match(manifest, like, partial=False, where="The state", remedy=REMEDY)
+    if matched.warning:
+        warnings.warn(matched.warning, stacklevel=5)
     wanted = state_leaves(like)
     open_files([leaf.array for leaf in wanted.values()])
     if donate:  # narrow parameters are made again from the master weights
@@ -152,14 +149,12 @@ def free(nodes: list[Any], *, keep: list[Any]) -> None:
 def is_same(given: StateLeaf, wanted: StateLeaf) -> bool:
     """Return whether an array has the wanted layout, type and devices. Leaves on disk must always be copied."""
     x, like = given.array, wanted.array
-    nodes = is_chunked(x), is_chunked(like)
-    if any(nodes):
-        return all(nodes) and x.store is None and like.store is None and parts_of(x) == parts_of(like)
+    if is_chunked(x) and is_chunked(like):
+        parts = lambda node: (node.leaf, node.chunking, node.sharding)
+        return x.store is None and like.store is None and parts(x) == parts(like)
+    if is_chunked(x) or is_chunked(like):
+        return False
     return (given.leaf, x.dtype, x.sharding) == (wanted.leaf, like.dtype, like.sharding)
-
-
-def parts_of(node: Chunked) -> tuple:
-    return node.leaf, node.chunking, node.sharding
 
 
 def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
@@ -170,8 +165,7 @@ def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
     x = joined(given.array) if is_chunked(given.array) else given.array
     sharding = NamedSharding(node.sharding.mesh, node.sharding.spec)
     if saved.key is None and devices_of(getattr(x, "sharding", None)) == devices_of(sharding):
-        source = dataclasses.replace(given.leaf, dtype=x.dtype)
-        [moved] = convert([x], [Conversion(source, target, sharding)])
+        moved = convert(x, Conversion(dataclasses.replace(given.leaf, dtype=x.dtype), target, sharding))
     else:
         moved = moved_through_host(x, saved, target, jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=sharding))
     if is_chunked(node):
@@ -190,7 +184,7 @@ def moved_through_host(x: jax.Array, saved: SavedLeaf, target: Leaf, like: jax.S
     moved = placed(host[tuple(map(slice, saved.data_shape))], request)
     if saved.key is not None:
         return as_keys(moved, request)
-    return moved if conversion is None else convert([moved], [conversion])[0]
+    return moved if conversion is None else convert(moved, conversion)
 
 
 def devices_of(sharding: Any) -> tuple:

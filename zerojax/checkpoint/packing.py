@@ -63,40 +63,23 @@ def packed_file(process: int) -> str:
 
 
 def copied(leaves: Mapping[str, jax.Array | Chunked]) -> list[Block]:
-    """Copy this process's shards of named leaves to host memory.
+    """Copy this process's part of named leaves to host memory.
 
     The chunks of an offloaded leaf are first joined on the devices, one leaf at a time to save device memory.
     """
-    shards = {name: written_shards(x) for name, x in leaves.items() if not isinstance(x, Chunked)}
-    jax.copy_to_host_async([shard.data for ours in shards.values() for shard in ours])
-    blocks = []
-    for name, x in leaves.items():
-        blocks += blocks_of(name, written_shards(joined(x)) if isinstance(x, Chunked) else shards[name])
-    return blocks
+    jax.copy_to_host_async([x for x in leaves.values() if not isinstance(x, Chunked)])
+    return [
+        block for name, x in leaves.items() for block in blocks_of(name, joined(x) if isinstance(x, Chunked) else x)
+    ]
 
 
-def written_shards(x: jax.Array) -> list[jax.Shard]:
-    """Return the shards of `x` that this process writes, with replica ID 0. For PRNG keys, take the key data."""
+def blocks_of(name: str, x: jax.Array) -> list[Block]:
+    """Copy an array, or this process's shards with replica ID 0. For PRNG keys, take the key data."""
     x = jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-    return [shard for shard in x.addressable_shards if shard.replica_id == 0]
-
-
-def blocks_of(name: str, shards: Sequence[jax.Shard]) -> list[Block]:
-    """Copy shards of a leaf into one block if together they form a box. Otherwise, return one block per shard."""
-    starts = [tuple(i.start or 0 for i in shard.index) for shard in shards]
-    boxes = [Block(name, start, np.array(shard.data)) for start, shard in zip(starts, shards, strict=True)]
-    if len(boxes) < 2:
-        return boxes
-    low = tuple(map(min, zip(*starts, strict=True)))
-    high = tuple(max(box.start[d] + box.values.shape[d] for box in boxes) for d in range(len(low)))
-    extents = [h - n for h, n in zip(high, low, strict=True)]
-    if math.prod(extents) != sum(box.values.size for box in boxes):
-        return boxes
-    whole = np.empty(extents, boxes[0].values.dtype)
-    for box in boxes:
-        spans = zip(box.start, low, box.values.shape, strict=True)
-        whole[tuple(slice(i - n, i - n + m) for i, n, m in spans)] = box.values
-    return [Block(name, low, whole)]
+    if x.is_fully_addressable:
+        return [Block(name, (0,) * x.ndim, np.array(x))]
+    shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    return [Block(name, tuple(i.start or 0 for i in shard.index), np.array(shard.data)) for shard in shards]
 
 
 def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
@@ -133,7 +116,8 @@ class Files(contextlib.ExitStack):
 
     def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
         """Read and verify the storage of a leaf, all of which the pieces cover."""
-        storage = np.empty(storage_shape(pieces), dtype)
+        ends = (piece.end for piece in pieces)
+        storage = np.empty(tuple(map(max, zip(*ends, strict=True))), dtype)
         for piece in pieces:
             where, size = f"{leaf} in {self._directory / piece.file}", math.prod(piece.shape) * dtype.itemsize
             try:
@@ -149,7 +133,3 @@ class Files(contextlib.ExitStack):
         if name not in self._files:
             self._files[name] = self.enter_context((self._directory / name).open("rb"))
         return self._files[name]
-
-
-def storage_shape(pieces: Sequence[Piece]) -> tuple[int, ...]:
-    return tuple(map(max, zip(*(piece.end for piece in pieces), strict=True)))

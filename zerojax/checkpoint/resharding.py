@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -73,17 +72,16 @@ def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Shardi
     return dataclasses.replace(leaf, shards=1) if sharding is wanted else leaf, sharding
 
 
-def convert(arrays: Sequence[Any], conversions: Sequence[Conversion]) -> list[Any]:
-    """Convert stored arrays in one program. Each array has one conversion, whose `source` is the array's layout."""
-    return list(converter(tuple(conversions))(list(arrays))) if conversions else []
+def convert(x: Any, conversion: Conversion) -> Any:
+    """Convert a stored array on its devices. Equal conversions share a program."""
+    return converter(conversion)(x)
 
 
-@functools.lru_cache(maxsize=16)
-def converter(conversions: tuple[Conversion, ...]):
-    def program(arrays):
-        return [
-            in_storage_shape(in_logical_shape(to_device(x), source), target).astype(target.dtype)
-            for x, (source, target, _) in zip(arrays, conversions, strict=True)
-        ]
+@functools.lru_cache(maxsize=256)
+def converter(conversion: Conversion):
+    source, target, sharding = conversion
 
-    return jax.jit(program, out_shardings=[one.sharding for one in conversions])
+    def program(x):
+        return in_storage_shape(in_logical_shape(to_device(x), source), target).astype(target.dtype)
+
+    return jax.jit(program, out_shardings=sharding)

@@ -16,7 +16,7 @@ from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file
-from zerojax.checkpoint.matching import Match, matched_leaves, target_layout
+from zerojax.checkpoint.matching import Match, match, target_layout
 from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.resharding import convert, read_plan
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
@@ -26,6 +26,10 @@ from zerojax.placement.chunking import filled, joined, replaced
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
+REMEDY = (
+    "Make the state given as like= as the saved one was made. Or pass partial=True to restore what matches, or "
+    'partial="params" to begin a new run with the weights that match.'
+)
 
 
 class Restored(NamedTuple):
@@ -64,6 +68,8 @@ def restore(
             f'partial="params".',
             stacklevel=5,
         )
+    if matched.warning:
+        warnings.warn(matched.warning, stacklevel=5)
     if matched.cast:
         log.info("Rounded to the type in which this stage keeps them: %s.", ", ".join(matched.cast))
     data = read_data(folder, manifest, data, processes)
@@ -74,7 +80,7 @@ def read_state(
     folder: Path, manifest: Manifest, partial: bool | str, where: str, like: ZeroState
 ) -> tuple[ZeroState, Match]:
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
-    matched = matched_leaves(manifest, like, partial=partial, where=where)
+    matched = match(manifest, like, partial=partial, where=where, remedy=REMEDY)
     wanted = state_leaves(like)
     restored = read_leaves(folder, matched.pairs)
     for name in matched.missing:
@@ -109,33 +115,20 @@ def is_read_by_chunk(saved: SavedLeaf, wanted: StateLeaf) -> bool:
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
     """Read leaves into device memory in storage shape. Return them by name.
 
-    Leaves that must be converted are read in groups, so that few of them are in memory in both forms.
+    Leaves that must be converted are read one by one, so that only one of them is in memory in both forms.
     """
-    plans = {
-        wanted.name: read_plan(saved, target_layout(saved, wanted), wanted.array)
-        for saved, wanted in pairs
-        if not saved.is_empty
-    }
-    plain = {name: request for name, (request, one) in plans.items() if one is None}
-    loaded = dict(zip(plain, arrays.read(folder, list(plain.values())), strict=True))
-    for names in groups_of({name: one.source.bytes for name, (_, one) in plans.items() if one is not None}):
-        requests, conversions = zip(*(plans[name] for name in names), strict=True)
-        loaded |= zip(names, convert(arrays.read(folder, requests), conversions), strict=True)
-    return loaded | {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
-
-
-def groups_of(sizes: dict[str, int]) -> list[list[str]]:
-    """Group names in order. The sizes of a group add up to at most a 32nd of all sizes, or the group is one name."""
-    limit = arrays.bytes_ahead(sum(sizes.values()))
-    groups: list[list[str]] = []
-    held = 0
-    for name, size in sizes.items():
-        if not groups or held + size > limit:
-            groups.append([])
-            held = 0
-        groups[-1].append(name)
-        held += size
-    return groups
+    loaded = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
+    plain = {}
+    for saved, wanted in pairs:
+        if saved.is_empty:
+            continue
+        request, conversion = read_plan(saved, target_layout(saved, wanted), wanted.array)
+        if conversion is None:
+            plain[wanted.name] = request
+        else:
+            [x] = arrays.read(folder, [request])
+            loaded[wanted.name] = jax.block_until_ready(convert(x, conversion))
+    return loaded | dict(zip(plain, arrays.read(folder, list(plain.values())), strict=True))
 
 
 def zeros_of(array: Any) -> jax.Array:

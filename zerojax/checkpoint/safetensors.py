@@ -127,27 +127,21 @@ class Files:
                 f"{', '.join(missing)} is not there, though the index beside it names it. Export or download it again."
             )
         self._headers: dict[str, Header] = {}
-        metadata: dict[str, str] = {}
         for name in sorted(names):
-            headers, said = read_headers(folder / name)
+            headers = read_headers(folder / name)
             if doubled := min(headers.keys() & self._headers.keys(), default=None):
                 first = self._headers[doubled].file.name
                 raise ValueError(f"{doubled} is in {first} and in {name} of {folder}. Give only one of the files.")
             self._headers |= headers
-            metadata |= said
-        self.tied = {
-            name: other for name, other in metadata.items() if name not in self._headers and other in self._headers
-        }
 
     def __contains__(self, name: str) -> bool:
-        return name in self._headers or name in self.tied
+        return name in self._headers
 
     def names(self) -> set[str]:
-        """Return the names of all stored tensors. Names that are tied to a stored tensor are left out."""
         return set(self._headers)
 
     def header(self, name: str) -> Header:
-        return self._headers[self.tied.get(name, name)]
+        return self._headers[name]
 
     def map(self, name: str) -> np.ndarray:
         """Return a memory-mapped tensor. Only elements that are used are read; the last reference ends the mapping."""
@@ -171,8 +165,8 @@ def names_in_index(index: Path) -> set[str]:
     return names
 
 
-def read_headers(path: Path) -> tuple[dict[str, Header], dict[str, str]]:
-    """Return the header of each tensor of a file, and the file's metadata, after the library has checked them."""
+def read_headers(path: Path) -> dict[str, Header]:
+    """Return the header of each tensor of a file, after the library has checked them."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -183,8 +177,9 @@ def read_headers(path: Path) -> tuple[dict[str, Header], dict[str, str]]:
             header = json.loads(file.read(length))
     except SafetensorError as error:
         raise ValueError(f"{path} is no intact file of safetensors: {error}. Export or download it again.") from error
-    metadata, tensors = header.pop(METADATA, None) or {}, {}
+    header.pop(METADATA, None)
+    tensors = {}
     for name, one in header.items():
         start, end = one["data_offsets"]
         tensors[name] = Header(path, one["dtype"], tuple(one["shape"]), 8 + length + start, end - start)
-    return tensors, metadata
+    return tensors

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -43,7 +43,6 @@ log = logging.getLogger("zerojax.checkpoint")
 # A leaf whose storage has at most this many bytes is packed. The limit is low, because the copy delays training.
 SMALL_BYTES = 64 << 10
 MAX_FOLDER_NAME = 200
-BLOCK = 4096  # bytes of a file system's block
 DIGESTS = ".digests."
 # Types of JAX that TensorStore cannot write. TensorStore does write int4 and every floating type.
 UNSAVED = frozenset({"int1", "uint1", "int2", "uint2", "uint4"})
@@ -83,7 +82,7 @@ class Save:
         leaves = state_leaves(state)
         description = None if state.plan.describe is None else state.plan.describe.description
         manifest = Manifest(self.step, saved_leaves(leaves), files={}, made_by={}, transformation=description)
-        failure = attempt(self._make_folders, leaves.values()) if self._processes.is_first else ""
+        failure = attempt(self._make_folders) if self._processes.is_first else ""
         name = self._processes.agree("begin to save", failure, self._temporary.name)
         self._temporary = self._temporary.with_name(name)
         by_folder = {one.folder: leaves[one.name].array for one in manifest.leaves if one.folder}
@@ -117,8 +116,7 @@ class Save:
             self._release_mark()
             self._done.set()
 
-    def _make_folders(self, leaves: Iterable[StateLeaf]) -> None:
-        directory.require_space(self._temporary.parent, sum(map(disk_bytes, leaves)))
+    def _make_folders(self) -> None:
         self._temporary.mkdir()  # not with parents=True: if the directory was deleted, so was its lock
         self._mark = lock_folder(self._temporary)
         (self._temporary / ARRAYS).mkdir()
@@ -186,18 +184,8 @@ class Save:
         return CheckpointError(f"Saving step {self.step} to {root} failed: {in_one_line(error)}\n{kept}.")
 
 
-def disk_bytes(one: StateLeaf) -> int:
-    """Estimate the bytes that a leaf takes on disk: its storage and, if it has a folder, one block for each file."""
-    files = 1 if one.leaf.kind == "replicated" else one.leaf.shards
-    return storage_bytes(one) + (0 if is_small(one) else (files + 1) * BLOCK)
-
-
-def storage_bytes(one: StateLeaf) -> int:
-    return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize
-
-
 def is_small(one: StateLeaf) -> bool:
-    return storage_bytes(one) <= SMALL_BYTES
+    return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize <= SMALL_BYTES
 
 
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:

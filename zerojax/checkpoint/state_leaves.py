@@ -89,13 +89,9 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
         structure = jax.tree.structure(like.opt_state.master, is_leaf=is_chunked)
         opt_state = MasterState(opt_state, jax.tree.unflatten(structure, [params[i] for i in masters]))
         shardings = [x.sharding for x in jax.tree.leaves(like.params, is_leaf=is_chunked)]
-        conversions = {i: Conversion(leaf, layout.params[i], shardings[i]) for i, (leaf, _) in masters.items()}
-        offloaded = [i for i in masters if is_chunked(params[i])]
-        # Offloaded leaves are converted one at a time, because device memory may be too small for all of them.
-        for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
-            wide = [joined(params[i]) if i in offloaded else params[i] for i in group]
-            for i, narrow in zip(group, convert(wide, [conversions[i] for i in group]), strict=True):
-                params[i] = narrow
+        for i, (leaf, _) in masters.items():
+            wide = joined(params[i]) if is_chunked(params[i]) else params[i]
+            params[i] = convert(wide, Conversion(leaf, layout.params[i], shardings[i]))
     nodes, structure = jax.tree.flatten(like.params, is_leaf=is_chunked)
     # If the parameters are on disk, narrow copies of master weights are written to the files of the parameters.
     pairs = zip(nodes, params, strict=True)

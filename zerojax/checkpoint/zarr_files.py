@@ -15,7 +15,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-# Bytes that are read at once if only a part of each row is wanted.
+# Bytes that are read at once.
 BLOCK_BYTES = 4 << 20
 
 
@@ -42,7 +42,7 @@ class ZarrFiles(NamedTuple):
             inside = [(max(one.start, at), min(one.stop, at + n)) for one, at, n in edges]
             part = out[tuple(slice(a - one.start, b - one.start) for (a, b), one in zip(inside, box, strict=True))]
             local = [(a - at, b - at) for (a, b), at in zip(inside, origin, strict=True)]
-            with (self.folder / ".".join(map(str, cell))).open("rb", buffering=0) as file:
+            with (self.folder / ".".join(map(str, cell))).open("rb") as file:
                 copy_rows(file, 0, chunks, local, part)
 
 
@@ -61,21 +61,12 @@ def copy_rows(
         for i in range(start, stop):
             copy_rows(file, offset + i * row_bytes, shape[1:], box[1:], out[i - start])
         return
-    whole = all(span == (0, n) for span, n in zip(box[1:], shape[1:], strict=True)) and out.flags.c_contiguous
-    rows = stop - start if whole else max(1, BLOCK_BYTES // row_bytes)
+    rows = max(1, BLOCK_BYTES // row_bytes)
     for i in range(start, stop, rows):
         count = min(rows, stop - i)
-        part = out[i - start : i - start + count]
-        block = part if whole else np.empty((count, *shape[1:]), out.dtype)
         file.seek(offset + i * row_bytes)
-        read_all(file, block.reshape(-1).view(np.uint8).data)
-        if not whole:
-            part[...] = block[(slice(None), *(slice(*span) for span in box[1:]))]
-
-
-def read_all(file: IO[bytes], into: memoryview) -> None:
-    while into:
-        count = file.readinto(into)  # pyright: ignore[reportAttributeAccessIssue]
-        if not count:
+        content = file.read(count * row_bytes)
+        if len(content) < count * row_bytes:
             raise EOFError("a file is shorter than its shard")
-        into = into[count:]
+        block = np.frombuffer(content, out.dtype).reshape(count, *shape[1:])
+        out[i - start : i - start + count] = block[(slice(None), *(slice(*span) for span in box[1:]))]

@@ -15,7 +15,7 @@ import jax
 import jax.core
 from jax.sharding import NamedSharding
 
-from zerojax.config import DataMesh, LayoutPolicy, LeafMask
+from zerojax.config import DataMesh, LeafMask
 from zerojax.config.data_mesh import entry_axes, spec_entry
 from zerojax.layout.padded import Padded, is_padded
 
@@ -35,7 +35,7 @@ def partition_metadata(params) -> list:
             spec = node.get_partition_spec()
             logical = hasattr(node, "rules")
             return tuple(sys.modules["flax.linen"].logical_to_mesh_axes(spec, node.rules) if logical else spec)
-        return axes_in(nnx_metadata(node), "out_sharding", "sharding_names") or None  # newer and older nnx
+        return axes_of_variable(node) or None
 
     def expand(node):
         spec = () if is_padded(node) else tuple(names(node) or ())
@@ -45,47 +45,13 @@ def partition_metadata(params) -> list:
     return [spec for node in nodes for spec in expand(node)]
 
 
-def nnx_metadata(node: Any) -> dict:
-    """Return the metadata of an NNX Variable. For any other node, return an empty dict."""
-    has_metadata = callable(getattr(type(node), "get_metadata", None))
-    return (node.get_metadata() if has_metadata else None) or {}
-
-
-def axes_in(metadata: dict, *keys: str) -> tuple:
-    """Return the mesh axes per dim under the first of `keys` that names any. Convert logical names to mesh axes."""
-    spec = next(filter(None, map(metadata.get, keys)), ())
+def axes_of_variable(node: Any) -> tuple:
+    """Return the mesh axes per dim that an NNX Variable names. For any other node, return ()."""
+    metadata = (node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None) or {}
+    spec = metadata.get("out_sharding") or ()
     flax = sys.modules.get("flax.core.spmd")
     rules = dict((*(flax.get_logical_axis_rules() if flax else ()), *(metadata.get("sharding_rules") or ())))
     return tuple(rules.get(name, name) for name in getattr(spec, "spec", spec))
-
-
-def check_optimizer_sharding(params: Any, policy: LayoutPolicy) -> None:
-    """Raise an error if `optimizer_sharding`, the annotation by which NNX shards optimizer state, contradicts the plan.
-
-    NNX shards the state along the dim that the annotation names. zerojax shards it over the same mesh axes, along a dim
-    that needs the least padding, so the bytes per device are equal.
-
-    Raises:
-        ValueError: If the annotation names a data axis and the stage shards no state, or it names another axis, which
-            does not divide the parameter.
-    """
-    data = policy.data
-    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: bool(nnx_metadata(x))):
-        metadata = nnx_metadata(node)
-        spec, of_param = axes_in(metadata, "optimizer_sharding"), axes_in(metadata, "out_sharding", "sharding_names")
-        shared = {axis for entry in of_param for axis in entry_axes(entry)} | {
-            *(data.opt_state if policy.stage else ())
-        }
-        if wrong := [axis for entry in spec for axis in entry_axes(entry) if axis not in shared]:
-            found = f"params{jax.tree_util.keystr(path)} has optimizer_sharding={spec}"
-            if wrong[0] in data.batch and not policy.stage:
-                raise ValueError(
-                    f"{found}, and stage 0 replicates the optimizer state. Use stage=1, or drop the annotation."
-                )
-            raise ValueError(
-                f"{found}, and zero_shard divides optimizer state only over its own axes, {data.batch}, and over the "
-                f"axes that divide the parameter. Put {wrong[0]!r} into zero_shard(axis=), or drop the annotation."
-            )
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:

@@ -17,7 +17,6 @@ from zerojax.config import Config, DataMesh, LayoutPolicy, LeafMask, Precision, 
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 from zerojax.layout.annotations import (
     REASON,
-    check_optimizer_sharding,
     other_axes,
     overwritten_leaves,
     partition_metadata,
@@ -149,7 +148,6 @@ def lay_out(
 
     Raises:
         TypeError: If a leaf is neither an array nor a shape, or JAX does not handle its type safely.
-        ValueError: If NNX's `optimizer_sharding` contradicts the stage or the axes.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:
@@ -165,7 +163,6 @@ def lay_out(
                 f"params{jax.tree_util.keystr(path)} is {x.dtype}. JAX's operations on arrays of this type corrupt the "
                 f"memory of the process. Keep it as int4, uint4 or wider."
             )
-    check_optimizer_sharding(params, policy)
     if not others:
         pairs = zip(found, partition_metadata(params), strict=True)
         others = [other_axes(x, spec, policy.data) for (_, x), spec in pairs]

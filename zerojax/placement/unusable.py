@@ -29,6 +29,18 @@ def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def elsewhere_named(mesh: Mesh, state: Any) -> Iterator[None]:
+    """Replace JAX's error about incompatible devices by an error that names the array of the state on other devices."""
+    try:
+        yield
+    except ValueError as error:
+        live = jax.tree.map(lambda x: None if isinstance(x, jax.Array) and x.is_deleted() else x, state)
+        if problem := problem_of(mesh, "state", live):
+            raise ValueError(problem) from error
+        raise
+
+
 def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
     """Explain why the first unusable array cannot be used. Return an empty string if all arrays can be used."""
     for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -70,16 +82,3 @@ def elsewhere(mesh: Mesh | None, which: str, x: jax.Array) -> str:
 
 def foreign(found: Any, mesh: Mesh) -> bool:
     return isinstance(found, Mesh) and set(found.devices.flat) != set(mesh.devices.flat)
-
-
-@contextlib.contextmanager
-def elsewhere_named(mesh: Mesh, state: Any) -> Iterator[None]:
-    """Replace JAX's error about incompatible devices by an error that names the array of the state on other devices."""
-    try:
-        yield
-    except ValueError as error:
-        for path, x in jax.tree_util.tree_flatten_with_path(state)[0]:
-            usable = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and not x.is_deleted()
-            if usable and (problem := elsewhere(mesh, f"state{jax.tree_util.keystr(path)}", x)):
-                raise ValueError(problem) from error
-        raise
