@@ -18,6 +18,11 @@ from zerojax import compat
 SHARDS = "zerojax_shards"  # slices, casts, layouts and the order of shards and gradients
 MEAN = "zerojax_mean"  # sums and means of losses and gradients over microbatches and devices
 GRAD_NORM = "zerojax_grad_norm"
+BLOCK = "zerojax_block"  # the name of the call into which `zerojax.block` wraps a function
+
+
+def is_block(eqn: Any) -> bool:
+    return compat.called(eqn) is not None and eqn.params.get("name") == BLOCK
 
 
 class Context(source_info_util.UserContextManager):

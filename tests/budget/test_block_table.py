@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from zerojax import compat
 from zerojax.budget.blocks import Blocks
 from zerojax.budget.table import describe, rows_of
-from zerojax.gather.planner import BLOCK_NAME
 
 WIDTH, ROWS, LAYERS = 16, 8, 3
 X = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
@@ -31,7 +29,7 @@ def scanned(fn):
 
 def described(loss, share=1.0, devices=1):
     """The blocks of a loss, and the `Blocks` that found them."""
-    blocks = Blocks(lambda eqn: compat.called(eqn) is not None and eqn.params.get("name") == BLOCK_NAME)
+    blocks = Blocks()
     jax.eval_shape(blocks.observed(loss), PARAMS, X)
     return describe(blocks, share, devices)
 

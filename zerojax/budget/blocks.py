@@ -15,7 +15,7 @@ import jax
 import jax.core
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.budget.choice import Choice, choose, least_bytes
 from zerojax.budget.graph import Graph, graph_of, named
 from zerojax.budget.remat import checkpointed
@@ -47,11 +47,9 @@ class Blocks:
     are, because the user has decided what they save.
     """
 
-    def __init__(self, is_block: Callable[[Any], bool]):
-        """Begin without blocks. `is_block(eqn)` returns whether an equation calls a function that the user marked."""
+    def __init__(self):
         self.found: list[Block] = []
         self.decided: list[UsersBlock] = []
-        self._is_block = is_block
         self._graphs: dict[Any, tuple[Any, Graph]] = {}
         self._choices: dict[tuple[int, bool, float], Choice] = {}
 
@@ -174,7 +172,7 @@ class Blocks:
         if compat.is_remat(eqn):
             inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
             jaxpr = compat.part_of(compat.inlined_body(eqn), [eqn], inputs, eqn.outvars)
-        elif compat.loop_of(eqn) is not None or self._is_block(eqn):
+        elif compat.loop_of(eqn) is not None or names.is_block(eqn):
             jaxpr = self._called(eqn)
         else:
             return None
@@ -184,12 +182,12 @@ class Blocks:
         """Return the open jaxpr of a call that may be inlined: it is no marked block, and constrains no sharding."""
         called = compat.called(eqn)
         shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-        if called is None or self._is_block(eqn) or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
+        if called is None or names.is_block(eqn) or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
             return None
         return compat.opened(called)[0]
 
     def _body(self, eqn: Any) -> Any:
-        if compat.loop_of(eqn) is None and not self._is_block(eqn):
+        if compat.loop_of(eqn) is None and not names.is_block(eqn):
             return None
         jaxpr = self._called(eqn)
         return None if _has_refs(jaxpr) or any(map(compat.is_remat, jaxprs.equations(jaxpr))) else jaxpr

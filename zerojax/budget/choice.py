@@ -90,7 +90,7 @@ def _sizes(graph: Graph) -> np.ndarray:
 
 
 def _minimised(graph: Graph, objective: np.ndarray, scale: float, budget: float) -> np.ndarray | None:
-    """Solve the integer program of a block. Return None if the values that must be saved exceed the budget.
+    """Return the solution of a block's integer program, or None if the values that must be saved exceed the budget.
 
     The variables are whether each equation is recomputed, followed by whether each value is saved. The costs in
     `objective` are divided by `scale`, the sum of all costs.

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import jax.core
 
-from zerojax import compat, jaxprs
-from zerojax.gather.planner import BLOCK_NAME, plan
+from zerojax import compat, jaxprs, names
+from zerojax.gather.planner import plan
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.rules import Decisions
 from zerojax.gather.segments import Program
@@ -87,7 +87,7 @@ def _inlined(closed: Any, known: Sequence[bool]) -> tuple[Any, list]:
     def rule(eqn, values):
         tracers = [x for x in values if isinstance(x, jax.core.Tracer)]
         body = compat.called(eqn)
-        if body is not None and eqn.params.get("name") != BLOCK_NAME and any(map(is_known, tracers)):
+        if body is not None and not names.is_block(eqn) and any(map(is_known, tracers)):
             return jaxprs.evaluate_call(eqn, values, rule)
         results = compat.evaluate_one(eqn, values)
         if all(map(is_known, tracers)):

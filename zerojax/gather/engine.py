@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State, at
 from zerojax.gather.options import Options
-from zerojax.gather.planner import BLOCK_NAME, planned
+from zerojax.gather.planner import planned
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.run import as_function
 from zerojax.gather.segments import Program
@@ -148,7 +148,7 @@ def block(fn: Callable) -> Callable:
     def zerojax_block(*args, **kwargs):
         return fn(*args, **kwargs)
 
-    zerojax_block.__name__ = BLOCK_NAME
+    zerojax_block.__name__ = names.BLOCK
     return jax.jit(zerojax_block)
 
 

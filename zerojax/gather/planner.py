@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.core
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather.assembly import Draft, assembled
 from zerojax.gather.clusters import reads_together, weights_late
@@ -27,9 +27,6 @@ from zerojax.gather.segments import BlockSegment, Gathered, Program
 from zerojax.gather.sharded_param import root_param
 from zerojax.gather.unrolled import unrolled
 from zerojax.layout.leaf import Leaf
-
-# `zerojax.block` wraps a function in `jax.jit`. This is the name of that call in a jaxpr.
-BLOCK_NAME = "zerojax_block"
 
 
 def planned(
@@ -54,7 +51,7 @@ def planned(
     constant = [not isinstance(x, jax.core.Tracer) for x in [*consts, *more]]
     layouts = [*leaves, *[None] * (len(bare.invars) - len(leaves))]
     if alike is not None:
-        bare, new = _closed_over(*hoisted(bare, layouts, [*alike, *constant], BLOCK_NAME, len(constant)))
+        bare, new = _closed_over(*hoisted(bare, layouts, [*alike, *constant], names.BLOCK, len(constant)))
         more, layouts, constant = [*more, *new], [*layouts, *[None] * len(new)], [*constant, *[True] * len(new)]
     known = [False] * len(closed.in_avals) if alike is None else alike
     bare, new = _closed_over(*moved_into_loops(bare, layouts, [*known, *constant]))
@@ -62,7 +59,7 @@ def planned(
     params = [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None]
     bare = reads_together(weights_late(merged(bare, params), params), params)
     if by_row:
-        bare, new = _closed_over(*unrolled(bare, params, [bare.invars[i] for i in by_row], BLOCK_NAME))
+        bare, new = _closed_over(*unrolled(bare, params, [bare.invars[i] for i in by_row]))
         more = [*more, *new]
     missing = [None] * (len(bare.invars) - len(leaves))
     states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
@@ -85,7 +82,7 @@ def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | No
 
     def rule(eqn, values):
         derived = [id(value) in of_params for value in values]
-        if any(derived) and compat.called(eqn) is not None and eqn.params.get("name") != BLOCK_NAME:
+        if any(derived) and compat.called(eqn) is not None and not names.is_block(eqn):
             return jaxprs.evaluate_call(eqn, values, rule)
         results = compat.evaluate_one(eqn, values)
         if any(derived) and (is_repeatable(eqn, derived) or jaxprs.facts(eqn).changes_weights):

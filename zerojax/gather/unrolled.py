@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 
 
-def unrolled(jaxpr: Any, params: Collection, stacks: Collection, block_name: str) -> tuple[Any, list]:
+def unrolled(jaxpr: Any, params: Collection, stacks: Collection) -> tuple[Any, list]:
     """Return a jaxpr whose scans over `stacks` call their body once per iteration, and the constants of the jaxpr.
 
     Each call is a block, which reads one row of each stack. Rows of other operands are sliced before the first call, so
@@ -29,7 +29,7 @@ def unrolled(jaxpr: Any, params: Collection, stacks: Collection, block_name: str
         def layer(*operands):
             return jaxprs.run(*compat.opened(loop.body), *operands)
 
-        layer.__name__ = block_name
+        layer.__name__ = names.BLOCK
         layer = jax.jit(layer)
         pairs = zip(values, eqn.invars, strict=True)
         values = [jnp.asarray(x, atom.aval.dtype) if compat.is_literal(atom) else x for x, atom in pairs]

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.budget.blocks import Blocks
 from zerojax.budget.table import describe
 from zerojax.comm.explicit import auto_context
 from zerojax.config.data_mesh import axes_of
@@ -27,7 +28,7 @@ from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
-from zerojax.train.fitting import blocks_of_a_loss, devices_of_a_block
+from zerojax.train.fitting import devices_of_a_block
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.units import format_bytes
@@ -53,7 +54,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     options = step.options
     if options.memory == "auto":
         options = dataclasses.replace(options, memory=usable)
-    blocks = blocks_of_a_loss()
+    blocks = Blocks()
     # A copy, so that the step's own loss stays as it is. With `memory=`, the step looks for the blocks by itself.
     observed = step.program.loss.fn if options.memory is not None else blocks.observed(step.program.loss.fn)
     # Without `reduction`, the loss would also be traced for all rows, and its blocks would be those of all rows.

@@ -32,7 +32,7 @@ from zerojax.planning.named_meshes import OnOneDevice, in_force
 from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import packed
 from zerojax.train.batch import check_batch
-from zerojax.train.fitting import blocks_of_a_loss, largest_share
+from zerojax.train.fitting import largest_share
 from zerojax.train.loss import Loss
 from zerojax.train.typed_loss import TypedLoss, on_one_device
 
@@ -97,7 +97,7 @@ class PlainGradient:
         accumulated = frozenset(sharded - gathered.stacks)
         program = (layout.compute, layout.trained, accumulated, types)
         if program not in self._compiled:
-            blocks = blocks_of_a_loss() if self._recompute else None
+            blocks = Blocks() if self._recompute else None
             fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
             loss = dataclasses.replace(self.loss, fn=fn)
             compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)

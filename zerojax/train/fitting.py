@@ -17,11 +17,9 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax import compat
 from zerojax.budget.blocks import Blocks
 from zerojax.budget.table import BlockMemory, describe
 from zerojax.config import Config
-from zerojax.gather.planner import BLOCK_NAME
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.host import is_on_host
 from zerojax.train.jitted_step import JittedStep
@@ -95,7 +93,7 @@ class StepFitting:
     def __init__(self, program: StepProgram):
         """Keep the program of the step."""
         self._program = program
-        self.blocks = blocks_of_a_loss()
+        self.blocks = Blocks()
         self.with_share = functools.cache(self._with_share)
         self._fits: dict[Any, MemoryFit] = {}
 
@@ -128,10 +126,6 @@ class StepFitting:
         loss = self._program.loss
         loss = dataclasses.replace(loss, fn=self.blocks.rematerialised(loss.fn, share))
         return JittedStep(dataclasses.replace(self._program, loss=loss), self._program.compiler_options)
-
-
-def blocks_of_a_loss() -> Blocks:
-    return Blocks(lambda eqn: compat.called(eqn) is not None and eqn.params.get("name") == BLOCK_NAME)
 
 
 def devices_of_a_block(config: Config) -> int:
