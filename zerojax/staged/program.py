@@ -13,7 +13,6 @@ from zerojax.dims import NOWHERE
 from zerojax.gather.options import Options
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
-from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates
 from zerojax.layout.chunked import MOST_ROWS
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
@@ -114,7 +113,7 @@ class StagedProgram:
         if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
         assert isinstance(segment, BlockSegment)
-        sources = tuple(map(self._source, segment.params))
+        sources = tuple(source_of(param, self.variables[param.root]) for param in segment.params)
         results = None
         if isinstance(segment, PlainSegment):
             results = tuple(i for i, key in enumerate(segment.results) if key in self.live)
@@ -143,9 +142,6 @@ class StagedProgram:
         if key not in self._stages:
             self._stages[key] = make()
         return self._stages[key]
-
-    def _source(self, param: ShardedParam) -> Source:
-        return source_of(param, self.variables[param.root])
 
     def _reached(self) -> list[Item]:
         """Return the items whose results get cotangents in the backward pass, in the order of that pass."""

@@ -70,16 +70,10 @@ class Stage:
                 wanted=wanted.results,
                 rows=rows,
             )
+        self.needed = [] if self.passes is None else sorted(self.passes.needed)
+        self.kept = [] if self.passes is None else sorted(self.passes.needed_others)
         self.forward = jax.jit(self._forward)
         self.backward = jax.jit(self._backward)
-
-    @property
-    def needed(self) -> list[int]:
-        return [] if self.passes is None else sorted(self.passes.needed)
-
-    @property
-    def kept(self) -> list[int]:
-        return [] if self.passes is None else sorted(self.passes.needed_others)
 
     def _forward(self, shards: Sequence[Array], others: Sequence[Array]) -> tuple[list, list]:
         """Return `(results, saved)`, where `saved` are the residuals for the backward pass."""
