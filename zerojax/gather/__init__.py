@@ -42,7 +42,8 @@ Loops:
 Values that are computed on shards:
     narrow          finds quantised weights, and moves their computation to the start of the loss
     shardwise       computes quantised weights on shards, and differentiates them
-    parts           evaluates equations on one device's parts, for `narrow` and `shardwise`, or on a layer
+    parts           finds values that can be computed on one device's part of an array, or on a layer
+    on_parts        computes them
     on_shards       finds reductions of parameters, such as penalties and norms
     reduced         reduces parameters on shards, forward and backward
     apart           takes reductions out of a loss on full parameters, for stages 1 and 2

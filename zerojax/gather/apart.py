@@ -9,11 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.core
-
-from zerojax import compat, jaxprs, names
-from zerojax.gather.planner import plan
+from zerojax import compat, jaxprs
+from zerojax.gather.planner import inlined, plan
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.rules import Decisions
 from zerojax.gather.segments import Program
@@ -47,14 +44,13 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
     `leaves` has, for each argument, the layout of the shards that devices take of it, or None. `alike` says which
     arguments are alike on all devices.
     """
-    jaxpr, constants = _inlined(closed, [leaf is not None or on for leaf, on in zip(leaves, alike, strict=True)])
+    jaxpr, constants = inlined(closed, leaves)
     if any(map(compat.is_ref, (v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)))):
         return None
     layouts = [*leaves, *[None] * len(constants)]
     params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, layouts, strict=True) if leaf is not None}
-    same = {
-        var for var, on in zip(jaxpr.invars, [*alike, *[True] * len(constants)], strict=True) if on or var in params
-    }
+    every = zip(jaxpr.invars, [*alike, *[True] * len(constants)], strict=True)
+    same = {var for var, on in every if on or var in params}
     decisions = Decisions(jaxpr, params, same)
     decisions.decide()
     ends = [eqn for draft in decisions.drafts if draft.make == ReducedSegment.of for eqn in draft.eqns]
@@ -72,33 +68,5 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
     program = plan(part, [layouts[i] for i in reads], alike=same)
     if any(segment.params for segment in program.segments):
         return None
-    return Apart(program, reads, constants, compat.part_of(jaxpr, others, [*jaxpr.invars, *results], jaxpr.outvars))
-
-
-def _inlined(closed: Any, known: Sequence[bool]) -> tuple[Any, list]:
-    """Return a traced function without dead equations and without calls that read values of `known` arguments.
-
-    Its last arguments are its constants, whose values are also returned.
-    """
-    jaxpr, consts = compat.opened(closed)
-    of_known: dict[int, Any] = {}  # values by `id`, which stays theirs as long as this dict holds them
-    is_known = lambda value: not isinstance(value, jax.core.Tracer) or id(value) in of_known
-
-    def rule(eqn, values):
-        tracers = [x for x in values if isinstance(x, jax.core.Tracer)]
-        body = compat.called(eqn)
-        if body is not None and not names.is_block(eqn) and any(map(is_known, tracers)):
-            return jaxprs.evaluate_call(eqn, values, rule)
-        results = compat.evaluate_one(eqn, values)
-        if all(map(is_known, tracers)):
-            of_known.update((id(x), x) for x in results)
-        return results
-
-    def call(args, consts):
-        of_known.update((id(x), x) for x, on in zip(args, known, strict=True) if on)
-        of_known.update((id(x), x) for x in consts)
-        return jaxprs.evaluate(jaxpr, consts, args, rule)
-
-    flat, more = compat.opened(jax.make_jaxpr(call)([var.aval for var in jaxpr.invars], list(consts)))
-    bare = compat.part_of(flat, jaxprs.alive(flat), [*flat.invars, *compat.constvars_of(flat)], flat.outvars)
-    return bare, jaxprs.as_jax_values([*consts, *more])
+    rest = compat.part_of(jaxpr, others, [*jaxpr.invars, *results], jaxpr.outvars)
+    return Apart(program, reads, jaxprs.as_jax_values(constants), rest)

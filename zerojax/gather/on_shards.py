@@ -3,196 +3,60 @@
 A penalty such as `jnp.sum(w**2)` needs no gather. Each device reduces its shard, and one small collective combines the
 results. The equations that compute the operand of the reduction are its chain. They read parameters, and values that
 are alike on all devices: literals, arguments, results of earlier reductions. Each equation of the chain must be
-computable on one device's part of its operands. A `Part` describes the part that each device holds.
+computable on one device's part of its operands (`parts.dims_after`).
 
 `ReducedSegment` in `reduced` evaluates the chain and the reduction.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
+from zerojax.gather.on_parts import Division
+from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, dims_after
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.primitives import TABLE, Kind, of_kind
+from zerojax.layout.leaf import Leaf
 
-# Reductions whose partial results devices can combine.
-REDUCTIONS = frozenset(name for name, facts in TABLE.items() if facts.is_combinable)
 _SMALL = 8  # A value of at most 1/8 of a parameter's elements is cheap to compute again.
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
-# Primitives that can be computed on one device's part of their operands.
-_BY_PART = of_kind(Kind.ELEMENTWISE) | _MOVES | REDUCTIONS
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The part that each device holds of a value: a range of one dim.
-
-    Attributes:
-        shape: The logical shape of the value.
-        dim: The divided dim. None if a reshape has merged all dims into one, which devices do not divide into ranges.
-        extent: The length of the divided dim on one device, with padding.
-        axes: The mesh axes that divide the dim.
-        shards: The number of devices along `axes`.
-        merged: The logical shape and the divided dim before this reshape. `()` if `dim` is not None.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None
-    extent: int
-    axes: tuple[str, ...]
-    shards: int
-    merged: tuple = ()
-
-    @classmethod
-    def of(cls, param: ShardedParam) -> "Part":
-        """Return the part of a parameter that each device stores."""
-        leaf = param.leaf
-        assert leaf.dim is not None
-        return cls(tuple(leaf.shape), leaf.dim, leaf.local_shape[leaf.dim], leaf.axes, leaf.shards)
-
-    @property
-    def with_dim(self) -> "Part":
-        """Return the part before a reshape merged its dims, or the part itself if no reshape did."""
-        return dataclasses.replace(self, shape=self.merged[0], dim=self.merged[1], merged=()) if self.merged else self
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of one device's array."""
-        if self.dim is None:
-            return (math.prod(self.with_dim.local_shape),)
-        return (*self.shape[: self.dim], self.extent, *self.shape[self.dim + 1 :])
-
-    @property
-    def is_padded(self) -> bool:
-        """Return whether some devices hold padding."""
-        whole = self.with_dim
-        assert whole.dim is not None
-        return whole.extent * whole.shards != whole.shape[whole.dim]
-
-
-def part_of_result(eqn: Any, parts: Sequence[Part | None]) -> Part | None:
-    """Return the part of the result of `eqn` that a device can compute without communication, or None.
-
-    `parts` has the part of each operand, and None for an operand that every device has in full. At least one operand
-    is a part.
-    """
-    name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
-    part = largest(parts)
-    held = {part for part in parts if part is not None}
-    if name not in _BY_PART or len({dataclasses.replace(p, shape=(0,) * len(p.shape)) for p in held}) > 1:
-        return None
-    if jaxprs.facts(eqn).elementwise:
-        others = [a.aval.size for a, of in zip(eqn.invars, parts, strict=True) if of is None]
-        return part if shape == part.shape and (part.dim is not None or all(size == 1 for size in others)) else None
-    if name == "reshape" and (part.dim is None or shape == (math.prod(part.shape),) != part.shape):
-        return _merged(part, shape)
-    if part.dim is None:
-        return None
-    if name == "broadcast_in_dim":
-        dim = eqn.params["broadcast_dimensions"][part.dim]
-    elif name == "transpose":
-        dim = eqn.params["permutation"].index(part.dim)
-    elif name in REDUCTIONS:
-        kept = [d for d in range(len(part.shape)) if d not in eqn.params["axes"]]
-        dim = kept.index(part.dim) if part.dim in kept else None
-    else:
-        dim = _dim_after(part.shape, shape, part.dim)
-    if dim is None or shape[dim] != part.shape[part.dim]:
-        return None
-    return dataclasses.replace(part, shape=shape, dim=dim)
-
-
-def largest(parts: Sequence[Part | None]) -> Part:
-    """Return the part with the most elements. The other parts may have dims of size 1 instead of its dims."""
-    return max((part for part in parts if part is not None), key=lambda part: math.prod(part.shape))
-
-
-def _merged(part: Part, shape: tuple[int, ...]) -> Part | None:
-    """Return `part` after its dims are merged into one, or None for any other `shape`.
-
-    If several parts of one equation are merged in the same way, their elements stay aligned.
-    """
-    if len(shape) != 1:
-        return None
-    return dataclasses.replace(part, shape=shape, dim=None, merged=part.merged or (part.shape, part.dim))
-
-
-def _dim_after(before: Sequence[int], after: Sequence[int], dim: int) -> int | None:
-    """Return the index of `dim` after a reshape that only adds or removes dims of size 1, and otherwise None."""
-    old, new = ([d for d, size in enumerate(shape) if size != 1] for shape in (before, after))
-    if [before[d] for d in old] != [after[d] for d in new] or dim not in old:
-        return None
-    return new[old.index(dim)]
-
-
-def is_combined(eqn: Any, parts: Sequence[Part | None]) -> bool:
-    """Return whether `eqn` reduces the divided dim, and devices can combine the results of their parts."""
-    held = {part for part in parts if part is not None}
-    if len(held) != 1:
-        return False
-    (part,) = held
-    if eqn.primitive.name in REDUCTIONS:
-        if eqn.primitive.name != "reduce_sum" and not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
-            return False
-        return len(eqn.params["axes"]) == 1 if part.dim is None else part.dim in eqn.params["axes"]
-    if eqn.primitive.name != "dot_general":
-        return False
-    # An inner product: all dims of both operands are contracted, in the same order.
-    (lhs, rhs), _ = eqn.params["dimension_numbers"]
-    same = [tuple(atom.aval.shape) == part.shape for atom in eqn.invars]
-    is_whole = all(same) and not eqn.outvars[0].aval.shape and list(lhs) == list(rhs)
-    return is_whole and (part.dim is not None or None not in parts)
 
 
 @dataclasses.dataclass
 class Chain:
-    """The inputs and equations that a segment needs to compute an equation on shards.
+    """The inputs and equations that a segment needs to compute an equation on shards."""
 
-    `reads` and `params` are dicts with the value None, because a set has no fixed order.
-
-    Attributes:
-        again: Equations on values that are alike on all devices, by `id`. The segment computes them again.
-        reads: Variables that are alike on all devices, and that the segment reads.
-        params: The variables of the sharded parameters.
-        is_link: Whether the equation belongs to the chain of reductions, whose segments repeat it.
-    """
-
-    again: dict = dataclasses.field(default_factory=dict)
-    reads: dict = dataclasses.field(default_factory=dict)
-    params: dict = dataclasses.field(default_factory=dict)
-    is_link: bool = False
+    again: dict  # equations on values that are alike on all devices, by `id`, which the segment computes again
+    reads: list  # variables that are alike on all devices, and that the segment reads
+    is_link: bool  # whether the equation belongs to the chain of reductions, whose segments repeat it
 
 
-@dataclasses.dataclass
 class Analysis:
-    """Finds chains among the decisions so far.
+    """Finds chains among the decisions so far. `Decisions` adds to `params`, `repeated` and `alike` later."""
 
-    Attributes:
-        params: See `Decisions`.
-        repeated: See `Decisions`.
-        alike: Variables that have the same value on all devices.
-        made: The equation of each variable.
-        uses: See `jaxprs.uses_of`.
-        reduced: Variables that only reductions read, directly or after equations that can be computed on parts.
-    """
+    def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], repeated: Mapping, alike: Set):
+        """Analyse a function."""
+        self.params, self.repeated, self.alike = params, repeated, alike
+        self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.uses, final = jaxprs.uses_of(jaxpr)
+        # Variables that only reductions read, directly or after equations that can be computed on parts.
+        self.reduced: set = set()
+        for eqn in reversed(jaxpr.eqns):
+            for var in eqn.outvars:
+                readers = self.uses.get(var, ())
+                if var not in final and readers and all(self._reduces(reader) for reader, _ in readers):
+                    self.reduced.add(var)
+        self.divisions: dict = {}  # how devices divide a variable, if shards can compute it
+        self._dims: dict = {}  # the divided dims of variables; see `dims`
 
-    params: Mapping[Any, ShardedParam]
-    repeated: Mapping
-    alike: Set
-    made: Mapping
-    uses: Mapping
-    reduced: set
-
-    @classmethod
-    def of(cls, jaxpr: Any, params: Mapping, repeated: Mapping, alike: Set) -> "Analysis":
-        """Analyse a function. `Decisions` adds to `params`, `repeated` and `alike` later."""
-        made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-        uses, final = jaxprs.uses_of(jaxpr)
-        return cls(params, repeated, alike, made, uses, _only_reduced(jaxpr, uses, final))
+    def _reduces(self, eqn: Any) -> bool:
+        name = eqn.primitive.name
+        if name in REDUCTIONS or (name == "dot_general" and not eqn.outvars[0].aval.shape):
+            return True
+        return name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
 
     def ends(self, eqn: Any) -> list:
         """Return `[eqn]` if `eqn` is a reduction, or else the reductions to whose chains `eqn` belongs."""
@@ -205,81 +69,68 @@ class Analysis:
                 pending += [use for var in reader.outvars for use, _ in self.uses.get(var, ()) if id(use) not in found]
         return list(found.values())
 
-    def chain(self, eqn: Any) -> tuple[Chain, list[Part | None]] | None:
-        """Return the chain that computes the operands of `eqn`, and the part of each operand (None if it is alike).
+    def dims(self, eqn: Any) -> Sequence[int | None]:
+        """Return, for each result of `eqn`, the dim in which shards divide it, or `UNKNOWN` if they cannot compute it.
 
-        Return None instead of both if an operand cannot be computed on shards.
+        The dim of a reduction is None if devices combine their results. At least one operand must be divided.
         """
-        chain, known = Chain(), {}
-        small = max(atom.aval.size for atom in eqn.invars) // _SMALL
-        parts = [self._part(atom, chain, known, small) for atom in eqn.invars]
-        return None if any(part is NotOnShards for part in parts) else (chain, parts)
+        of = {v: self._dim(v) for v in jaxprs.variables_in(eqn.invars)}
+        divisions = {self.divisions[v] for v, dim in of.items() if dim not in (None, UNKNOWN)}
+        if UNKNOWN in of.values() or len(divisions) != 1:
+            return [UNKNOWN] * len(eqn.outvars)
+        self.divisions |= dict.fromkeys(eqn.outvars, *divisions)
+        return dims_after(eqn, of)
 
-    def _part(self, atom: Any, chain: Chain, known: dict, small: int) -> Any:
-        if compat.is_literal(atom):
-            return None
-        if atom not in known:
-            known[atom] = self._part_of(atom, chain, known, small)
-        return known[atom]
+    def _dim(self, var: Any) -> int | None:
+        if var not in self._dims:
+            self._dims[var] = self._found(var)
+        return self._dims[var]
 
-    def _part_of(self, var: Any, chain: Chain, known: dict, small: int) -> Any:
+    def _found(self, var: Any) -> int | None:
         if var in self.params:
-            chain.params[var] = None
-            return NotOnShards if any(self.params[var].leaf.others) else Part.of(self.params[var])
+            leaf = self.params[var].leaf
+            self.divisions[var] = Division.of(leaf)
+            return UNKNOWN if any(leaf.others) else leaf.dim
         if var in self.repeated:
-            eqn = self.repeated[var]
-            parts = [self._part(atom, chain, known, small) for atom in eqn.invars]
-            if any(part is NotOnShards for part in parts):
-                return NotOnShards
-            if any(part is not None for part in parts):
-                return part_of_result(eqn, parts) or NotOnShards
-            return NotOnShards
-        if var not in self.alike:
-            return NotOnShards
-        eqn = self.made.get(var)
-        # A broadcast would be as large as the parameter, and small values are cheap.
-        if eqn is not None and self._is_cheap(eqn, small):
-            chain.again[id(eqn)] = eqn
-            for atom in eqn.invars:
-                self._part(atom, chain, known, small)
-        else:
-            chain.reads[var] = None
-        return None
+            dim = self.dims(self.repeated[var])[self.repeated[var].outvars.index(var)]
+            return UNKNOWN if dim is None else dim
+        return None if var in self.alike else UNKNOWN
+
+    def inputs(self, eqn: Any) -> tuple[dict, list]:
+        """Return `Chain.again` and `Chain.reads` of an equation that shards can compute."""
+        again, reads, pending, seen = {}, [], jaxprs.variables_in(eqn.invars), set()
+        small = max(atom.aval.size for atom in eqn.invars) // _SMALL
+        while pending:
+            var = pending.pop()
+            if var in seen:
+                continue
+            seen.add(var)
+            made = self.made.get(var)
+            if var in self.params:
+                reads += self.params[var].operands
+            elif var in self.repeated:
+                pending += jaxprs.variables_in(self.repeated[var].invars)
+            # A broadcast would be as large as the parameter, and small values are cheap.
+            elif made is not None and self._is_cheap(made, small):
+                again[id(made)] = made
+                pending += jaxprs.variables_in(made.invars)
+            else:
+                reads.append(var)
+        return again, reads
 
     def _is_cheap(self, eqn: Any, small: int) -> bool:
         """Return whether computing `eqn`, which reads only alike values, again costs less than keeping its result.
 
-        A result of at most `small` elements counts as cheap.
+        A result of at most `small` elements counts as cheap, and a change of constants.
         """
         reads = jaxprs.variables_in(eqn.invars)
         if any(v in self.params or v in self.repeated or v not in self.alike for v in reads):
             return False
         if eqn.primitive.name == "broadcast_in_dim":
             return True
-        by_element = jaxprs.facts(eqn).elementwise or eqn.primitive.name in _MOVES
-        return by_element and len(eqn.outvars) == 1 and eqn.outvars[0].aval.size <= small
-
-
-class NotOnShards:
-    """The mark of a value that cannot be computed on shards, instead of its `Part`."""
-
-
-def _only_reduced(jaxpr: Any, uses: Mapping, final: frozenset) -> set:
-    """Return the variables that only reductions read, directly or after equations that can be computed on parts."""
-    found: set = set()
-    for eqn in reversed(jaxpr.eqns):
-        for var in eqn.outvars:
-            readers = uses.get(var, ())
-            if var not in final and readers and all(_reduces(reader, found) for reader, _ in readers):
-                found.add(var)
-    return found
-
-
-def _reduces(eqn: Any, found: set) -> bool:
-    name = eqn.primitive.name
-    if name in REDUCTIONS or (name == "dot_general" and not eqn.outvars[0].aval.shape):
-        return True
-    return name in _BY_PART and found.issuperset(eqn.outvars)
+        by_element, is_small = jaxprs.facts(eqn).elementwise, eqn.outvars[0].aval.size <= small
+        of_broadcasts = all(v in self.made and self.made[v].primitive.name == "broadcast_in_dim" for v in reads)
+        return is_small if eqn.primitive.name in _MOVES else by_element and (is_small or of_broadcasts)
 
 
 def chain_of(analysis: Analysis, eqn: Any) -> Chain | None:
@@ -288,19 +139,71 @@ def chain_of(analysis: Analysis, eqn: Any) -> Chain | None:
     `eqn` is a reduction, or belongs to the chain of reductions, because only they read its result (`Chain.is_link`).
     """
     name = eqn.primitive.name
-    is_link = name in _BY_PART and analysis.reduced.issuperset(eqn.outvars)
+    is_link = name in OF_SHARDS and analysis.reduced.issuperset(eqn.outvars)
     if eqn.effects or not (is_link or name in REDUCTIONS or name == "dot_general"):
         return None
-    if (found := analysis.chain(eqn)) is None:
+    (dim, *_) = analysis.dims(eqn)
+    if dim == UNKNOWN:
         return None
-    chain, parts = found
-    part = next((part for part in parts if part is not None), None)
-    if part is None:
-        return None
-    if is_combined(eqn, parts):
-        return chain
-    # Every device gets the whole result of a reduction, so it must be small.
-    is_small = eqn.outvars[0].aval.size * part.shards <= max(atom.aval.size for atom in eqn.invars)
-    if part_of_result(eqn, parts) is None or not (is_link or (name in REDUCTIONS and is_small)):
-        return None
-    return dataclasses.replace(chain, is_link=is_link)
+    if dim is not None and not is_link:
+        # Every device gets the whole result of a reduction, so it must be small.
+        division, largest = analysis.divisions[eqn.outvars[0]], max(a.aval.size for a in eqn.invars)
+        if name not in REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
+            return None
+    return Chain(*analysis.inputs(eqn), is_link=is_link and dim is not None)
+
+
+def without_ravels(jaxpr: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequence]:
+    """Return `(jaxpr, consts)`, where reductions of a flattened parameter read the parameter in its own shape.
+
+    `jnp.linalg.norm` and `jnp.vdot` flatten their operands. Devices do not hold a range of a flattened parameter.
+    `leaves` has the layouts of the first arguments, and None for those that are not sharded. A jaxpr without such
+    reductions is returned unchanged.
+    """
+    uses, ravels = jaxprs.uses_of(jaxpr)[0], set()
+    weights = {var for var, leaf in zip(jaxpr.invars, leaves, strict=False) if leaf is not None}
+    for eqn in jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        if reads and weights.issuperset(reads):
+            weights.update(eqn.outvars)
+            if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 < len(reads[0].aval.shape):
+                ravels.update(v for v in eqn.outvars if all(_may_be_flat(reader) for reader, _ in uses.get(v, ())))
+    if not ravels:
+        return jaxpr, ()
+
+    def rule(eqn, values):
+        own = [x.array if isinstance(x, _Flat) else x for x in values]
+        if any(v in ravels for v in eqn.outvars):
+            return [_Flat(own[0])]
+        shapes = {x.array.shape for x in values if isinstance(x, _Flat)}
+        if not shapes:
+            return None
+        dims, name = tuple(range(len(next(iter(shapes))))), eqn.primitive.name
+        if len(shapes) == 1 and all(isinstance(x, _Flat) or not jnp.ndim(x) for x in values):
+            if jaxprs.facts(eqn).elementwise:
+                return [_Flat(x) for x in compat.evaluate_one(eqn, own)]
+            if name in REDUCTIONS:
+                return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": dims}), own)
+            if name == "dot_general" and all(isinstance(x, _Flat) for x in values):
+                numbers = ((dims, dims), ((), ()))
+                return compat.evaluate_one(eqn.replace(params={**eqn.params, "dimension_numbers": numbers}), own)
+        return compat.evaluate_one(eqn, list(map(_flattened, values)))
+
+    run = lambda *args: list(map(_flattened, jaxprs.evaluate(jaxpr, (), args, rule)))
+    return compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
+
+
+class _Flat(NamedTuple):
+    """A flattened array, in its own shape."""
+
+    array: jax.Array
+
+
+def _flattened(x: Any) -> Any:
+    return x.array.ravel() if isinstance(x, _Flat) else x
+
+
+def _may_be_flat(eqn: Any) -> bool:
+    """Return whether an equation may read an array in its own shape instead of the flattened array."""
+    is_inner = eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape
+    return is_inner or jaxprs.facts(eqn).elementwise or eqn.primitive.name in REDUCTIONS

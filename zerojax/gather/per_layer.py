@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs, names
-from zerojax.gather.on_shards import Part, is_combined, part_of_result
-from zerojax.gather.parts import Layer, call, dims_of, evaluate_parts, extremum_of_layers, reduced_like
-from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS, root_param
+from zerojax.gather.on_parts import Layer, evaluate_parts
+from zerojax.gather.parts import UNKNOWN, call, dims_after, dims_of
+from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS
 from zerojax.layout.leaf import Leaf
 
 # Changes of a stack that stay outside of the loop. Others, such as a transpose of each layer, would copy the shards.
@@ -32,8 +32,8 @@ class End(NamedTuple):
 
     Attributes:
         var: A variable that has one value per layer.
-        reduction: The equation that reads `var`, if it reduces the dim of layers and further dims. An iteration then
-            reduces the further dims, so that the loop returns a small value.
+        reduction: The equation that reads `var`, if it sums over the dim of layers and further dims. An iteration then
+            sums over the further dims, so that the loop returns a small value.
     """
 
     var: Any
@@ -42,11 +42,6 @@ class End(NamedTuple):
     @property
     def result(self) -> Any:
         return self.var if self.reduction is None else self.reduction.outvars[0]
-
-    @property
-    def is_extremum(self) -> bool:
-        is_real = jnp.issubdtype(self.var.aval.dtype, jnp.floating)
-        return is_real and self.reduction is not None and jaxprs.facts(self.reduction).reduction in ("max", "min")
 
 
 @dataclasses.dataclass
@@ -166,17 +161,14 @@ class Layers:
     @functools.cached_property
     def whole(self) -> set:
         """Return the variables with a dim of layers that need a whole layer, because shards cannot compute them."""
-        parts: dict = {v: Part.of(root_param(v, leaf)) for v, leaf in self.params.items()}
-        found = {v for v, leaf in self.params.items() if any(leaf.others)}
+        dims: dict = dict.fromkeys([*self.jaxpr.invars, *compat.constvars_of(self.jaxpr)])
+        dims |= {v: UNKNOWN if any(leaf.others) else leaf.dim for v, leaf in self.params.items()}
         for eqn in self.jaxpr.eqns:
-            of = [None if compat.is_literal(a) else parts.get(a) for a in eqn.invars]
-            if not found.isdisjoint(jaxprs.variables_in(eqn.invars)):
-                found.update(eqn.outvars)
-            elif any(of) and (part := part_of_result(eqn, of)) is not None:
-                parts[eqn.outvars[0]] = part
-            elif any(of) and not is_combined(eqn, of):
-                found.update(eqn.outvars)
-        return {v for v in found if self.dims.get(v) is not None}
+            of = {dims[v] for v in jaxprs.variables_in(eqn.invars)}
+            unchanged = [UNKNOWN if UNKNOWN in of else None] * len(eqn.outvars)
+            after = dims_after(eqn, dims) if of - {None, UNKNOWN} and UNKNOWN not in of else unchanged
+            dims.update(zip(eqn.outvars, after, strict=True))
+        return {v for v, dim in dims.items() if dim == UNKNOWN and self.dims.get(v) is not None}
 
     def cone(self, targets: Iterable, stops: Collection) -> tuple[list, list, list]:
         """Return `(equations, stacks, others)` from which an iteration computes its rows of `targets`.
@@ -290,7 +282,7 @@ class Layers:
                 loop = _loop(eqn)
                 consts = jaxprs.variables_in(eqn.invars[: loop.consts + loop.carry])
                 reads = [v for v in reads if v in consts]
-            reduces = jaxprs.facts(eqn).reduction is not None and len(eqn.params["axes"]) > 1
+            reduces = eqn.primitive.name == "reduce_sum" and len(eqn.params["axes"]) > 1
             ends = [End(v, eqn if reduces else None) for v in dict.fromkeys(reads)]
             found |= {end.result: end for end in ends if self._is_small(end)}
         ends = [End(v) for v in jaxprs.variables_in(self.jaxpr.outvars) if is_end(v)]
@@ -353,7 +345,7 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
 
     def iteration(carries, slices):
         index, slices = slices
-        rows, layer = dict(zip(scanned, slices, strict=True)), Layer(analysis.length, index=index)
+        rows, layer = dict(zip(scanned, slices, strict=True)), Layer.at(index, analysis.length)
         # Not `lax.expand_dims`: behind a broadcast, the backward pass could not compute a changed layer again.
         given = [*(lax.reshape(rows[v], (1, *rows[v].shape)) for v in stacks), *map(value, others)]
         found = dict(zip(host.targets, evaluate_parts(jaxpr, given, dims, layer), strict=True))
@@ -376,21 +368,13 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
     return of_loops + [_end(end, x, analysis.dims[end.var]) for end, x in zip(host.ends, ends, strict=True)]
 
 
-def _end_of_layer(end: End, x: jax.Array, dim: int) -> Any:
-    """Return the value of `end` in one layer, without the dim of layers. `x` is the layer of its variable.
-
-    For a maximum or minimum, also return how many elements of the layer equal it.
-    """
+def _end_of_layer(end: End, x: jax.Array, dim: int) -> jax.Array:
+    """Return the value of `end` in one layer, without the dim of layers. `x` is the layer of its variable."""
     x = lax.squeeze(x, [dim])
-    if end.reduction is None:
-        return x
-    axes = [d - (d > dim) for d in end.reduction.params["axes"] if d != dim]
-    found = reduced_like(end.reduction, x, axes)
-    return (found, jnp.sum(x == jnp.expand_dims(found, axes), axes)) if end.is_extremum else found
+    axes = () if end.reduction is None else end.reduction.params["axes"]
+    return jnp.sum(x, tuple(d - (d > dim) for d in axes if d != dim), x.dtype)
 
 
-def _end(end: End, x: Any, dim: int) -> jax.Array:
+def _end(end: End, x: jax.Array, dim: int) -> jax.Array:
     """Return the value of `end`, given the values of all layers."""
-    if end.reduction is None:
-        return jnp.moveaxis(x, 0, dim)
-    return extremum_of_layers(end.reduction, *x) if end.is_extremum else reduced_like(end.reduction, x, [0])
+    return jnp.moveaxis(x, 0, dim) if end.reduction is None else jnp.sum(x, 0, x.dtype)

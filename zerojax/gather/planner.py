@@ -21,6 +21,7 @@ from zerojax.gather.clusters import reads_together, weights_late
 from zerojax.gather.equal import with_shared_passes
 from zerojax.gather.merged import merged
 from zerojax.gather.narrow import hoisted
+from zerojax.gather.on_shards import without_ravels
 from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.rules import Decisions, is_repeatable
 from zerojax.gather.segments import BlockSegment, Gathered, Program
@@ -44,11 +45,8 @@ def planned(
     the first arguments are alike on all devices. If it is None, parameters are neither reduced nor quantised on shards.
     Scans over the arguments `by_row` are unrolled.
     """
-    jaxpr, consts = compat.opened(closed)
-    again = jax.make_jaxpr(lambda args, consts: _inlined(jaxpr, consts, args, leaves))
-    jaxpr, more = compat.opened(again([var.aval for var in jaxpr.invars], list(consts)))
-    bare = compat.part_of(jaxpr, jaxprs.alive(jaxpr), [*jaxpr.invars, *compat.constvars_of(jaxpr)], jaxpr.outvars)
-    constant = [not isinstance(x, jax.core.Tracer) for x in [*consts, *more]]
+    bare, more = inlined(closed, leaves)
+    constant = [not isinstance(x, jax.core.Tracer) for x in more]
     layouts = [*leaves, *[None] * (len(bare.invars) - len(leaves))]
     if alike is not None:
         bare, new = _closed_over(*hoisted(bare, layouts, [*alike, *constant], names.BLOCK, len(constant)))
@@ -67,7 +65,7 @@ def planned(
     same = None
     if alike is not None:
         same = {var for var, on in zip(bare.invars, alike, strict=False) if on} | {*bare.invars[len(closed.in_avals) :]}
-    return plan(bare, [*leaves, *missing], rows, same), jaxprs.as_jax_values([*consts, *more])
+    return plan(bare, [*leaves, *missing], rows, same), jaxprs.as_jax_values(more)
 
 
 def _closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
@@ -76,8 +74,12 @@ def _closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
     return compat.part_of(jaxpr, jaxprs.alive(jaxpr), invars, jaxpr.outvars), consts
 
 
-def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | None]) -> list:
-    """Evaluate a jaxpr, inlining the calls that parameters, or values of parameters alone, are passed to."""
+def inlined(closed: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, list]:
+    """Return a traced function without dead equations and without calls of parameters, or of values of them alone.
+
+    `leaves` has the layouts of the first arguments. The constants become the last arguments. Also return their values.
+    """
+    jaxpr, consts = compat.opened(closed)
     of_params: dict[int, Any] = {}  # values by `id`, which stays theirs as long as this dict holds them
 
     def rule(eqn, values):
@@ -89,8 +91,13 @@ def _inlined(jaxpr, consts: Sequence, args: Sequence, leaves: Sequence[Leaf | No
             of_params.update((id(x), x) for x in results)
         return results
 
-    of_params.update((id(arg), arg) for arg, leaf in zip(args, leaves, strict=False) if leaf is not None)
-    return jaxprs.evaluate(jaxpr, consts, args, rule)
+    def run(args, consts):
+        of_params.update((id(arg), arg) for arg, leaf in zip(args, leaves, strict=False) if leaf is not None)
+        return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+    again, more = compat.opened(jax.make_jaxpr(run)([var.aval for var in jaxpr.invars], list(consts)))
+    bare, new = _closed_over(*without_ravels(_closed_over(again, ())[0], leaves))
+    return bare, [*consts, *more, *new]
 
 
 def plan(

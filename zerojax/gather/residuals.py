@@ -40,14 +40,15 @@ class StandIn:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockResiduals:
-    """Residuals of a block, a plain segment, or a scan over layers."""
+    """Residuals of a segment."""
 
     # The saved residuals of `Passes.run`. For a scan, a pair `(saved, carried)` of stacks of these residuals, and
-    # stacks of the carry with which each iteration started.
+    # stacks of the carry with which each iteration started. For reductions, their results.
     saved: Any
     others: Any  # inputs of the segment that are not gathered; None for an input that the backward pass does not read
     operands: Any  # values that the slices of the segment's parameters read (`ShardedParam.operands`)
     # None if the backward pass gathers the parameters again, else the list of gathered parameters. For a scan, a pair
     # `(shared, kept)` of parameters that every iteration uses, and stacks of gathered layers.
     gathered: Any
-    passes: Static  # the `Passes` of the segment, or of one iteration of a scan
+    # The `Passes` of the segment, or of one iteration of a scan. For reductions, the indices of the moving sources.
+    passes: Static

@@ -60,7 +60,7 @@ class Decisions:
         # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
         self._uniform: set = set(alike or ())
         self._given = frozenset(self._uniform)
-        self.analysis = Analysis.of(jaxpr, self.params, self.repeated, self._uniform)
+        self.analysis = Analysis(jaxpr, self.params, self.repeated, self._uniform)
         self._made_in: dict = {}  # the index of the draft that computes a variable
         self.clusters = Clusters(self.params, self.repeated, self._uniform, self.analysis.made, self._made_in)
 
@@ -125,8 +125,7 @@ class Decisions:
         if chain.is_link:
             self.repeat(site, None)
             return
-        reads = [*chain.reads, *(v for param in chain.params for v in self.params[param].operands)]
-        first = max((self._made_in[v] for v in reads if v in self._made_in), default=-1) + 1
+        first = max((self._made_in[v] for v in chain.reads if v in self._made_in), default=-1) + 1
         places = [i for i, draft in enumerate(self.drafts) if draft.make == ReducedSegment.of and i >= first]
         if not places:
             places = [len(self.drafts)]

@@ -20,14 +20,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.parts import Division, call, dims_of, evaluate_parts, flat
+from zerojax.gather.on_parts import Division, evaluate_parts
+from zerojax.gather.parts import bare, call, flat, result_dims
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.layout.leaf import Leaf, replace_items
 
@@ -60,16 +60,12 @@ class Computation:
 
 @shardwise_p.def_abstract_eval
 def _of_shardwise(*_: Any, of: Computation, **__: Any) -> list:
-    return [_bare(var.aval) for var in compat.opened(of.head)[0].outvars]
+    return [bare(var) for var in compat.opened(of.head)[0].outvars]
 
 
 @widen_p.def_abstract_eval
 def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
-    return _bare(compat.opened(tail)[0].outvars[0].aval)
-
-
-def _bare(aval: Any) -> Any:
-    return jax.core.ShapedArray(aval.shape, aval.dtype)
+    return bare(compat.opened(tail)[0].outvars[0])
 
 
 def widened(eqn: Any, narrow: jax.Array, others: Sequence) -> jax.Array:
@@ -156,7 +152,7 @@ class Shardwise:
 
     @property
     def _out_dims(self) -> list[int | None]:
-        return _result_dims(self._head, self._dims)
+        return result_dims(compat.opened(self._head)[0], self._dims)
 
     @functools.cached_property
     def _moving(self) -> list[int]:
@@ -178,17 +174,16 @@ class Shardwise:
             of_moving = lambda *some: call(full, *replace_items(values, moving, some))[0]
             return jax.vjp(of_moving, *(values[i] for i in moving))[1](cotangent)
 
-        avals = [*(_bare(v.aval) for v in self.eqn.invars), _bare(self.eqn.outvars[0].aval)]
+        avals = map(bare, [*self.eqn.invars, self.eqn.outvars[0]])
         return flat(jax.make_jaxpr(pull)(*avals))
 
     @property
     def _pull_dims(self) -> list[int | None]:
-        return _result_dims(self._derivative, [*self._dims, self.leaf.dim])
+        return result_dims(compat.opened(self._derivative)[0], [*self._dims, self.leaf.dim])
 
     @property
     def _division(self) -> Division:
-        assert self.leaf.dim is not None
-        return Division(self.leaf.shape[self.leaf.dim], self.leaf.local_shape[self.leaf.dim], self.leaf.axes)
+        return Division.of(self.leaf)
 
     def compute(self, comm: Collectives, env: Mapping) -> list[jax.Array]:
         """Return `(z, *scales)`, given the program's arguments in `env`. `z` is divided like a parameter."""
@@ -248,13 +243,3 @@ class Shardwise:
         values = [*(env[v] for v in self.eqn.invars), cotangent]
         dims = [*self._dims, self.leaf.dim]
         return comm.per_shard(local, values, dims, self._pull_dims, self.leaf.axes)
-
-
-def _result_dims(closed: Any, given: Sequence[int | None]) -> list[int | None]:
-    """Return, for each result of a flat jaxpr, its divided dim, None if it is alike, or -1 (`parts.UNKNOWN`).
-
-    `given` has the divided dim of each argument, or None.
-    """
-    jaxpr, _ = compat.opened(closed)
-    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
-    return [None if compat.is_literal(a) else dims.get(a, -1) for a in jaxpr.outvars]

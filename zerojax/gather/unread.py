@@ -13,12 +13,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.core
 import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import dims_of, flat
+from zerojax.gather.parts import bare, dims_of, flat
 
 
 @jax.custom_vjp
@@ -108,7 +107,7 @@ class _Call:
             return *active, *others, *pull(cotangents)
 
         atoms = [*self.eqn.invars, *(self.eqn.outvars[k] for k in self.active)]
-        return flat(jax.make_jaxpr(both)(*map(_bare, atoms)))
+        return flat(jax.make_jaxpr(both)(*map(bare, atoms)))
 
     @property
     def operands(self) -> list:
@@ -219,10 +218,6 @@ def _positions(eqn: Any, active: Sequence[int]) -> list[int]:
     """Return the indices of the results of `eqn` in the order in which `_Call.passes` returns them."""
     kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
     return [*active, *(k for k in kept if k not in active)]
-
-
-def _bare(atom: Any) -> Any:
-    return jax.core.ShapedArray(atom.aval.shape, atom.aval.dtype)
 
 
 def _made(eqns: Sequence) -> dict:
