@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.gather.parts import call, dims_of, flat
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
 from zerojax.gather.unread import is_small, spared
@@ -36,21 +36,19 @@ class Request(NamedTuple):
         return self._replace(of=self.of.with_fixed(k for k, i in enumerate(self.operands) if i >= first))
 
 
-def hoisted(
-    jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], block: str, constants: int
-) -> tuple[Any, Sequence]:
+def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], constants: int) -> tuple[Any, Sequence]:
     """Return `(jaxpr, consts)`, where `jaxpr` begins with `shardwise` equations that compute the quantised weights.
 
     If `Shardwise.of` rejects one of these weights, `jaxpr` is returned unchanged. For each argument, `leaves` has the
     layout of a sharded parameter, or None, and `alike` says whether all devices have the same value. The last arguments
-    are `constants` constants of the loss. `block` is the name of the calls that mark a layer.
+    are `constants` constants of the loss.
     """
     # An effect, or a write to a ref, has no result that shows which equations need it.
     if jaxprs.has_effects(jaxpr) or not any(map(quantises, jaxprs.equations(jaxpr))):
         return jaxpr, ()
     triples = zip(jaxpr.invars, leaves, alike, strict=True)
     given = {v: leaf and leaf.dim for v, leaf, on in triples if on or leaf is not None}
-    closed, requests = _Level(block).rewrite(jaxpr, given)
+    closed, requests = _rewritten(jaxpr, given)
     if not requests:
         return jaxpr, ()
 
@@ -73,95 +71,91 @@ def quantises(eqn: Any) -> bool:
     return all(is_number) and dtypes[0].itemsize == 1 < dtypes[1].itemsize
 
 
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    """Rewrite a jaxpr, and the jaxprs inside of it. `block` is the name of the calls that mark a layer."""
+def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
+    """Rewrite a jaxpr and the jaxprs inside of it, and return `(closed jaxpr, requests)`.
 
-    block: str
+    The closed jaxpr takes the requested values as its last arguments. `given` has the divided dims of arguments that are parameters, and None for arguments alike on all devices.
+    """
+    avals = [v.aval for v in jaxpr.invars]
+    places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
+    by_place = lambda jaxpr: {jaxpr.invars[i]: dim for i, dim in places.items()}
+    closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, (), args, _inline))(*avals)
+    jaxpr, consts = compat.opened(closed)
+    dims = dims_of(jaxpr, by_place(jaxpr))
+    inner = lambda eqn, values: spared(eqn, values, dims) or _inside(eqn, values, dims)
+    closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, inner))(*avals)
+    jaxpr, consts = compat.opened(closed)
+    jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
+    chosen = chosen_values(jaxpr, dims_of(jaxpr, by_place(jaxpr)))
+    made = [_request(jaxpr, consts, eqn_or_var, by_place(jaxpr)) for eqn_or_var in chosen]
+    made = [pair for pair in made if pair is not None]
+    if not made:
+        return closed, []
+    targets = [var for found in made for var in found.targets]
+    eqns, _ = jaxprs.needed_for([e for e in jaxpr.eqns if not set(targets) & set(e.outvars)], jaxpr.outvars)
+    rest = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars, *targets], jaxpr.outvars)
 
-    def rewrite(self, jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
-        """Return `(closed jaxpr, requests)`. The closed jaxpr takes the requested values as its last arguments.
+    def run(*args):
+        own, extra = args[: len(avals)], list(args[len(avals) :])
+        values: list = []
+        for found in made:
+            size = len(found.request.of.head.out_avals)
+            values += found.values([own[i] for i in found.request.operands], extra[:size])
+            del extra[:size]
+        return jaxprs.run(rest, (), *jaxprs.as_jax_values(consts), *own, *values)
 
-        `given` has the divided dims of arguments that are parameters, and None for arguments alike on all devices.
-        """
-        avals = [v.aval for v in jaxpr.invars]
-        places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
-        by_place = lambda jaxpr: {jaxpr.invars[i]: dim for i, dim in places.items()}
-        closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, (), args, self._inline))(*avals)
-        jaxpr, consts = compat.opened(closed)
-        dims = dims_of(jaxpr, by_place(jaxpr))
-        inner = lambda eqn, values: spared(eqn, values, dims) or self._inside(eqn, values, dims)
-        closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, inner))(*avals)
-        jaxpr, consts = compat.opened(closed)
-        jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
-        chosen = chosen_values(jaxpr, dims_of(jaxpr, by_place(jaxpr)))
-        made = [_request(jaxpr, consts, eqn_or_var, by_place(jaxpr)) for eqn_or_var in chosen]
-        made = [pair for pair in made if pair is not None]
-        if not made:
-            return closed, []
-        targets = [var for found in made for var in found.targets]
-        eqns, _ = jaxprs.needed_for([e for e in jaxpr.eqns if not set(targets) & set(e.outvars)], jaxpr.outvars)
-        rest = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars, *targets], jaxpr.outvars)
+    extra = [aval for found in made for aval in found.request.of.head.out_avals]
+    return jax.make_jaxpr(run)(*avals, *extra), [found.request for found in made]
 
-        def run(*args):
-            own, extra = args[: len(avals)], list(args[len(avals) :])
-            values: list = []
-            for found in made:
-                size = len(found.request.of.head.out_avals)
-                values += found.values([own[i] for i in found.request.operands], extra[:size])
-                del extra[:size]
-            return jaxprs.run(rest, (), *jaxprs.as_jax_values(consts), *own, *values)
 
-        extra = [aval for found in made for aval in found.request.of.head.out_avals]
-        return jax.make_jaxpr(run)(*avals, *extra), [found.request for found in made]
+def _inline(eqn: Any, values: Sequence) -> Sequence | None:
+    """Evaluate the body of a call that does not mark a layer. Return None for any other equation."""
+    body = compat.called(eqn)
+    if body is None or names.is_block(eqn):
+        return None
+    return jaxprs.evaluate_call(eqn, values, _inline)
 
-    def _inline(self, eqn: Any, values: Sequence) -> Sequence | None:
-        """Evaluate the body of a call that does not mark a layer. Return None for any other equation."""
-        body = compat.called(eqn)
-        if body is None or eqn.params.get("name") == self.block:
-            return None
-        return jaxprs.evaluate_call(eqn, values, self._inline)
 
-    def _inside(self, eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
-        """Evaluate a remat, layer or loop after the weights that its body requests. Return None if it requests none."""
-        loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
-        is_block = compat.called(eqn) is not None
-        of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
-        if not (loop or is_remat or is_block) or not of_params:
-            return None
-        body, _ = compat.opened(compat.params_of(eqn)["jaxpr"])
-        if compat.constvars_of(body) or not any(map(quantises, jaxprs.equations(body))):
-            return None
-        first = len(body.invars) if loop is None else loop.consts  # the first operand that is carried
-        rows = first if loop is None else first + loop.carry  # the first operand of which iterations read rows
-        given = {}
-        for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
-            dim = None if compat.is_literal(atom) else dims.get(atom, -1)
-            if dim is not None and i >= rows:
-                dim -= 1  # A row has no dim of layers. If the stack is divided over its layers, this gives -1.
-            if dim != -1 and dim != -2 and not first <= i < rows:
-                given[var] = dim
-        closed, requests = self.rewrite(body, given)
-        # If iterations quantise one parameter with different scales, each would need another copy of the parameter.
-        is_shared = lambda i: i < rows and given[body.invars[i]] is not None
-        if not requests or any(max(r.operands) >= rows and any(map(is_shared, r.operands)) for r in requests):
-            return None
-        stacked: list[bool] = []
-        extra: list = []
-        for request in requests:
-            batched = [i >= rows for i in request.operands]
-            request = _batched(request, batched, eqn) if any(batched) else request
-            found = request.bind(values)
-            extra += found
-            stacked += [any(batched)] * len(found)
-        run, read = _without_unread(closed)
-        if is_remat:
-            return jaxprs.evaluate_remat(eqn, read([*values, *extra]), lambda _, __, values: run(*values))
-        if loop is None:
-            named = lambda *args: run(*args)
-            named.__name__ = self.block
-            return jax.jit(named)(*read([*values, *extra]))
-        return _scan(loop, run, read, values, [*extra], stacked)
+def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
+    """Evaluate a remat, layer or loop after the weights that its body requests. Return None if it requests none."""
+    loop, is_remat = compat.loop_of(eqn), compat.is_remat(eqn)
+    is_block = compat.called(eqn) is not None
+    of_params = any(dims.get(v) is not None for v in jaxprs.variables_in(eqn.invars))
+    if not (loop or is_remat or is_block) or not of_params:
+        return None
+    body, _ = compat.opened(compat.params_of(eqn)["jaxpr"])
+    if compat.constvars_of(body) or not any(map(quantises, jaxprs.equations(body))):
+        return None
+    first = len(body.invars) if loop is None else loop.consts  # the first operand that is carried
+    rows = first if loop is None else first + loop.carry  # the first operand of which iterations read rows
+    given = {}
+    for i, (var, atom) in enumerate(zip(body.invars, eqn.invars, strict=True)):
+        dim = None if compat.is_literal(atom) else dims.get(atom, -1)
+        if dim is not None and i >= rows:
+            dim -= 1  # A row has no dim of layers. If the stack is divided over its layers, this gives -1.
+        if dim != -1 and dim != -2 and not first <= i < rows:
+            given[var] = dim
+    closed, requests = _rewritten(body, given)
+    # If iterations quantise one parameter with different scales, each would need another copy of the parameter.
+    is_shared = lambda i: i < rows and given[body.invars[i]] is not None
+    if not requests or any(max(r.operands) >= rows and any(map(is_shared, r.operands)) for r in requests):
+        return None
+    stacked: list[bool] = []
+    extra: list = []
+    for request in requests:
+        batched = [i >= rows for i in request.operands]
+        request = _batched(request, batched, eqn) if any(batched) else request
+        found = request.bind(values)
+        extra += found
+        stacked += [any(batched)] * len(found)
+    run, read = _without_unread(closed)
+    if is_remat:
+        return jaxprs.evaluate_remat(eqn, read([*values, *extra]), lambda _, __, values: run(*values))
+    if loop is None:
+        named = lambda *args: run(*args)
+        named.__name__ = names.BLOCK
+        return jax.jit(named)(*read([*values, *extra]))
+    return _scan(loop, run, read, values, [*extra], stacked)
 
 
 def _without_unread(closed: Any) -> tuple[Any, Any]:
@@ -300,7 +294,7 @@ class Found(NamedTuple):
 
 
 def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found | None:
-    """Return the request for `target`, one of the `chosen_values`. `given` is that of `_Level.rewrite`."""
+    """Return the request for `target`, one of the `chosen_values`. `given` is that of `_rewritten`."""
     is_eqn = not isinstance(target, tuple)
     wanted = list(target.outvars if is_eqn else target)
     eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)

@@ -49,7 +49,7 @@ def planned(
     constant = [not isinstance(x, jax.core.Tracer) for x in more]
     layouts = [*leaves, *[None] * (len(bare.invars) - len(leaves))]
     if alike is not None:
-        bare, new = _closed_over(*hoisted(bare, layouts, [*alike, *constant], names.BLOCK, len(constant)))
+        bare, new = _closed_over(*hoisted(bare, layouts, [*alike, *constant], len(constant)))
         more, layouts, constant = [*more, *new], [*layouts, *[None] * len(new)], [*constant, *[True] * len(new)]
     known = [False] * len(closed.in_avals) if alike is None else alike
     bare, new = _closed_over(*moved_into_loops(bare, layouts, [*known, *constant]))
