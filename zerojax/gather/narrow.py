@@ -74,8 +74,8 @@ def quantises(eqn: Any) -> bool:
 def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
     """Rewrite a jaxpr and the jaxprs inside of it, and return `(closed jaxpr, requests)`.
 
-    The closed jaxpr takes the requested values as its last arguments. `given` has the divided dims of arguments that are
-    parameters, and None for arguments alike on all devices.
+    The closed jaxpr takes the requested values as its last arguments. `given` has the divided dims of arguments that
+    are parameters, and None for arguments alike on all devices.
     """
     avals = [v.aval for v in jaxpr.invars]
     places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
