@@ -1,9 +1,12 @@
-"""Arrays that are placed otherwise than planned are named by the report."""
+"""Arrays that are placed otherwise than planned are named by the report and by the first call of a step."""
+
+import warnings
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -49,6 +52,29 @@ def test_shardings_of_a_model_without_annotations_replicate_a_train_state(mesh):
     assert not any(part.misplaced or "planned" in str(part) for part in parts)
     # by the arrays alone nothing is planned
     assert not report(jax.device_put(state.params, NamedSharding(mesh, P()))).misplaced
+
+
+@pytest.mark.parametrize("loop", ["value_and_grad", pytest.param("train_step", marks=pytest.mark.slow)])
+def test_the_first_call_of_a_step_warns(loop, mesh):
+    tx = transformation(mesh, stage=3 if loop == "value_and_grad" else 1)
+    state = tx.create(PARAMS)
+    replicated = jax.device_put(jax.tree.map(jnp.copy, state), NamedSharding(mesh, P()))
+    if loop == "value_and_grad":
+        call = tx.value_and_grad(loss)
+        step, warned = lambda state: (call(state.params, ROWS), state)[1], r"2 arrays .* params\['odd'\]"
+        jax.jit(call)(replicated.params, ROWS)  # under jit their placement is not known
+    else:
+        step, warned = lambda state: train_step(state, ROWS)[0], r"6 arrays .* opt_state\[0\].mu\['odd'\]"
+        train_step = tx.train_step(loss)
+    with pytest.warns(UserWarning, match=f"{warned}.*{PLANNED}.*out_shardings") as found:
+        replicated = step(replicated)
+    assert found[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(replicated)
+        if loop == "value_and_grad":  # as planned, or on one device: a program takes it from there
+            for params in (state.params, PARAMS):
+                tx.value_and_grad(loss)(params, ROWS)
 
 
 def test_other_placements(mesh):

@@ -1,8 +1,9 @@
-"""Describe how an array is not sharded as planned, for example because of a user's `jax.jit(out_shardings=)`."""
+"""Find arrays that are not sharded as planned, for example because of a user's `jax.jit(out_shardings=)`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -13,9 +14,10 @@ from zerojax.config.data_mesh import entry_axes
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
+from zerojax.placement.storage import is_stored_node
 
 if TYPE_CHECKING:
-    pass
+    from jaxtyping import PyTree
 
 NAMED = 3
 
@@ -68,3 +70,40 @@ def in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
         return f"sharded over {names}{dim}" if any(dims) else "replicated"
 
     return [one(dims) for dims in placements]
+
+
+class PlacementCheck:
+    """On the first call with real (not traced) arrays, warn about arrays that are not sharded as planned."""
+
+    def __init__(self):
+        self._done = False
+
+    def first(self, parts: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
+        """Check the arrays, unless they are traced or an earlier call has checked arrays.
+
+        `parts` has the name of each tree, the tree, and the layouts of its leaves. An array on one device is accepted,
+        because a program shards its arguments. `stacklevel` is that of `warnings.warn`; 1 means this method's caller.
+        """
+        if self._done:
+            return
+        trees = list(parts)
+        if any(isinstance(x, jax.core.Tracer) for _, tree, _ in trees for x in jax.tree.leaves(tree)):
+            return
+        self._done = True
+        found: dict[str, Misplaced] = {}
+        for name, tree, leaves in trees:
+            nodes = jax.tree.leaves(tree, is_leaf=is_stored_node)
+            placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse it
+            how = {f"{name}{leaf.path}": misplaced(leaf, x, data) for leaf, x in placed if leaf.kind != "replicated"}
+            found |= {path: one for path, one in how.items() if one and one.found != "on one device"}
+        if found:
+            first = ", ".join(f"{path} ({one})" for path, one in list(found.items())[:NAMED])
+            more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+            warnings.warn(
+                f"{len(found)} arrays are placed otherwise than planned: {first}{more}. They use the memory of their "
+                f"present placement. tx.train_step returns them as planned, but a hand-written loop keeps them where "
+                f"they are. Often a jax.jit(out_shardings=...) has placed them, for example with shardings of "
+                f"nn.get_sharding. Leave out_shardings out, or pass shardings of tx.shardings(params). "
+                f"tx.shard(params) places existing parameters. zerojax.report names every leaf.",
+                stacklevel=stacklevel + 1,
+            )

@@ -17,6 +17,7 @@ from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.optim.checks import check_state
+from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import in_storage
 from zerojax.placement.unusable import elsewhere_named
 from zerojax.streaming.stores import store_for
@@ -68,7 +69,7 @@ class Step:
         self._streamed = functools.lru_cache(maxsize=4)(stream)
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
-        self._calls = itertools.count()
+        self._calls, self._placed = itertools.count(), PlacementCheck()
         self._same = SameCalls(config, f"step with {self._name}", options)
 
     def __reduce__(self):
@@ -169,6 +170,8 @@ class Step:
         state = donatable(state)
         plan = state.plan
         is_new = self._same.is_first(plan, batch, args, state.step)
+        parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
+        self._placed.first(parts, self.config.data.batch, stacklevel=2)
         number = next(self._calls)  # counted here, because reading `state.step` would wait for the device
         with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
             if self._watchdog is None:

@@ -34,6 +34,7 @@ from zerojax.optim.state_forms import (
     state_to_host,
 )
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
+from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import (
     Form,
     cast,
@@ -135,7 +136,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     """Return the function that differentiates a loss; see `ZeroTransformation.value_and_grad`."""
     gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
     jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
-    what = f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
+    placed, what = PlacementCheck(), f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
     same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, loss.reduction, accumulate))
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
@@ -144,6 +145,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
         refuse_on_disk(params)
         is_new = same.is_new(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
+        placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with unusable_named(config.mesh, params=params, state=state, batch=rows):
             given, forms = (params, state, rows, *rest), padded_forms(params)
             return same.call(jitted, *given, layout=layout, forms=forms, is_new=is_new)
