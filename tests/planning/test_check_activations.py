@@ -121,7 +121,6 @@ def test_a_sum_over_rows_that_were_lost_is_named(mesh):
     assert "all-reduced by the compiler" in found
 
 
-@pytest.mark.skipif(not keeps_barriers("cpu"), reason="on CPU, jax 0.10 merges the gathers of an unrolled model")
 def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
     names, rows = [f"t{i}" for i in range(6)], jax.ShapeDtypeStruct((8, 6), jnp.int32)
     apart = lambda p, ids: sum((p[name][ids[:, i]] ** 2).mean() for i, name in enumerate(names))
@@ -131,10 +130,9 @@ def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
 
     tx = zero(mesh, 3)
     found = check(tx.train_step(apart), tx.create(dict.fromkeys(names, shape(4096, 8))), rows)
-    gathered = "6 parameters are gathered at the same time, 0.8 MiB. One use and its prefetch need 0.2"
-    assert found.ok == (found.peak < 0.7 * 2**20), found
-    assert found.ok or gathered in str(found)
-    assert "at the same time" not in str(check(tx.train_step(stacked), tx.create(shape(6, 4096, 8)), rows))
+    assert found.ok == keeps_barriers("cpu") == (found.peak < 0.7 * 2**20), found  # jax 0.10 merges these gathers
+    assert found.ok or "beyond plain jit's activations, the shards and three layers. Gathered: ['t0']" in str(found)
+    assert check(tx.train_step(stacked), tx.create(shape(6, 4096, 8)), rows).ok
 
 
 @pytest.mark.slow

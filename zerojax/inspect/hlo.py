@@ -203,12 +203,10 @@ def read(compiled: Any) -> Module:
     if isinstance(compiled, Module):
         return compiled
     if not isinstance(compiled, str) and not (hasattr(compiled, "as_text") and hasattr(compiled, "memory_analysis")):
-        remedy = "Give what jax.jit(f).lower(...).compile() returns, or its as_text()"
-        if hasattr(compiled, "compile"):
-            remedy = "It is lowered, not compiled: call .compile() on it first"
-        elif hasattr(compiled, "lower"):
-            remedy = "It is a function: give what its .lower(...).compile() returns"
-        raise TypeError(f"Cannot read a compiled program from a {type(compiled).__name__}. {remedy}.")
+        raise TypeError(
+            f"Cannot read a compiled program from a {type(compiled).__name__}. Give what "
+            f"jax.jit(f).lower(...).compile() returns, or its as_text()."
+        )
 
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
     computations: dict[str, Computation] = {}

@@ -15,14 +15,11 @@ _LIBRARY = re.compile(r'custom_call_target="(?:__cublas\$(?!triangular)|__cudnn\
 def overlap(compiled: Any) -> CompiledCollectives:
     """List the collectives of a scheduled program, with the matrix products that execute while each is in flight.
 
-    A product is a dot or a convolution, a library call that computes either, or a fusion that contains either. Between
-    a collective's start and its done, products are counted as follows:
-
-    - The products of a loop are multiplied by its trip count, or counted once if the trip count is unknown.
-    - For a conditional, the branch with the fewest products counts.
-
-    A synchronous collective has no products. If the done is in another computation, the collective counts as in flight
-    until the end of its computation. The count does not measure time: one small product hides even a large collective.
+    A product is a dot or a convolution, a library call that computes either, or a fusion that contains either. The
+    products of a loop are multiplied by its trip count, if that is known. Of a conditional, the branch with the fewest
+    products counts. A synchronous collective has no products. If the done is in another computation, the collective
+    counts as in flight until the end of its computation. The count does not measure time: one small product hides even
+    a large collective.
     """
     module = read(compiled)
     if "is_scheduled=true" not in module.text.partition("\n")[0]:

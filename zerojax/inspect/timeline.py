@@ -21,42 +21,28 @@ LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
 
 @dataclass
 class Span:
-    """One kernel, collective or stall. Times are in seconds from the start of the program.
+    """One kernel, collective or stall. Times are in seconds from the start of the program."""
 
-    Attributes:
-        lane: `"compute"`, `"gather"`, `"reduce-scatter"`, or `"other"` for other collectives.
-        kind: In the compute lane `"forward"` or `"backward"` for a kernel with matrix products, `"kernel"` for another
-            kernel, and `"waiting"` for a stall. In the other lanes `"hidden"` for a collective with a product between
-            its start and its done, and `"exposed"` for a collective without such a product.
-        begin: When the span begins.
-        end: When the span ends.
-        done: When the program reads the result of a collective, at `end` or later. For kernels and stalls, `end`.
-        name: The name of the HLO instruction.
-        collective: The collective, or the collective that a stall waits for. None: the span is a kernel.
-        slowed: Seconds by which a matrix product takes longer because collectives run.
-    """
-
-    lane: str
+    lane: str  # `"compute"`, `"gather"`, `"reduce-scatter"`, or `"other"` for other collectives
+    # In the compute lane `"forward"` or `"backward"` for a kernel with matrix products, `"kernel"` for another kernel,
+    # and `"waiting"` for a stall. In the other lanes `"hidden"` or `"exposed"`; see `Collective.products`.
     kind: str
     begin: float
     end: float
-    done: float
-    name: str
-    collective: Collective | None = None
-    slowed: float = 0.0
+    done: float  # when the program reads the result of a collective; for kernels and stalls, `end`
+    name: str  # the name of the HLO instruction
+    collective: Collective | None = None  # for a stall, the collective that it waits for
+    slowed: float = 0.0  # seconds by which a matrix product takes longer because collectives run
 
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop. One iteration is simulated, from `begin` to `end` in seconds.
-
-    `trip_count` is None if the program does not fix it. `depth` is the number of loops around this loop.
-    """
+    """A loop. One iteration is simulated, from `begin` to `end` in seconds."""
 
     begin: float
     end: float
-    trip_count: int | None
-    depth: int
+    trip_count: int | None  # None if the program does not fix it
+    depth: int  # the number of loops around this loop
 
 
 @dataclass(frozen=True)
@@ -131,10 +117,7 @@ def simulate(compiled: Any, device: Device) -> Timeline:
 
 @dataclass
 class _Streams:
-    """The two streams. The compute stream has reached the time `now`. The last collective completes at `link_free`.
-
-    Until the time `unslowed`, collectives slow no product.
-    """
+    """The two streams."""
 
     module: Module
     device: Device
@@ -142,9 +125,9 @@ class _Streams:
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)
     loops: list[Loop] = field(default_factory=list)
-    now: float = 0.0
-    link_free: float = 0.0
-    unslowed: float = 0.0
+    now: float = 0.0  # the time that the compute stream has reached
+    link_free: float = 0.0  # when the last collective completes
+    unslowed: float = 0.0  # until then, collectives slow no product
 
     def computation(self, name: str, *, depth: int) -> None:
         calls: dict[str, list[Call]] = {}

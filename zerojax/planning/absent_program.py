@@ -145,9 +145,8 @@ def pinning_note(needed: int) -> tuple[str, ...]:
     )
 
 
-def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
+def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
     """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
-    del usable  # only for a step with memory="auto"
     if not callable(getattr(f, "lower", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from zerojax import compat
 from zerojax.comm.explicit import auto_context, to_auto, with_types
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config, Wire
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.hlo import read
-from zerojax.inspect.memory import held_at_once, memory_analysis
+from zerojax.inspect.memory import memory_analysis
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.pieces import Piece, pieces
 from zerojax.inspect.roofline import kernels, product_flops
@@ -29,7 +28,6 @@ from zerojax.planning.findings import (
     activation_findings,
     exchanged,
     flops_findings,
-    held_findings,
     memory_findings,
     overlap_findings,
     sum_findings,
@@ -157,7 +155,7 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
 
 
 def check_program(compiled: Any, checked: Checked) -> Check:
-    config, layout = checked.config, checked.plan.layout
+    config = checked.config
     memory, contract = memory_analysis(compiled), contract_of(checked)
     resident = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     peak, floor = resident + memory.temp_size_in_bytes, resident + contract.temporary
@@ -172,11 +170,8 @@ def check_program(compiled: Any, checked: Checked) -> Check:
     gathered = _elements(gathers, wire and wire.gather, wire)
     reduced = _elements(reductions, wire and wire.reduce, wire)
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
-    itemsize = max((leaf.dtype.itemsize for leaf in layout.params), default=0)
-    orders = config.stage == 3 and compat.keeps_barriers(config.mesh.devices.flat[0].platform)
     findings = [
         *memory_findings(peak, floor, contract, (piece for piece in found if piece.kind == "all-gather")),
-        *(held_findings(held_at_once(module, gathers), contract, floor, itemsize) if orders else []),
         *volume_findings("gathered", gathered, contract.gathered, gathers),
         *volume_findings("reduced", reduced, contract.reduced, reductions),
         *activation_findings(config, moved, plain, contract),

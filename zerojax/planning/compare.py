@@ -99,10 +99,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 
 
 def at_stage(config: Config, stage: int) -> Config:
-    """Return `config` with another stage, and with a transformation that keeps the gradients in its state.
-
-    Parts of the offload that the stage does not support are dropped.
-    """
+    """Return `config` at another stage, with the offloads that it supports, and keeping gradients in the state."""
     offload = config.offload if stage else None
     if offload is not None and stage != 3:
         offload = dataclasses.replace(offload, params=None)
@@ -142,8 +139,7 @@ def kept_gradients(state: ZeroState) -> Any:
 def find_nonfinite(reference: Reference, states: Sequence[Any], runs: Mapping[Any, list[Snapshot]]) -> NonFinite | None:
     """Return the first leaf that is not finite, and the source lines that compute its first NaN.
 
-    `states` has the reference's state before each step. `runs` maps each stage to the results of its steps. The key
-    None has the results of the reference.
+    `states` has the reference's state before each step. `runs` has results by stage; those of the reference by None.
     """
     workers = reference.plain.program.config.data.workers
     for stage, snapshots in runs.items():

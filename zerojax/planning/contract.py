@@ -86,21 +86,20 @@ def contract_of(checked: Checked) -> Contract:
     program = program_of(config, layout, checked.loss, rows, checked.args, mutable)
     temporary = memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
     plain_module = read(plain)
-    flops, gathered = sum(product_flops(kernels(plain_module)).values()), gathered_elements(checked, program)
+    flops = sum(product_flops(kernels(plain_module)).values())
     compiled = plain_update(plan, config)
     products = sum(product_flops(kernels(read(compiled))).values())
     flops = checked.accumulate * flops + products
-    gathered += gathered_after_update(plan)
     update = bool(products) and not (plan.matrices is not None and plan.matrices.owned and not plan.matrices.left)
     of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
     if products:  # a matrix optimizer, whose owners hold whole matrices
         of_update += memory_analysis(compiled).temp_size_in_bytes
     temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
-    reduced, replicated = reduced_elements(checked, program)
+    reduced, replicated = reduced_elements(checked)
     count = rows_of(rows)
     return Contract(
         temporary=temporary,
-        gathered=gathered,
+        gathered=gathered_elements(checked),
         reduced=reduced,
         replicated=replicated,
         gradients=sum(leaf.size for leaf in trained),
@@ -124,23 +123,23 @@ def sizes_of(layout: Layout) -> dict[str, int]:
     return {leaf.path: leaf.size for leaf in parts}
 
 
-def gathered_elements(checked: Checked, program: WorkingSet) -> int:
-    sizes, passes = sizes_of(checked.plan.layout), 2 if checked.config.reshard_after_forward else 1
-    sharded = [leaf for leaf in checked.plan.layout.params if is_float(leaf) and leaf.dim is not None]
-    return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded)
+def gathered_elements(checked: Checked) -> int:
+    """Return how many elements of parameters are gathered on use, and after the update.
 
-
-def gathered_after_update(plan: ShardingPlan) -> int:
-    """Return how many elements of updated parameters are gathered: in full, or up to the parameter's own shard."""
-    pairs = zip(plan.trained.params, plan.grads, strict=True)
-    return sum(
+    After the update, a parameter is gathered in full, or up to its own shard if its gradient has smaller shards.
+    """
+    plan, passes = checked.plan, 2 if checked.config.reshard_after_forward else 1
+    sizes = sizes_of(plan.layout)
+    sharded = [leaf for leaf in plan.layout.params if is_float(leaf) and leaf.dim is not None]
+    updated = [
         grad.size if leaf.dim is None else grad.size // leaf.shards
-        for leaf, grad in pairs
+        for leaf, grad in zip(plan.trained.params, plan.grads, strict=True)
         if grad.kind != "replicated" and (leaf.dim is None or leaf.further > 1)
-    )
+    ]
+    return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded) + sum(updated)
 
 
-def reduced_elements(checked: Checked, program: WorkingSet) -> tuple[int, int]:
+def reduced_elements(checked: Checked) -> tuple[int, int]:
     """Return how many gradient elements are reduced, and how many of them belong to gradients that stay replicated."""
     config, sizes = checked.config, sizes_of(checked.plan.layout)
     trained = checked.plan.layout.trained_only()

@@ -129,7 +129,7 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
 
 
 def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[Piece]) -> list[str]:
-    """Find memory beyond the floor, and several layers that are gathered at the same time."""
+    """Find memory beyond the floor, and parameters that are gathered whole."""
     slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
     if peak - floor > slack:
@@ -138,22 +138,6 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
         kept = ", the shards and three layers" if program.layer else " and what the stage keeps"
         found.insert(0, f"a device needs {over:,.1f} MiB beyond plain jit's activations{kept}{causes}")
     return found
-
-
-def held_findings(held: Sequence[Piece], contract: Contract, floor: int, itemsize: int) -> list[str]:
-    """Describe the excess if more gathered parameters are held at once than one use and its prefetch need.
-
-    At most `itemsize` bytes count per element, because XLA:CPU widens narrow types.
-    """
-    size = sum(min(piece.bytes // max(piece.collective.times_if_once, 1), itemsize * piece.once) for piece in held)
-    if size - contract.program.bytes <= (MEMORY_SLACK - 1) * floor:
-        return []
-    return [
-        f"{len(held)} parameters are gathered at the same time, {size / MIB:,.1f} MiB. One use and its prefetch need "
-        f"{contract.program.bytes / MIB:,.1f}. Most: {causes_of(held)}. No use waits for another, because each reads "
-        "only inputs of the loss, such as lookups in several tables. Stack parameters of one shape and loop over them "
-        "with lax.scan."
-    ]
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:

@@ -75,11 +75,8 @@ def is_made_of(target: Mesh, mesh: Mesh | AbstractMesh, *, unlike: Mesh | None =
 
 @contextlib.contextmanager
 def in_force(move: MovedMeshes | OnOneDevice) -> Iterator[dict[str, None]]:
-    """Enter a context in which JAX traces, lowers and compiles functions as if they named the meshes of `move`.
-
-    The context has notes on meshes whose sizes were changed, as the keys of a dict.
-    """
-    notes: dict[str, None] = {}
+    """Enter a context in which JAX traces, lowers and compiles functions as if they named the meshes of `move`."""
+    notes: dict[str, None] = {}  # on meshes whose sizes were changed, as keys
 
     def replace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
         moved = move(mesh)

@@ -93,9 +93,11 @@ class Planner:
                 "batches, and largest_batch=True compares batches at equal activations. Plan the step without one of "
                 "them."
             )
-        program_of = program_of_step if isinstance(step, Step) else program_of_function
-        usable = given.usable(device)
-        program = program_of(step, state, batch, args, topology, int(given.fitted(device)))
+        usable, arguments = given.usable(device), (state, batch, args, topology)
+        if isinstance(step, Step):
+            program = program_of_step(step, *arguments, int(given.fitted(device)))
+        else:
+            program = program_of_function(step, *arguments)
         compiled = program.compile(batch)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds = update_seconds(program.update, compiled, topology, given)

@@ -64,14 +64,11 @@ class Rounding(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PlainStep:
-    """The computation of `program` on one device, with all rows at once.
-
-    `axes` has the names of the mesh axes that the loss may use, in device view. These axes are bound with size 1.
-    """
+    """The computation of `program` on one device, with all rows at once."""
 
     program: StepProgram
     layout: Layout
-    axes: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()  # mesh axes that the loss may name, in device view, which are bound with size 1
 
     def init(self, params: PyTree, mutable: PyTree = None) -> PlainState:
         leaves = [jnp.asarray(x) for x in jax.tree.leaves(params)]

@@ -164,8 +164,7 @@ def backward_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> int:
 def gathered_bytes(config: Config, layout: Layout) -> int:
     """Return the bytes that stage 3 gathers at the same time, which are `1 + prefetch` times the largest layer's bytes.
 
-    A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack of layers cannot
-    be told from any other array, so the whole stack counts as one layer.
+    A layer has all leaves whose paths agree up to the first number (`blocks_3`, `layers[3]`). A stack is one layer.
     """
     layers: dict[str, int] = {}
     for leaf, path, dtype in zip(layout.params, layout.paths, layout.compute, strict=True):
