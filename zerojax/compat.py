@@ -82,7 +82,6 @@ def line_of(eqn) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Return whether a source file belongs to the user, and not to an installed package or to zerojax."""
     return "site-packages" not in file and not file.startswith(_PACKAGE)
 
 
@@ -96,7 +95,6 @@ def is_literal(atom) -> bool:
 
 
 def is_dropped(var) -> bool:
-    """Return whether `var`, a result of an equation, is a placeholder for a result that nothing reads."""
     return isinstance(var, _jex().DropVar)
 
 

@@ -85,7 +85,6 @@ def as_jax_values(consts: Sequence) -> list:
 
 
 def facts(eqn: Any) -> primitives.Facts:
-    """Return what the library knows about the primitive of an equation."""
     return primitives.named(compat.name_of(eqn))
 
 
@@ -119,7 +118,6 @@ def on_numpy(eqn: Any, value_of: Callable[[Any], np.ndarray | None]) -> np.ndarr
 
 
 def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
-    """Return `value` broadcast to `shape`. Dim i of `value` becomes dim `dims[i]` of the result."""
     spread = [1] * len(shape)
     for dim, size in zip(dims, value.shape, strict=True):
         spread[dim] = size
@@ -194,13 +192,11 @@ def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr. After each equation, yield the equations of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield from with_inner(eqn)
 
 
 def with_inner(eqn: Any) -> Iterator[Any]:
-    """Yield an equation, and the equations of the jaxprs inside it."""
     yield eqn
     for inner in compat.inner_jaxprs(eqn):
         yield from equations(inner)

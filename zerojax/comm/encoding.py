@@ -49,7 +49,6 @@ class Encoding:
         return Codec(fmt, self.formats.block, stochastic)
 
     def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Return the type in which gradients are summed over the devices: at least bfloat16."""
         if not jnp.issubdtype(dtype, jnp.floating):
             return dtype
         return _at_least_bfloat16(dtype) if self.reduce is None else self.reduce

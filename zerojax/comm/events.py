@@ -152,7 +152,6 @@ class Events:
         return {index: notice["text"] for index, notice in _failed(_read(NOTICE)).items()}
 
     def leave(self, status: int, text: str) -> None:
-        """Print why this process ends, tell the other processes, and end it at once."""
         say(f"zerojax: {text}")
         self.last_words(status, text)
         _exit(status)

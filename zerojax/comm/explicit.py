@@ -123,7 +123,6 @@ def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = l
 
 
 def mesh_of(x: Any) -> Any:
-    """Return the mesh of a leaf, or None. The mesh of a traced array is abstract."""
     if isinstance(x, jax.core.Tracer):
         x = jax.typeof(x)
     sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)

@@ -243,7 +243,6 @@ class GlobalCollectives(Collectives):
         return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
     def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
-        """Compute a scalar on each device from its rows of `x`, and return the scalar of one device."""
         place = None if rows is None else next((p for p in sorted(rows.places) if p.outer == 1), None)
         if place is None:  # let the compiler fetch the first element
             return fn(x[(slice(1),) * x.ndim])

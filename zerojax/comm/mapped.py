@@ -50,7 +50,6 @@ def _evaluate(*args: Any, jaxpr: Any) -> list:
 
 
 def _abstract(*_: Any, jaxpr: Any) -> tuple[list, Any]:
-    """Return the types of the results, and the effects, such as those of `jax.debug.print` in a loss."""
     return [atom.aval for atom in jaxpr.outvars], jaxpr.effects
 
 

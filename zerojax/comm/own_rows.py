@@ -41,7 +41,6 @@ class _Rewrite:
         return jaxprs.evaluate(jaxpr, consts, values, rule)
 
     def _with_bodies(self, eqn: Any, states: Sequence[State]) -> Any:
-        """Return a call, loop or branch with rewritten bodies, or None for other equations."""
         if (loop := compat.loop_of(eqn)) is not None:
             inside = self.follower.into_loop(loop, states)
         elif eqn.primitive.name == "cond":

@@ -107,8 +107,6 @@ class Owners:
         return self._return(results[: len(outs)], outs, items), small_outs
 
     def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], slots: int) -> list[Array]:
-        """Move stacks from storage, where each device has a slice of every item, to the owners of the items."""
-
         def local(arrays):
             rows = [_repeated(jnp.concatenate(stacks), slots) for stacks in arrays]
             return [_merged(x, at(leaf)) for x, leaf in zip(self._exchange(rows, back=False), leaves, strict=True)]

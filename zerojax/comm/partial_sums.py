@@ -55,7 +55,6 @@ class Divided:
     places: tuple[Place | None, ...]
 
     def specs(self, axes: tuple[str, ...]) -> tuple[PartitionSpec, ...]:
-        """Return the `PartitionSpec` of each result of `opened`. `axes` are the mesh axes of the workers."""
         return tuple(dim_spec(None if p is None else p.dim + p.is_split, axes) for p in self.places)
 
     def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -153,7 +152,6 @@ def evaluate(
 
 
 def _constrain_sums(jaxpr: Any, results: list, grads: Sequence[int], states: Sequence[State], alike: Callable) -> None:
-    """Constrain the gradients that are no partial sums. Warn about each that the compiler reduces."""
     for i in (i for i in grads if not isinstance(results[i], PartialSum)):
         state = states[i]
         if state is None:

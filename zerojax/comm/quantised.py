@@ -59,7 +59,6 @@ class Codec:
         return jnp.concatenate([elements, scale_bytes], axis=-1)
 
     def decode(self, payload: UInt8[Array, "*rows bytes"], size: int) -> Float[Array, "*rows elements"]:
-        """Return the `size` elements of each encoded row, in float32."""
         blocks = -(-size // self.block)
         split = payload.shape[-1] - blocks * SCALE_BYTES
         rows = payload.shape[:-1]

@@ -51,7 +51,6 @@ def rows(x: "PyTree[Array]", dim: int = 0) -> "PyTree[Array]":
 
 
 def _batched(args: Sequence, dims: Sequence, *, dim: int) -> tuple[Any, int]:
-    """Return the batched value. The dims from the mapped one on have moved by one."""
     return rows_p.bind(args[0], dim=dim + (dim >= dims[0])), dims[0]
 
 

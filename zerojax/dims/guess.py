@@ -40,7 +40,6 @@ def divided_by(spec: Any, axes: frozenset[str]) -> list[int]:
 
 
 def _constrained(eqn: Any, context: Context) -> State:
-    """Return the dim that a sharding constraint divides over the data axes, or unknown."""
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     dims = divided_by(getattr(sharding, "spec", ()), context.axes)
     return at(dims[0]) if dims and fits(Place(dims[0]), eqn.outvars[0].aval.shape, context.count) else UNKNOWN

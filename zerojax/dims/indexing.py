@@ -15,7 +15,6 @@ _MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are n
 
 
 def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim in the result of `slice`. It is unknown if the slice has a stride along this dim."""
     params, state = eqn.params, states[0]
     old, new, strides = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, params["strides"]
     if state is not None and strides and any(strides[place.dim] != 1 for place in state.places):
@@ -190,7 +189,6 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Return the state of the result of `iota`, which counts along one dim and is uniform along all other dims."""
     dims = set(range(len(eqn.outvars[0].aval.shape))) - {int(eqn.params["dimension"])}
     return Places(uniform=frozenset(dims)) if dims else NOWHERE
 

@@ -28,7 +28,6 @@ def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[Sta
 
 
 def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
-    """Find the followed dim in the result of `broadcast_in_dim`, which is uniform along the added dims."""
     to, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
     old = getattr(eqn.invars[0].aval, "shape", ())
     kept = {int(new) for dim, new in enumerate(to) if old[dim] == shape[new]}

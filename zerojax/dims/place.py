@@ -198,7 +198,6 @@ def stacked(state: State) -> State:
 
 
 def _shifted(state: Places, by: int) -> Places:
-    """Return a state with `by` added to the index of every dim. A dim with a negative index is dropped."""
     places = frozenset(place.to(place.dim + by) for place in state.places)
     counting = frozenset((part, dim + by) for part, dim in state.counting if dim + by >= 0)
     return Places(places, frozenset(dim + by for dim in state.uniform if dim + by >= 0), counting)

@@ -18,7 +18,6 @@ def guessed_dot(eqn: Any, states: Sequence[State]) -> State:
 
 
 def free_dims(eqn: Any) -> list[list[int]]:
-    """Return, for both operands of a `dot_general`, the dims that are neither contracted nor batched."""
     contracted, batch = eqn.params["dimension_numbers"]
     return [[d for d in range(len(eqn.invars[n].aval.shape)) if d not in (*contracted[n], *batch[n])] for n in (0, 1)]
 

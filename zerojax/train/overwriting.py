@@ -83,7 +83,6 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
 
 
 def _of_loop(loop: compat.LoopEqn, kinds: Sequence[Kind]) -> Sequence[Kind]:
-    """Return the kinds of a loop's results. Repeat the analysis until the kinds of the carry no longer change."""
     body, _ = compat.opened(loop.body)
     first, last = loop.consts, loop.consts + loop.carry
     carry = list(kinds[first:last])
