@@ -81,6 +81,7 @@ from zerojax.inspect.collectives import CompiledCollectives
 from zerojax.inspect.hlo import read
 from zerojax.inspect.overlap import overlap
 from zerojax.inspect.roofline import roofline
+from zerojax.inspect.timeline import Expected
 from zerojax.planning.compat import kernels_for
 from zerojax.planning.compiled_plan import waits_by_cause
 
