@@ -127,24 +127,14 @@ def assert_gradient(found, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
 
 
-QUICK = [("maximum", "unrolled", "global"), ("log of padding", "unrolled", "device")]
-EVERY = list(dict.fromkeys([*QUICK, *fraction(2, LOSSES, STYLES, VIEWS)]))
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in EVERY]
+def compiled_gradient(loss, style, view):
+    tx = sharded(view)
+    return jax.jit(tx.value_and_grad(loss)).lower(tx.shard(parameters(style)), X).compile()
 
 
-@pytest.mark.parametrize(("name", "style", "view"), CASES)
-def test_the_gradient_is_that_of_one_device(name, style, view):
-    params, tx = parameters(style), sharded(view)
-    value, grads = jax.jit(tx.value_and_grad(LOSSES[name]))(tx.shard(params), X)
-    expected = jax.jit(jax.value_and_grad(LOSSES[name]))(params, X)
-    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
-    assert_gradient(tx.unshard(grads), expected[1])
-
-
-def gathered(loss, style, view):
-    """`(bytes gathered, bytes reduced, collectives)` of a compiled gradient, without collectives of small arrays."""
-    tx, total = sharded(view), [0, 0, 0]
-    compiled = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(parameters(style)), X).compile()
+def moved(compiled):
+    """`(bytes gathered, bytes reduced, collectives)` of a program, without bytes of small arrays that are reduced."""
+    total = [0, 0, 0]
     for c in collectives(compiled):
         large = c.bytes >= WIDTH * 64 * 4
         total[0] += c.bytes * c.times_if_once * (c.kind == "all-gather")
@@ -154,21 +144,8 @@ def gathered(loss, style, view):
 
 
 @functools.cache
-def gathered_without(style, view):
-    return gathered(base, style, view)
-
-
-FREE = fraction(2, LOSSES, STYLES, VIEWS)
-FREE = [pytest.param(*case, marks=() if case == FREE[0] else pytest.mark.slow) for case in FREE]
-
-
-@pytest.mark.parametrize(("name", "style", "view"), FREE)
-def test_parameters_are_gathered_as_often_as_without_the_term(name, style, view):
-    (passes, reduced, _), without = gathered(LOSSES[name], style, view), gathered_without(style, view)
-    assert passes <= 1.02 * without[0]
-    # The mean and the variance of each column, and their cotangents. They are 16% of a matrix with only 25 rows.
-    columns = sum(x.size // x.shape[-2] for x in LEAVES(parameters("scanned")["layers"]))
-    assert reduced <= 1.02 * without[1] + 4 * 4 * columns * (name == "standardised")
+def moved_without(style, view):
+    return moved(compiled_gradient(base, style, view))
 
 
 def loops(penalty):
@@ -221,22 +198,25 @@ MORE = {
     "transposed": transposed,
     "first": first,
 }
-HARD = [("loops", "scanned", "global"), ("iterated", "scanned", "device")]
-HARD = [
-    pytest.param(*case, marks=() if case in HARD else pytest.mark.slow)
-    for case in dict.fromkeys([*HARD, *fraction(2, MORE, STYLES, VIEWS)])
-]
+QUICK = [("maximum", "unrolled", "global"), ("log of padding", "unrolled", "device")]
+CASES = [*QUICK, *fraction(2, LOSSES, STYLES, VIEWS)]
+CASES += [("loops", "scanned", "global"), ("iterated", "scanned", "device"), *fraction(2, MORE, STYLES, VIEWS)]
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in dict.fromkeys(CASES)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "style", "view"), HARD)
-def test_terms_of_whole_layers_share_the_gathers_of_the_model(name, style, view):
-    params, tx, loss = parameters(style), sharded(view), MORE[name]
-    compiled = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), X).compile()
-    grads = compiled(tx.shard(params), X)[1]
-    assert_gradient(tx.unshard(grads), jax.jit(jax.grad(loss))(params, X))
-    passes = sum(c.bytes * c.times_if_once for c in collectives(compiled) if c.kind == "all-gather")
-    assert passes <= 1.02 * gathered_without(style, view)[0]
+@pytest.mark.parametrize(("name", "style", "view"), CASES)
+def test_a_term_of_parameters_is_exact_and_shares_the_gathers_of_the_model(name, style, view):
+    loss, params, tx = {**LOSSES, **MORE}[name], parameters(style), sharded(view)
+    compiled, without = compiled_gradient(loss, style, view), moved_without(style, view)
+    value, grads = compiled(tx.shard(params), X)
+    expected = jax.jit(jax.value_and_grad(loss))(params, X)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    assert_gradient(tx.unshard(grads), expected[1])
+    gathered, reduced, _ = moved(compiled)
+    assert gathered <= 1.02 * without[0]
+    # The mean and the variance of each column, and their cotangents. They are 16% of a matrix with only 25 rows.
+    columns = sum(x.size // x.shape[-2] for x in LEAVES(parameters("scanned")["layers"]))
+    assert name in MORE or reduced <= 1.02 * without[1] + 4 * 4 * columns * (name == "standardised")
 
 
 def beside(params, x):
@@ -292,7 +272,7 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
 @pytest.mark.parametrize("view", VIEWS)
 def test_one_collective_serves_all_reductions(view):
     """XLA may even combine it with the loss's own."""
-    assert gathered(REDUCTIONS["L1"], "unrolled", view)[2] <= gathered_without("unrolled", view)[2] + 2
+    assert moved(compiled_gradient(REDUCTIONS["L1"], "unrolled", view))[2] <= moved_without("unrolled", view)[2] + 2
 
 
 def everything(params, x):
