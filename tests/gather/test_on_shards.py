@@ -103,6 +103,7 @@ REDUCTIONS = {
     "norms of columns": each(lambda w: jnp.sum(jnp.sqrt(jnp.sum(w**2, axis=-2)))),
     "sorted maxima of rows": each(lambda w: jnp.sum(jnp.cumsum(jnp.max(w, axis=-1)))),
     "logsumexp": each(jax.nn.logsumexp),
+    "derivatives": each(lambda w: jnp.sum(lax.erf(w) * jnp.clip(w, -0.1, 0.1) ** 3 + jax.nn.silu(w.T).T)),
     "log of padding": each(log_in_padding),
 }
 WHOLE = {
@@ -198,7 +199,11 @@ MORE = {
     "transposed": transposed,
     "first": first,
 }
-QUICK = [("maximum", "unrolled", "global"), ("log of padding", "unrolled", "device")]
+QUICK = [
+    ("maximum", "unrolled", "global"),
+    ("derivatives", "unrolled", "global"),
+    ("log of padding", "unrolled", "device"),
+]
 CASES = [*QUICK, *fraction(2, LOSSES, STYLES, VIEWS)]
 CASES += [("loops", "scanned", "global"), ("iterated", "scanned", "device"), *fraction(2, MORE, STYLES, VIEWS)]
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in dict.fromkeys(CASES)]

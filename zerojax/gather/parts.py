@@ -24,7 +24,7 @@ REDUCTIONS = frozenset(name for name, facts in TABLE.items() if facts.is_combina
 COMBINED = REDUCTIONS | {"dot_general"}
 # Primitives that can be computed on the shards of devices, and further ones that can be computed on layers.
 OF_SHARDS = of_kind(Kind.ELEMENTWISE) | REDUCTIONS
-OF_SHARDS |= {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze", "transpose"}
+OF_SHARDS |= {"bitcast_convert_type", "broadcast_in_dim", "pad", "reshape", "slice", "squeeze", "transpose"}
 _OF_LAYERS = OF_SHARDS | of_kind(Kind.REDUCTION, Kind.ALONG, Kind.DECOMPOSITION)
 _OF_LAYERS |= {"concatenate", "dot_general", "rev"}
 UNKNOWN = -1  # the dim of a value that cannot be computed on parts
