@@ -33,13 +33,8 @@ class Processes(processes.Processes):
     def agree(self, topic: str, failure: str = "", message: str = "") -> str:
         """Return the first process's message once all processes have succeeded.
 
-        Args:
-            topic: The task of every process, as a verb phrase: `"write a checkpoint"`.
-            failure: The error in this process, or an empty string.
-            message: The text that the first process sends to all processes.
-
-        Raises:
-            CheckpointError: If a process failed. The message lists the failures of all processes.
+        `topic` is the task of every process, as a verb phrase, and `failure` the error of this process, if it failed.
+        Raise a `CheckpointError` that lists the failures of all processes.
         """
         answers = [json.loads(text) for text in self.exchange(topic, json.dumps([failure, message]))]
         prefix = lambda i: f"process {i}: " if self.count > 1 else ""

@@ -12,9 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from zerojax.checkpoint.arrays import ReadRequest
 from zerojax.comm.mesh import in_storage_shape
-from zerojax.config.data_mesh import dim_spec
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.tree import best_dim
 from zerojax.offload.host import to_device
 from zerojax.placement.storage import in_logical_shape
 
@@ -42,34 +40,14 @@ def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[ReadRequest, Co
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype))
         return ReadRequest(saved, tuple(data.shape), array.sharding), None
     source, sharding = dataclasses.replace(leaf, dtype=jnp.dtype(saved.dtype)), array.sharding
-    if (saved.kind == "flat") != (leaf.kind == "flat"):
-        source, sharding = sharded_by_dim(source, sharding)
-        if saved.kind == "flat":
-            source, sharding = flat(source, sharding, array.sharding)
+    if (saved.kind == "flat") != (leaf.kind == "flat"):  # flat leaves are small, so every device reads all of it
+        kind = "flat" if saved.kind == "flat" else "replicated"
+        source = dataclasses.replace(source, kind=kind, dim=None, shards=1)
+        mesh = getattr(sharding, "mesh", None)
+        sharding = sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
         shape = source.storage_shape
     request = ReadRequest(saved, shape, sharding)
     return request, None if source == leaf else Conversion(source, leaf, array.sharding)
-
-
-def sharded_by_dim(leaf: Leaf, sharding: Sharding) -> tuple[Leaf, Sharding]:
-    """Return a layout for the step between flat and other storage. It is sharded if possible, to save device memory."""
-    replicated = dataclasses.replace(leaf, kind="replicated", dim=None)
-    if not isinstance(sharding, NamedSharding):
-        return replicated, sharding
-    if not leaf.shape or not set(leaf.axes) <= set(sharding.mesh.axis_names):
-        return replicated, NamedSharding(sharding.mesh, PartitionSpec())
-    dim = best_dim(leaf.shape, list(range(len(leaf.shape))), leaf.shards)
-    sharded = dataclasses.replace(leaf, kind="sharded", dim=dim)
-    return sharded, NamedSharding(sharding.mesh, dim_spec(dim, leaf.axes))
-
-
-def flat(leaf: Leaf, sharding: Sharding, wanted: Sharding) -> tuple[Leaf, Sharding]:
-    """Return a flat layout that is sharded over the leaf's axes if the mesh has them. Without a mesh, use one shard."""
-    leaf = dataclasses.replace(leaf, kind="flat", dim=None)
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is not None and set(leaf.axes) <= set(mesh.axis_names):
-        sharding = NamedSharding(mesh, leaf.spec)
-    return dataclasses.replace(leaf, shards=1) if sharding is wanted else leaf, sharding
 
 
 def convert(x: Any, conversion: Conversion) -> Any:

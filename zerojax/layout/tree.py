@@ -133,21 +133,12 @@ def lay_out(
     others: Sequence[tuple] = (),
     overwritten: Collection[int] = (),
 ) -> Layout:
-    """Decide how each leaf of `params` is stored.
+    """Decide how each leaf of `params` is stored. The leaves are arrays, `Padded` arrays or shapes.
 
-    Args:
-        params: Arrays, `Padded` arrays or `jax.ShapeDtypeStruct`s. If the leaf's sharding or Flax's partition metadata
-            says that another mesh axis divides a dim, the data axes divide a different dim.
-        policy: Stage, axes and thresholds.
-        precision: The types of a step. None: every leaf keeps its type.
-        trainable: Chooses the leaves that are trained. None: all. Leaves without a gradient are never trained.
-        wire: Chooses the leaves that collectives quantise. None: none.
-        overwrite: Chooses leaves to overwrite, in addition to those with the name `_overwrite_with_gradient`.
-        others: `Leaf.others` of each leaf. Empty: read the leaves' shardings and Flax's metadata.
-        overwritten: Indices of further leaves that are overwritten.
-
-    Raises:
-        TypeError: If a leaf is neither an array nor a shape, or JAX does not handle its type safely.
+    If `others`, a leaf's sharding or Flax's metadata says that another mesh axis divides a dim, the data axes divide
+    another dim. Without `precision`, every leaf keeps its type. Without `trainable`, all leaves with a gradient are
+    trained. Without `wire`, none is quantised. `overwrite` and `overwritten` choose leaves to overwrite in addition to
+    those with the name `_overwrite_with_gradient`. A leaf that is no array, or of an unsafe type, is a `TypeError`.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:

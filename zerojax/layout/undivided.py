@@ -29,15 +29,9 @@ def keep_whole(
     Leaves with the same shape and type are decided together, so that equal layers have equal layouts. The group of
     leaves that adds the fewest bytes is decided first.
 
-    Args:
-        leaves: All leaves of a tree.
-        candidates: Indices of the leaves that may become replicated.
-        shares: Sets of indices, such as all parameters and the trained parameters. In each set, replicated leaves may
-            add at most the fraction `MOST_EXTRA` to the bytes that a device holds of this set.
-        sizes: Size of each mesh axis, because axes other than data axes also divide leaves.
-
-    Returns:
-        All leaves, with some of the candidates replicated.
+    Only `candidates`, given by index, may become replicated. `shares` are sets of indices, such as all parameters and
+    the trained ones: in each set, replicated leaves add at most the fraction `MOST_EXTRA` to the bytes of a device.
+    `sizes` has the size of each mesh axis, because axes other than data axes also divide leaves.
     """
     held = [leaf.along_others(sizes).bytes for leaf in leaves]
     extra = [size * (leaf.shards - 1) for size, leaf in zip(held, leaves, strict=True)]
