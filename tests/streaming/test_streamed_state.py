@@ -1,8 +1,6 @@
 """Offloaded optimizer state: the same numbers as without, little of it on the device, and clear errors."""
 
-import dataclasses
 import functools
-import re
 import threading
 
 import chex
@@ -17,7 +15,7 @@ from parity import assert_parity, train_plain
 
 from zerojax import Offload, Precision, report, zero_shard
 from zerojax.layout.chunked import is_chunked
-from zerojax.offload import host, measure
+from zerojax.offload import host
 from zerojax.optim.plan import partitioned_update
 from zerojax.placement.chunking import joined
 from zerojax.streaming import stream as streaming
@@ -291,8 +289,6 @@ def test_chunks_are_updated_where_the_option_says(update):
     tx = zero(optax.adam(0.1), offload=offload(update=update))
     plan = tx.create(jax.eval_shape(awkward_params)).plan
     assert streaming.StreamedUpdate(tx.config, plan).update == update
-    chosen = dataclasses.replace(plan, choice=measure.Choice("other", "why"))
-    assert streaming.StreamedUpdate(tx.config, chosen).update == "other"
 
 
 def test_what_is_shared_is_computed_once():
@@ -404,16 +400,14 @@ def test_patterns_and_predicates_choose_leaves():
         assert {node.leaf.path for node in chunks(state)} == {"[0].mu['layer']['w']", "[0].nu['layer']['w']"}
 
 
-def test_the_report_says_what_is_where_and_how_it_is_updated(tmp_path):
-    for where, offloaded in {"host": offload(update="auto"), "disk": offload(tmp_path)}.items():
+def test_the_report_says_what_is_where(tmp_path):
+    for where, offloaded in {"host": offload(), "disk": offload(tmp_path)}.items():
         state = zero(optax.adamw(1e-2), 2, offload=offloaded).create(awkward_params())
         found = report(state)
         there = {"host": found.host, "disk": found.disk}
         assert there.pop(where) == {"opt_state": sum(node.leaf.local_bytes for node in chunks(state))}
         assert not any(there.values())
         assert [row.place for row in found.rows if row.path == "[0].mu['layer']['w']"] == [where]
-        said = r"update on the (device|host): measured: .* GB/s" if where == "host" else "as Offload"
-        assert re.search(said, str(found))
 
 
 # Errors

@@ -31,7 +31,7 @@ class Offload:
             and the optimizer state in files under `path`. A step then runs in stages, which read the parameters of a
             few layers at a time. None: all parameters stay on the device.
         update: Where the optax update runs. `"device"`: chunks of the state are copied to the device and back.
-            `"host"`: gradients are sent to the host, and new parameters back. `"auto"`: a measurement decides.
+            `"host"`: gradients are sent to the host, and new parameters back.
         fraction: The fraction of the optimizer state's bytes that is offloaded, from 0 to 1. `"auto"`: the smallest
             fraction with which the model states fit into `budget`.
         budget: For `fraction="auto"`: the bytes per device for parameters, gradients, optimizer state and chunks in
@@ -59,7 +59,7 @@ class Offload:
 
     optimizer: Literal["host", "disk"] | None = None
     params: Literal["host", "disk"] | None = None
-    update: Literal["auto", "device", "host"] = "auto"
+    update: Literal["device", "host"] = "device"
     fraction: float | Literal["auto"] = 1.0
     budget: Any = None
     where: Callable[[str, Any], bool] | tuple[str, ...] | None = None
@@ -72,7 +72,7 @@ class Offload:
         """Check every field, and convert `path` to a string and `where` to a function or a tuple."""
         check_word("Offload(optimizer=)", self.optimizer, (None, "host", "disk"))
         check_word("Offload(params=)", self.params, (None, "host", "disk"))
-        check_word("Offload(update=)", self.update, ("auto", "device", "host"))
+        check_word("Offload(update=)", self.update, ("device", "host"))
         object.__setattr__(self, "chunk_bytes", parse_bytes("Offload(chunk_bytes=)", self.chunk_bytes, least=1))
         if self.optimizer is None:
             why = "offloads parameters without their optimizer state" if self.params else "offloads nothing"
@@ -113,7 +113,7 @@ class Offload:
         if self.update == "host":
             raise ValueError(
                 'Offload(params="disk", update="host") is not possible: the device updates the chunks of parameters on '
-                'disk. Give update="device" or "auto".'
+                'disk. Give update="device".'
             )
 
     def _check_device_bytes(self) -> None:

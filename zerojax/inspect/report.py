@@ -29,7 +29,6 @@ class Report:
         rows: One row per leaf.
         host: For each part offloaded to host memory, the bytes of the device with the most bytes in host memory.
         disk: For each part offloaded to disk, the bytes of the device with the most bytes on disk.
-        update: Where the offloaded part of the update runs, and why. Empty if nothing is offloaded.
         matrices: Which matrices owners update, what this saves, and why owners do not update the other matrices.
         groups: The groups of the update, and where each group's state is kept, one per line. Empty without offload.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
@@ -41,7 +40,6 @@ class Report:
     rows: tuple[Row, ...]
     host: dict[str, int] = dataclasses.field(default_factory=dict)
     disk: dict[str, int] = dataclasses.field(default_factory=dict)
-    update: str = ""
     matrices: str = ""
     groups: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
@@ -61,7 +59,6 @@ class Report:
             [
                 f"{self.total:,d} bytes on the fullest of {count} device{'s' * (count != 1)}",
                 *(f"{size:,d} bytes/device {where}" for where, size in offloaded.items() if size),
-                *([f"update on the {self.update}"] if self.update else []),
             ]
         )
 
@@ -156,11 +153,10 @@ def measured(state: Any, tx: Any) -> Report:
         rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, kept, global_bytes(array), *texts))
     device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
     of_state = getattr(state, "plan", None)
-    choice, matrices = getattr(of_state, "choice", None), getattr(of_state, "matrices", None)
-    update, groups = f"{choice.update}: {choice.why}" if choice else "", str(getattr(of_state, "groups", ""))
+    matrices, groups = getattr(of_state, "matrices", None), str(getattr(of_state, "groups", ""))
     totals = device, per_device, tuple(rows), host, disk
     compiled = getattr(tx, "compiled_with", ())
-    return Report(*totals, update, str(matrices or ""), groups, elsewhere, compiled)
+    return Report(*totals, str(matrices or ""), groups, elsewhere, compiled)
 
 
 def place_of(array: jax.Array | Chunked) -> str:

@@ -13,14 +13,13 @@ from typing import Any
 import jax
 
 from zerojax import compat
-from zerojax.comm.explicit import auto_context, on_auto_mesh
+from zerojax.comm.explicit import auto_context
 from zerojax.config import Config, LeafMask, check_chosen
 from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.opt_state import lay_out_state, params_of_state
 from zerojax.layout.tree import Layout, layout_of
-from zerojax.offload.measure import Choice, choose, measure
 from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.flat_update import FlatUpdate, UpdatedLeaves
@@ -49,8 +48,6 @@ class ShardingPlan(CachedHash):
     # how matrices are updated; None if the update needs arguments that a step does not give
     matrices: MatrixUpdates | None
     groups: str  # a text that describes the groups of the update and their places; empty if nothing is offloaded
-    # where the update of offloaded state runs; None in a plan from shapes alone, or if nothing is offloaded
-    choice: Choice | None = None
     # describes the wrapped transformation for a checkpoint; equality of plans ignores it
     describe: Describe | None = dataclasses.field(default=None, compare=False)
 
@@ -152,20 +149,6 @@ def check_choices(config: Config, layout: Layout) -> None:
         choices["Wire(where=)"] = config.wire.where
     for option, where in choices.items():
         check_chosen(option, where, layout.paths, shapes(layout.grads))
-
-
-def choose_update(config: Config, plan: ShardingPlan) -> Choice | None:
-    """Decide where offloaded state is updated; None if nothing is offloaded. `update="auto"` measures the machine."""
-    if config.offload is None or not plan.offloaded:
-        return None
-    if config.params_on_disk:
-        return Choice("device", 'with Offload(params="disk"), devices update each chunk while they have its parameters')
-    if config.offload.update != "auto":
-        return Choice(config.offload.update, f"as Offload(update={config.offload.update!r}) says")
-    state_bytes = sum(plan.state[k].bytes for k in plan.offloaded)
-    elements = sum(plan.grads[i].size for i in {plan.param_of[k] for k in plan.offloaded} if i is not None)
-    speed = on_auto_mesh(config.user_mesh, measure, config.mesh, config.data.batch)
-    return choose(speed, state_bytes / max(elements, 1))
 
 
 def partitioned_update(config: Config, plan: ShardingPlan) -> Partition:

@@ -20,7 +20,6 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.host import pinned_limit
-from zerojax.offload.measure import Choice
 from zerojax.planning import compat
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
 from zerojax.planning.named_meshes import MovedMeshes, in_force
@@ -114,12 +113,7 @@ def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
     # Users give parameters to `create` in logical shapes, sharded only over the mesh axes of the model.
     over_others = lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None
     params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=over_others(leaf)) for leaf in layout.grads]
-    shapes = tx.create(jax.tree.unflatten(layout.treedef, params), mutable=abstract(state.mutable))
-    if not any(shapes.plan.chunkings):
-        return shapes
-    # Usually a measurement chooses where the update runs. Devices that are not in this machine cannot be measured.
-    choice = state.plan.choice or Choice("device", "as long as nothing was measured")
-    return shapes.replace(plan=dataclasses.replace(shapes.plan, choice=choice))
+    return tx.create(jax.tree.unflatten(layout.treedef, params), mutable=abstract(state.mutable))
 
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from zerojax.config import Config
 from zerojax.offload.host import host_kind, is_on_host, to_device, to_memory
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.optim.partition import UpdateGroup
-from zerojax.optim.plan import ShardingPlan, choose_update, partitioned_update
+from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.traced import CONST, GRAD, SHARED
 from zerojax.placement.storage import return_to_host
 from zerojax.streaming.chunk_programs import (
@@ -72,8 +72,7 @@ class StreamedUpdate:
         """Plan the update. Its programs are compiled with `compiler_options`."""
         self.config = config
         self.plan = plan
-        choice = plan.choice or choose_update(config, plan)
-        self.update = choice and choice.update
+        self.update = None if config.offload is None else config.offload.update
         self.partition = partitioned_update(config, plan)
         options = dict(compiler_options) or None
         self.program = functools.cache(lambda make, *given, **how: make(config, *given, **how, options=options))

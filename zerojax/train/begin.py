@@ -39,7 +39,7 @@ from zerojax.staged.state import (
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import Deferred, init_opt_state, state_shapes
 from zerojax.train.loss_scaling import init_scaling
-from zerojax.train.same_run import live_plan, require_same_programs, require_same_values
+from zerojax.train.same_run import require_same_programs, require_same_run, require_same_values
 from zerojax.train.state import ZeroState
 
 
@@ -48,7 +48,7 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
     plan, is_live = make_plan(config, shapes_on_disk(params)), not are_shapes(params)
     check_experts_named(plan.layout)
     if is_live:
-        plan = live_plan(config, plan)
+        require_same_run(config, plan)
         require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
     shardings = lambda _: ZeroState.shardings(config, plan)
     begin = functools.partial(begin_run, config, plan)
@@ -60,7 +60,8 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
 
 def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
     """Return the shapes, on the Auto mesh, of a state of a live run. `params` are shapes, and `mutable` has arrays."""
-    plan = live_plan(config, make_plan(config, params))
+    plan = make_plan(config, params)
+    require_same_run(config, plan)
     check_experts_named(plan.layout)
     with auto_context(config.user_mesh):
         return begin_run(config, plan, params, mutable)

@@ -17,7 +17,7 @@ from zerojax import compat
 from zerojax.comm.events import EVENTS, first_array, is_of_all
 from zerojax.comm.processes import Processes, require_same
 from zerojax.config import Config
-from zerojax.optim.plan import ShardingPlan, choose_update
+from zerojax.optim.plan import ShardingPlan
 from zerojax.train.arguments import is_constant
 from zerojax.train.same_values import checksums
 from zerojax.version import version
@@ -33,16 +33,15 @@ OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # XLA flags with one of these words may differ
 
 
-def live_plan(config: Config, plan: ShardingPlan) -> ShardingPlan:
-    """Complete the plan of a new run by choosing where offloaded state is updated.
+def require_same_run(config: Config, plan: ShardingPlan) -> None:
+    """Compare options, parameters, versions and flags over processes, at the beginning of a run.
 
     Raises:
-        ValueError: If the processes differ in options, parameters, versions or flags.
+        ValueError: If the processes differ.
         TimeoutError: If another process does not begin a run.
     """
     if not compat.is_tracing() and is_of_all(config.mesh):
         require_same("begin", environment() | run_record(config, plan))
-    return dataclasses.replace(plan, choice=choose_update(config, plan))
 
 
 def environment() -> dict[str, str]:
