@@ -69,8 +69,8 @@ def main() -> None:
     if args.compiled:
         cache_compilations(args.compiled)
     state = tx.create(tx.init_params(init))
-    if state.plan.choice:
-        print(f"Optimizer state waits {WAITS[args.offload]}; update on the {report(state).update}")
+    if state.plan.offloaded:
+        print(f"Optimizer state waits {WAITS[args.offload]}")
     if args.fresh:
         shutil.rmtree(args.out / "checkpoints", ignore_errors=True)
     with Checkpointer(args.out / "checkpoints", keep=2, every=args.save_every) as checkpoints:

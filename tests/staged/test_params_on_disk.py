@@ -429,4 +429,3 @@ def test_the_report_says_what_is_on_disk(tmp_path):
     report = zerojax.report(tx.create(model_params()))
     assert report.disk["params"] > 0
     assert "in files" in str(report)
-    assert 'update on the device: with Offload(params="disk")' in report.title
