@@ -1,14 +1,10 @@
 """One process with eight devices and four with two train to the same numbers, and read each other's checkpoints."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import HELPERS
+import several
 
 LAYOUTS = {"1x8": (), "4x2": ("1x8",), "again": ("4x2",)}  # which others' are restored
 STEPS, SAVED = 20, 15
@@ -17,20 +13,10 @@ STEPS, SAVED = 20, 15
 def run(folder, name, others):
     """What the first process of a layout said, by stage and view."""
     processes = {"4x2": 4}.get(name, 1)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    flags = f"--xla_force_host_platform_device_count={8 // processes} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    command = [sys.executable, HELPERS / "process_layouts_child.py", str(processes)]
-    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    rest = [port, folder / name, *(folder / other for other in others)]
-    children = [subprocess.Popen([*command, str(i), *rest], **options) for i in range(processes)]
-    said = []
-    for one in children:
-        out, errors = one.communicate(timeout=900)
-        assert one.returncode == 0, errors
-        said.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+    args = [processes, folder / name, *(folder / other for other in others)]
+    how = {"processes": processes, "devices": 8 // processes, "flags": "--xla_backend_optimization_level=0"}
+    printed = several.run("process_layouts_child.py", *args, **how)
+    said = [[json.loads(line) for line in out.splitlines() if line.startswith("{")] for out in printed]
     assert all(lines == said[0] for lines in said), "the processes do not say the same"
     return {line["name"]: line for line in said[0]}
 

@@ -1,17 +1,12 @@
 """Processes that do not do the same are told so, and do not wait for each other for ever."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
-from conftest import HELPERS
+import several
 
 pytestmark = pytest.mark.slow
-FLAGS = "--xla_force_host_platform_device_count=2"
 DIFFERS = r"ValueError: The processes do not {} alike\. On process 1, unlike 0: "
 BEGIN, STEP = DIFFERS.format("begin"), DIFFERS.format("step with loss")
 SAID = {
@@ -34,17 +29,8 @@ SAID = {
 @pytest.fixture(scope="module")
 def told():
     """What each process said, by case."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    child = [sys.executable, HELPERS / "processes_child.py"]
-    environment = {**os.environ, "XLA_FLAGS": FLAGS, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    children = [subprocess.Popen([*child, str(i), port], **options) for i in range(2)]
     found = []
-    for one in children:
-        out, errors = one.communicate(timeout=180)
-        assert one.returncode == 0, errors
+    for out in several.run("processes_child.py"):
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
         found.append({line["case"]: line for line in lines})
     return found

@@ -1,6 +1,6 @@
 """Run by test_same_run.py, several times: processes that differ in one way after the other.
 
-python differing_child.py PROCESS PROCESSES PORT FOLDER CASE...
+python differing_child.py PROCESSES FOLDER CASE... PORT PROCESS
 """
 
 import importlib.metadata
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-process, processes = int(sys.argv[1]), int(sys.argv[2])
-folder, names = Path(sys.argv[4]), sys.argv[5:]
-jax.distributed.initialize(f"localhost:{sys.argv[3]}", num_processes=processes, process_id=process)
+processes, folder, *names, port, process = sys.argv[1:]
+processes, folder, process = int(processes), Path(folder), int(process)
+jax.distributed.initialize(f"localhost:{port}", num_processes=processes, process_id=process)
 
 from zerojax import zero_shard  # noqa: E402
 from zerojax.checkpoint import Checkpointer  # noqa: E402

@@ -4,14 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from guides import adam, batches
-
-IDIOMS = {}
-
-
-def idiom(function):
-    IDIOMS[function.__name__] = function
-    return function
+from guides import adam, batches, idiom
 
 
 class Net(nnx.Module):

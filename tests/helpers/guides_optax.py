@@ -5,15 +5,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
-from guides import batches, error, fit, params
+from guides import batches, error, fit, idiom, params
 from jax import lax
-
-IDIOMS = {}
-
-
-def idiom(function):
-    IDIOMS[function.__name__] = function
-    return function
 
 
 @idiom

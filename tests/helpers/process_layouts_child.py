@@ -1,6 +1,6 @@
 """Run by test_process_layouts.py: two stages and both views on one layout of processes, and others' checkpoints.
 
-python process_layouts_child.py PROCESSES PROCESS PORT FOLDER [OTHER...]
+python process_layouts_child.py PROCESSES FOLDER [OTHER...] PORT PROCESS
 """
 
 import functools
@@ -12,9 +12,11 @@ import jax
 import numpy as np
 import optax
 
-processes, process = int(sys.argv[1]), int(sys.argv[2])
+processes, folder, *others, port, process = sys.argv[1:]
+processes, process = int(processes), int(process)
+folder, others = Path(folder), [Path(name) for name in others]
 if processes > 1:
-    jax.distributed.initialize(f"localhost:{sys.argv[3]}", num_processes=processes, process_id=process)
+    jax.distributed.initialize(f"localhost:{port}", num_processes=processes, process_id=process)
 
 from models import awkward_batches, awkward_loss, awkward_params, floats_only  # noqa: E402
 
@@ -23,7 +25,6 @@ from zerojax.checkpoint import Checkpointer  # noqa: E402
 from zerojax.data import shard_batches  # noqa: E402
 
 STEPS, SAVED = 20, 15
-folder, others = Path(sys.argv[4]), [Path(name) for name in sys.argv[5:]]
 optimizer = floats_only(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
 
 

@@ -1,6 +1,6 @@
 """Run by test_processes.py, twice: what processes are told that do not do the same.
 
-python processes_child.py PROCESS PORT
+python processes_child.py PORT PROCESS
 """
 
 import json
@@ -14,8 +14,8 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-process = int(sys.argv[1])
-jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
+process = int(sys.argv[2])
+jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_id=process)
 
 from zerojax import Offload, zero_shard  # noqa: E402
 from zerojax.comm import processes  # noqa: E402

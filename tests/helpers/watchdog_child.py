@@ -1,6 +1,6 @@
 """Run by test_watchdog.py, twice: process 1 hangs in its data, or is killed, and process 0 has a watchdog.
 
-python watchdog_child.py PROCESS PORT [killed]
+python watchdog_child.py [killed] PORT PROCESS
 """
 
 import os
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-process = int(sys.argv[1])
-jax.distributed.initialize(f"localhost:{sys.argv[2]}", num_processes=2, process_id=process)
+*killed, port, process = sys.argv[1:]
+process = int(process)
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
 from zerojax import zero_shard  # noqa: E402
 
@@ -23,7 +24,7 @@ step = tx.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
 state = tx.create({"w": jnp.ones((4, 16))})
 for number in range(10):
     if number == 3 and process == 1:
-        if sys.argv[3:]:
+        if killed:
             os.kill(os.getpid(), signal.SIGKILL)
         print("hangs", flush=True)
         time.sleep(600)

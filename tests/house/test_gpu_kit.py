@@ -185,14 +185,6 @@ def at(found, place):
     return found
 
 
-def test_the_h100_refuted_what_one_device_costs_and_nothing_else():
-    """What it refuted was mended afterwards (`tests/programs/test_one_device_costs.py`)."""
-    judged = gpu_expected.verdicts(json.loads((BENCHMARKS / "results" / "h100.json").read_text()))
-    refuted = {one["figure"]: one["measured"] for one in judged if one["verdict"] == "REFUTED"}
-    assert list(refuted) == ["one GPU: time of stage 3 / plain optax, where nothing is sent"]
-    assert sum(one["verdict"] == "holds" for one in judged) == 7
-
-
 @pytest.mark.parametrize("attention", [gpt.causal_attention, yardstick.fastest])
 def test_attention_is_cudnn_where_it_can_be(attention, monkeypatch):
     chosen = []

@@ -3,14 +3,14 @@
 import functools
 
 import guides
-import guides_nnx
-import guides_optax
+import guides_nnx  # noqa: F401
+import guides_optax  # noqa: F401
 import jax
 import numpy as np
 import pytest
 from conftest import quick_or_slow
+from guides import IDIOMS
 
-IDIOMS = {**guides_optax.IDIOMS, **guides.IDIOMS, **guides_nnx.IDIOMS}
 QUICK = [("sharpness_aware_opaque", 3)]
 
 

@@ -8,16 +8,13 @@ import difflib
 import functools
 import importlib
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import several
 from conftest import mesh_of
 
 HERE = Path(__file__).parent
@@ -72,28 +69,11 @@ def of_everyday():
 @pytest.mark.slow
 def test_on_two_processes():
     """A loop, and that of every day, on four devices of each."""
-    names = ["mnist"]
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    flags = "--xla_force_host_platform_device_count=4"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    children = [
-        subprocess.Popen(
-            [sys.executable, HERE / "two_processes.py", str(i), port, "3", *names, "everyday"],
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for i in range(2)
-    ]
-    for child in children:
-        out, errors = child.communicate(timeout=600)
-        assert child.returncode == 0, errors
+    names = ["mnist", "everyday"]
+    for out in several.run(HERE / "two_processes.py", "3", *names, devices=4):
         lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]  # the others are Gloo's
         found = {name: history for line in lines for name, history in line.items()}
-        assert [*found] == [*names, "everyday"]
+        assert [*found] == names
         for name, history in found.items():
             expected = of_everyday() if name == "everyday" else plain(name)
             assert_equal(history, [float(x) for x in jax.tree.leaves(expected)])

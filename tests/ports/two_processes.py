@@ -1,6 +1,6 @@
 """Run by test_ports.py, twice: loops on four devices of each of two processes.
 
-python two_processes.py PROCESS PORT STAGE NAME...
+python two_processes.py STAGE NAME... PORT PROCESS
 """
 
 import importlib
@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
-process, port, stage, *names = sys.argv[1:]
+stage, *names, port, process = sys.argv[1:]
 jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=int(process))
 assert jax.device_count() == 8
 for name in names:

@@ -1,14 +1,10 @@
 """Processes that differ are all told in which way, before one of them trains on."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 
 import pytest
-from conftest import HELPERS
+import several
 
 LAST = r"On process LAST, unlike 0: "
 PROGRAM = r"ValueError: The processes do not {} alike: the programs of process LAST differ from that of process 0\. "
@@ -46,15 +42,7 @@ FOUR = "nothing learning_rate initial_values step_of_save shards_that_two_proces
 
 def run(folder, processes, *cases, within=300):
     """Return the exit status, the standard output and the errors of each process."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    child = [sys.executable, HELPERS / "differing_child.py"]
-    flags = "--xla_force_host_platform_device_count=2"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    rest = [str(processes), port, folder, *cases]
-    children = [subprocess.Popen([*child, str(i), *rest], **options) for i in range(processes)]
+    children = several.start("differing_child.py", processes, folder, *cases, processes=processes)
     try:
         said = [one.communicate(timeout=within) for one in children]
     finally:

@@ -1,8 +1,6 @@
 """A step that takes longer than it may ends its process, which says what it waits for."""
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import HELPERS
+import several
 
 from zerojax import zero_shard
 from zerojax.train import watchdog
@@ -103,13 +101,7 @@ def test_a_healthy_step_is_left_alone_while_its_process(program):
 
 @pytest.mark.slow
 def test_one_whose_peer_is_killed_leaves_to_be_started_again():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    child = [sys.executable, HELPERS / "watchdog_child.py"]
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    children = [subprocess.Popen([*child, str(i), port, "killed"], **options) for i in range(2)]
+    children = several.start("watchdog_child.py", "killed")
     _, errors = children[0].communicate(timeout=80)  # JAX's shutdown takes 100 s to give up
     assert children[1].wait(10) == -signal.SIGKILL
     assert children[0].returncode == EXIT_STATUS, errors
@@ -127,14 +119,7 @@ def test_a_limit_is_set_where_processes_would_wait_for_each_other(monkeypatch):
 
 @pytest.mark.slow
 def test_it_names_the_process_it_waits_for_and_the_others_end_too():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    child = [sys.executable, HELPERS / "watchdog_child.py"]
-    flags = "--xla_force_host_platform_device_count=2"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_COMPILATION_CACHE": "0"}
-    options = {"env": environment, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    children = [subprocess.Popen([*child, str(i), port], **options) for i in range(2)]
+    children = several.start("watchdog_child.py")
     begun = time.monotonic()
     out, errors = children[0].communicate(timeout=120)
     assert children[0].returncode == EXIT_STATUS, errors
