@@ -132,36 +132,6 @@ def fit(way, loss, tx=None, start=None, after=None, steps=3, **options):
 
 
 @idiom
-def fixed_point(way):
-    """The state where a layer maps to itself, differentiated implicitly."""
-
-    @partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def settled(layer, p, start):
-        step = lambda carry: (carry[1], layer(p, carry[1]))
-        far = lambda carry: jnp.max(jnp.abs(carry[0] - carry[1])) > 1e-6
-        return lax.while_loop(far, step, (start, layer(p, start)))[1]
-
-    def forward(layer, p, start):
-        z = settled(layer, p, start)
-        return z, (p, z)
-
-    def backward(layer, kept, ct):
-        p, z = kept
-        of_state, of_params = jax.vjp(lambda z: layer(p, z), z)[1], jax.vjp(lambda p: layer(p, z), p)[1]
-        u = settled(lambda _, u: of_state(u)[0] + ct, None, ct)
-        return of_params(u)[0], jnp.zeros_like(z)
-
-    settled.defvjp(forward, backward)
-
-    def loss(p, batch):
-        layer = lambda q, z: jnp.tanh(z @ (q["w"].T @ q["w"]) * 0.05 + q["x"])
-        z = settled(layer, {"w": p["w"], "x": batch[0] @ p["w"] + p["b"]}, jnp.zeros((ROWS, 30)))
-        return jnp.mean((z @ p["v"] - batch[1]) ** 2)
-
-    return fit(way, loss)
-
-
-@idiom
 def linear_solve(way):
     """Ridge regression on learned features by conjugate gradients, differentiated implicitly."""
 
@@ -170,19 +140,6 @@ def linear_solve(way):
         matrix = lambda u: features.T @ (features @ u) / ROWS + u
         head, _ = jax.scipy.sparse.linalg.cg(matrix, features.T @ batch[1] / ROWS + p["v"], maxiter=40, tol=1e-7)
         return jnp.mean((features @ head - batch[1]) ** 2)
-
-    return fit(way, loss)
-
-
-@idiom
-def differential_equation(way):
-    """A network that satisfies a Poisson equation: Laplacians with respect to its inputs."""
-
-    def loss(p, batch):
-        u = lambda x: jnp.tanh(x @ p["w"] + p["b"]) @ p["v"][:, 0]
-        laplacian = lambda x: jnp.trace(jax.jacfwd(jax.jacrev(u))(x))
-        inside, edge = jax.vmap(laplacian)(batch[0]) - jnp.sin(batch[1][:, 0]), jax.vmap(u)(batch[0] / 3)
-        return jnp.mean(inside**2) + jnp.mean(edge**2)
 
     return fit(way, loss)
 

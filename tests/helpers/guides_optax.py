@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from guides import batches, error, fit, idiom, params
-from jax import lax
 
 
 @idiom
@@ -30,21 +29,6 @@ def learned_learning_rate(way):
         rate = rate * jnp.exp(-0.02 * slope)
         seen += [value, slope]
     return seen, way.unshard(tx, params_)
-
-
-@idiom
-def adversarial_examples(way):
-    """Inputs are moved against the model, and projected into a ball, before the loss is taken."""
-
-    def loss(p, batch):
-        x, y = batch
-        away = jnp.zeros_like(x)
-        for _ in range(2):
-            slope = jax.grad(lambda away: error(p, (x + away, y)))(away)
-            away = optax.projections.projection_linf_ball(away + jnp.tanh(100 * slope), 0.1)
-        return (error(p, batch) + error(p, (x + lax.stop_gradient(away), y))) / 2
-
-    return fit(way, loss)
 
 
 @idiom
