@@ -20,19 +20,12 @@ from zerojax.layout.leaf import Leaf
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
-    """A traced loss, divided into its reductions of parameters and the rest.
+    """A traced loss, divided into its reductions of parameters and the rest."""
 
-    Attributes:
-        program: Computes the reductions. Its arguments are those with the indices `reads`.
-        reads: Indices into the loss's arguments, followed by its constants.
-        constants: The values of the loss's constants.
-        rest: The jaxpr of the rest. Its arguments are the loss's arguments, the constants, and the reductions' results.
-    """
-
-    program: Program
-    reads: tuple[int, ...]
-    constants: Sequence
-    rest: Any
+    program: Program  # computes the reductions from the arguments with the indices `reads`
+    reads: tuple[int, ...]  # indices into the loss's arguments, followed by its constants
+    constants: Sequence  # the values of the loss's constants
+    rest: Any  # a jaxpr from the loss's arguments, the constants and the reductions' results
 
     def run_rest(self, args: Sequence, results: Sequence) -> list:
         return jaxprs.run(self.rest, (), *args, *self.constants, *results)

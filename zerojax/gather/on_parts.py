@@ -24,19 +24,12 @@ _ALIGNED = of_kind(Kind.ELEMENTWISE) | {"concatenate", "sort"}
 
 @dataclasses.dataclass(frozen=True)
 class Division:
-    """How one dim of some values is divided over devices.
+    """How one dim of some values is divided over devices."""
 
-    Attributes:
-        length: The logical size of the dim.
-        extent: The size of the dim on one device, with padding.
-        total: The size of the dim on all devices, with padding.
-        axes: The mesh axes that divide the dim.
-    """
-
-    length: int
-    extent: int
-    total: int
-    axes: tuple[str, ...]
+    length: int  # the logical size of the dim
+    extent: int  # its size on one device, with padding
+    total: int  # its size on all devices, with padding
+    axes: tuple[str, ...]  # the mesh axes that divide it
 
     @classmethod
     def of(cls, leaf: Leaf) -> "Division":
@@ -70,11 +63,7 @@ class Division:
 
 @dataclasses.dataclass(frozen=True)
 class Layer(Division):
-    """One layer of `length` layers. The divided dim keeps the size 1.
-
-    Attributes:
-        index: The index of the layer.
-    """
+    """One layer of `length` layers. The divided dim keeps the size 1."""
 
     index: Any
 
@@ -138,8 +127,9 @@ def evaluate_parts(
     while waiting or ends:
         waiting, terms = run.ready(waiting)
         if not waiting:
-            parts = [(i, v) for i, (v, end) in enumerate(ends) if end is None and run.dim_of(v) is not None]
-            terms += [Term.of_part(i, run.env[v], run.dims[v], run.divisions[v]) for i, v in parts]
+            for i, (var, end) in enumerate(ends):
+                if end is None and (dim := run.dim_of(var)) is not None:
+                    terms.append(Term.of_part(i, run.env[var], dim, run.divisions[var]))
             ends = []
         with jax.named_scope(label):
             run.env.update(_combined(terms))
@@ -148,18 +138,13 @@ def evaluate_parts(
 
 
 class _Evaluation:
-    """Evaluates the equations of a jaxpr on parts. The arguments are those of `evaluate_parts`.
-
-    Attributes:
-        env: The values of variables, and by their indices those of results that devices combine.
-        dims: The divided dim of each variable, or None.
-        divisions: How the parts are divided.
-    """
+    """Evaluates the equations of a jaxpr on parts. The arguments are those of `evaluate_parts`."""
 
     def __init__(self, jaxpr: Any, consts: Sequence, values: Sequence, given: Sequence, each: Sequence):
         """Begin with the arguments."""
         layers = any(isinstance(division, Layer) for division in each)
         self.dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=layers)
+        # The values of variables, and those of results that devices combine by their indices.
         self.env: dict = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(consts), strict=True))
         self.divisions = dict(zip(jaxpr.invars, each, strict=True))
         for var, x, dim, division in zip(jaxpr.invars, values, given, each, strict=True):

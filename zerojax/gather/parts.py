@@ -112,6 +112,7 @@ def _is_product_of_shards(eqn: Any) -> bool:
 
 
 def moving_operands(eqn: Any) -> list[int]:
+    """Return the indices of the operands that may have cotangents."""
     return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
 
 

@@ -28,15 +28,11 @@ _KEPT = OF_SHARDS - OF_STACKS
 
 
 class End(NamedTuple):
-    """A value of all layers that equations outside of the loop read.
+    """A value of all layers that equations outside of the loop read."""
 
-    Attributes:
-        var: A variable that has one value per layer.
-        reduction: The equation that reads `var`, if it sums over the dim of layers and further dims. An iteration then
-            sums over the further dims, so that the loop returns a small value.
-    """
-
-    var: Any
+    var: Any  # has one value per layer
+    # The equation that reads `var`, if it sums over the dim of layers and further dims. An iteration then sums over the
+    # further dims, so that the loop returns a small value.
     reduction: Any = None
 
     @property
@@ -46,17 +42,11 @@ class End(NamedTuple):
 
 @dataclasses.dataclass
 class Host:
-    """A loop over layers, with further values of these layers that it will compute.
+    """A loop over layers, with further values of these layers that it will compute."""
 
-    Attributes:
-        loops: The loop, followed by other loops over its stacks, which only read parameters. Empty for a new loop.
-        ends: The values that the loop returns.
-        computed: Operands of the loop. Each iteration computes its row of them.
-    """
-
-    loops: list
-    ends: list[End] = dataclasses.field(default_factory=list)
-    computed: dict = dataclasses.field(default_factory=dict)
+    loops: list  # the loop, followed by other loops over its stacks, which only read parameters; empty for a new loop
+    ends: list[End] = dataclasses.field(default_factory=list)  # the values that the loop returns
+    computed: dict = dataclasses.field(default_factory=dict)  # operands of which each iteration computes its row
 
     @property
     def stacks(self) -> list:

@@ -38,21 +38,15 @@ widen_p = Primitive("zerojax_widen")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """The two functions of a `shardwise` equation, as closed jaxprs of the same arguments.
+    """The two functions of a `shardwise` equation, as closed jaxprs of the same arguments."""
 
-    Attributes:
-        head: Returns `(z, *scales)`. The scales are the small values of parameters that `widen` also reads. All devices
-            have them in full.
-        full: Returns the wide weight `y`.
-        fixed: The indices of the arguments that are constants, which get no cotangent. If a function with a custom
-            derivative closes over a constant, JAX cannot differentiate with respect to the constant.
-        narrow: The type in which `z` is stored and gathered. None for the type of `z`.
-    """
-
+    # Returns `(z, *scales)`. The scales are small values of parameters that `widen` reads. All devices have them.
     head: Any
-    full: Any
+    full: Any  # returns the wide weight `y`
+    # The indices of the arguments that are constants, which get no cotangent. If a function with a custom derivative
+    # closes over a constant, JAX cannot differentiate with respect to the constant.
     fixed: frozenset[int] = frozenset()
-    narrow: Any = None
+    narrow: Any = None  # the type in which `z` is stored and gathered; None for the type of `z`
 
     def with_fixed(self, indices: Iterable[int]) -> "Computation":
         return dataclasses.replace(self, fixed=frozenset(indices))
@@ -98,17 +92,11 @@ def _refuse(*_: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Shardwise:
-    """A `shardwise` equation, whose operands are arguments of a program.
-
-    Attributes:
-        eqn: The equation.
-        leaves: For each operand, its layout if it is a sharded parameter, or None.
-        leaf: The layout of the first result, `z`.
-    """
+    """A `shardwise` equation, whose operands are arguments of a program."""
 
     eqn: Any
-    leaves: tuple[Leaf | None, ...]
-    leaf: Leaf
+    leaves: tuple[Leaf | None, ...]  # for each operand, its layout if it is a sharded parameter
+    leaf: Leaf  # the layout of the first result, `z`
 
     @classmethod
     def of(cls, eqn: Any, layouts: Mapping[Any, Leaf]) -> "Shardwise | None":

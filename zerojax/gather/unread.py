@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import bare, dims_of, flat
+from zerojax.gather.parts import bare, dims_of, flat, moving_operands
 
 
 @jax.custom_vjp
@@ -67,19 +67,12 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
 
 
 class _Call:
-    """A call of a function with a custom derivative, and the equations of both its passes.
-
-    Attributes:
-        eqn: The call.
-        moving: The indices of the operands that get cotangents.
-        active: The indices of the results that have cotangents.
-    """
+    """A call of a function with a custom derivative, and the equations of both its passes."""
 
     def __init__(self, eqn: Any):
-        moves = lambda a: not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)
-        self.eqn = eqn
-        self.moving = [i for i, a in enumerate(eqn.invars) if moves(a)]
-        self.active = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and moves(v)]
+        is_active = lambda v: not compat.is_dropped(v) and jaxprs.differentiable(v.aval.dtype)
+        self.eqn, self.moving = eqn, moving_operands(eqn)
+        self.active = [k for k, v in enumerate(eqn.outvars) if is_active(v)]  # the results that have cotangents
 
     @property
     def passes(self) -> Any:
