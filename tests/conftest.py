@@ -28,7 +28,6 @@ import functools
 import gc
 import itertools
 import math
-import pathlib
 import subprocess
 import sys
 
@@ -37,8 +36,6 @@ import pytest
 from jax.sharding import AxisType
 
 gc.set_threshold(50_000, 20, 10)  # tracing makes many objects; collecting them as often as usual takes 6% of the time
-
-HELPERS = pathlib.Path(__file__).parent / "helpers"  # modules that several folders import, and children that they run
 
 
 def pytest_runtest_logreport(report):
