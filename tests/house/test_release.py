@@ -12,8 +12,8 @@ from zerojax.cli import app
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-# For those who work on the library; README names the others.
-FOR_CONTRIBUTORS = {"dev", "docs", "outside", "peers", "ports", "reference", "release"}
+# For those who work on the library, or a part of other extras; README names the rest.
+FOR_CONTRIBUTORS = {"dev", "docs", "outside", "peers", "plot", "ports", "reference", "release"}
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
 STEPS = [step for job in WORKFLOW.values() for step in job["steps"]]
 
