@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from zerojax import collectives, zero_shard
+from zerojax.layout.padded import is_padded
 
 DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
 LEAVES = jax.tree.leaves
@@ -128,6 +129,15 @@ def assert_gradient(found, expected):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())
 
 
+def assert_padding_is_zero(grads):
+    padded = [x for x in jax.tree.leaves(grads, is_leaf=is_padded) if is_padded(x)]
+    assert padded
+    for x in padded:
+        outside = np.array(x.storage)
+        outside[tuple(map(slice, x.shape))] = 0
+        assert not outside.any()
+
+
 def compiled_gradient(loss, style, view):
     tx = sharded(view)
     return jax.jit(tx.value_and_grad(loss)).lower(tx.shard(parameters(style)), X).compile()
@@ -217,6 +227,7 @@ def test_a_term_of_parameters_is_exact_and_shares_the_gathers_of_the_model(name,
     expected = jax.jit(jax.value_and_grad(loss))(params, X)
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     assert_gradient(tx.unshard(grads), expected[1])
+    assert_padding_is_zero(grads)
     gathered, reduced, _ = moved(compiled)
     assert gathered <= 1.02 * without[0]
     # The mean and the variance of each column, and their cotangents. They are 16% of a matrix with only 25 rows.

@@ -41,7 +41,7 @@ def test_a_record_of_a_run_names_options_and_leaves():
     offload = Offload(optimizer="host", where=lambda path, leaf: True)
     offloading = zero_shard(optax.adam(1e-2), offload=offload, **options)
     record = run_record(offloading.config, offloading.create(jax.eval_shape(lambda: PARAMS)).plan)
-    assert record["offload"].startswith("{'optimizer': 'host', 'params': None, 'update': 'auto', 'fraction': 1.0")
+    assert record["offload"].startswith("{'optimizer': 'host', 'params': None, 'update': 'device', 'fraction': 1.0")
     assert record["trainable"] == "False"
 
 

@@ -103,6 +103,9 @@ class ReducedSegment(Segment):
             found = evaluate_parts(derivative, [*first, *last], dims, divisions, wanted=ends, label=self._label)
             # Each device has the sum for all losses, and the cotangents of the other inputs are summed over devices.
             losses = (leaf.shards if comm.defers else comm.losses) if own_loss else 1
+            # The padding of a gradient is zero, whatever the derivative makes of the padding of the parts.
+            trimmed = lambda x, end: x if end is None else end[1].fill(x, end[0], 0)
+            found = [trimmed(x, end) for x, end in zip(found, ends, strict=True)]
             return [x / losses if i >= count and losses > 1 else x for i, x in zip(moving, found, strict=True)]
 
         found = comm.per_shard(pull, [*inputs, *known], dims, [dims[i] for i in moving], self.axes)
