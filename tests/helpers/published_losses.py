@@ -27,6 +27,14 @@ def tokens_of(p, batch):
 SEQUENCES = {"x": (LENGTH * WIDTH,), "length": 7, "label": CLASSES}
 
 
+@program(EMBED | {"temperature": (1,)}, PAIRS)
+def clip(p, batch):
+    """Radford et al. 2021: symmetric, with a learned temperature."""
+    logits = jnp.minimum(jnp.exp(p["temperature"]), 100) * embed(p, batch["x"]) @ embed(p, batch["y"]).T
+    own = jnp.arange(ROWS)
+    return (xent(logits, own).mean() + xent(logits.T, own).mean()) / 2
+
+
 @program(EMBED | {"temperature": (1,), "bias": (1,)}, PAIRS)
 def siglip(p, batch):
     """Zhai et al. 2023: every pair is one yes or no, and neighbours' rows come by in chunks."""
@@ -65,6 +73,26 @@ def dino(p, state, batch):
     return loss, {"center": 0.9 * state["center"] + 0.1 * taught.mean(0), "teacher": teacher}
 
 
+@program(
+    EMBED | {"decoder": (WIDTH, WIDTH)},
+    X,
+    mutable=lambda: {"codes": jax.random.normal(jax.random.key(6), (20, WIDTH)), "count": jnp.ones(20)},
+    has_aux=True,
+)
+def vq_vae(p, state, batch):
+    """Van den Oord et al. 2017: a codebook by moving averages over the batch; its perplexity."""
+    z = encode(p["encoder"], batch["x"]) @ p["head"]
+    nearest = distances(z, state["codes"]).argmin(1)
+    hot = jax.nn.one_hot(nearest, 20)
+    quantized = z + lax.stop_gradient(state["codes"][nearest] - z)
+    count = 0.9 * state["count"] + 0.1 * hot.sum(0)
+    codes = 0.9 * state["codes"] + 0.1 * lax.stop_gradient(hot.T @ z) / count[:, None]
+    use = hot.mean(0)
+    aux = {"perplexity": jnp.exp(-jnp.sum(use * jnp.log(use + 1e-10))), "used": (use > 0).sum()}
+    loss = jnp.mean((quantized @ p["decoder"] - batch["x"]) ** 2) + 0.25 * jnp.mean((z - state["codes"][nearest]) ** 2)
+    return loss, {"codes": codes, "count": count}, aux
+
+
 @program(EMBED, PAIRS, mutable=lambda: {"queue": jnp.eye(2 * ROWS, WIDTH), "at": jnp.int32(0)})
 def moco(p, state, batch):
     """He et al. 2020: negatives are a queue of earlier batches' keys."""
@@ -72,6 +100,14 @@ def moco(p, state, batch):
     logits = jnp.concatenate([jnp.sum(z * key, -1, keepdims=True), z @ state["queue"].T], 1) / 0.5
     queue = lax.dynamic_update_slice(state["queue"], key, (state["at"], 0))
     return xent(logits, jnp.zeros(ROWS, int)).mean(), {"queue": queue, "at": (state["at"] + ROWS) % (2 * ROWS)}
+
+
+@program(EMBED, LABELED)
+def batch_hard_triplets(p, batch):
+    """Hermans et al. 2017: the farthest row of the same label, the nearest of another."""
+    z, same = encode(p["encoder"], batch["x"]) @ p["head"], batch["label"][:, None] == batch["label"]
+    apart = jnp.sqrt(distances(z, z) + 1e-6)
+    return jax.nn.softplus(jnp.where(same, apart, 0).max(1) - jnp.where(same, jnp.inf, apart).min(1)).mean()
 
 
 @program({"encoder": "encoder", "out": (HIDDEN + 1, WIDTH)}, X)
@@ -107,6 +143,17 @@ def alignments(p, batch):
     labels = jnp.stack([batch["label"], batch["other"]], 1)
     each = optax.ctc_loss(log_p, 1.0 - there, labels, (labels == 0) * 1.0)
     return jnp.sum(each) / jnp.sum(labels != 0)
+
+
+@program(CLASSIFY, LABELED | {"group": 4}, mutable=lambda: jnp.full(4, 0.25), has_aux=True)
+def worst_group(p, weight, batch):
+    """Sagawa et al. 2020, group DRO: groups' weights follow their losses over the batch."""
+    each = xent(encode(p["encoder"], batch["x"]) @ p["head"], batch["label"])
+    count = jax.ops.segment_sum(jnp.ones(ROWS, int), batch["group"], 4)
+    mean = jax.ops.segment_sum(each, batch["group"], 4) / count
+    weight = weight * jnp.exp(0.5 * lax.stop_gradient(mean))
+    weight = weight / weight.sum()
+    return weight @ mean, weight, {"mean": mean, "count": count}
 
 
 @program(EMBED | {"items": (30, WIDTH)}, {"x": (WIDTH,), "item": 30})

@@ -38,9 +38,10 @@ class Attention(eqx.Module):
         self.norm, self.block = eqx.nn.LayerNorm(WIDTH), Block(b)
         self.attention = eqx.nn.MultiheadAttention(HEADS, WIDTH, key=a)
 
-    def __call__(self, x):
+    def __call__(self, x, causal=True):
         y = jax.vmap(self.norm)(x)
-        return jax.vmap(self.block)(x + self.attention(y, y, y, mask=jnp.tri(len(x), dtype=bool)))
+        mask = jnp.tri(len(x), dtype=bool) if causal else None
+        return jax.vmap(self.block)(x + self.attention(y, y, y, mask=mask))
 
 
 class GPT(eqx.Module):
@@ -73,6 +74,23 @@ def over_layers(layers, x, scanned):
     return lax.scan(jax.checkpoint(lambda x, a: (eqx.combine(a, static)(x), None)), x, arrays)[0]
 
 
+class ViT(eqx.Module):
+    patches: eqx.nn.Conv2d
+    layers: list
+    head: eqx.nn.Linear
+
+    def __init__(self, key):
+        a, b, *keys = jax.random.split(key, 2 + LAYERS)
+        self.patches = eqx.nn.Conv2d(5, WIDTH, 4, stride=4, key=a)
+        self.layers, self.head = [Attention(k) for k in keys], eqx.nn.Linear(WIDTH, OUT, key=b)
+
+    def __call__(self, image):
+        x = self.patches(image).reshape(WIDTH, -1).T
+        for layer in self.layers:
+            x = layer(x, causal=False)
+        return self.head(x.mean(0))
+
+
 class Conv(eqx.Module):
     layers: list
     head: eqx.nn.Linear
@@ -96,20 +114,22 @@ class Recurrent(eqx.Module):
     cells: list
     head: eqx.nn.Linear
 
-    def __init__(self, key):
+    def __init__(self, key, cell):
         a, b, c = jax.random.split(key, 3)
-        self.cells = [eqx.nn.LSTMCell(WIDTH, 112, key=a), eqx.nn.LSTMCell(112, 144, key=b)]
+        self.cells = [cell(WIDTH, 112, key=a), cell(112, 144, key=b)]
         self.head = eqx.nn.Linear(144, OUT, key=c)
 
     def __call__(self, x):
         for cell in self.cells:
             zeros = jnp.zeros(cell.hidden_size)
+            start = (zeros, zeros) if isinstance(cell, eqx.nn.LSTMCell) else zeros
+            first = lambda carry: carry[0] if isinstance(carry, tuple) else carry
 
-            def step(carry, x, cell=cell):
+            def step(carry, x, cell=cell, first=first):
                 carry = cell(x, carry)
-                return carry, carry[0]
+                return carry, first(carry)
 
-            _, x = lax.scan(step, (zeros, zeros), x)
+            _, x = lax.scan(step, start, x)
         return self.head(x[-1])
 
 
@@ -138,6 +158,7 @@ def blocks(wrap):
 
 
 PAIRS = {"x": (MANY, WIDTH), "y": (MANY, WIDTH)}
+LABELED = {"x": (MANY, WIDTH), "y": ids(MANY)}
 IMAGES = {"x": (ROWS, 5, 16, 16), "y": ids(ROWS)}
 SERIES = {"x": (ROWS, TIME, WIDTH), "y": ids(ROWS)}
 TOKENS = ids(ROWS, TIME + 1)
@@ -146,13 +167,17 @@ make_stack = lambda key: eqx.filter_vmap(Block)(jax.random.split(key, LAYERS))
 scanned_blocks = lambda model, batch: regressed(lambda x: over_layers(model, x, True), batch)
 scanned_gpt = lambda key: GPT(key, scanned=True)
 
+entered("eqx_mlp", lambda k: eqx.nn.MLP(WIDTH, OUT, HIDDEN, 3, key=k), LABELED, classified, "`eqx.nn.MLP`")
 entered("eqx_blocks", make_blocks, PAIRS, blocks(lambda f: f), "residual MLP blocks, unrolled")
 entered("eqx_blocks_remat", make_blocks, PAIRS, blocks(jax.checkpoint), "the same, each under `jax.checkpoint`")
 entered("eqx_blocks_scan", make_stack, PAIRS, scanned_blocks, "the same, scanned and under `jax.checkpoint`")
 entered("eqx_blocks_acc", make_blocks, PAIRS, blocks(lambda f: f), "the same, unrolled, 4 microbatches", accumulate=4)
 entered("eqx_gpt", GPT, TOKENS, next_token, "GPT, unrolled")
 entered("eqx_gpt_scan", scanned_gpt, TOKENS, next_token, "GPT, scanned and under `jax.checkpoint`")
+entered("eqx_gpt_acc", GPT, TOKENS, next_token, "GPT, unrolled, 4 microbatches", accumulate=4)
+entered("eqx_vit", ViT, IMAGES, classified, "ViT with a convolution of patches")
 entered("eqx_conv", Conv, IMAGES, classified, "convolutions, features first")
-entered("eqx_lstm", Recurrent, SERIES, classified, "two LSTM layers, scanned over time")
+entered("eqx_lstm", lambda k: Recurrent(k, eqx.nn.LSTMCell), SERIES, classified, "two LSTM layers, scanned over time")
+entered("eqx_gru", lambda k: Recurrent(k, eqx.nn.GRUCell), SERIES, classified, "two GRU layers, scanned over time")
 
 assert HEADS * HEAD == WIDTH

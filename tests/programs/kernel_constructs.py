@@ -84,6 +84,9 @@ flash_by_function = _partitioned_flash(
         lambda *_: f"{_Q}, b s h d, b s h d, {_Q}, b h t, {_Q} -> {_Q}, b s h d, b s h d",
     ),
 )
+_gelu = partitioned(kernels.gelu, "b t d -> b t d")
+_gelu_backward = partitioned(lambda x, g: jax.vjp(kernels.gelu, x)[1](g)[0], "b t d, b t d -> b t d")
+gelu_by_rule = with_vjp(_gelu, lambda x: (_gelu(x), x), lambda x, g: (_gelu_backward(x, g),))
 _linear = partitioned(kernels.linear, "b t d, d f -> b t f", shared=1)
 _linear_backward = partitioned(
     lambda g, x, w: jax.vjp(kernels.linear, x, w)[1](g), "b t f, b t d, d f -> b t d, d f", shared=1, sums=1
@@ -103,6 +106,12 @@ def partitioned_attention(where, x, w):
 def partitioned_by_function(where, x, w):
     """Attention under `custom_partitioning`, whose rule is a function"""
     return merged(x, flash_by_function(*heads(x, w)), w)
+
+
+@layer("Partitioned by the user", MLP)
+def partitioned_gelu(where, x, w):
+    """GELU under `custom_partitioning` with a rule"""
+    return x + gelu_by_rule(norm(x) @ w["up"]) @ w["down"]
 
 
 IN_CALLBACK = "the partition callback sums the parameter's gradient over the devices, once per microbatch"
@@ -148,10 +157,22 @@ def _gated(x, w, determinant):
     return x + gate[:, None, None] * jax.nn.gelu(h) @ w["down"].astype(jnp.float32)
 
 
+@layer("Foreign functions and callbacks", MLP)
+def foreign(where, x, w):
+    """`ffi_call` of LAPACK in a `shard_map`"""
+    return _gated(x, w, where.per_device(logdet, (0,)))
+
+
 @layer("Foreign functions and callbacks", MLP, bare=OPAQUE)
 def foreign_bare(where, x, w):
     """`ffi_call` of LAPACK, bare"""
     return _gated(x, w, logdet)
+
+
+@layer("Foreign functions and callbacks", MLP, bare=OPAQUE)
+def foreign_vmapped(where, x, w):
+    """`ffi_call` of LAPACK on one matrix, under `vmap`"""
+    return _gated(x, w, jax.vmap(logdet))
 
 
 def _called(fn, *args):
@@ -163,6 +184,12 @@ _slope = lambda x, g: (np.asarray(g, np.float32) / np.cosh(np.asarray(x, np.floa
 called = with_vjp(
     functools.partial(_called, _tanh), lambda x: (_called(_tanh, x), x), lambda x, g: (_called(_slope, x, g),)
 )
+
+
+@layer("Foreign functions and callbacks", MLP)
+def callback(where, x, w):
+    """`pure_callback` in a `shard_map`"""
+    return x + where.per_device(called, (0,))(norm(x) @ w["up"]) @ w["down"]
 
 
 @layer("Foreign functions and callbacks", MLP, bare=OPAQUE)
@@ -198,6 +225,13 @@ def custom_vmap(where, x, w):
     return x + jax.vmap(op)(norm(x) @ w["up"]) @ w["down"]
 
 
+@layer("Rules of transformations", MLP)
+def platform(where, x, w):
+    """`lax.platform_dependent`: a kernel on one platform, and plain JAX on others, in a `shard_map`"""
+    local = lambda x: lax.platform_dependent(x, cpu=kernels.gelu, default=jax.nn.gelu)
+    return x + where.per_device(local, (0,))(norm(x) @ w["up"]) @ w["down"]
+
+
 @layer("Rules of transformations", QKV)
 def layouts(where, x, w):
     """`with_layout_constraint` before and after a kernel in a `shard_map`"""
@@ -213,7 +247,15 @@ def attention_under_vmap(where, x, w):
     return merged(x, jax.vmap(one)(*heads(x, w)), w)
 
 
+_MIXING = np.argwhere(np.random.default_rng(2).random((TIME, TIME)) < 0.2)
 _PRUNED = np.argwhere(np.random.default_rng(3).random((WIDTH, MLP["up"][1])) < 0.25)
+
+
+@layer("Sparse", MLP)
+def sparse_mixing(where, x, w):
+    """A BCOO matrix of time steps times each row, under `vmap`"""
+    mixing = sparse.BCOO((jnp.ones(len(_MIXING), x.dtype) / 5, jnp.asarray(_MIXING)), shape=(TIME, TIME))
+    return x + jax.nn.gelu(jax.vmap(lambda row: mixing @ row)(norm(x)) @ w["up"]) @ w["down"]
 
 
 @layer("Sparse", {"values": (len(_PRUNED),), "down": MLP["down"]})

@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import kernels
 from jax import lax
 from jax.sharding import PartitionSpec
 from kernel_registry import DEVICES, HIDDEN, QKV, SEQUENCE, WIDTH, heads, layer, merged, norm
@@ -46,6 +47,16 @@ def experts(where, x, w):
     """Experts of each device's tokens in a `shard_map`: sort, `ragged_dot`, scatter"""
     run = where.per_device(dropless(), (0, 0, 0, None, None))
     return x + run(norm(x), *routed(x, w), w["up"], w["down"])
+
+
+@layer("Experts", EXPERT)
+def experts_routed_inside(where, x, w):
+    """The same, and the router in the `shard_map`, too"""
+
+    def local(x, gate, up, down):
+        return x + dropless()(norm(x), *routed(x, {"gate": gate}), up, down)
+
+    return where.per_device(local, (0, None, None, None))(x, w["gate"], w["up"], w["down"])
 
 
 @layer("Experts", EXPERT, bare=SORTED)
@@ -107,3 +118,16 @@ def ring(where, x, w):
     """Ring attention: `ppermute` in a `shard_map` over rows and time steps"""
     run = _whole if where.view == "one" else where.over_sequence(_ring, 3)
     return merged(x, run(*heads(x, w)), w)
+
+
+@layer("Sequences over devices", QKV, sequence=True)
+def ulysses(where, x, w):
+    """Ulysses: `all_to_all`s around a Pallas kernel in a `shard_map` over rows and time steps"""
+
+    def exchanged(q, k, v):
+        to_heads = lambda a: lax.all_to_all(a, "sequence", 2, 1, tiled=True)
+        return lax.all_to_all(kernels.flash(*map(to_heads, (q, k, v))), "sequence", 1, 2, tiled=True)
+
+    halves = [a.reshape(*a.shape[:2], 2 * a.shape[2], -1) for a in heads(x, w)]
+    run = kernels.flash if where.view == "one" else where.over_sequence(exchanged, 3)
+    return merged(x, run(*halves), w)

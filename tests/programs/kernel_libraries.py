@@ -8,7 +8,7 @@ import kernels
 from kernel_experts import EXPERT, TOP_K, dropless, routed
 from kernel_registry import HIDDEN, MLP, QKV, WIDTH, head, heads, layer, merged, norm
 
-LIBRARIES = ("tokamax", "qwix")
+LIBRARIES = ("tokamax", "qwix", "ejkernel")
 
 
 def imported(name):
@@ -19,7 +19,7 @@ def imported(name):
         return None
 
 
-tokamax, qwix = map(imported, LIBRARIES)
+tokamax, qwix, ejkernel = map(imported, LIBRARIES)
 
 if tokamax is not None:
     from_tokamax = {"implementation": "xla"}
@@ -28,6 +28,18 @@ if tokamax is not None:
     def tokamax_attention(where, x, w):
         """tokamax's attention"""
         return merged(x, tokamax.dot_product_attention(*heads(x, w), **from_tokamax), w)
+
+    @layer("Libraries", {**MLP, "scale": (WIDTH,), "offset": (WIDTH,)})
+    def tokamax_layer_norm(where, x, w):
+        """tokamax's layer norm"""
+        x = tokamax.layer_norm(x, w["scale"], w["offset"], **from_tokamax)
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+    @layer("Libraries", {"up": (WIDTH, 2 * HIDDEN), "down": MLP["down"]})
+    def tokamax_glu(where, x, w):
+        """tokamax's gated linear unit"""
+        weights = w["up"].reshape(WIDTH, 2, HIDDEN)
+        return x + tokamax.gated_linear_unit(norm(x), weights, activation=jax.nn.silu, **from_tokamax) @ w["down"]
 
     @layer("Libraries", EXPERT, shared=TOP_K)
     def tokamax_ragged_dot(where, x, w):
@@ -59,3 +71,14 @@ if qwix is not None:
         """A product that qwix quantises, beside attention in a `shard_map`"""
         x = merged(x, where.per_device(kernels.flash, (0, 0, 0))(*heads(x, w)), w)
         return x + jax.nn.gelu(_dense.apply({"params": {"kernel": w["up"]}}, norm(x))) @ w["down"]
+
+
+if ejkernel is not None:
+
+    @layer("Libraries", QKV)
+    def ejkernel_attention(where, x, w):
+        """ejkernel's flash attention in a `shard_map`"""
+        from ejkernel.modules import flash_attention
+
+        local = lambda q, k, v: flash_attention(q, k, v, platform="xla")
+        return merged(x, where.per_device(local, (0, 0, 0))(*heads(x, w)), w)

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_registry import FORMS, KERNELS, Where, mesh_of
-from measured import Cost, cost_of, of_microbatches
+from measured import Cost, cost_of
 
 from zerojax import Precision, Wire, zero_shard
 from zerojax.inspect.memory import memory_analysis
@@ -75,8 +75,17 @@ def gradient(case: Case, where: Where) -> Any:
         return grad
 
     def accumulated(params, batch):
-        devices = 1 if where.view == "one" else where.mesh.shape["data"]
-        total = of_microbatches(grad, params, batch, devices, MICROBATCHES)
+        workers = 1 if where.view == "one" else where.mesh.shape["data"]
+
+        def divided(x):
+            rows = x.reshape(workers, MICROBATCHES, -1, *x.shape[1:])
+            return jnp.moveaxis(rows, 1, 0).reshape(MICROBATCHES, -1, *x.shape[1:])
+
+        def micro(carry, rows):
+            return jax.tree.map(jnp.add, carry, grad(params, rows)), None
+
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(micro, zeros, jax.tree.map(divided, batch))
         return jax.tree.map(lambda x: x / MICROBATCHES, total)
 
     return accumulated
@@ -152,7 +161,7 @@ class Ratios(NamedTuple):
     memory: float
 
 
-def needed(case: Case, stage: int) -> tuple[float, float, float]:
+def needed(case: Case, stage: int, view: str) -> tuple[float, float, float]:
     """Bytes sent, FLOPs and memory of plain jit or of device view, whichever is less.
 
     Plain jit all-reduces gradients, so device view alone says what stages 2 and 3 send. At stage 3, plain jit holds all
@@ -161,7 +170,7 @@ def needed(case: Case, stage: int) -> tuple[float, float, float]:
     reduce-scatter does. `Kernel.bare` allows what plain jit needs, and `shared` its activations.
     """
     kernel, plain = KERNELS[case.name], by_jit(case)
-    if "device" not in kernel.views:
+    if view == "device" or "device" not in kernel.views:
         sent = plain.cost.activations + {1: 1, 2: 0.5, 3: 1.5}[stage] * plain.cost.gradients
         return sent, plain.cost.flops, plain.memory
     device = by_zerojax(case, stage, "device")
@@ -174,11 +183,11 @@ def needed(case: Case, stage: int) -> tuple[float, float, float]:
     return sent, min(plain.cost.flops, device.cost.flops), memory
 
 
-def ratios(case: Case, stage: int) -> Ratios:
-    """A program's costs in global view over what is needed."""
-    found = by_zerojax(case, stage, "global")
+def ratios(case: Case, stage: int, view: str) -> Ratios:
+    """A program's costs over what is needed."""
+    found = by_zerojax(case, stage, view)
     costs = found.cost.moved, found.cost.flops, found.memory
-    return Ratios(*(a / b for a, b in zip(costs, needed(case, stage), strict=True)))
+    return Ratios(*(a / b for a, b in zip(costs, needed(case, stage, view), strict=True)))
 
 
 # Relative to the largest entry of each gradient. In float32, sums over devices, microbatches and tiles of tokens have
@@ -221,7 +230,7 @@ def differs(case: Case, stage: int) -> bool:
 def exceeded(case: Case, stage: int) -> list[str]:
     """The costs that a program exceeds, with its largest collectives."""
     kernel, over = KERNELS[case.name], []
-    found, allowed = by_zerojax(case, stage, "global"), needed(case, stage)
+    found, allowed = by_zerojax(case, stage, "global"), needed(case, stage, "global")
     costs = found.cost.moved - SLACK, found.cost.flops, found.memory
     for name, cost, limit in zip(Ratios._fields, costs, allowed, strict=True):
         one = kernel.exceptions.get(name)

@@ -17,7 +17,7 @@ HEADS, HEAD, WIDTH, HIDDEN, VOCABULARY = 5, 16, 80, 112, 136
 LAYERS = {"unrolled": 2, "remat": 2, "scan": 3}
 FORMS = tuple(LAYERS)
 KINDS = (
-    *("Attention", "Products", "Losses", "Recurrences", "Experts", "Sequences over devices"),
+    *("Attention", "Norms", "Products", "Losses", "Recurrences", "Experts", "Sequences over devices"),
     *("Partitioned by the user", "Foreign functions and callbacks", "Rules of transformations", "Sparse", "Libraries"),
 )
 SEQUENCE = 2  # devices of the axis "sequence", where there is one

@@ -30,7 +30,7 @@ HEADER = (
 def measured(case: Case, stage: int) -> dict:
     """What a case gives and costs, as figures to keep."""
     errors = {view: of_result(by_zerojax(case, stage, view), case) for view in KERNELS[case.name].views}
-    costs = ratios(case, stage)._asdict()
+    costs = ratios(case, stage, "global")._asdict()
     plain, over = of_result(by_jit(case), case), exceeded(case, stage)
     return {**case._asdict(), "stage": stage, "errors": errors, "plain": plain, **costs, "over": over}
 
@@ -75,11 +75,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", nargs="*", choices=[*KERNELS], default=[*KERNELS], metavar="NAME")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--first", type=int, default=0, help="leave out the first rounds")
     parser.add_argument("--page", action="store_true", help="write the page from the figures there are")
     given = parser.parse_args()
     key = lambda figure: (*(figure[name] for name in Case._fields), figure["stage"])
     figures = {key(figure): figure for figure in json.loads(FIGURES.read_text())} if FIGURES.exists() else {}
-    for case, stage in [] if given.page else [one for one in cases(given.rounds) if one[0].name in given.names]:
+    wanted = cases(given.rounds)[given.first * len(KERNELS) :]
+    for case, stage in [] if given.page else [one for one in wanted if one[0].name in given.names]:
         figure = measured(case, stage)
         figures[key(figure)] = figure
         print(row([figure]), *figure["over"], sep="\n    ", flush=True)

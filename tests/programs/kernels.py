@@ -3,6 +3,7 @@
 All arrays are one device's. Dim 0 of an operand is divided into blocks, one per step of the grid, unless it is shared.
 """
 
+import functools
 import math
 
 import jax
@@ -126,6 +127,11 @@ def flash_fwd(q, k, v):
 flash.defvjp(flash_fwd, lambda kept, g: tuple(flash_backward(*kept, g)))
 
 
+def _layer_norm(x, scale, offset):
+    x = x - x.mean(-1, keepdims=True)
+    return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale + offset
+
+
 def _rms_norm(x, scale):
     return x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
 
@@ -150,6 +156,15 @@ def _recurrence(decay, x):
     return over(lax.scan(step, jnp.zeros_like(x[:, 0]), (over(decay), over(x)))[1])
 
 
+def _decode(q, k, v):
+    scores = jnp.einsum("bhd,bshd->bhs", q, k, preferred_element_type=jnp.float32) / math.sqrt(q.shape[-1])
+    return jnp.einsum("bhs,bshd->bhd", jax.nn.softmax(scores).astype(v.dtype), v)
+
+
+def _glu(x, gate, up):
+    return jax.nn.silu(x @ gate) * (x @ up)
+
+
 def _mlp(x, up, down):
     return jax.nn.gelu(x @ up) @ down
 
@@ -158,7 +173,11 @@ def _widened(x, w, scale):
     return x @ (w.astype(x.dtype) * scale.astype(x.dtype))
 
 
+layer_norm = fused(_layer_norm, shared=2)
+rms_norm = fused(_rms_norm, shared=1)
+softmax = fused(lambda x: jax.nn.softmax(x.astype(jnp.float32)).astype(x.dtype))
 linear = fused(lambda x, w: jax.nn.gelu(x @ w), shared=1)
+glu = fused(_glu, shared=2)
 mlp = fused(_mlp, shared=2)
 widened = blocked(lambda x, w, scale: (_widened(x, w, scale),), shared=2)
 widened_backward = blocked(
@@ -167,7 +186,9 @@ widened_backward = blocked(
     sums=1,
 )
 linear_xent = fused(lambda x, labels, w: _linear_xent(x, w, labels), shared=1)
+xent = fused(_xent)
 recurrence = fused(_recurrence)
+decode = fused(_decode)
 gelu = fused(jax.nn.gelu)
 
 
@@ -194,3 +215,4 @@ def _quantised_forward(x, w):
 
 
 quantised.defvjp(_quantised_forward, _quantised_backward)
+add_norm = functools.partial(fused, shared=1)(lambda x, y, scale: _rms_norm(x + y, scale))

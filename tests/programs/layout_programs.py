@@ -1,6 +1,7 @@
-"""Programs by plain JAX and Linen whose rows are on another dim than the first, or not on one dim alone."""
+"""Programs by plain JAX, Haiku and Linen whose rows are on another dim than the first, or not on one dim alone."""
 
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -139,20 +140,39 @@ ABOUT = "views before rows, (V, B, T, D)"
 enter_layers("views_first", "Layouts", views, HEAD_OUT, ATTENTION, VIEWED, ABOUT, ("_scan", "_acc"))
 
 
-@program("Layouts", {"layers": stacked({**ROW_MLP, "pool": (WIDTH, WIDTH)}), **HEAD_OUT}, VIEWED)
-def views_pooled(p, batch):
-    """views before rows, of which each layer of a scan takes the largest"""
+@hk.without_apply_rng
+@hk.transform
+def nchw(x):
+    for features, stride in ((40, 1), (56, 2), (72, 2)):
+        x = jax.nn.relu(hk.Conv2D(features, 3, stride, data_format="NCHW")(x))
+    return hk.Linear(OUT)(x.mean((2, 3)))
 
-    def layer(x, w):
-        h = jax.nn.gelu(x @ w["up"]) @ w["down"]
-        return x + jnp.broadcast_to(h.max(0) @ w["pool"], h.shape)
 
-    x = over_layers(layer, jnp.moveaxis(batch["x"], 1, 0), p["layers"], False)
-    logits = x.mean(2) @ p["head"]
-    return xent(logits, jnp.broadcast_to(batch["y"], logits.shape[:2])).mean()
+@hk.without_apply_rng
+@hk.transform
+def recurrent(x):
+    core = hk.DeepRNN([hk.LSTM(112), hk.GRU(144)])
+    y, _ = hk.dynamic_unroll(core, x, core.initial_state(x.shape[1]))
+    return hk.Linear(OUT)(y[-1])
 
 
 IMAGES = {"x": (ROWS, 5, 16, 16), "y": ids(ROWS)}
+
+
+def of_haiku(net, x):
+    return lambda: jax.eval_shape(net.init, jax.random.key(0), jax.ShapeDtypeStruct(x, jnp.float32))
+
+
+@program("Haiku", of_haiku(nchw, IMAGES["x"]), IMAGES)
+def haiku_nchw(p, batch):
+    """Convolutions of (B, C, H, W)"""
+    return xent(nchw.apply(p, batch["x"]), batch["y"]).mean()
+
+
+@program("Haiku", of_haiku(recurrent, (TIME, ROWS, WIDTH)), SERIES)
+def haiku_time_major(p, batch):
+    """An LSTM and a GRU of (T, B, D), `hk.dynamic_unroll`"""
+    return xent(recurrent.apply(p, batch["x"].swapaxes(0, 1)), batch["y"]).mean()
 
 
 class FeaturesFirst(nn.Module):

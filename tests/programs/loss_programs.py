@@ -1,9 +1,9 @@
-"""Programs whose loss is unusual: crops, experts, graphs, tables, adversaries, inner gradients."""
+"""Programs whose loss is unusual: towers, crops, experts, graphs, tables, adversaries, preferences, inner gradients."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from layout_programs import ATTENTION, ROW_MLP, attention, over_layers, stacked, unrolled
+from layout_programs import ATTENTION, MLP, ROW_MLP, attention, over_layers, stacked, unrolled
 from registry import (
     HEAD,
     HEADS,
@@ -24,22 +24,46 @@ from registry import (
 EXPERTS, NODES, EDGES, LATENT = 16, 32, 60, 56
 TOKENS = ids(ROWS, TIME + 1)
 SERIES = {"x": (ROWS, TIME, WIDTH), "y": ids(ROWS)}
+PAIRS = {"x": (MANY, WIDTH), "y": (MANY, WIDTH)}
+ENCODER = {"layers": unrolled(MLP), "head": (OUT, WIDTH)}
 ROW_ENCODER = {"layers": unrolled(ROW_MLP), "head": (WIDTH, OUT)}
 KEY = (jax.eval_shape(jax.random.key, 0),)
 log_sigmoid, stop = jax.nn.log_sigmoid, lax.stop_gradient
 
 
 def tower(p, x):
-    """An embedding of rows, `x @ W`."""
+    """An embedding of one example, `W @ x`, of length 1."""
     for w in p["layers"]:
-        x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+        x = x + w["down"] @ jax.nn.gelu(w["up"] @ x)
+    x = p["head"] @ x
+    return x / jnp.linalg.norm(x)
+
+
+def row_tower(p, x, squash=jax.nn.gelu):
+    """The same of rows, `x @ W`, not normalised."""
+    for w in p["layers"]:
+        x = x + squash(x @ w["up"]) @ w["down"]
     return x @ p["head"]
+
+
+@program("Losses", {"a": ENCODER, "b": ENCODER}, PAIRS, shared="every pair of rows is compared")
+def two_tower(p, batch):
+    """Two towers of `W @ x` under `vmap`, contrasted over the batch"""
+    a, b = jax.vmap(tower, (None, 0))(p["a"], batch["x"]), jax.vmap(tower, (None, 0))(p["b"], batch["y"])
+    return xent(a @ b.T / 0.1, jnp.arange(len(a))).mean()
+
+
+@program("Losses", {"a": ENCODER, "b": ENCODER}, PAIRS)
+def two_tower_scored(p, batch):
+    """Two towers of `W @ x` under `vmap`, each pair scored alone"""
+    score = lambda x, y: jnp.vdot(tower(p["a"], x), tower(p["b"], y))
+    return jnp.mean((1 - jax.vmap(score)(batch["x"], batch["y"])) ** 2)
 
 
 @program("Losses", ROW_ENCODER, {"x": (MANY, 3, WIDTH)}, shared="every pair of rows is compared")
 def contrastive(p, batch):
     """SimCLR: two crops of each row, concatenated before the rows"""
-    z = tower(p, jnp.concatenate([batch["x"][:, 0], batch["x"][:, 1]]))
+    z = row_tower(p, jnp.concatenate([batch["x"][:, 0], batch["x"][:, 1]]))
     z = z / jnp.linalg.norm(z, axis=-1, keepdims=True)
     near, far = jnp.split(z, 2)
     return xent(near @ far.T / 0.1, jnp.arange(len(near))).mean()
@@ -78,6 +102,13 @@ def of_tokens(x, w):
     return x + jnp.einsum("btes,besd->btd", back, jnp.einsum("besf,efd->besd", taken, w["down"]))
 
 
+def of_sequences(x, w):
+    """Each sequence by a mixture of all experts, which see the sequences one expert after the other."""
+    gates = jax.nn.softmax(x.mean(1) @ w["gate"])
+    up = jax.nn.gelu(jnp.einsum("btd,edf->ebtf", norm(x), w["up"]))
+    return x + jnp.einsum("be,ebtd->btd", gates, jnp.einsum("ebtf,efd->ebtd", up, w["down"]))
+
+
 def experts(layer, remat):
     def loss(p, batch):
         return xent(over_layers(layer, batch["x"], p["layers"], remat).mean(1) @ p["head"], batch["y"]).mean()
@@ -89,9 +120,27 @@ MOE = {"layers": unrolled(EXPERT)[:2], "head": (WIDTH, OUT)}
 MOE_STACK = {"layers": stacked(EXPERT), "head": (WIDTH, OUT)}
 enter("moe_tokens", "Losses", experts(of_tokens, False), MOE, SERIES, "mixture of experts per token, unrolled", **TOP_K)
 enter("moe_tokens_scan", "Losses", experts(of_tokens, True), MOE_STACK, SERIES, "the same, scanned, remat", **TOP_K)
+enter("moe_seqs", "Losses", experts(of_sequences, False), MOE, SERIES, "mixture of experts per sequence, unrolled")
+ABOUT = "mixture of experts per sequence, 4 microbatches"
+enter("moe_seqs_acc", "Losses", experts(of_sequences, False), MOE, SERIES, ABOUT, accumulate=4)
 
 
 GRAPHS = {"nodes": (ROWS, NODES, WIDTH), "edges": ids(ROWS, EDGES, 2), "there": (ROWS, NODES), "y": ids(ROWS)}
+
+
+@program("Losses", {"layers": unrolled({"self": (WIDTH, WIDTH), **MLP}), "head": (OUT, WIDTH)}, GRAPHS)
+def graphs(p, batch):
+    """GNN of padded graphs under `vmap`: messages along edges, `W @ x` for each node"""
+
+    def one(nodes, edges, there):
+        for w in p["layers"]:
+            sent = jax.vmap(lambda x, w=w: jax.nn.relu(w["up"] @ x))(nodes)
+            heard = jax.ops.segment_sum(sent[edges[:, 0]], edges[:, 1], NODES)
+            mixed = jax.vmap(lambda x, y, w=w: jax.nn.relu(w["self"] @ x + w["down"] @ y))(nodes, heard)
+            nodes = nodes + mixed * there[:, None]
+        return p["head"] @ (nodes.sum(0) / there.sum())
+
+    return xent(jax.vmap(one)(batch["nodes"], batch["edges"], batch["there"]), batch["y"]).mean()
 
 
 JOINED = {"layers": unrolled({"self": (WIDTH, WIDTH), **ROW_MLP}), "head": (WIDTH, OUT)}
@@ -206,10 +255,22 @@ NOISY = {"x": (MANY, WIDTH), "z": (MANY, WIDTH)}
 @program("Losses", GAN, NOISY)
 def gan(p, batch):
     """Both losses of a step, each of which calls the generator"""
-    critic = lambda d, x: tower(d, x).sum(-1)
-    of_g = -log_sigmoid(critic(stop(p["d"]), tower(p["g"], batch["z"]))).mean()
-    fake = stop(tower(p["g"], batch["z"]))
+    critic = lambda d, x: row_tower(d, x).sum(-1)
+    of_g = -log_sigmoid(critic(stop(p["d"]), row_tower(p["g"], batch["z"]))).mean()
+    fake = stop(row_tower(p["g"], batch["z"]))
     return of_g - log_sigmoid(critic(p["d"], batch["x"])).mean() - log_sigmoid(-critic(p["d"], fake)).mean()
+
+
+@program("Losses", GAN, NOISY)
+def wgan_gp(p, batch):
+    """Both losses of a step, with a penalty on the critic's gradient"""
+    critic = lambda d, x: row_tower(d, x, jnp.tanh).sum(-1)
+    of_g = -critic(stop(p["d"]), row_tower(p["g"], batch["z"])).mean()
+    fake = stop(row_tower(p["g"], batch["z"]))
+    between = (batch["x"] + fake) / 2
+    slopes = jax.grad(lambda x: critic(p["d"], x).sum())(between)
+    penalty = jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
+    return of_g + critic(p["d"], fake).mean() - critic(p["d"], batch["x"]).mean() + 10 * penalty
 
 
 @program(
@@ -220,10 +281,26 @@ def gan(p, batch):
 )
 def sam(p, batch):
     """Weighted SAM: the loss at the parameters, and at those moved along its own gradient"""
-    loss = lambda p: xent(tower(p, batch["x"]), batch["y"]).mean()
+    loss = lambda p: xent(row_tower(p, batch["x"]), batch["y"]).mean()
     grads = stop(jax.grad(loss)(p))
     scale = 0.05 / jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
     return (loss(p) + loss(jax.tree.map(lambda w, g: w + scale * g, p, grads))) / 2
+
+
+POLICY = {"embed": (VOCABULARY, WIDTH), "layers": unrolled(ATTENTION)[:2]}
+
+
+@program("Losses", POLICY, {"chosen": TOKENS, "rejected": TOKENS}, args=(POLICY,))
+def dpo(p, batch, reference):
+    """Preferences against a reference model; answers stacked before the rows"""
+    both = jnp.stack([batch["chosen"], batch["rejected"]])
+
+    def log_p(p):
+        x = over_layers(lambda x, w: attention(x, w, "vbt"), p["embed"][both[..., :-1]], p["layers"], False)
+        return -xent(x @ p["embed"].T, both[..., 1:]).sum(-1)
+
+    chosen, rejected = log_p(p) - stop(log_p(reference))
+    return -log_sigmoid(0.1 * (chosen - rejected)).mean()
 
 
 VAE = {"up": (HIDDEN, WIDTH), "mean": (LATENT, HIDDEN), "scale": (LATENT, HIDDEN), "down": (HIDDEN, LATENT)}

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -215,24 +214,19 @@ def unneeded(name: str, stage: int) -> list[str]:
     return [one.name for one in limits(name, stage) if one.excepted is not None and one.found <= one.usual]
 
 
-def of_microbatches(gradient: Callable, params: Any, batch: Any, devices: int, count: int) -> tuple:
-    """Sum losses and gradients of microbatches by jax alone, each with rows of every device."""
+def plain_step(program: Program, params: Any, batch: Any, *args: Any) -> tuple:
+    """A training step of microbatches by jax alone, each with rows of every device."""
 
     def divided(x):
-        rows = x.reshape(devices, count, -1, *x.shape[1:])
-        return jnp.moveaxis(rows, 1, 0).reshape(count, -1, *x.shape[1:])
+        rows = x.reshape(DEVICES, program.accumulate, -1, *x.shape[1:])
+        return jnp.moveaxis(rows, 1, 0).reshape(program.accumulate, -1, *x.shape[1:])
 
     def micro(carry, rows):
-        return jax.tree.map(jnp.add, carry, gradient(params, rows)), None
+        loss, grads = jax.value_and_grad(program.loss)(params, rows, *args)
+        return jax.tree.map(jnp.add, carry, (loss, grads)), None
 
     zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    return jax.lax.scan(micro, zeros, jax.tree.map(divided, batch))[0]
-
-
-def plain_step(program: Program, params: Any, batch: Any, *args: Any) -> tuple:
-    """A training step of microbatches by jax alone."""
-    gradient = lambda params, rows: jax.value_and_grad(program.loss)(params, rows, *args)
-    loss, grads = of_microbatches(gradient, params, batch, DEVICES, program.accumulate)
+    (loss, grads), _ = jax.lax.scan(micro, zeros, jax.tree.map(divided, batch))
     return loss, jax.tree.map(lambda p, g: p - 0.1 / program.accumulate * g, params, grads)
 
 

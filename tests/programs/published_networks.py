@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from layout_programs import ATTENTION, ROW_MLP, attention, over_layers, stacked, unrolled
-from published_programs import EMBEDDED, KEY, SERIES, TOKENS, stop
-from registry import HEAD, HEADS, OUT, ROWS, TIME, VOCABULARY, WIDTH, Allowed, ids, norm, program, xent
+from published_programs import EMBEDDED, KEY, SECOND, SERIES, TOKENS, passes, stop, waves
+from registry import HEAD, HEADS, MANY, OUT, ROWS, TIME, VOCABULARY, WIDTH, Allowed, ids, norm, program, xent
 
 HEAD_OUT = {"head": (WIDTH, OUT)}
 IMAGES = {"x": (ROWS, 16, 16, 5), "y": ids(ROWS)}
@@ -19,6 +19,31 @@ def mlp(x, w):
 def tied(p, x, batch):
     """Cross-entropy with logits by the embedding."""
     return xent(norm(x) @ p["embed"].T, batch[:, 1:]).mean()
+
+
+# Recurrent and state-space models.
+
+STATE = 16
+MAMBA = {"in": (WIDTH, 2 * WIDTH), "conv": (4, WIDTH), "bc": (WIDTH, 2 * STATE), "dt": (WIDTH, WIDTH)}
+
+
+def selective(x, w):
+    """A block of a selective state-space model, by an associative scan over time."""
+    h, gate = jnp.split(norm(x) @ w["in"], 2, -1)
+    h = sum(jnp.pad(h, ((0, 0), (3 - i, 0), (0, 0)))[:, : h.shape[1]] * w["conv"][i] for i in range(4))
+    h = jax.nn.silu(h)
+    b, c = jnp.split(h @ w["bc"], 2, -1)
+    dt = jax.nn.softplus(h @ w["dt"])
+    decay = jnp.exp(-dt[..., None] * jnp.arange(1.0, STATE + 1))
+    join = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
+    _, state = lax.associative_scan(join, (decay, (dt * h)[..., None] * b[:, :, None]), axis=1)
+    return x + (jnp.einsum("btds,bts->btd", state, c) * jax.nn.silu(gate)) @ w["out"]
+
+
+@program("Published", {**EMBEDDED, "layers": unrolled({**MAMBA, "out": (WIDTH, WIDTH)})}, TOKENS)
+def mamba(p, batch):
+    """state-spaces/mamba: a causal convolution, and a selective scan over time"""
+    return tied(p, over_layers(selective, p["embed"][batch[:, :-1]], p["layers"]), batch)
 
 
 RWKV = {"rkv": (3, WIDTH, WIDTH), "decay": (WIDTH,), "bonus": (WIDTH,), "out": (WIDTH, WIDTH), **ROW_MLP}
@@ -125,6 +150,8 @@ def seq2seq(p, batch):
     return xent(h @ p["head"], batch["y"][:, 1:].T).mean()
 
 
+# Vision.
+
 MAE = {"patch": (WIDTH, WIDTH), "mask": (WIDTH,), "place": (TIME, WIDTH), "head": (WIDTH, WIDTH)}
 
 
@@ -187,6 +214,24 @@ def vector_quantised(p, batch):
     return jnp.mean((conv(z, p["out"]) - batch["x"]) ** 2) + commitment
 
 
+GUIDED = {"in": (3, 3, 5, 40), "down": (3, 3, 40, WIDTH), "up": (3, 3, WIDTH + 40, 40), "out": (3, 3, 40, 5)}
+
+
+@program("Published", {**GUIDED, "mid": ATTENTION, "class": (OUT, WIDTH), "time": (32, WIDTH)}, IMAGES, args=KEY)
+def guided_diffusion(p, batch, key):
+    """openai/guided-diffusion: a U-Net with group norms and attention, the class dropped at random"""
+    k, m, n = jax.random.split(key, 3)
+    t, x = jax.random.uniform(k, (len(batch["x"]),)), batch["x"]
+    noise, dropped = jax.random.normal(m, x.shape), jax.random.bernoulli(n, 0.1, t.shape)
+    c = p["class"][batch["y"]] * (1 - dropped[:, None]) + waves(t) @ p["time"]
+    grouped = lambda x: norm(x.reshape(*x.shape[:3], 10, -1), (1, 2, 4)).reshape(x.shape)
+    high = conv(x + t[:, None, None, None] * noise, p["in"])
+    low = conv(jax.nn.silu(grouped(high)), p["down"], 2) + c[:, None, None]
+    low = attention(low.reshape(len(x), -1, WIDTH), p["mid"], "bt").reshape(low.shape)
+    back = jnp.concatenate([jax.image.resize(low, (len(x), 16, 16, WIDTH), "nearest"), high], -1)
+    return jnp.mean((conv(jax.nn.silu(grouped(conv(back, p["up"]))), p["out"]) - noise) ** 2)
+
+
 CROSS = {"query": (WIDTH, HEADS, HEAD), "kv": (WIDTH, 2, HEADS, HEAD), "back": (HEADS, HEAD, WIDTH), **ATTENTION}
 PERCEIVER = {"in": (WIDTH, WIDTH), "latents": (14, WIDTH), "layers": unrolled(CROSS)[:2], **HEAD_OUT}
 
@@ -203,6 +248,52 @@ def perceiver(p, batch):
     return xent(x.mean(1) @ p["head"], batch["y"]).mean()
 
 
+# Science.
+
+PAIR = 48
+TRIANGLE = {"qkv": (PAIR, 3, 6, 7), "bias": (PAIR, 6), "o": (6, 7, PAIR), "sides": (2, PAIR, 40), "back": (40, PAIR)}
+
+
+def triangular(x, w):
+    """Attention along the rows of pairs with a bias by the third side, and a product over triangles."""
+    q, k, v = jnp.einsum("bijd,dchk->cbijhk", norm(x), w["qkv"])
+    weight = jnp.einsum("bijhk,bilhk->bihjl", q, k) / 7**0.5 + jnp.einsum("bjld,dh->bhjl", x, w["bias"])[:, None]
+    x = x + jnp.einsum("bihjl,bilhk,hkd->bijd", jax.nn.softmax(weight), v, w["o"])
+    left, right = jnp.einsum("bijd,cde->cbije", norm(x), w["sides"])
+    return x + norm(jnp.einsum("bile,bjle->bije", left, jax.nn.sigmoid(right))) @ w["back"]
+
+
+@program("Published", {"single": (WIDTH, 2, PAIR), "layers": unrolled(TRIANGLE), "bins": (PAIR, 40)}, SERIES)
+def evoformer(p, batch):
+    """google-deepmind/alphafold: triangle attention and triangle products of pairs, under `jax.checkpoint`"""
+    left, right = jnp.einsum("btd,dce->cbte", batch["x"], p["single"])
+    x = over_layers(triangular, left[:, :, None] + right[:, None], p["layers"])
+    logits = (x + x.swapaxes(1, 2)) @ p["bins"]
+    return xent(logits, jnp.broadcast_to(batch["y"][:, None, None] % 40, logits.shape[:3])).mean()
+
+
+ATOMS = {"r": (ROWS, 20, 3), "kind": ids(ROWS, 20), "force": (ROWS, 20, 3), "energy": (ROWS,)}
+SCHNET = {"embed": (36, WIDTH), "layers": unrolled({"filter": (32, WIDTH), "in": (WIDTH, WIDTH), **ROW_MLP})[:2]}
+
+
+@program("Published", {**SCHNET, "head": (WIDTH, 1)}, ATOMS, exceptions=passes(3.3, SECOND))
+def atom_forces(p, batch):
+    """atomistic-machine-learning/schnetpack: energies, and forces as their gradient"""
+
+    def energy(r):
+        x = p["embed"][batch["kind"]]
+        d = jnp.sqrt(jnp.sum((r[:, :, None] - r[:, None]) ** 2, -1) + 1e-6)
+        spread = jnp.exp(-((d[..., None] - jnp.arange(32.0) / 4) ** 2))
+        for w in p["layers"]:
+            x = x + jnp.einsum("bijd,bjd->bid", jnp.tanh(spread @ w["filter"]), x @ w["in"])
+            x = x + jnp.tanh(x @ w["up"]) @ w["down"]
+        return jnp.sum(jnp.tanh(x) @ p["head"], (1, 2))
+
+    e, back = jax.vjp(energy, batch["r"])
+    (force,) = back(jnp.ones_like(e))
+    return jnp.mean((e - batch["energy"]) ** 2) + jnp.mean((force + batch["force"]) ** 2)
+
+
 MODES = {"re": (6, 4, 40, 40), "im": (6, 4, 40, 40), "skip": (40, 40)}
 FNO = {"in": (5, 40), "layers": unrolled(MODES), "out": (40, 5)}
 
@@ -217,3 +308,45 @@ def fourier_operator(p, batch):
         low = jnp.zeros_like(modes).at[:, :6, :4].set(low)
         x = jax.nn.gelu(jnp.fft.irfft2(low, s=(16, 16), axes=(1, 2)) + x @ w["skip"])
     return jnp.mean((x @ p["out"] - batch["x"]) ** 2)
+
+
+FIELD = {"in": (WIDTH + 1, 176), "out": (176, WIDTH), "head": (WIDTH, OUT)}
+
+
+@program("Published", FIELD, {"x": (MANY, WIDTH), "y": ids(MANY)})
+def neural_ode(p, batch):
+    """patrick-kidger/diffrax: four steps of Runge-Kutta, which call the same network, in a scan"""
+
+    def field(t, x):
+        return jnp.tanh(jnp.concatenate([x, jnp.broadcast_to(t, (len(x), 1))], -1) @ p["in"]) @ p["out"]
+
+    @jax.checkpoint
+    def step(x, t):
+        a = field(t, x)
+        b = field(t + 0.125, x + a / 8)
+        c = field(t + 0.125, x + b / 8)
+        d = field(t + 0.25, x + c / 4)
+        return x + (a + 2 * b + 2 * c + d) / 24, None
+
+    x, _ = lax.scan(step, batch["x"], jnp.arange(4) / 4)
+    return xent(x @ p["head"], batch["y"]).mean()
+
+
+COUPLING = {"in": (WIDTH // 2, 176), "scale": (176, WIDTH // 2), "shift": (176, WIDTH // 2)}
+
+
+@program("Published", stacked(COUPLING), {"x": (MANY, WIDTH)})
+def coupling_flow(p, batch):
+    """danielward27/flowjax: a scan over coupling layers, with the sum of their log determinants"""
+
+    def layer(carry, w):
+        x, total = carry
+        a, b = jnp.split(x, 2, -1)
+        h = jax.nn.relu(a @ w["in"])
+        scale = jnp.tanh(h @ w["scale"])
+        b = b * jnp.exp(scale) + h @ w["shift"]
+        return (jnp.concatenate([b, a], -1), total + scale.sum(-1)), None
+
+    start = batch["x"], jnp.zeros(len(batch["x"]))
+    (x, total), _ = lax.scan(layer, start, p)
+    return jnp.mean(jnp.sum(x**2, -1) / 2 - total)

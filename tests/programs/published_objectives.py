@@ -5,17 +5,23 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from layout_programs import ATTENTION, ROW_MLP, attention, over_layers, stacked, unrolled
-from published_networks import HEAD_OUT
+from published_networks import HEAD_OUT, mlp
 from published_programs import (
     EMBEDDED,
+    KEY,
     NET,
     PAIRS,
     POLICY,
+    SERIES,
     TOKENS,
+    answered,
     log_sigmoid,
     net,
+    stop,
 )
 from registry import HEAD, HEADS, HIDDEN, MANY, OUT, ROWS, TIME, VOCABULARY, WIDTH, Allowed, ids, norm, program, xent
+
+# Language models.
 
 GROUPS = 4
 LLAMA = {
@@ -61,6 +67,53 @@ def packed_decoder(p, batch):
     return jnp.sum(loss * weight) / jnp.maximum(jnp.sum(weight), 1)
 
 
+@program("Published", {**DECODER, "layers": unrolled(LLAMA), "join": (2 * WIDTH, WIDTH), "last": LLAMA}, TOKENS)
+def next_two_tokens(p, batch):
+    """deepseek-ai/DeepSeek-V3: a further block predicts the token after the next; embedding and head are shared"""
+    mask = jnp.tri(TIME, dtype=bool)[None]
+    x = over_layers(lambda x, w: grouped(x, w, mask), p["embed"][batch[:, :-1]], p["layers"])
+    first = xent(norm(x) @ p["head"], batch[:, 1:]).mean()
+    x = jnp.concatenate([norm(x[:, :-1]), norm(p["embed"][batch[:, 1:-1]])], -1) @ p["join"]
+    x = grouped(x, p["last"], mask[:, 1:, 1:])
+    return first + 0.3 * xent(norm(x) @ p["head"], batch[:, 2:]).mean()
+
+
+BERT = {**EMBEDDED, "place": (TIME, WIDTH), "layers": unrolled(ATTENTION), "mlm": (WIDTH, WIDTH), "next": (WIDTH, 2)}
+MASKED = {"x": ids(ROWS, TIME), "at": ids(ROWS, 5), "y": ids(ROWS, 5), "next": ids(ROWS)}
+
+
+@program("Published", BERT, MASKED)
+def masked_tokens(p, batch):
+    """google-research/bert: the masked positions of each row by `take_along_axis`, and the next sentence"""
+    x = over_layers(lambda x, w: attention(x, w, "bt"), p["embed"][batch["x"]] + p["place"], p["layers"], False)
+    h = jnp.take_along_axis(x, batch["at"][..., None], 1)
+    logits = norm(jax.nn.gelu(h @ p["mlm"])) @ p["embed"].T
+    return xent(logits, batch["y"]).mean() + xent(x[:, 0] @ p["next"], batch["next"]).mean()
+
+
+CHOICE = {"gate": (WIDTH, 6), "up": (6, WIDTH, HIDDEN), "down": (6, HIDDEN, WIDTH)}
+
+
+@program(
+    "Published",
+    {"layers": unrolled(CHOICE)[:2], **HEAD_OUT},
+    SERIES,
+    shared="the compiler gathers the gates for `lax.top_k`",
+)
+def expert_choice(p, batch):
+    """google/flaxformer: every expert takes the tokens of a sequence that it prefers; losses of the router"""
+    x, more = batch["x"], 0.0
+    for w in p["layers"]:
+        logits = norm(x) @ w["gate"]
+        gate, i = lax.top_k(jax.nn.softmax(logits).swapaxes(1, 2), 5)
+        hot = jax.nn.one_hot(i, TIME)
+        h = jax.nn.gelu(jnp.einsum("best,btd,edf->besf", hot, norm(x), w["up"]))
+        x = x + jnp.einsum("best,bes,besf,efd->btd", hot, gate, h, w["down"])
+        share = jax.nn.softmax(logits).mean((0, 1))
+        more = more + 1e-3 * jnp.mean(jax.nn.logsumexp(logits, -1) ** 2) + 0.01 * jnp.sum(share**2)
+    return xent(x.mean(1) @ p["head"], batch["y"]).mean() + more
+
+
 HISTORY = {"x": ids(ROWS, TIME), "next": ids(ROWS, TIME), "other": ids(ROWS, TIME, 4)}
 
 
@@ -86,6 +139,8 @@ def speech_ctc(p, batch):
     return optax.ctc_loss(x @ p["head"], ends[0], batch["y"], ends[1]).mean()
 
 
+# Adapters and teachers.
+
 ADAPTER = {"qkv_a": (WIDTH, 16), "qkv_b": (16, 3, HEADS, HEAD), "up_a": (WIDTH, 16), "up_b": (16, HIDDEN)}
 
 
@@ -104,7 +159,31 @@ def low_rank(p, batch, base):
     return xent(x @ base["embed"].T, batch[:, 1:]).mean()
 
 
+@program("Published", {**EMBEDDED, "layers": unrolled(ATTENTION)[:2]}, TOKENS, args=(POLICY,))
+def distilled(p, batch, teacher):
+    """huggingface/transformers-research-projects: DistilBERT, logits and states of a teacher"""
+
+    def seen(p):
+        x = over_layers(lambda x, w: attention(x, w, "bt"), p["embed"][batch[:, :-1]], p["layers"], False)
+        return norm(x), x @ p["embed"].T / 2
+
+    (h, logits), (taught, wanted) = seen(p), stop(seen(teacher))
+    soft = -jnp.sum(jax.nn.softmax(wanted) * jax.nn.log_softmax(logits), -1).mean()
+    return soft + xent(logits, batch[:, 1:]).mean() - jnp.mean(h * taught)
+
+
 BYOL = {"net": NET, "project": (OUT, WIDTH), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+
+
+@program("Published", BYOL, {"x": (MANY, 2, WIDTH)}, args=(BYOL,))
+def own_latent(p, batch, target):
+    """google-deepmind/deepmind-research: BYOL, two views, each predicts the other's projection by a moving average"""
+    unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    project = lambda p, x: net(p["net"], x) @ p["project"]
+    predict = lambda x: unit(jax.nn.relu(project(p, x) @ p["up"]) @ p["down"])
+    a, b = batch["x"][:, 0], batch["x"][:, 1]
+    seen = [stop(unit(project(target, x))) for x in (b, a)]
+    return sum(jnp.mean(2 - 2 * jnp.sum(predict(x) * y, -1)) for x, y in zip((a, b), seen, strict=True))
 
 
 @program("Published", BYOL, {"x": (MANY, WIDTH), "y": (MANY, WIDTH)}, shared="a covariance over the batch")
@@ -132,6 +211,88 @@ def sigmoid_pairs(p, batch):
     a, b = unit(x.mean(1) @ p["image"]["head"]), unit(p["text"]["embed"][batch["y"]].mean(1) @ p["text"]["head"])
     logits = a @ b.T * jnp.exp(p["scale"][0]) + p["scale"][1]
     return -jnp.mean(jnp.sum(log_sigmoid(logits * (2 * jnp.eye(len(a)) - 1)), -1))
+
+
+# Reinforcement learning and rows of their own weights.
+
+ACTOR = {"body": unrolled(ROW_MLP), "pi": (WIDTH, OUT), "v": (WIDTH, 1)}
+ROLLED = {"x": (ROWS, TIME, WIDTH), "a": ids(ROWS, TIME), "r": (ROWS, TIME), "log_pi": (ROWS, TIME)}
+
+
+@program("Published", ACTOR, ROLLED)
+def clipped_policy(p, batch):
+    """luchris429/purejaxrl: PPO, with advantages by a scan backwards in time, normalised over the batch"""
+    x = over_layers(mlp, batch["x"], p["body"], False)
+    value = (x @ p["v"])[..., 0]
+
+    def back(total, step):
+        delta = step[0] + 0.99 * step[2] - step[1]
+        total = delta + 0.94 * total
+        return total, total
+
+    later = jnp.pad(stop(value)[:, 1:], ((0, 0), (0, 1)))
+    steps = jnp.stack([batch["r"], stop(value), later]).transpose(2, 0, 1)
+    gain = lax.scan(back, jnp.zeros(len(x)), steps, reverse=True)[1].T
+    target, gain = gain + stop(value), (gain - gain.mean()) / (gain.std() + 1e-8)
+    log_pi = jax.nn.log_softmax(x @ p["pi"])
+    ratio = jnp.exp(jnp.take_along_axis(log_pi, batch["a"][..., None], -1)[..., 0] - batch["log_pi"])
+    policy = jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
+    return -policy + 0.5 * jnp.mean((value - target) ** 2) + 0.01 * jnp.mean(jnp.sum(jnp.exp(log_pi) * log_pi, -1))
+
+
+IQN = {"body": unrolled(ROW_MLP), "cos": (64, WIDTH), "head": (WIDTH, OUT)}
+PLAYED = {"x": (ROWS, WIDTH), "next": (ROWS, WIDTH), "a": ids(ROWS), "r": (ROWS,)}
+
+
+@program("Published", IQN, PLAYED, args=(IQN, *KEY))
+def quantile_network(p, batch, target, key):
+    """google/dopamine: implicit quantiles, each compared with each of the target's"""
+
+    def quantiles(p, x, key):
+        tau = jax.random.uniform(key, (len(x), 36))
+        waved = jnp.cos(jnp.pi * tau[..., None] * jnp.arange(64)) @ p["cos"]
+        return tau, over_layers(mlp, x[:, None] * jax.nn.relu(waved), p["body"], False) @ p["head"]
+
+    a, b = jax.random.split(key)
+    tau, q = quantiles(p, batch["x"], a)
+    _, later = quantiles(target, batch["next"], b)
+    best = jnp.argmax(later.mean(1), -1)
+    wanted = batch["r"][:, None] + 0.99 * jnp.take_along_axis(later, best[:, None, None], 2)[..., 0]
+    mine = jnp.take_along_axis(q, batch["a"][:, None, None], 2)[..., 0]
+    error = stop(wanted)[:, None] - mine[..., None]
+    huber = jnp.where(jnp.abs(error) < 1, error**2 / 2, jnp.abs(error) - 0.5)
+    return jnp.mean(jnp.sum(jnp.abs(tau[..., None] - (error < 0)) * huber, 1))
+
+
+ANSWERS = {"x": ids(ROWS, 4, TIME + 1), "r": (ROWS, 4), "old": (ROWS, 4)}
+
+
+@program("Published", POLICY, ANSWERS, args=(POLICY,))
+def grouped_policy(p, batch, reference):
+    """huggingface/trl: GRPO, advantages within a prompt's group of answers, and a frozen reference"""
+    gain = (batch["r"] - batch["r"].mean(1, keepdims=True)) / (batch["r"].std(1, keepdims=True) + 1e-4)
+    every = batch["x"].reshape(-1, TIME + 1)
+    log_pi, other = (answered(w, every).reshape(gain.shape) for w in (p, reference))
+    away = stop(other) - log_pi
+    ratio = jnp.exp(log_pi - batch["old"])
+    return jnp.mean(0.04 * (jnp.exp(away) - away - 1) - jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain))
+
+
+TASKS = {"x": (ROWS, 20, WIDTH), "y": (ROWS, 20, 5), "later": (ROWS, 20, WIDTH), "wanted": (ROWS, 20, 5)}
+
+
+@program("Published", {"up": (WIDTH, 40), "mid": (40, 40), "down": (40, 5)}, TASKS)
+def meta_gradient(p, batch):
+    """cbfinn/maml: a step along each task's gradient, under `vmap`, and the loss after it"""
+
+    def loss(p, x, y):
+        return jnp.mean((jnp.tanh(jnp.tanh(x @ p["up"]) @ p["mid"]) @ p["down"] - y) ** 2)
+
+    def task(x, y, later, wanted):
+        moved = jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, x, y))
+        return loss(moved, later, wanted)
+
+    return jax.vmap(task)(batch["x"], batch["y"], batch["later"], batch["wanted"]).mean()
 
 
 HYPER = {"code": (WIDTH, 40), "up": (40, WIDTH, 36), "down": (40, 36, 5)}

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from layout_programs import ATTENTION, ROW_MLP, attended, attention, over_layers, stacked, unrolled
 from registry import (
+    HEAD,
+    HEADS,
     MANY,
     OUT,
     ROWS,
@@ -93,6 +95,56 @@ def dit_remat(p, batch):
     return diffused(p, batch, True)
 
 
+@program("Published", {**DIT, "layers": unrolled(MODULATED)}, DIFFUSED)
+def dit_unrolled(p, batch):
+    """the same, unrolled"""
+    return diffused(p, batch, False)
+
+
+CROSS = {"query": (WIDTH, HEADS, HEAD), "kv": (WIDTH, 2, HEADS, HEAD), "back": (HEADS, HEAD, WIDTH)}
+READ = {"x": (ROWS, 40, WIDTH), "y": ids(ROWS, TIME + 1)}
+
+
+def crossed(x, w, seen):
+    """Attention to `seen`."""
+    q = jnp.einsum("btd,dhk->bthk", norm(x), w["query"])
+    k, v = jnp.einsum("bsd,dchk->cbshk", seen, w["kv"])
+    weight = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k) / HEAD**0.5)
+    return x + jnp.einsum("bhts,bshk,hkd->btd", weight, v, w["back"])
+
+
+WHISPER = {**EMBEDDED, "in": (WIDTH, WIDTH), "encoder": ATTENTION, "decoder": stacked({**ATTENTION, **CROSS})}
+
+
+@program("Published", WHISPER, READ)
+def whisper_scan(p, batch):
+    """sanchit-gandhi/whisper-jax: a decoder scanned over layers reads the encoder's memory"""
+    seen = attention(jnp.tanh(batch["x"] @ p["in"]), p["encoder"], "bt")
+    layer = lambda x, w: attention(crossed(x, w, seen), w, "bt")
+    x = over_layers(layer, p["embed"][batch["y"][:, :-1]], p["decoder"], True)
+    return xent(x @ p["embed"].T, batch["y"][:, 1:]).mean()
+
+
+SLOTS = {"in": (WIDTH, WIDTH), "key": (WIDTH, WIDTH), "value": (WIDTH, WIDTH), "query": (WIDTH, WIDTH), **ROW_MLP}
+
+
+@program("Published", {**SLOTS, "slots": (7, WIDTH), "head": (WIDTH, WIDTH)}, {"x": (ROWS, 56, WIDTH)})
+def slot_attention(p, batch):
+    """google-research/slot-attention-video: a loop of slots that read keys and values"""
+    x = norm(jnp.tanh(batch["x"] @ p["in"]))
+    k, v = x @ p["key"], x @ p["value"]
+
+    def step(slots, _):
+        q = norm(slots) @ p["query"]
+        weight = jax.nn.softmax(jnp.einsum("bsd,bnd->bsn", q, k) / WIDTH**0.5, 1)
+        slots = slots + jnp.einsum("bsn,bnd->bsd", weight / weight.sum(-1, keepdims=True), v)
+        return slots + jax.nn.relu(norm(slots) @ p["up"]) @ p["down"], None
+
+    slots = lax.scan(step, jnp.broadcast_to(p["slots"], (len(x), 7, WIDTH)), None, length=3)[0]
+    back = jnp.einsum("bsn,bsd->bnd", jax.nn.softmax(jnp.einsum("bsd,bnd->bsn", slots, k), 1), slots)
+    return jnp.mean((back @ p["head"] - batch["x"]) ** 2)
+
+
 LONG = 544
 
 
@@ -116,6 +168,18 @@ def vocabulary_chunks(p, batch):
     return jnp.mean(total - right)
 
 
+# One entry per row by an index.
+
+ACTED = {"x": (MANY, WIDTH), "next": (MANY, WIDTH), "a": ids(MANY), "r": (MANY,)}
+
+
+@program("Published", NET, ACTED, args=(NET,), shared=INDEXED)
+def dqn(p, batch, target):
+    """vwxyzjn/cleanrl: `q[jnp.arange(B), action]`"""
+    wanted = stop(batch["r"] + 0.99 * net(target, batch["next"]).max(-1))
+    return jnp.mean((net(p, batch["x"])[jnp.arange(len(wanted)), batch["a"]] - wanted) ** 2)
+
+
 SENTENCES = {"x": ids(ROWS, TIME), "length": ids(ROWS), "y": ids(ROWS)}
 
 
@@ -124,6 +188,13 @@ def last_token(p, batch):
     """huggingface/transformers: a class from the last token of each row"""
     x = over_layers(lambda x, w: attention(x, w, "bt"), p["embed"][batch["x"]], p["layers"])
     return xent(x[jnp.arange(len(x)), batch["length"] - 1] @ p["head"], batch["y"]).mean()
+
+
+@program("Published", {**EMBEDDED, "layers": unrolled(ATTENTION), "head": (WIDTH, OUT)}, SENTENCES, shared=INDEXED)
+def clip_text(p, batch):
+    """openai/CLIP: the token with the largest number"""
+    x = over_layers(lambda x, w: attention(x, w, "bt"), p["embed"][batch["x"]], p["layers"], False)
+    return jnp.mean(jnp.tanh(x[jnp.arange(len(x)), batch["x"].argmax(-1)] @ p["head"])[:, 0] ** 2)
 
 
 # Rows chosen or written by an index, and slices of rows.
@@ -141,6 +212,17 @@ def mixture_of_depths(p, batch):
         some = x[rows, i]
         x = x.at[rows, i].add(jax.nn.sigmoid(score)[..., None] * (attention(some, w, "bt") - some))
     return xent(x.mean(1) @ p["head"], batch["y"]).mean()
+
+
+SAE = {"enc": (WIDTH, 560), "dec": (560, WIDTH)}
+
+
+@program("Published", SAE, {"x": (MANY, WIDTH)}, shared="`lax.top_k` gathers its operand")
+def sparse_autoencoder(p, batch):
+    """EleutherAI/sparsify: the largest 12 features of each row, scattered"""
+    value, i = lax.top_k(batch["x"] @ p["enc"], 12)
+    sparse = jnp.zeros((len(i), 560)).at[jnp.arange(len(i))[:, None], i].set(jax.nn.relu(value))
+    return jnp.mean((sparse @ p["dec"] - batch["x"]) ** 2)
 
 
 def answered(p, tokens):
@@ -187,6 +269,15 @@ def mean_flow(p, batch):
     return jnp.mean((u - stop(v - (t - r)[:, None] * du)) ** 2)
 
 
+@program("Published", FLOW, TIMES)
+def consistency_jvp(p, batch):
+    """openai/consistency_models: the same with the layers under `jax.jit`"""
+    apply = jax.jit(lambda z, t: velocity(p, z, t, t))
+    z = batch["x"] + batch["t"][:, None] * batch["e"]
+    u, du = jax.jvp(apply, (z, batch["t"]), (batch["e"], jnp.ones_like(batch["t"])))
+    return jnp.mean((u - stop(u - 0.1 * (du + u - z))) ** 2)
+
+
 ENERGY = {"layers": unrolled(ROW_MLP), "head": (WIDTH, 1)}
 
 
@@ -204,6 +295,13 @@ def energy_model(p, batch, key):
         slope = jax.grad(lambda x: energy(stop(p), x).sum())(fake)
         fake = fake - slope + 0.01 * jax.random.normal(k, fake.shape)
     return energy(p, batch["x"]).mean() - energy(p, stop(fake)).mean()
+
+
+@program("Published", ENERGY, {"x": (MANY, WIDTH)}, args=KEY)
+def noise_contrast(p, batch, key):
+    """Stonesjtu/Pytorch-NCE: noise contrast, the energy of noise that the loss draws"""
+    noise = jax.random.normal(key, batch["x"].shape)
+    return -(log_sigmoid(energy(p, batch["x"])) + log_sigmoid(-energy(p, noise))).mean()
 
 
 SECOND = "the loss differentiates a derivative, whose backward pass reads each parameter once more"

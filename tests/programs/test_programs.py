@@ -23,11 +23,6 @@ def test_global_view_is_lean(name, stage):
     assert not unneeded(name, stage)
 
 
-@pytest.mark.slow
-def test_views_that_each_layer_of_a_scan_pools_cost_no_more():
-    assert not exceeded("views_pooled", 3)
-
-
 @pytest.mark.parametrize("name", TABLE)
 def test_no_dim_of_a_parameter_is_a_number_of_rows(name):
     program = TABLE[name]

@@ -25,6 +25,7 @@ from zerojax.layout.tree import Layout
 from zerojax.train.apart import TracedLoss
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.batch import batch_shardings, check_args, check_batch, fold_keys
+from zerojax.train.line_of_nan import line_in_errors
 from zerojax.train.loss import at_least_float32, mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.reduction import check_reduction
@@ -81,13 +82,14 @@ def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | floa
     full: Any = PartitionSpec()
     rows: Any = PartitionSpec(spec_entry(config.data.batch))
     specs: Any = [[leaf.local_spec for leaf in leaves] for leaves in (layout.params, view.grads)]
-    found = mapped(
-        local,
-        mesh=config.mesh,
-        in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full),
-        out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows),
-        axis_names=set(config.data.batch),
-    )(given._replace(stored=list(given.stored)), scale)
+    with line_in_errors(view, given):
+        found = mapped(
+            local,
+            mesh=config.mesh,
+            in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full),
+            out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows),
+            axis_names=set(config.data.batch),
+        )(given._replace(stored=list(given.stored)), scale)
     # Multiply by 1 so that `checkify` checks the results of the devices for NaN. XLA removes the product.
     loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
     return found._replace(loss=loss, grads=grads, aux=merged(found.aux, found.rows))
