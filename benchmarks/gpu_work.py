@@ -137,7 +137,7 @@ def train(notes, *, model, mode, steps, link_bytes):
         create_peak_device=peak_device(),
         state_device=found.total,
         state_host=sum(found.host.values()),
-        update=found.update,
+        update=offload.update if offload else "",
     )
 
     notes.add(doing="compiling and the first steps")

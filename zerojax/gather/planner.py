@@ -80,19 +80,20 @@ def inlined(closed: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, list]:
     `leaves` has the layouts of the first arguments. The constants become the last arguments. Also return their values.
     """
     jaxpr, consts = compat.opened(closed)
-    of_params: dict[int, Any] = {}  # values by `id`, which stays theirs as long as this dict holds them
-
-    def rule(eqn, values):
-        derived = [id(value) in of_params for value in values]
-        if any(derived) and compat.called(eqn) is not None and not names.is_block(eqn):
-            return jaxprs.evaluate_call(eqn, values, rule)
-        results = compat.evaluate_one(eqn, values)
-        if any(derived) and (is_repeatable(eqn, derived) or jaxprs.facts(eqn).changes_weights):
-            of_params.update((id(x), x) for x in results)
-        return results
 
     def run(args, consts):
-        of_params.update((id(arg), arg) for arg, leaf in zip(args, leaves, strict=False) if leaf is not None)
+        # Values by `id`, which stays theirs as long as this dict holds them. It must not outlive the trace.
+        of_params = {id(arg): arg for arg, leaf in zip(args, leaves, strict=False) if leaf is not None}
+
+        def rule(eqn, values):
+            derived = [id(value) in of_params for value in values]
+            if any(derived) and compat.called(eqn) is not None and not names.is_block(eqn):
+                return jaxprs.evaluate_call(eqn, values, rule)
+            results = compat.evaluate_one(eqn, values)
+            if any(derived) and (is_repeatable(eqn, derived) or jaxprs.facts(eqn).changes_weights):
+                of_params.update((id(x), x) for x in results)
+            return results
+
         return jaxprs.evaluate(jaxpr, consts, args, rule)
 
     again, more = compat.opened(jax.make_jaxpr(run)([var.aval for var in jaxpr.invars], list(consts)))
