@@ -66,14 +66,13 @@ SMALL = {
 }
 MODES = {
     "none": None,
-    "auto": {"update": "auto"},
     "device": {"update": "device"},
     "host": {"update": "host"},
     "half": {"update": "device", "fraction": 0.5},
     "params": {"update": "device", "params": "host"},
 }
 ATTENTION = ("pallas", "cudnn")  # of `yardstick.attention_of`; verdicts are about the last
-GPU_MODES = ("none", "device", "host", "params")  # "auto" chose "device" on an H100, and "half" is between
+GPU_MODES = ("none", "device", "host", "params")  # "half" is between
 DRY_MODES = ("none", "params")
 CACHE = pathlib.Path(tempfile.gettempdir(), "zerojax-gpu-programs")
 BUDGET = "left out: the budget was used up; --resume goes on"
