@@ -10,7 +10,7 @@ from conftest import mesh_of
 from models import OPTIMIZERS, awkward_params
 
 from zerojax import Offload, Padded, Precision, estimate, report, zero_shard
-from zerojax.inspect.report_table import bytes_by_place
+from zerojax.inspect.report import bytes_by_place
 
 
 def test_every_leaf_is_sharded_or_has_a_reason(mesh):

@@ -1,22 +1,61 @@
-"""Count the bytes of a state's arrays on each device, leaf by leaf."""
+"""Count the bytes of a state's arrays on each device, and print a table of its parts and leaves.
+
+The plan of each leaf is known for a `ZeroState`, or from a transformation and parameters.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from zerojax.inspect.planned import planned
-from zerojax.inspect.report_table import Row, as_text
+from zerojax.config import Config
 from zerojax.layout.chunked import Chunked
+from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
+from zerojax.optim.plan import ShardingPlan, make_plan
+from zerojax.optim.state_forms import Annotated, as_planned
 from zerojax.placement.misplaced import Misplaced, misplaced
 from zerojax.placement.storage import is_stored_node
 from zerojax.placement.unusable import unusable_named
+
+TITLES = {"device": "bytes/device", "host": "in host memory", "disk": "in files"}
+NUMBER = re.compile(r"\d+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One leaf of a state."""
+
+    part: str  # the field of the state that contains the leaf: `"params"`, `"opt_state"` and others
+    path: str  # the leaf's path within the part
+    keys: tuple[str, ...]  # the leaf's path in the report: its part, or "master", then one key per level
+    shape: tuple[int, ...]  # the logical shape if it is known, otherwise the storage shape
+    dtype: Any  # element type
+    place: str  # `"device"`, `"host"` or `"disk"`
+    device_bytes: dict[jax.Device, int]  # for each device, the bytes in this place, with padding
+    kept: dict[jax.Device, int]  # for each device, the bytes of an offloaded leaf's chunks that are on the device
+    total: int  # bytes of the global array in storage
+    sharding: str  # the `PartitionSpec` and the memory kind. A sharding without a spec is described in words
+    note: str  # why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding
+
+    @property
+    def bytes(self) -> int:
+        return max(self.device_bytes.values(), default=0)
+
+    def by_place(self) -> Iterator[tuple[str, dict[jax.Device, int]]]:
+        yield self.place, self.device_bytes
+        yield "device", self.kept
+
+    def __str__(self) -> str:
+        text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
+        return f"{text}  ({self.note})" if self.note else text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -24,26 +63,46 @@ class Report:
     """Bytes per device of a state. `print` shows a table of parts and leaves.
 
     Attributes:
-        bytes: For each part, the bytes on the device that holds the most bytes of this part.
-        per_device: For each device, the bytes of all parts.
         rows: One row per leaf.
-        host: For each part offloaded to host memory, the bytes of the device with the most bytes in host memory.
-        disk: For each part offloaded to disk, the bytes of the device with the most bytes on disk.
         matrices: Which matrices owners update, what this saves, and why owners do not update the other matrices.
         groups: The groups of the update, and where each group's state is kept, one per line. Empty without offload.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
         compiled: Sentences about the compiler options of a step, if `report` was given the step.
     """
 
-    bytes: dict[str, int]
-    per_device: dict[jax.Device, int]
     rows: tuple[Row, ...]
-    host: dict[str, int] = dataclasses.field(default_factory=dict)
-    disk: dict[str, int] = dataclasses.field(default_factory=dict)
     matrices: str = ""
     groups: str = ""
     misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
     compiled: tuple[str, ...] = ()
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Return, for each part, the bytes on the device that holds the most bytes of this part."""
+        return self._by_part("device")
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Return, for each part offloaded to host memory, the bytes of the device with the most bytes there."""
+        return self._by_part("host")
+
+    @property
+    def disk(self) -> dict[str, int]:
+        """Return, for each part offloaded to disk, the bytes of the device with the most bytes on disk."""
+        return self._by_part("disk")
+
+    def _by_part(self, place: str) -> dict[str, int]:
+        parts = dict.fromkeys(row.part for row in self.rows for at, sizes in row.by_place() if sizes and at == place)
+        return {part: bytes_by_place([row for row in self.rows if row.part == part])[place] for part in parts}
+
+    @property
+    def per_device(self) -> dict[jax.Device, int]:
+        """Return, for each device, the bytes of all parts."""
+        totals = Counter[jax.Device]()
+        for row in self.rows:
+            for place, sizes in row.by_place():
+                totals.update(sizes if place == "device" else dict.fromkeys(sizes, 0))
+        return dict(totals)
 
     @property
     def total(self) -> int:
@@ -121,8 +180,6 @@ def measured(state: Any, tx: Any) -> Report:
     plan = planned(state, tx)
     elsewhere: dict[str, Misplaced] = {}
     rows: list[Row] = []
-    per_device: dict[jax.Device, int] = {}
-    places: dict[str, dict[str, dict[jax.Device, int]]] = {"device": {}, "host": {}, "disk": {}}
     for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored_node)[0]:
         array = x.storage if isinstance(x, Padded) else x
         part = name_of(path[0]) if path else "array"
@@ -136,27 +193,18 @@ def measured(state: Any, tx: Any) -> Report:
                 f"{part}{inner} is a {type(array).__name__}; report measures live jax.Arrays, which have bytes on "
                 f"devices. Pass arrays, or use tx.shardings for shapes."
             )
-        place, sizes, kept = place_of(array), device_bytes(array), kept_bytes(array)
-        for where, found in ((place, sizes), ("device", kept)):
-            for device, size in found.items():
-                totals = places[where].setdefault(part, {})
-                per_device[device] = per_device.get(device, 0) + (size if where == "device" else 0)
-                totals[device] = totals.get(device, 0) + size
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
         whole = jax.tree_util.keystr(path)
         if whole in plan.leaves and (found := misplaced(plan.leaves[whole], x, plan.data)):
             elsewhere[whole] = found
             note = "; ".join(filter(None, (plan.notes[whole], str(found))))
         else:
-            note = plan.notes.get(whole) or note_from_array(x, array, sizes)
-        texts = describe(array), note
-        rows.append(Row(part, inner, keys, shape, x.dtype, place, sizes, kept, global_bytes(array), *texts))
-    device, host, disk = ({part: max(sizes.values()) for part, sizes in parts.items()} for parts in places.values())
+            note = plan.notes.get(whole) or note_from_array(x, array)
+        sizes = place_of(array), device_bytes(array), kept_bytes(array)
+        rows.append(Row(part, inner, keys, shape, x.dtype, *sizes, global_bytes(array), describe(array), note))
     of_state = getattr(state, "plan", None)
     matrices, groups = getattr(of_state, "matrices", None), str(getattr(of_state, "groups", ""))
-    totals = device, per_device, tuple(rows), host, disk
-    compiled = getattr(tx, "compiled_with", ())
-    return Report(*totals, str(matrices or ""), groups, elsewhere, compiled)
+    return Report(tuple(rows), str(matrices or ""), groups, elsewhere, getattr(tx, "compiled_with", ()))
 
 
 def place_of(array: jax.Array | Chunked) -> str:
@@ -198,11 +246,12 @@ def itemsize(array: jax.Array | Chunked) -> int:
     return np.dtype(array.dtype).itemsize
 
 
-def note_from_array(x: Any, array: jax.Array | Chunked, sizes: dict[jax.Device, int]) -> str:
+def note_from_array(x: Any, array: jax.Array | Chunked) -> str:
     if isinstance(x, Padded):
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
         return ""
+    sizes = device_bytes(array)
     return "replicated" if len(sizes) > 1 and max(sizes.values()) == global_bytes(array) else ""
 
 
@@ -223,3 +272,100 @@ def describe(array: jax.Array | Chunked) -> str:
 
 def name_of(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The plan of the leaves of a tree."""
+
+    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)  # the layout of each leaf, by its path
+    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # why a leaf is not sharded or trained, by path
+    data: tuple[str, ...] = ()  # the mesh axes that divide the batch
+
+
+def planned(state: Any, tx: Any = None) -> Planned:
+    """Return the plan of the leaves of a tree, or an empty `Planned` if the plan is not known.
+
+    `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, it may also be
+    parameters or an optimizer state.
+    """
+    if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
+        return of_plan(plan, {"params": ".params", "opt_state": ".opt_state"})
+    config = getattr(tx if tx is not None else getattr(state, "tx", None), "config", None)
+    if not isinstance(config, Config):
+        return Planned()
+    has = state.__contains__ if isinstance(state, Mapping) else lambda name: hasattr(state, name)
+    if has("params") and has("opt_state"):
+        get = state.__getitem__ if isinstance(state, Mapping) else lambda name: getattr(state, name)
+        at = "[{!r}]" if isinstance(state, Mapping) else ".{}"
+        opt_state = at.format("opt_state") + ".state" * isinstance(get("opt_state"), Annotated)
+        return of_plan(make_plan(config, get("params")), {"params": at.format("params"), "opt_state": opt_state})
+    if tx is None:
+        return Planned()
+    keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored_node)
+    paths = [jax.tree_util.keystr(path) for path, _ in keyed]
+    for plan in config.plans.values():
+        if paths and as_planned(plan, state) is not state and paths == [leaf.path for leaf in plan.state]:
+            return of_plan(plan, {"opt_state": ""})
+    return of_plan(make_plan(config, state), {"params": ""})
+
+
+def of_plan(plan: ShardingPlan, prefixes: dict[str, str]) -> Planned:
+    """Index the leaves of a plan by their paths in a tree. `prefixes` has the paths of `"params"` and `"opt_state"`."""
+    of_part = {"params": plan.layout.params, "opt_state": plan.state}
+    parts = {at: of_part[part] for part, at in prefixes.items()}
+    leaves = {at + leaf.path: leaf for at, found in parts.items() for leaf in found}
+    notes = {path: note_from_layout(leaf) for path, leaf in leaves.items()}
+    for i, leaf in enumerate(plan.layout.params if "params" in prefixes else ()):
+        path, why = prefixes["params"] + leaf.path, plan.layout.why_not_trained(i)
+        notes[path] = "; ".join(filter(None, (notes[path], leaf.sent, "" if why in leaf.reason else why)))
+    return Planned(leaves, notes, plan.layout.policy.data.batch)
+
+
+def note_from_layout(leaf: Leaf) -> str:
+    """Explain why a leaf is replicated or flat, and how it is padded. Empty for a sharded leaf without padding."""
+    padding = f"padded by {leaf.padding} elements" if leaf.padding else ""
+    if leaf.kind == "sharded":
+        return padding and f"dim {leaf.dim} {padding}"
+    kind = f"{leaf.kind}: {leaf.reason}" if leaf.reason else leaf.kind
+    return f"{kind}; {padding}" if padding else kind
+
+
+def bytes_by_place(rows: Sequence[Row]) -> dict[str, int]:
+    """Return the bytes of the device with the most bytes in each place."""
+    totals: dict[str, Counter] = {place: Counter() for place in TITLES}
+    for row in rows:
+        for place, sizes in row.by_place():
+            totals[place].update(sizes)
+    return {place: max(total.values(), default=0) for place, total in totals.items()}
+
+
+def as_text(rows: Sequence[Row]) -> str:
+    used = bytes_by_place(rows)
+    places = [place for place in TITLES if place == "device" or used[place]]
+    sections: dict[str, dict[tuple, list[Row]]] = {}
+    for row in rows:
+        devices = tuple(row.device_bytes.items()), tuple(row.kept.items())
+        alike = NUMBER.sub("#", "/".join(row.keys)), str(row), devices
+        sections.setdefault(row.keys[0], {}).setdefault(alike, []).append(row)
+    lines = [("", *(TITLES[place] for place in places), "")]
+    for part, groups in sections.items():
+        if len(groups) > 1:
+            lines.append((part, *cells_of([row for group in groups.values() for row in group], places), ""))
+        for group in groups.values():
+            cells, times = cells_of(group[:1], places), f"{len(group)} x " * (len(group) > 1)
+            columns = zip(*(row.keys for row in group), strict=True)
+            keys = [key[0] if len(set(key)) == 1 else NUMBER.sub("#", key[0]) for key in columns]
+            label = "/".join(keys) if len(groups) == 1 else f"  {'/'.join(keys[1:])}"
+            lines.append((label, *(text and times + text for text in cells), str(group[0])))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([label.ljust(widths[0]), *map(str.rjust, cells, widths[1:]), text]).rstrip()
+        for label, *cells, text in lines
+    )
+
+
+def cells_of(rows: Sequence[Row], places: Sequence[str]) -> list[str]:
+    found = bytes_by_place(rows)
+    is_shown = lambda place: found[place] or (place == "device" and not any(found.values()))
+    return [f"{found[place]:,d}" if is_shown(place) else "" for place in places]
