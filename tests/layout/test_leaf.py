@@ -15,11 +15,9 @@ from jax.sharding import PartitionSpec
 from zerojax.config import DataMesh, LayoutPolicy, LeafMask, Precision
 from zerojax.layout.annotations import NAME, REASON, overwritten_leaves
 from zerojax.layout.chunked import Chunked, Chunking, chunking_of, is_chunked
-from zerojax.layout.leaf import Leaf, replace_at
-from zerojax.layout.opt_state import like_parameter, params_of_state
+from zerojax.layout.leaf import Leaf, is_kept_whole, keep_whole, reason_for, replace_at
 from zerojax.layout.padded import Padded, has_dims, is_number_array, pad, stored_mask, trim, without_padding
-from zerojax.layout.tree import canonical, has_gradient, is_numeric, lay_out, types_of
-from zerojax.layout.undivided import is_kept_whole, keep_whole, reason_for
+from zerojax.layout.tree import canonical, has_gradient, is_numeric, lay_out, like_parameter, params_of_state, types_of
 
 F32 = np.dtype("float32")
 SHARDED = Leaf("['w']", (13, 7), F32, ("gpu",), 4, kind="sharded", dim=0, further=2)

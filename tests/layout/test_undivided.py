@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from zerojax import Padded, report, zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
+from zerojax.layout.leaf import MOST_EXTRA, is_kept_whole
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import lay_out
-from zerojax.layout.undivided import MOST_EXTRA, is_kept_whole
 
 DEVICES = (2, 4, 8, 16, 32, 64)
 

@@ -8,8 +8,8 @@ from conftest import mesh_of
 
 from zerojax import zero_shard
 from zerojax.optim.cores import CoreFinder
-from zerojax.optim.flat_update import FlatUpdate
-from zerojax.optim.planned_update import planned_update
+from zerojax.optim.plan import planned_update
+from zerojax.optim.traced import FlatUpdate
 
 PARAMS = {"a": jax.ShapeDtypeStruct((16, 24), jnp.float32), "b": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
 

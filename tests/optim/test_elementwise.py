@@ -9,8 +9,7 @@ import pytest
 
 from zerojax import zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
-from zerojax.layout.opt_state import params_of_state
-from zerojax.layout.tree import lay_out
+from zerojax.layout.tree import lay_out, params_of_state
 from zerojax.optim.elementwise import elementwise_leaves
 
 PARAMS = {"matrix": jnp.ones((4, 5)), "vector": jnp.ones(5), "scalar": jnp.ones(()), "large": jnp.ones((64, 64))}

@@ -10,7 +10,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers
 
 from zerojax import Offload, jaxprs, zero_shard
-from zerojax.optim import elementwise, flat_update
+from zerojax.optim import elementwise, traced
 
 MUON = {"matrix_updates": "owner"}
 
@@ -38,7 +38,7 @@ BUGS = {
     "elementwise leaves": (elementwise, "interpret", lambda _: broken, optax.adam, {}),
     "chunks": (elementwise, "walk", lambda _: broken, optax.adam, {"offload": Offload(optimizer="host")}),
     "owners": (jaxprs, "inline_calls", lambda _: broken, muon, MUON),
-    "one matrix of a stack": (flat_update, "trace_update", second_call_broken, muon, MUON),
+    "one matrix of a stack": (traced, "trace_update", second_call_broken, muon, MUON),
 }
 
 

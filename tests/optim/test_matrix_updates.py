@@ -17,7 +17,7 @@ from parity import assert_parity, train_plain
 import zerojax
 from zerojax import Offload, Precision, collectives, zero_shard
 from zerojax.optim import owned as owned_module
-from zerojax.optim.dims import LostError, follow
+from zerojax.optim.owned import LostError, follow
 
 ALIKE = 7
 

@@ -13,8 +13,8 @@ from zerojax.config import Config, Offload
 from zerojax.layout.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.layout.tree import Layout
 from zerojax.optim.elementwise import refused_leaves
-from zerojax.optim.flat_update import UpdatedLeaves
 from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.traced import UpdatedLeaves
 from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import shapes
 

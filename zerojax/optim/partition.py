@@ -20,7 +20,6 @@ from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.offloaded import OffloadedState, Unit
 from zerojax.optim.owned import OwnedUpdate
-from zerojax.optim.owned_group import OwnedGroup
 from zerojax.optim.traced import (
     EXTRA,
     GRAD,
@@ -28,6 +27,7 @@ from zerojax.optim.traced import (
     SHARED,
     STATE,
     Equations,
+    OwnedGroup,
     Read,
     TracedUpdate,
     equations_behind,

@@ -1,33 +1,36 @@
 """Plan from shapes alone how parameters, gradients and optimizer state are sharded.
 
 A plan is made once, before any array is placed. It is frozen and hashable, because it is static data in `ZeroState`.
+`PlannedUpdate` analyses the update of a plan: its offloaded state, its groups, and the cores that owners compute.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zerojax import compat
 from zerojax.comm.explicit import auto_context
 from zerojax.config import Config, LeafMask, check_chosen
-from zerojax.layout.cached_hash import CachedHash
 from zerojax.layout.chunked import Chunking
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.opt_state import lay_out_state, params_of_state
-from zerojax.layout.tree import Layout, layout_of
+from zerojax.layout.leaf import CachedHash, Leaf
+from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state
 from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
-from zerojax.optim.flat_update import FlatUpdate, UpdatedLeaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.partition import Partition
-from zerojax.optim.planned_update import planned_update
-from zerojax.optim.summary import MatrixUpdates
+from zerojax.optim.offloaded import OffloadedState
+from zerojax.optim.owned import OwnedUpdate, owned_update
+from zerojax.optim.partition import Dependencies, Partition, groups_of, merged, partition
+from zerojax.optim.traced import FlatUpdate, TracedUpdate, UpdatedLeaves
+from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import shapes
+
+WHERE = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -153,3 +156,155 @@ def check_choices(config: Config, layout: Layout) -> None:
 
 def partitioned_update(config: Config, plan: ShardingPlan) -> Partition:
     return planned_update(FlatUpdate(config, plan.trained, plan.leaves, plan.state_def, applies=True)).partition
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedUpdate:
+    """Analyses of the `flat` update that a training step runs. Each analysis runs once, when it is first needed."""
+
+    flat: FlatUpdate
+
+    @functools.cached_property
+    def offloaded(self) -> OffloadedState:
+        return OffloadedState(self.flat.config, self.flat.trained, self.flat.leaves)
+
+    @functools.cached_property
+    def traced(self) -> TracedUpdate:
+        """Return the traced update. Raise a `TransformationError` if it needs arguments that a step does not give."""
+        return self.trace({})
+
+    def trace(self, changed: dict[int, tuple[int, ...]]) -> TracedUpdate:
+        """Trace the update. `changed` maps the index of a parameter to the shape that replaces its planned shape."""
+        seen = lambda leaf: leaf.storage_shape if leaf.kind == "flat" else leaf.shape
+        shapes = lambda leaves: [jax.ShapeDtypeStruct(seen(leaf), leaf.dtype) for leaf in leaves]
+        grads, state = shapes(self.flat.leaves.grads), shapes(self.flat.leaves.state)
+        return self.flat.tracer(grads, state, grads, {"value": jax.ShapeDtypeStruct((), jnp.float32)})(changed)
+
+    @functools.cached_property
+    def _with_offloaded(self) -> list[list[int]]:
+        """Return the indices of the results of each group with offloaded state."""
+        units, on_disk = self.offloaded.units, self.offloaded.params_on_disk
+        if not units and not on_disk:
+            return []
+        return groups_of(self.traced, units, Dependencies.of(self.traced, units, on_disk), on_disk)
+
+    @functools.cached_property
+    def owned(self) -> OwnedUpdate:
+        """Return the cores that owners compute, or raise a `TransformationError` as `traced` does."""
+        config, grads = self.flat.config, self.flat.leaves.grads
+        if config.matrix_updates == "sharded" or all(leaf.kind != "sharded" or leaf.shards == 1 for leaf in grads):
+            return OwnedUpdate((), {})
+        streamed = {o for outs in self._with_offloaded for o in outs if o < len(grads)}
+        return owned_update(config, self.flat.leaves, self.traced, self.trace, streamed)
+
+    @functools.cached_property
+    def partition(self) -> Partition:
+        """Return the groups of the update. Raise the error of the transformation if it cannot be traced."""
+        try:
+            groups = merged(self._with_offloaded, self.owned)
+        except TransformationError as error:
+            raise error.__cause__ or error from None
+        return partition(self.traced, self.offloaded, groups, self.trace, self.owned.groups)
+
+    @property
+    def chunkings(self) -> tuple[Chunking | None, ...]:
+        """Return the chunking of each leaf of the state, or None for a leaf that stays on the device."""
+        state, found = self.flat.leaves.state, {}
+        for group in self.partition.groups if self.offloaded.units else ():
+            found |= {k: group.chunking or Chunking(0, state[k].local_shape[:1]) for k in group.state}
+        return tuple(map(found.get, range(len(state))))
+
+    @property
+    def groups(self) -> str:
+        """Return a description of the update's groups, or an empty string if nothing is offloaded."""
+        return groups_in_words(self.partition, self.flat.leaves) if self.offloaded.units else ""
+
+    @property
+    def matrices(self) -> MatrixUpdates | None:
+        """Return how matrices are updated, or None if the update needs arguments that a step does not give."""
+        try:
+            return matrix_updates(self.owned, self.flat.leaves.grads)
+        except TransformationError:
+            return None
+
+
+# Cached, because tracing takes seconds for a deep model, and a plan and its step ask for the same update.
+planned_update = functools.lru_cache(maxsize=8)(PlannedUpdate)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedMatrices:
+    """Matrices with equal shapes and equal programs that are updated by owners."""
+
+    paths: tuple[str, ...]  # the paths of the parameters
+    matrices: int  # the number of matrices; a parameter may be a stack of matrices
+    owners: int  # the number of owners that share the matrices
+    within: int  # the number of devices per owner
+    seconds: float  # the time of the update at peak rates
+    seconds_sharded: float  # the time at peak rates if each product were divided among all devices
+
+    def __str__(self) -> str:
+        """Return one line that compares the time of the update with owners to the time without owners."""
+        each = f"{self.within} devices each" if self.within > 1 else "one device each"
+        matrices = "1 matrix" if self.matrices == 1 else f"{self.matrices} matrices"
+        return (
+            f"{_named(self.paths)}: {matrices} by {self.owners} owners, {each}: "
+            f"{1e3 * self.seconds:.3g} ms instead of {1e3 * self.seconds_sharded:.3g}, at peak rates"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixUpdates:
+    """A summary of how the matrices of an update are computed."""
+
+    owned: tuple[OwnedMatrices, ...] = ()  # the matrices that owners compute
+    # the paths of all other matrices, with the reason why owners do not compute them
+    left: tuple[tuple[tuple[str, ...], str], ...] = ()
+
+    def __str__(self) -> str:
+        """Return one line per entry of `owned` and `left`, or an empty string if the update multiplies no matrices."""
+        lines = [str(group) for group in self.owned]
+        lines += [f"{_named(paths)}: divided among all devices: {reason}" for paths, reason in self.left]
+        return "\n".join(f"update of {line}" for line in lines)
+
+
+def _named(paths: Sequence[str]) -> str:
+    return paths[0] + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+
+
+def matrix_updates(found: OwnedUpdate, leaves: Sequence[Leaf]) -> MatrixUpdates:
+    """Describe how each matrix is updated. `leaves` are the layouts of the trained parameters."""
+    owned = tuple(
+        OwnedMatrices(
+            tuple(leaves[core.leaf].path for core in group.cores),
+            group.items * max(group.size, 1),
+            group.leaf.shards // group.within,
+            group.within,
+            group.seconds,
+            group.seconds_sharded,
+        )
+        for group in found.groups
+    )
+    by_reason: dict[str, list[str]] = {}
+    for i, reason in sorted(found.left.items()):
+        by_reason.setdefault(reason, []).append(leaves[i].path)
+    return MatrixUpdates(owned, tuple((tuple(paths), reason) for reason, paths in by_reason.items()))
+
+
+def groups_in_words(partition: Partition, leaves: UpdatedLeaves) -> str:
+    """Return one line per set of similar groups, with their parameters and where their state waits between steps."""
+    alike: dict[tuple, list[list[str]]] = {}
+    for group in (partition.first, *partition.groups):
+        state = group.state or group.resident
+        paths = [leaves.grads[i].path for i in group.params] or [f"opt_state{leaves.state[k].path}" for k in state]
+        key = group.place, len(group.chunks), len(group.params), len(state)
+        alike.setdefault(key, []).extend([paths] if paths else [])
+    lines = []
+    for (place, chunks, _, count), members in alike.items():
+        if members:
+            number = f"{len(members)} groups, each" if len(members) > 1 else "one group"
+            divided = f", in {chunks} chunks" if chunks > 1 else ""
+            state = f"{count} {'leaf' if count == 1 else 'leaves'} of the state"
+            paths = _named([path for paths in members for path in paths])
+            lines.append(f"update of {paths}: {number} with {state} {WHERE[place]}{divided}")
+    return "\n".join(lines)

@@ -1,21 +1,32 @@
-"""Trace an optax update into equations, inline its calls, and find the equations that compute some of its results."""
+"""Call an optax update as a function of lists, or trace it into equations, and describe parts of these equations.
+
+`FlatUpdate` calls the update, and `TracedUpdate` has its equations, with all calls inlined. A `Core` is the part of a
+leaf's update that needs the full leaf. The cores of an `OwnedGroup` have equal programs, which owners compute together.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import optax
 
 from zerojax import compat, jaxprs
-from zerojax.optim.owned_group import Core, OwnedGroup
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout
+from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.transformation import check_new_state, guarded
+from zerojax.placement.storage import cast
 
 # Each input of an update is named by its kind, and by its index among the inputs of this kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED = "grad", "state", "param", "extra", "const", "shared"
 Read = tuple[str, int]
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,3 +153,160 @@ def equations_behind(
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
     """Return the union of `known[atom]` for all `atoms`. Literals and unknown variables have the empty set."""
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """The part of a leaf's update that needs the full leaf. All integers are indices."""
+
+    leaf: int  # the trained parameter
+    eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update
+    arrays: tuple[tuple[int, Leaf], ...]  # the sharded arrays that the core reads, each with its layout
+    small: tuple[int, ...]  # other variables that the core reads and that depend on the leaf
+    shared: tuple[int, ...]  # variables that the core reads and that do not depend on the leaf, such as a count
+    outs: tuple[tuple[int, Leaf], ...]  # the sharded results of the core, each with its layout
+    small_outs: tuple[int, ...]  # all other results of the core
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return *(n for n, _ in self.arrays), *self.small, *self.shared
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Return the variables that the core computes and that are used outside of the core."""
+        return *(n for n, _ in self.outs), *self.small_outs
+
+    def renumbered(self, eqns: Mapping[int, int], variables: Mapping[int, int]) -> Core:
+        """Return the same core for another jaxpr. The arguments map old indices to new indices."""
+        of = lambda indices: tuple(variables[n] for n in indices)
+        laid_out = lambda pairs: tuple((variables[n], leaf) for n, leaf in pairs)
+        parts = of(self.small), of(self.shared), laid_out(self.outs), of(self.small_outs)
+        return Core(self.leaf, tuple(eqns[e] for e in self.eqns), laid_out(self.arrays), *parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedGroup:
+    """Cores with equal programs, which are computed together."""
+
+    cores: tuple[Core, ...]  # one core per parameter
+    # the number of items per core; a stack of matrices is divided into items; any other core is one item
+    counts: tuple[int, ...]
+    size: int  # the number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices
+    jaxpr: Any  # the program that computes one item
+    within: int = 1  # the number of devices per owner
+    seconds: float = 0.0  # the estimated time, at peak rates, if owners compute the group
+    seconds_sharded: float = 0.0  # the estimated time, at peak rates, if each matrix is divided among all devices
+
+    @property
+    def items(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def leaf(self) -> Leaf:
+        return self.cores[0].arrays[0][1]
+
+    @property
+    def structure(self) -> tuple:
+        return tuple(core.eqns for core in self.cores), self.counts, self.size, self.within
+
+    def take(self, cores: Sequence[Core]) -> OwnedGroup:
+        """Return a copy of the group that has only `cores`, which are some of its cores."""
+        counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
+        return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
+
+
+def item_of(leaf: Leaf, size: int) -> Leaf:
+    """Return the layout of one item, which has `size` matrices of a stack, or the full leaf if `size` is 0."""
+    shape = (size, *leaf.shape[1:]) if size else leaf.shape
+    return dataclasses.replace(leaf, shape=shape)
+
+
+def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:
+    """Return the equations of `cores`, and all other equations that depend on results of `cores`."""
+    inside = {e for core in cores for e in core.eqns}
+    made, late = set(), set()
+    for e, eqn in enumerate(jaxpr.eqns):
+        if e in inside or made.intersection(jaxprs.variables_in(eqn.invars)):
+            made.update(eqn.outvars)
+            late.add(e)
+    return inside, late - inside
+
+
+class UpdatedLeaves(NamedTuple):
+    """The layouts of an update's gradients and state."""
+
+    grads: tuple[Leaf, ...]  # one `Leaf` per trained parameter, for its gradient and its update
+    state: tuple[Leaf, ...]  # one `Leaf` per leaf of the state
+    # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
+    param_of: tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatUpdate:
+    """The wrapped transformation's update as a function of lists.
+
+    With `applies`, the function returns new parameters, in their stored types, instead of updates.
+    """
+
+    config: Config
+    trained: Layout
+    leaves: UpdatedLeaves
+    state_def: jax.tree_util.PyTreeDef
+    applies: bool = False
+
+    def __call__(self, grads: list, state: list, params: list | None, extra: dict) -> tuple[list, list]:
+        """Return `(updates, state)`, or the new `(params, state)` with `applies`."""
+        tree: Any = self.trained.treedef
+        old: Any = None if params is None else jax.tree.unflatten(tree, params)
+        updates, new = wrapped_tx(self.config, self.trained).update(
+            jax.tree.unflatten(tree, grads), jax.tree.unflatten(self.state_def, state), old, **extra
+        )
+        check_new_state(self.leaves.state, new)
+        if self.applies:
+            moved = updates if self.config.has_master_weights else optax.apply_updates(old, updates)
+            updates = cast(jax.tree.leaves(moved), [leaf.dtype for leaf in self.trained.params])
+        return jax.tree.leaves(updates), jax.tree.leaves(new)
+
+    def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
+        """Return a function `trace(changed)` that traces the update for these values or shapes.
+
+        `changed` maps the indices of some trained parameters to other shapes. Their state gets the shapes that
+        `_state_shape` returns. If the transformation raises an error, `trace` raises a `TransformationError`.
+        """
+        numbers, tree = jax.tree.flatten(extra)
+        fixed = [None if is_traced(x) else x for x in numbers]
+        arrays = [_shaped(x) for x in numbers if is_traced(x)]
+
+        def update(grads, state, moved, arrays):
+            rest = iter(arrays)
+            filled = [next(rest) if value is None else value for value in fixed]
+            return guarded(self)(grads, state, None if params is None else moved, jax.tree.unflatten(tree, filled))
+
+        def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
+            of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
+            seen = [_shaped(x, self._state_shape(k, changed)) for k, x in enumerate(state)]
+            # Equations record the mesh of their context, and owners use another mesh. So trace without a mesh.
+            with jax.sharding.use_abstract_mesh(NO_MESH):
+                return trace_update(update, of_params(grads), seen, of_params(params or []), arrays)
+
+        return trace
+
+    def _state_shape(self, k: int, changed: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
+        """Return the new shape of state leaf `k` if its parameter is in `changed`, or None if the shape stays."""
+        i, leaf = self.leaves.param_of[k], self.leaves.state[k]
+        if i is None or i not in changed:
+            return None
+        param, new = self.leaves.grads[i].shape, changed[i]
+        if leaf.shape == param:
+            return new
+        return (new[0], *leaf.shape[1:]) if leaf.shape[:1] == param[:1] and new[1:] == param[1:] else None
+
+
+def is_traced(x: Any) -> bool:
+    """Return whether an extra argument of an update is an array or an array's shape. Other arguments are static."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _shaped(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """Return a `ShapeDtypeStruct` with the type of `x`, and with `shape`, or the shape of `x` if `shape` is None."""
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))
