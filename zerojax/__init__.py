@@ -21,9 +21,8 @@ if _TYPE_CHECKING:
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
     from zerojax.train.aux import Mean, Rows, Same, Sum
-    from zerojax.train.logical import logical
-    from zerojax.train.optax_pair import Shardings
-    from zerojax.train.state import ZeroState
+    from zerojax.train.state import ZeroState, logical
+    from zerojax.train.tree_api import Shardings
     from zerojax.zero import ZeroTransformation, zero_shard
 
 # Each name is imported at its first use. So `zerojax --help` does not import JAX, and training does not import the
@@ -44,9 +43,8 @@ _MODULES = {
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
     "train.aux": "Mean Rows Same Sum",
-    "train.logical": "logical",
-    "train.optax_pair": "Shardings",
-    "train.state": "ZeroState",
+    "train.state": "ZeroState logical",
+    "train.tree_api": "Shardings",
     "zero": "ZeroTransformation zero_shard",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}

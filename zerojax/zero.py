@@ -14,13 +14,11 @@ from zerojax.layout.padded import stored_mask
 from zerojax.optim.current_weights import weights
 from zerojax.optim.logical_state import as_params
 from zerojax.staged.state import loaded
-from zerojax.train.begin import create, init_params, shard
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
-from zerojax.train.optax_pair import Shardings, adopt, init, shardings, unshard, update
-from zerojax.train.state import ZeroState
+from zerojax.train.state import ZeroState, create, init_params, shard
 from zerojax.train.step import Step, StepOptions
-from zerojax.train.tree_api import value_and_grad
+from zerojax.train.tree_api import Shardings, adopt, init, shardings, unshard, update, value_and_grad
 from zerojax.units import parse_bytes
 
 

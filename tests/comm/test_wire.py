@@ -20,7 +20,7 @@ from zerojax import Precision, Wire, check, collectives, estimate, report, zero_
 from zerojax.comm.collectives import LABEL, Collectives
 from zerojax.comm.encoding import Encoding
 from zerojax.comm.quantised import Codec
-from zerojax.config.wire import FORMATS
+from zerojax.config.options import FORMATS
 from zerojax.layout.leaf import Leaf
 from zerojax.train.same_run import run_record
 

@@ -25,8 +25,8 @@ from zerojax.config import (
     path_of,
 )
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
+from zerojax.config.options import LEAST_BLOCKS
 from zerojax.config.precision import LARGEST_SCALE, common_dtype
-from zerojax.config.wire import LEAST_BLOCKS
 
 AXES = ("host", "gpu")
 HOST = Offload(optimizer="host")

@@ -13,7 +13,7 @@ from zerojax.compat import keeps_barriers
 from zerojax.inspect.pieces import operations
 from zerojax.planning.check import check_program
 from zerojax.planning.contract import Checked
-from zerojax.train.batch import place_batch
+from zerojax.train.arguments import place_batch
 from zerojax.train.loss import Loss
 
 WIDTH, ROWS, TIME = 64, 64, 16

@@ -9,8 +9,8 @@ from jax.sharding import AxisType
 import zerojax
 from zerojax import Offload, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
-from zerojax.train import compiling, step_program
-from zerojax.train.compiling import OVERLAP
+from zerojax.train import step_program
+from zerojax.train.step_program import OVERLAP
 
 HAS_GPUS = installed() and jax.__version_info__ >= (0, 11)
 
@@ -77,7 +77,7 @@ def test_two_collectives_run_at_once_where_they_have_two_groups(shape, options, 
     mesh = jax.make_mesh(shape, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
     tx = zero_shard(optax.sgd(1e-2), mesh=mesh, axis=("host", "gpu"), **{"stage": 3} | options)
     assert tx.train_step(loss).compiler_options == {}  # on CPUs
-    monkeypatch.setattr(compiling, "is_gpu", lambda config: True)
+    monkeypatch.setattr(step_program, "is_gpu", lambda config: True)
     step = tx.train_step(loss)
     assert step.compiler_options == ({OVERLAP: 2} if is_set else {})
     assert tx.train_step(loss, compiler_options={}).compiler_options == {}

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from zerojax.train.same_values import checksum, checksums
+from zerojax.train.same_run import checksum, checksums
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float32", "bfloat16", "float16", "complex64"])

@@ -36,8 +36,7 @@ from zerojax.offload.lock import DiskError
 from zerojax.placement.chunking import joined, replaced
 from zerojax.placement.unusable import problem_of
 from zerojax.streaming.init_state import check_host_room
-from zerojax.train.begin import create_like
-from zerojax.train.state import ZeroState
+from zerojax.train.state import ZeroState, create_like
 
 REMEDY = "Give as to= a zero_shard of the same optax transformation, with options that keep the same state."
 

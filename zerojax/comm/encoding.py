@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.comm.quantised import Codec
+from zerojax.config.options import Wire
 from zerojax.config.precision import common_dtype
-from zerojax.config.wire import Wire
 from zerojax.layout.leaf import Leaf
 
 

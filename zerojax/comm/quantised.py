@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.buckets import from_rows, to_rows
-from zerojax.config.wire import FORMATS, SCALE_BYTES
+from zerojax.config.options import FORMATS, SCALE_BYTES
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
 

@@ -1,13 +1,10 @@
 """The options of `zero_shard`, as frozen dataclasses that check their fields when they are created."""
 
-from zerojax.config.batch_spec import BatchSpec
-from zerojax.config.checks import check_chosen, check_count, check_flag, check_word
+from zerojax.config.checks import LeafMask, check_chosen, check_count, check_flag, check_word, path_of
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, with_auto_axes
-from zerojax.config.data_mesh import DataMesh, LayoutPolicy
-from zerojax.config.leaf_mask import LeafMask, path_of
-from zerojax.config.offload import CHUNK_BYTES, Offload
+from zerojax.config.data_mesh import BatchSpec, DataMesh, LayoutPolicy
+from zerojax.config.options import CHUNK_BYTES, Offload, Wire
 from zerojax.config.precision import DynamicScale, Precision
-from zerojax.config.wire import Wire
 
 __all__ = [
     "BUCKET_BYTES",

@@ -12,12 +12,10 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
-from zerojax.config.batch_spec import BatchSpec
 from zerojax.config.checks import check_count, check_word
-from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
-from zerojax.config.offload import Offload
+from zerojax.config.data_mesh import BatchSpec, DataMesh, LayoutPolicy, in_words
+from zerojax.config.options import Offload, Wire
 from zerojax.config.precision import Precision
-from zerojax.config.wire import Wire
 
 STAGES = {
     0: "everything replicated",

@@ -30,11 +30,9 @@ from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
 from zerojax.planning.named_meshes import OnOneDevice, in_force
 from zerojax.planning.shapes import abstract, shape_of
-from zerojax.train.arguments import packed
-from zerojax.train.batch import check_batch
+from zerojax.train.arguments import check_batch, packed
 from zerojax.train.fitting import largest_share
-from zerojax.train.loss import Loss
-from zerojax.train.typed_loss import TypedLoss, on_one_device
+from zerojax.train.loss import Loss, TypedLoss, on_one_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,8 +36,7 @@ from zerojax.planning.findings import (
 )
 from zerojax.planning.named_meshes import MovedMeshes, in_force
 from zerojax.planning.shapes import abstract
-from zerojax.train.arguments import packed
-from zerojax.train.batch import place_batch
+from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation

@@ -19,8 +19,7 @@ from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.comparison import Comparison, NonFinite, Snapshot, differences, first_nonfinite, snapshot
 from zerojax.planning.reference import Reference
-from zerojax.train.arguments import packed
-from zerojax.train.batch import batch_shardings, check_batch
+from zerojax.train.arguments import batch_shardings, check_batch, packed
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation

@@ -28,8 +28,7 @@ from zerojax.optim.plan import ShardingPlan
 from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.shapes import rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes
-from zerojax.train.loss import Loss
-from zerojax.train.typed_loss import TypedLoss
+from zerojax.train.loss import Loss, TypedLoss
 
 
 @dataclasses.dataclass(frozen=True)

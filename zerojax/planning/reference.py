@@ -23,12 +23,11 @@ from zerojax.layout.tree import Layout, is_numeric, layout_of
 from zerojax.optim.transformation import with_extra_args
 from zerojax.placement.storage import cast
 from zerojax.planning.comparison import Key, Snapshot, largest, snapshot, wide
-from zerojax.train.batch import cast_inputs
-from zerojax.train.loss import Returned
+from zerojax.train.arguments import cast_inputs
+from zerojax.train.loss import Returned, TypedLoss, on_one_device
 from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
 from zerojax.train.step import Step
 from zerojax.train.step_program import StepProgram
-from zerojax.train.typed_loss import TypedLoss, on_one_device
 from zerojax.zero import ZeroTransformation
 
 if TYPE_CHECKING:

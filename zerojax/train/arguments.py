@@ -1,4 +1,4 @@
-"""Find the batch among the arguments of a loss, and the values that are not traced (flags, names, functions)."""
+"""Find, check, place and cast the arguments of a loss: the batch, further arrays, and values that are not traced."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax import names
+from zerojax.comm.mesh import batch_sharding, owned
+from zerojax.config import Config, DataMesh, Precision
+from zerojax.config.data_mesh import entry_axes, in_words
+from zerojax.layout.tree import canonical
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, PyTree
 
 # The default of a positional batch. It means that the caller passed the batch by keyword, or passed none.
 NO_BATCH = inspect.Parameter.empty
@@ -114,3 +126,153 @@ def is_constant(x: Any) -> bool:
 
 def _name(path: tuple) -> str:
     return f"args{jax.tree_util.keystr(path)}"
+
+
+NO_NUMBERS = "OSTUMm"  # `dtype.kind` of objects, strings, dates and time differences in NumPy
+NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
+    """Raise an error unless all leaves have equally many rows, a multiple of devices times microbatches."""
+    check_types(batch)
+    first: tuple[str, int] | None = None
+    parts = data.workers * accumulate
+    where = f"mesh {in_words(data.batch)}"
+    among = f"the {'axis has' if len(data.batch) == 1 else 'axes have'} {data.workers} devices"
+    if accumulate > 1:
+        among += f" of {accumulate} microbatches each, which are {parts} parts"
+    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        name = f"batch{jax.tree_util.keystr(path)}"
+        shape = jnp.shape(x)
+        if not shape:
+            raise ValueError(
+                f"Cannot divide {name} over {where}: it is a scalar and has no dim 0. Pass values that belong to no "
+                f"row as further arguments, after the batch, and lists of numbers as arrays."
+            )
+        first = first or (name, shape[0])
+        if not shape[0]:
+            raise ValueError(
+                f"{name} has the shape {list(shape)}, of no rows, so the mean loss would be NaN. Drop this batch."
+            )
+        if shape[0] != first[1]:
+            raise ValueError(
+                f"{name} has {shape[0]} rows, and {first[0]} has {first[1]}: rows would be paired wrongly. Give all "
+                f"leaves of a batch as many rows. Pass values that belong to no row as further arguments, after the "
+                f"batch."
+            )
+        if shape[0] % parts:
+            below, above = shape[0] // parts * parts, -(-shape[0] // parts) * parts
+            fits = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"Cannot divide {name} over {where}: its dim 0 has {shape[0]} rows, and {among}. "
+                f"Give a batch of {fits} rows, or drop the remainder in the data loader."
+            )
+
+
+def check_types(batch: PyTree) -> None:
+    """Raise a TypeError for a leaf that JAX cannot use, such as a string, or a tensor of another library."""
+    for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
+        name, dtype = f"batch{jax.tree_util.keystr(path)}", getattr(x, "dtype", None)
+        if isinstance(x, str | bytes) or (isinstance(x, np.ndarray) and x.dtype.kind in NO_NUMBERS):
+            raise TypeError(
+                f"{name} has the type {dtype or type(x).__name__}, which JAX has no arrays of. Leave it out of the "
+                f"batch, or pass numbers, such as tokens."
+            )
+        if not isinstance(x, NUMBERS) and not hasattr(x, "__jax_array__") and not isinstance(dtype, np.dtype):
+            kind = f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}"
+            raise TypeError(
+                f"{name} is a {kind}, which JAX takes for no array. Convert it with np.asarray(x), let "
+                f"zerojax.data.shard_batches(loader, tx) convert it, or leave it out if the loss does not use it."
+            )
+
+
+def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
+    """Check a batch, and divide it over the devices of the caller's mesh. Shapes are returned with shardings."""
+    check_batch(batch, config.data, accumulate)
+    return jax.tree.map(placed, batch, batch_shardings(config, config.user_mesh, batch))
+
+
+def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
+    """Return the sharding of each leaf of a batch. Raise a ValueError if `batch_spec` does not fit the batch."""
+    if config.batch_spec is None:
+        sharding = batch_sharding(mesh, config.data)
+        return jax.tree.map(lambda _: sharding, batch)
+    specs = config.batch_spec.over(batch)
+    if undivided := first_undivided(config, batch, specs):
+        name, dim, size, axes = undivided
+        parts = config.data.size(axes)
+        below, above = size // parts * parts, -(-size // parts) * parts
+        raise ValueError(
+            f"Cannot divide {name} over mesh {in_words(axes)}: its dim {dim} has a size of {size}, and the "
+            f"{'axis has' if len(axes) == 1 else 'axes have'} {parts} devices. Give a size of "
+            f"{f'{below} or {above}' if below else above} (for inputs and for targets, not for a window that is one "
+            f"longer), or a batch_spec= that does not divide this dim."
+        )
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
+    """Return `(name, dim, size, axes)` of the first leaf with a dim that the spec does not divide evenly, or None."""
+    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+    each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    for (path, x), spec in zip(leaves, each, strict=True):
+        for dim, (size, entry) in enumerate(zip(jnp.shape(x), spec, strict=False)):
+            if size % config.data.size(entry_axes(entry)):
+                return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_axes(entry)
+    return None
+
+
+def placed(x: Any, sharding: NamedSharding) -> Any:
+    """Move one leaf of a batch to the devices of a sharding. A traced leaf is returned unchanged."""
+    if isinstance(x, jax.core.Tracer):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, canonical(x.dtype), sharding=sharding)
+    if getattr(x, "sharding", None) == sharding:
+        return x
+    try:
+        return jax.device_put(owned(x), sharding)
+    except AssertionError as error:  # JAX raises an AssertionError if the processes gave different values
+        raise ValueError(
+            f"Process {jax.process_index()} gave a batch of {list(jnp.shape(x))} whose values are not those of the "
+            f"others. An array that is on no mesh is the whole batch, and must be the same on every process. If each "
+            f'process has its own rows, place them with zerojax.data.shard_batches(batches, tx, rows="process") or '
+            f"jax.make_array_from_process_local_data."
+        ) from error
+
+
+@jax.named_scope(names.SHARDS)
+def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
+    """Cast the leaves of a batch to the types that the loss sees."""
+    if precision is None:
+        return batch
+    return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)
+
+
+def check_args(args: tuple) -> None:
+    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would treat it as data."""
+    for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
+        if is_untyped_key(x):
+            raise TypeError(
+                f"args{jax.tree_util.keystr(path)} is uint32[2], which looks like an untyped PRNG key: every device "
+                f"would draw the same numbers. Pass jax.random.key(seed), or jax.random.wrap_key_data(key)."
+            )
+
+
+def is_untyped_key(x: Any) -> bool:
+    """Return whether an array, or a shape, is uint32[2] and so looks like an untyped PRNG key."""
+    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
+
+
+def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
+    """Fold typed PRNG keys with the index of a device or microbatch, so that each index draws different numbers."""
+
+    def fold(x):
+        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+            return x
+        folded = lambda key: jax.random.fold_in(key, number)
+        for _ in range(x.ndim):
+            folded = jax.vmap(folded)
+        return folded(x)
+
+    return jax.tree.map(fold, args)

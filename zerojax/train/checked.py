@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 
 from zerojax import compat, jaxprs
 from zerojax.config.data_mesh import axes_of
-from zerojax.train.batch import is_untyped_key
+from zerojax.train.arguments import is_untyped_key
 
 
 def checked(fn: Callable, manual: Sequence[str]) -> Callable:

@@ -22,10 +22,9 @@ from zerojax.budget.table import BlockMemory, describe
 from zerojax.config import Config
 from zerojax.inspect.memory import peak_bytes
 from zerojax.offload.host import is_on_host
-from zerojax.train.jitted_step import JittedStep
 from zerojax.train.same_run import signature_of
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import StepProgram
+from zerojax.train.step_program import JittedStep, StepProgram
 from zerojax.units import format_bytes, parse_bytes
 
 # The program is compiled again with a larger share if it takes less than this part of the memory.

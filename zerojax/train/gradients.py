@@ -6,7 +6,8 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -20,12 +21,14 @@ from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import constrain, replicated
 from zerojax.config.data_mesh import spec_entry
 from zerojax.config.precision import common_dtype
-from zerojax.layout.leaf import Leaf
+from zerojax.inspect.nonfinite import origins
+from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.tree import Layout
+from zerojax.offload.host import to_device
+from zerojax.placement.storage import in_logical_shape
 from zerojax.train.apart import TracedLoss
+from zerojax.train.arguments import batch_shardings, check_args, check_batch, fold_keys
 from zerojax.train.aux import combine, merged, unmarked
-from zerojax.train.batch import batch_shardings, check_args, check_batch, fold_keys
-from zerojax.train.line_of_nan import line_in_errors
 from zerojax.train.loss import at_least_float32, mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.reduction import check_reduction
@@ -220,3 +223,43 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
     # In device view, the sum is over all workers. In hybrid sharding, several workers hold copies of the same shard.
     copies = jnp.asarray([max(1.0, comm.losses / leaf.shards) for leaf in leaves])
     return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))
+
+
+@contextlib.contextmanager
+def line_in_errors(view: View, given: LossInputs) -> Iterator[None]:
+    """Add a note with the line of the loss that makes the first NaN to each FloatingPointError of `jax_debug_nans`.
+
+    If a result has a NaN, JAX evaluates the function again, one operation at a time. But it does not test the
+    operations inside of a `shard_map`, and the error only says that the NaN comes from a sharded computation.
+    """
+    try:
+        yield
+    except FloatingPointError as error:
+        # Without a note if the loss cannot be evaluated here. For example, a kernel may have no rule for `vmap`.
+        with contextlib.suppress(Exception), jax.debug_nans(False), jax.debug_infs(False):
+            for origin in _origins(view, given):
+                error.add_note(f"On the rows of one device, {origin}.")
+        raise
+
+
+def _origins(view: View, given: LossInputs) -> tuple:
+    """Find the first NaN of the loss and its gradient, with `vmap` over the axes of devices instead of `shard_map`."""
+    data, layout = view.config.data, view.layout
+    stored = [in_logical_shape(to_device(x), leaf) for x, leaf in zip(given.stored, layout.params, strict=True)]
+    trained = [layout.trained[k] for k in view.differentiable]
+
+    def of_device(rows):
+        args = fold_keys(given.args, lax.axis_index(data.batch))
+
+        def total(values):
+            params = jax.tree.unflatten(layout.treedef, replace_items(stored, trained, values))
+            return view.loss_of_params()(params, given.mutable, rows, *args).total
+
+        return jax.value_and_grad(total)([stored[i] for i in trained])
+
+    of_all = of_device
+    for axis in reversed(data.batch):
+        of_all = jax.vmap(of_all, axis_name=axis)
+    sizes = [view.config.mesh.shape[axis] for axis in data.batch]
+    batch = jax.tree.map(lambda x: x.reshape(*sizes, x.shape[0] // data.workers, *x.shape[1:]), given.batch)
+    return origins(lambda rows: of_all(rows), rows=batch)  # `vmap` maps keywords, too

@@ -20,7 +20,7 @@ from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.program import StagedProgram
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.state import on_disk
-from zerojax.train.batch import batch_shardings, fold_keys
+from zerojax.train.arguments import batch_shardings, fold_keys
 from zerojax.train.checked import checked
 from zerojax.train.loss import Returned, at_least_float32
 from zerojax.train.reduction import check_reduction

@@ -25,12 +25,11 @@ from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.gradients import Gradients as AllGradients
-from zerojax.train.jitted_step import resident_state
 from zerojax.train.loss import mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.staged_loss import LossAndGrads, StagedLoss
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import Differentiated, StepProgram
+from zerojax.train.step_program import Differentiated, StepProgram, resident_state
 
 if TYPE_CHECKING:
     from jaxtyping import Array

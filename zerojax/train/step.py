@@ -22,16 +22,14 @@ from zerojax.placement.storage import in_storage
 from zerojax.placement.unusable import elsewhere_named
 from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
-from zerojax.train.arguments import NO_BATCH, separated
-from zerojax.train.batch import place_batch
+from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.fitting import MemoryFit, StepFitting
-from zerojax.train.jitted_step import JittedStep, resident_state
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.same_run import SameCalls
 from zerojax.train.staged_step import StagedStep
 from zerojax.train.state import ZeroState, check_is_state, donatable, ready_state
-from zerojax.train.step_program import Metrics, StepOptions, StepProgram
+from zerojax.train.step_program import JittedStep, Metrics, StepOptions, StepProgram, resident_state
 from zerojax.train.watchdog import Watchdog, limit_of
 
 

@@ -1,10 +1,12 @@
-"""The traced functions of a training step for gradients, update and metrics. `train.step` compiles them."""
+"""The traced functions of a training step for gradients, update and metrics, and their compilation."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax
@@ -14,7 +16,10 @@ from jax import Array, lax
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
+from zerojax.comm.explicit import on_auto_mesh, with_types
+from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config, check_count, check_flag
+from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import replace_items
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_params, check_state
@@ -23,7 +28,6 @@ from zerojax.optim.state_forms import state_to_device, state_to_host
 from zerojax.optim.update import Updated, resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs
-from zerojax.train.compiling import options_of_mesh
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.loss_scaling import ScalingState, update_scaling
@@ -239,3 +243,57 @@ class Differentiated(NamedTuple):
     old: list  # the trained parameters before the update, sharded for the update
     scaling: ScalingState  # the loss scale, and the record of skipped steps, after this step
     skipped: Any  # whether the step is skipped
+
+
+class JittedStep:
+    """A step program under `jax.jit`. The functions donate their state.
+
+    Attributes:
+        whole: The whole step: `whole(state, batch, *args)` returns `(state, metrics)`.
+        resident: `StepProgram.resident_step`, the part of a step that does not need offloaded state.
+    """
+
+    def __init__(self, program: StepProgram, compiler_options: Mapping[str, Any] = MappingProxyType({})):
+        """Prepare the functions. They are compiled with `compiler_options` when they are first called."""
+        self._config = config = program.config
+        options = dict(compiler_options) or None  # with options, a jitted function cannot be called in another one
+
+        def step(state, batch, *args):
+            def shardings(returned):
+                metrics = row_shardings(config.mesh, config.data, returned[1], batch)
+                return ZeroState.shardings(config, state.plan), metrics
+
+            return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
+
+        self.whole = jax.jit(step, donate_argnums=0, compiler_options=options)
+        self.resident = jax.jit(program.resident_step, donate_argnums=0, compiler_options=options)
+
+    def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
+        """Trace the step, or only `resident` if the state has offloaded leaves. The arguments may be shapes."""
+        if not state.plan.offloaded:
+            return self.whole.trace(state, rows, *args)
+        resident = state.replace(opt_state=resident_state(state))
+        return on_auto_mesh(self._config.user_mesh, self.resident.trace, resident, rows, *with_types(args))
+
+
+def resident_state(state: ZeroState) -> list:
+    """Return the leaves of the optimizer state that are on the device, and None for each offloaded leaf."""
+    return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
+
+
+# In hybrid sharding, a step has collectives over NVLink and over the network, which do not share a link. With this
+# option, XLA's scheduler does not run them one after another. `xla_gpu_memory_limit_slop_factor` is not set: a lower
+# limit saves memory, but XLA keeps to it by repeating matrix products, and not by another schedule.
+OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+
+
+def options_of_mesh(config: Config) -> Mapping[str, Any]:
+    """Return the options with which a step is compiled if the user gives none. `XLA_FLAGS` has priority."""
+    data = config.data
+    is_hybrid = config.stage > 0 and 1 < data.size(data.across) < data.workers
+    matters = is_hybrid and is_gpu(config) and not config.params_on_disk
+    return {OVERLAP: 2} if matters and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
+
+
+def is_gpu(config: Config) -> bool:
+    return config.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")

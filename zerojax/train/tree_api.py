@@ -1,4 +1,4 @@
-"""Compute gradients and updates as trees with the structure of the caller's parameters, for hand-written loops.
+"""Gradients and updates as trees with the structure of the caller's parameters, for optax, Flax and hand-written loops.
 
 A training step keeps the gradients of small and padded leaves sharded. Here, a gradient must have the structure and
 shape of its parameter, because optax and Flax map functions over both trees. So a gradient whose shards do not form an
@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from zerojax.comm.explicit import auto_context, on_auto_mesh, with_types
-from zerojax.comm.mesh import constrain, row_shardings
+from zerojax.comm.explicit import auto_context, on_auto_mesh, to_explicit, with_types
+from zerojax.comm.mesh import constrain, replicated, row_shardings
 from zerojax.config import Config
 from zerojax.config.precision import common_dtype
 from zerojax.layout.leaf import Leaf
@@ -24,17 +25,21 @@ from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.checks import check_state, tree_difference
-from zerojax.optim.plan import plan_of_layout
+from zerojax.optim.logical_state import unshard_state
+from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.state_forms import (
     as_planned,
     as_returned,
     rechunked,
+    seen_in,
     state_shardings,
     state_to_device,
     state_to_host,
 )
-from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update, update
+from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
+from zerojax.optim.update import update as update_shards
 from zerojax.placement.misplaced import PlacementCheck
+from zerojax.placement.place import storage_of
 from zerojax.placement.storage import (
     Form,
     cast,
@@ -42,16 +47,19 @@ from zerojax.placement.storage import (
     logical,
     named_tree,
     padded_forms,
+    storage_forms,
     storage_leaves,
     unflatten_params,
 )
 from zerojax.placement.unusable import unusable_named
-from zerojax.staged.state import files_of
-from zerojax.train.arguments import separated
-from zerojax.train.batch import place_batch
+from zerojax.staged.state import files_of, loaded, shapes_on_disk
+from zerojax.streaming.adopted_state import adopt_state
+from zerojax.streaming.init_state import init_opt_state
+from zerojax.train.arguments import place_batch, separated
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 from zerojax.train.same_run import SameCalls, signature_of
+from zerojax.train.state import ZeroState
 from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
@@ -210,7 +218,7 @@ def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict
             new = unshard_after_update(config, plan, updated, frozen=stored)
             updates: list[Any] = [difference(a, b) for a, b in zip(new, stored, strict=True)]
         else:
-            increments, state = update(config, plan, reduced, state, sharded, extra)
+            increments, state = update_shards(config, plan, reduced, state, sharded, extra)
             pairs = zip(storage_leaves(grads, layout.params), layout.params, strict=True)
             zeros = [zeros_for(*pair) for pair in pairs]
             updates = unshard_after_update(config, plan, increments, frozen=zeros)
@@ -257,3 +265,101 @@ def check_grads(grads: Any, layout: Layout) -> None:
                 f"grads{leaf.path} has shape {list(g.shape)}, but its parameter has {list(leaf.shape)} (logical). "
                 f"Pass gradients of these parameters."
             )
+
+
+def init(config: Config, params: Any) -> Any:
+    """Return the initial optimizer state of the wrapped transformation, sharded for the stage."""
+    plan = make_plan(config, params)
+    make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
+    return on_auto_mesh(config.user_mesh, make, params, shardings=lambda _: init_shardings(config, plan))
+
+
+def adopt(config: Config, state: Any, params: Any) -> Any:
+    """Shard a plain optimizer state; see `ZeroTransformation.adopt`."""
+    plan = make_plan(config, params)
+    place = lambda state, params: as_returned(config, plan, adopt_state(config, plan, state, params))
+    return on_auto_mesh(config.user_mesh, place, state, params, shardings=lambda _: init_shardings(config, plan))
+
+
+def unshard(config: Config, tree: Any, params: Any = None) -> Any:
+    """Gather a tree into logical arrays; see `ZeroTransformation.unshard`."""
+    if isinstance(tree, ZeroState):
+        raise ValueError(
+            "tx.unshard takes parameters or an optimizer state, and this is a ZeroState, which has both. Call "
+            "tx.unshard(state.params) and tx.unshard(state.opt_state)."
+        )
+    with unusable_named(config.mesh, tree=tree):
+        is_params = files_of(tree) is not None
+        if not is_params and (state := unshard_state(config, tree, shapes_on_disk(params))) is not None:
+            return state
+        on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, loaded(tree))
+        gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
+        return jax.jit(gather, out_shardings=replicated(config.user_mesh))(on_device)
+
+
+def init_shardings(config: Config, plan: ShardingPlan) -> Any:
+    return as_returned(config, plan, state_shardings(config, plan))
+
+
+def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    """Return updates with the structure and shardings of the parameters, and the new optimizer state."""
+    check_context(config)
+    like = updates if params is None else params
+    number = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+    arrays = {k: v for k, v in extra.items() if all(isinstance(x, number) for x in jax.tree.leaves(v))}
+    static = tuple((k, v) for k, v in extra.items() if k not in arrays)
+    form = TreeForm(config, layout_of(config, like, **seen_in(state)), padded_forms(like))
+    same = same_updates(config)
+    is_new = same.is_new((signature_of((updates, state, params)), static), arrays, ())
+    return same.call(jitted_update, updates, state, params, arrays, form, static, is_new=is_new)
+
+
+class Shardings(NamedTuple):
+    """The shardings of a run, as trees of `jax.sharding.NamedSharding` for `jax.jit` and `jax.device_put`.
+
+    Attributes:
+        params: Shardings of the parameters.
+        grads: Shardings of the gradients that `value_and_grad` returns.
+        opt_state: Shardings of the optimizer state.
+    """
+
+    params: Any
+    grads: Any
+    opt_state: Any
+
+
+def shardings(config: Config, params: Any) -> Shardings:
+    """Return the shardings of a run; see `ZeroTransformation.shardings`."""
+    plan = make_plan(config, params)
+    layout = plan.layout
+    found = Shardings(
+        params=named_tree(config, layout.treedef, layout.params),
+        grads=TreeForm(config, layout, storage_forms(layout.params)).grad_shardings,
+        opt_state=init_shardings(config, plan),
+    )
+    return to_explicit(config.user_mesh, found)
+
+
+@functools.lru_cache(maxsize=16)
+def same_updates(config: Config) -> SameCalls:
+    """Return the `SameCalls` that compares calls of `update` over processes. There is one per configuration."""
+    return SameCalls(config, "update")
+
+
+def check_context(config: Config) -> None:
+    """Raise a ValueError inside of a `jax.pmap` or `jax.shard_map` over an axis that `config.mesh` does not have."""
+    others = sorted(set(jax.sharding.get_abstract_mesh().manual_axes) - set(config.mesh.axis_names))
+    if others:
+        raise ValueError(
+            f"update runs inside of jax.pmap or jax.shard_map over {', '.join(map(repr, others))}, and this "
+            f"transformation's mesh has {', '.join(map(repr, config.mesh.axis_names))}. Call it outside, under "
+            f"jax.jit: it divides its work over the mesh itself, and value_and_grad divides the batch."
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("form", "static"))
+def jitted_update(
+    grads: Any, state: Any, params: Any, arrays: dict, form: TreeForm, static: tuple[tuple[str, Any], ...]
+) -> tuple[Any, Any]:
+    """Run the update as one program. `arrays` and `static` are the further keyword arguments of `update`."""
+    return update_tree(form, grads, state, params, arrays | dict(static))

@@ -42,11 +42,10 @@ from zerojax.layout.tree import Layout
 from zerojax.offload.host import is_on_host
 from zerojax.placement.storage import cast, unpadded
 from zerojax.train.apart import TracedLoss, traced_apart
-from zerojax.train.batch import cast_inputs
+from zerojax.train.arguments import cast_inputs
 from zerojax.train.checked import checked
-from zerojax.train.loss import Loss, at_least_float32
+from zerojax.train.loss import Loss, TypedLoss, at_least_float32
 from zerojax.train.overwriting import unscaled
-from zerojax.train.typed_loss import TypedLoss
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
