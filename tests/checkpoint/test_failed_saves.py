@@ -30,7 +30,6 @@ from zerojax.checkpoint import (
     restoring,
     saving,
     verifying,
-    zarr_files,
 )
 from zerojax.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from zerojax.checkpoint.saving import Save
@@ -419,7 +418,7 @@ def test_an_array_that_cannot_be_read_is_one_error(saved, state, caplog, monkeyp
     def fail(*args):
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(zarr_files, "copy_rows", fail)
+    monkeypatch.setattr(arrays, "copy_rows", fail)
     with pytest.raises(CheckpointError, match=r"in .* cannot be read: OSError: .*Input/output error"):
         Checkpointer(saved, read_only=True).restore(state)
     assert not caplog.records

@@ -15,7 +15,7 @@ from small_leaves_child import KEYS, SHAPES
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, export_checkpoint, packing, saving
 from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
-from zerojax.checkpoint.manifest import digest_line, read_manifest
+from zerojax.checkpoint.manifest import SavedLeaf, digest_line, read_manifest
 from zerojax.checkpoint.saving import Save
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
@@ -119,28 +119,27 @@ def assert_damaged(root, expected):
 @pytest.mark.parametrize("leaf", LEAVES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damage_names_the_one_leaf(copied, leaf, damage):
-    (extent,) = [one for one in read_manifest(copied / NEWEST).packed()["packed.0.bin"] if one.leaf == leaf]
-    path = copied / NEWEST / "packed.0.bin"
-    DAMAGES[damage](path, extent.offset, extent.bytes)
-    assert_damaged(copied, [(leaf, "packed.0.bin", "has other contents than were written")])
     (saved,) = [one for one in read_manifest(copied / NEWEST).leaves if one.name == leaf]
-    with packing.Files(copied / NEWEST) as files, pytest.raises(CheckpointError) as caught:  # after it was verified
-        files.read(saved.name, saved.pieces, saved.storage_dtype)
+    ((piece,), path) = saved.pieces, copied / NEWEST / "packed.0.bin"
+    DAMAGES[damage](path, piece.offset, int(np.prod(piece.shape)) * saved.storage_dtype.itemsize)
+    assert_damaged(copied, [(leaf, "packed.0.bin", "has other contents than were written")])
+    with pytest.raises(CheckpointError) as caught:  # after it was verified
+        packing.read(copied / NEWEST, saved)
     assert str(caught.value) == f"{leaf} in {path} has other contents than were written."
 
 
 def test_a_file_cut_off_lost_or_too_long_names_its_leaves(copied):
-    path, extents = copied / NEWEST / "packed.0.bin", read_manifest(copied / NEWEST).packed()["packed.0.bin"]
-    content, last = path.read_bytes(), extents[-2:]
-    path.write_bytes(content[: last[0].offset + 1])
-    what = f"has {last[0].offset + 1} bytes instead of {len(content)}"
-    assert_damaged(copied, [(one.leaf, "packed.0.bin", what) for one in last])
+    path, pieces = copied / NEWEST / "packed.0.bin", read_manifest(copied / NEWEST).packed()["packed.0.bin"]
+    content, (_, first), names = path.read_bytes(), pieces[-2], [leaf.name for leaf, _ in pieces]
+    path.write_bytes(content[: first.offset + 1])
+    what = f"has {first.offset + 1} bytes instead of {len(content)}"
+    assert_damaged(copied, [(name, "packed.0.bin", what) for name in names[-2:]])
     path.write_bytes(content + b"\0")
     assert_damaged(copied, [("", "packed.0.bin", f"has {len(content) + 1} bytes instead of {len(content)}")])
     path.unlink()
-    with pytest.raises(DamagedError, match=rf"; and {len(extents) - 5} more") as caught:
+    with pytest.raises(DamagedError, match=rf"; and {len(names) - 5} more") as caught:
         Checkpointer(copied, read_only=True).verify()
-    assert caught.value.damage == tuple((one.leaf, "packed.0.bin", "is missing") for one in extents)
+    assert caught.value.damage == tuple((name, "packed.0.bin", "is missing") for name in names)
 
 
 @pytest.mark.parametrize("what", ["lost", "changed"])
@@ -211,8 +210,8 @@ def test_blocks_of_several_processes_are_one_leaf(tmp_path):
         blocks = [packing.Block("x", (2 * i, 0), whole[2 * i : 2 * i + 2]) for i in rows]
         pieces += packing.write(tmp_path / packing.packed_file(process), blocks).get("x", [])
     assert len(files_of(tmp_path)) == 3
-    with packing.Files(tmp_path) as files:
-        assert np.array_equal(files.read("x", pieces, whole.dtype), whole)
+    leaf = SavedLeaf("x", ("x",), whole.shape, "int16", "replicated", "", pieces=tuple(pieces))
+    assert np.array_equal(packing.read(tmp_path, leaf), whole)
 
 
 @pytest.mark.slow

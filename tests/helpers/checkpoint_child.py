@@ -50,8 +50,8 @@ def weights_through_a_mapping(tx, folder):
     multihost_utils.sync_global_devices("exported")
     read, view = {}, importing.view
 
-    def counting(files, name, section, index):
-        x = view(files, name, section, index)
+    def counting(header, section, index):
+        x = view(header, section, index)
         read[section.leaf] = read.get(section.leaf, 0) + x.nbytes
         return x
 

@@ -19,7 +19,6 @@ from zerojax.checkpoint import (
     Checkpointer,
     CheckpointError,
     arrays,
-    disk_leaves,
     export,
     import_params,
     restoring,
@@ -82,14 +81,14 @@ def stage_1():
 @pytest.mark.slow
 def test_a_step_waits_for_the_copy_of_a_chunk_that_it_overwrites(tmp_path, unpacked, monkeypatch):
     """The copies are slow, so the step begins to write before they end."""
-    write, order = disk_leaves.write_chunk, []
+    write, order = arrays.write_chunk, []
 
     def slowly(*args):
         time.sleep(0.05)
         write(*args)
         order.append("copied")
 
-    monkeypatch.setattr(disk_leaves, "write_chunk", slowly)
+    monkeypatch.setattr(arrays, "write_chunk", slowly)
     tx, step, state = begun(tmp_path / "run")
     wanted = on_host(tx, state)
     with Checkpointer(tmp_path / "saved") as saved:

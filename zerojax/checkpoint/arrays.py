@@ -10,33 +10,37 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import itertools
+import json
 import math
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint import packing
-from zerojax.checkpoint.disk_leaves import begin_copy
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
-from zerojax.checkpoint.zarr_files import ZarrFiles
-from zerojax.layout.chunked import Chunked
+from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.offload.read_ahead import read_ahead
+from zerojax.offload.state_files import shards_of
 from zerojax.placement.chunking import assembled, joined, places_of
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
 # Parts of arrays are read ahead: a share of all bytes that a process reads, between two bounds.
 SHARES_AHEAD, LEAST_AHEAD, MOST_AHEAD = 32, 16 << 20, 2 << 30
+BLOCK_BYTES = 4 << 20  # bytes of a file that are read at once
 
 
 class ReadRequest(NamedTuple):
@@ -106,6 +110,62 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
     return lambda: wait_for([*futures, *handler.copies])
 
 
+def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
+    """Begin to copy a leaf on disk into a folder of a checkpoint. Return futures of this process's copies.
+
+    The folder gets the leaf as it is at this call, even if a later step begins before the copies end. Each chunk is
+    read into one buffer, where its checksum is verified, and then written into each shard's file. Links to the chunks'
+    files would be wrong, because a step overwrites the files in place. A copy inside the kernel would not verify the
+    checksum, so a damaged chunk would get a valid digest.
+    """
+    local = node.sharding.shard_shape(node.shape)
+    folder.mkdir(exist_ok=True)
+    if jax.process_index() == 0:
+        metadata = {"shape": node.shape, "chunks": local, "compressor": None}
+        store = {"driver": "file", "path": f"{folder}/"}
+        spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "dtype": np.dtype(node.dtype).name}
+        tensorstore.open(spec, create=True).result()
+    files = [folder / name if name else None for name in files_of_shards(node.sharding, node.shape)]
+    for file in files:
+        if file is not None:
+            file.touch()
+            os.truncate(file, math.prod(local) * node.dtype.itemsize)
+    return node.store.copy(*node.chunks, functools.partial(write_chunk, files, local, node.chunking))
+
+
+def files_of_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> list[str]:
+    """Return the name of the zarr file of each shard of this process, or "" if another process writes the shard.
+
+    If several processes have a shard, the process of the shard's first device writes it.
+    """
+    indices, local = sharding.devices_indices_map(shape), sharding.shard_shape(shape)
+    writers: dict[str, jax.Device] = {}
+    for device, index in indices.items():
+        writers.setdefault(str(index), device)
+    names = []
+    for device, *_ in shards_of(sharding, shape):
+        index = indices[device] or ()
+        grid = [one.indices(size)[0] // part for one, size, part in zip(index, shape, local, strict=True)]
+        is_ours = writers[str(indices[device])].process_index == jax.process_index()
+        names.append(".".join(map(str, grid)) if is_ours else "")
+    return names
+
+
+def write_chunk(
+    files: Sequence[Path | None], local: tuple[int, ...], chunking: Chunking, n: int, shards: Sequence[np.ndarray]
+) -> None:
+    """Write chunk `n` of each shard to its place in the shard's file. `local` is the shape of one shard."""
+    dim, (start, _) = chunking.dim, chunking.chunks[n]
+    for file, shard in zip(files, shards, strict=True):
+        if file is not None:
+            rows = shard.reshape(math.prod(local[:dim]), -1)  # each row is contiguous in the file
+            row_bytes = math.prod(local[dim:]) * shard.itemsize
+            with file.open("r+b") as out:
+                for i, row in enumerate(rows):
+                    out.seek(i * row_bytes + start * (row_bytes // local[dim]))
+                    out.write(row.view(np.uint8).data)
+
+
 def wait_for(futures: Sequence[Any]) -> None:
     """Block until every future has ended, then raise the first error.
 
@@ -124,9 +184,9 @@ def wait_for(futures: Sequence[Any]) -> None:
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
     large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
-    with packing.Files(directory) as files:  # each process reads packed leaves in full, because they are small
-        packed = lambda saved: files.read(saved.name, saved.pieces, saved.storage_dtype)
-        arrays = [placed(packed(one.saved), one) if one.saved.pieces else next(large) for one in requests]
+    # Each process reads packed leaves in full, because they are small.
+    whole = lambda one: placed(packing.read(directory, one.saved), one)
+    arrays = [whole(one) if one.saved.pieces else next(large) for one in requests]
     return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
 
 
@@ -144,10 +204,9 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     orbax would read all shards of many leaves before it copies the first one to a device. So host memory would hold
     them twice if the devices are in host memory, too.
     """
-    pairs = [(one, opened(directory, one.saved)) for one in requests]
-    parts = [(one.saved, box, files) for one, files in pairs for box in places_of(one.shape, one.sharding)]
-    sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box, _ in parts]
-    every = [(directory, saved, tuple(slice(*span) for span in box), files) for saved, box, files in parts]
+    parts = [(one.saved, box) for one in requests for box in places_of(one.shape, one.sharding)]
+    sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box in parts]
+    every = [(directory, saved, tuple(slice(*span) for span in box)) for saved, box in parts]
     limit = min(MOST_AHEAD, max(LEAST_AHEAD, sum(sizes) // SHARES_AHEAD))
     values = read_ahead(read_box, every, sizes, limit)
     return [assembled(one.shape, one.sharding, one.saved.storage_dtype, values) for one in requests]
@@ -163,39 +222,11 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
         ) from error
 
 
-def opened(directory: Path, saved: SavedLeaf) -> ZarrFiles | None:
-    if saved.pieces:
-        return None
-    with unreadable_named(directory, saved):
-        return ZarrFiles.of(directory / ARRAYS / saved.folder, saved.storage_dtype)
-
-
-def read_slice(directory: Path, saved: SavedLeaf, index: tuple[int | slice, ...]) -> np.ndarray:
-    """Read a slice of one leaf's storage into host memory. A packed leaf is first read and verified as a whole.
-
-    `index` has an integer, or a slice with a start and an end, for each dim.
-    """
-    box = tuple(one if isinstance(one, slice) else slice(one, one + 1) for one in index)
-    whole = (slice(None) if isinstance(one, slice) else 0 for one in index)
-    return read_box(directory, saved, box)[(*whole, ...)]
-
-
-@contextlib.contextmanager
-def unreadable_named(directory: Path, saved: SavedLeaf) -> Iterator[None]:
-    """Replace an error of reading by a `CheckpointError` that names the leaf."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
-
-
-def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...], files: ZarrFiles | None = None) -> np.ndarray:
+def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.ndarray:
     """Read a part of a leaf's storage into host memory. If the leaf is flat, `box` has one slice.
 
     Every slice of `box` has a start and an end. Elements beyond the leaf's logical shape are padding, and become zeros.
-    So the storage may have other padding than the saved storage. `files` are the leaf's files, or None to open them.
+    So the storage may have other padding than the saved storage. Raise a `CheckpointError` if the files cannot be read.
     """
     rank = len(saved.data_shape)  # the data of PRNG keys has further dims, which are never padded
     edges = zip(box[:rank], saved.data_shape, strict=True)
@@ -206,12 +237,57 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...], files: Z
         return part
     target = part[(*map(slice, sizes), ...)]
     if saved.pieces:
-        with packing.Files(directory) as packed:
-            target[...] = packed.read(saved.name, saved.pieces, saved.storage_dtype)[inside]
+        target[...] = packing.read(directory, saved)[inside]
         return part
-    with unreadable_named(directory, saved):
-        (files or ZarrFiles.of(directory / ARRAYS / saved.folder, saved.storage_dtype)).read(inside, target)
+    try:
+        read_files(directory / ARRAYS / saved.folder, inside, target)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
     return part
+
+
+def read_files(folder: Path, box: tuple[slice, ...], out: np.ndarray) -> None:
+    """Read a box of a large leaf from its files, which are uncompressed zarr, into an array of the box's shape.
+
+    TensorStore reads every file as a whole, even for a small part of it. So a leaf that is read in chunks would be read
+    many times, and host memory would hold a whole shard in addition to each chunk. `verifying.py` has checked the form
+    and the size of all files.
+    """
+    chunks = tuple(json.loads((folder / ".zarray").read_text())["chunks"])
+    if not box:  # zarr stores a scalar as a vector
+        box, chunks, out = (slice(0, 1),), (1,), out.reshape(1)
+    for cell in itertools.product(
+        *(range(one.start // n, -(-one.stop // n)) for one, n in zip(box, chunks, strict=True))
+    ):
+        origin = [i * n for i, n in zip(cell, chunks, strict=True)]
+        edges = zip(box, origin, chunks, strict=True)
+        inside = [(max(one.start, at), min(one.stop, at + n)) for one, at, n in edges]
+        part = out[tuple(slice(a - one.start, b - one.start) for (a, b), one in zip(inside, box, strict=True))]
+        local = [(a - at, b - at) for (a, b), at in zip(inside, origin, strict=True)]
+        with (folder / ".".join(map(str, cell))).open("rb") as file:
+            copy_rows(file, 0, chunks, local, part)
+
+
+def copy_rows(
+    file: IO[bytes], offset: int, shape: tuple[int, ...], box: list[tuple[int, int]], out: np.ndarray
+) -> None:
+    """Copy a box of an array that begins at `offset` of a file. `box` has a start and an end for each dim."""
+    row_bytes, (start, stop) = math.prod(shape[1:]) * out.itemsize, box[0]
+    if row_bytes > BLOCK_BYTES and len(shape) > 1:
+        for i in range(start, stop):
+            copy_rows(file, offset + i * row_bytes, shape[1:], box[1:], out[i - start])
+        return
+    rows = max(1, BLOCK_BYTES // row_bytes)
+    for i in range(start, stop, rows):
+        count = min(rows, stop - i)
+        file.seek(offset + i * row_bytes)
+        content = file.read(count * row_bytes)
+        if len(content) < count * row_bytes:
+            raise EOFError("a file is shorter than its shard")
+        block = np.frombuffer(content, out.dtype).reshape(count, *shape[1:])
+        out[i - start : i - start + count] = block[(slice(None), *(slice(*span) for span in box[1:]))]
 
 
 def is_key(x: Any) -> bool:

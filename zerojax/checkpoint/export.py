@@ -146,8 +146,10 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
         return np.zeros(shape, jnp.dtype(saved.dtype))
     if saved.kind == "flat":
         start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
-        return arrays.read_slice(folder, saved, (slice(start, start + math.prod(shape)),)).reshape(shape)
-    return arrays.read_slice(folder, saved, (*index, *(slice(0, n) for n in shape)))
+        box = (slice(start, start + math.prod(shape)),)
+    else:
+        box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
+    return arrays.read_box(folder, saved, box).reshape(shape)
 
 
 def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
-from zerojax.checkpoint.safetensors import DTYPES, Files
+from zerojax.checkpoint.safetensors import DTYPES, Header, read_headers
 from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 20
 
-# The tensors of one leaf. Maps each index of the leaf's stacked dims to a tensor's name and the section to read.
-Tensors = dict[tuple[int, ...], tuple[str, Section]]
+# The tensors of one leaf. Maps each index of the leaf's stacked dims to a tensor and the section of it to read.
+Tensors = dict[tuple[int, ...], tuple[Header, Section]]
 
 
 def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names | None = None) -> PyTree:
@@ -58,15 +58,15 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
             not fit. A mapping must name every tensor. Without a mapping, tensors that belong to no leaf are only a
             warning. The error lists every mismatch.
     """
-    files = Files(Path(path).expanduser())
+    headers = read_headers(Path(path).expanduser())
     tree = master_shapes(like) if isinstance(like, ZeroState) else like
     found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stored_node)
     nodes = [x for _, x in found]
     leaves = [padded_form(x) if is_chunked(x) else x for x in nodes]
     resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)])
-    unread = sorted(files.names() - resolved.tensors.keys())
+    unread = sorted(headers.keys() - resolved.tensors.keys())
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
-    problems = [*resolved.problems, *differences(files, resolved, leaves)]
+    problems = [*resolved.problems, *differences(headers, resolved, leaves)]
     if mapping is not None or problems:
         problems += [f"{name} is only in the file: map it to a parameter, or to None" for name in unread]
     elif unread:
@@ -76,10 +76,10 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     tensors: list[Tensors] = [{} for _ in leaves]
     for name, sections in resolved.tensors.items():
         for section in sections:
-            tensors[section.leaf][section.index] = name, section
+            tensors[section.leaf][section.index] = headers[name], section
     arrays = []
     for node, x, of_leaf in zip(nodes, leaves, tensors, strict=True):
-        read = functools.partial(read_shard, files, of_leaf, x)
+        read = functools.partial(read_shard, of_leaf, x)
         arrays.append(filled(node, read) if is_chunked(node) else read_leaf(x, read))
     return jax.tree.unflatten(structure, arrays)
 
@@ -90,12 +90,12 @@ def padded_form(node: Chunked) -> Padded:
     return Padded(shape, node.leaf.shape, node.leaf.dim)
 
 
-def differences(files: Files, resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
+def differences(headers: dict[str, Header], resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
     for name, sections in resolved.tensors.items():
-        if name not in files:
+        if name not in headers:
             yield f"{name} is missing"
             continue
-        found, shape = files.header(name), resolved.shape(name)
+        found, shape = headers[name], resolved.shape(name)
         if found.shape != shape:
             yield f"{name} has the shape {list(found.shape)} in the file, and {list(shape)} is wanted"
         for dtype in {jnp.dtype(leaves[one.leaf].dtype) for one in sections}:
@@ -116,7 +116,7 @@ def read_leaf(like: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any
     return Padded(array, like.shape, like.dim) if is_padded(like) else array
 
 
-def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
+def read_shard(tensors: Tensors, like: Any, index: tuple[slice, ...]) -> np.ndarray:
     """Read the part of a leaf's storage at `index`, and pad it with zeros. `like` has the leaf's shapes and type."""
     storage = like.storage.shape if is_padded(like) else like.shape
     spans = [range(*one.indices(n)) for one, n in zip(index, storage, strict=True)]
@@ -126,7 +126,7 @@ def read_shard(files: Files, tensors: Tensors, like: Any, index: tuple[slice, ..
         return shard
     stacked = len(next(iter(tensors)))
     for at in itertools.product(*(range(one.start, one.stop) for one in inside[:stacked])):
-        x = view(files, *tensors[at], tuple(inside[stacked:]))
+        x = view(*tensors[at], tuple(inside[stacked:]))
         position = (i - span.start for i, span in zip(at, spans, strict=False))
         copy_by_blocks(shard[(*position, *(slice(n) for n in x.shape), ...)], x)
     return shard
@@ -144,9 +144,9 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
         out[block] = x[block]
 
 
-def view(files: Files, name: str, section: Section, index: tuple[slice, ...]) -> np.ndarray:
+def view(header: Header, section: Section, index: tuple[slice, ...]) -> np.ndarray:
     """Return the slice `index` of a section, memory-mapped. The file is read only when the slice is copied."""
-    return section.pattern.from_file(files.map(name), section.shape, section.start)[index]
+    return section.pattern.from_file(header.map(), section.shape, section.start)[index]
 
 
 def master_shapes(state: ZeroState) -> PyTree:

@@ -11,8 +11,6 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, write_synced
-from zerojax.checkpoint.packing import Extent, Piece
 from zerojax.optim.description import Description
 from zerojax.version import version
 
@@ -34,6 +31,17 @@ Damage = tuple[str, str, str]
 
 def data_file(process: int) -> str:
     return f"data.{process}.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A box of a leaf's storage (one range per dim), and its place in a file. Bytes are row-major and little-endian."""
+
+    file: str  # name of the file in the checkpoint
+    offset: int  # offset of the box's first byte in the file
+    start: tuple[int, ...]  # index of the box's first element in the storage
+    shape: tuple[int, ...]  # shape of the box
+    sha256: str  # digest of the box's bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +96,13 @@ class Manifest:
         names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
         return names[0] if arrays == ARRAYS and separator and names else ""
 
-    def packed(self) -> dict[str, list[Extent]]:
-        files: dict[str, list[Extent]] = {}
+    def packed(self) -> dict[str, list[tuple[SavedLeaf, Piece]]]:
+        """Return the pieces of each file of packed leaves, in the order of their places in the file."""
+        files: dict[str, list[tuple[SavedLeaf, Piece]]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:
-                size = math.prod(one.shape) * leaf.storage_dtype.itemsize
-                files.setdefault(one.file, []).append(Extent(leaf.name, one.offset, size, one.sha256))
-        return {name: sorted(extents, key=lambda one: one.offset) for name, extents in files.items()}
+                files.setdefault(one.file, []).append((leaf, one))
+        return {name: sorted(pieces, key=lambda pair: pair[1].offset) for name, pieces in files.items()}
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
@@ -163,9 +171,3 @@ def digest(path: Path) -> tuple[int, str]:
     with path.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), sha256
-
-
-def digests(directory: Path, names: Iterable[str]) -> dict[str, tuple[int, str]]:
-    names = list(names)
-    with ThreadPoolExecutor(8) as pool:
-        return dict(zip(names, pool.map(lambda name: digest(directory / name), names), strict=True))

@@ -6,8 +6,6 @@ but was rejected, because a damaged byte in such a file cannot be traced to a le
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -18,36 +16,9 @@ import jax
 import numpy as np
 
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
+from zerojax.checkpoint.manifest import Piece, SavedLeaf
 from zerojax.layout.chunked import Chunked
 from zerojax.placement.chunking import joined
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A box of a leaf's storage (one range per dim), and its place in a file. Bytes are row-major and little-endian."""
-
-    file: str  # name of the file in the checkpoint
-    offset: int  # offset of the box's first byte in the file
-    start: tuple[int, ...]  # index of the box's first element in the storage
-    shape: tuple[int, ...]  # shape of the box
-    sha256: str  # digest of the box's bytes
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        return tuple(i + n for i, n in zip(self.start, self.shape, strict=True))
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        return tuple(map(slice, self.start, self.end))
-
-
-class Extent(NamedTuple):
-    """The bytes of a file that belong to the leaf named `leaf`."""
-
-    leaf: str
-    offset: int
-    bytes: int
-    sha256: str
 
 
 class Block(NamedTuple):
@@ -96,40 +67,27 @@ def write(path: Path, blocks: Sequence[Block]) -> dict[str, list[Piece]]:
     return pieces
 
 
-def damaged_leaves(path: Path, extents: Sequence[Extent]) -> list[str]:
-    with path.open("rb") as file:
-        return [one.leaf for one in extents if read_verified(file, one.offset, one.bytes, one.sha256) is None]
+def read_verified(file: IO[bytes], leaf: SavedLeaf, piece: Piece) -> np.ndarray | None:
+    """Return the values of a piece, or None if the file has other bytes than were written."""
+    file.seek(piece.offset)
+    content = file.read(math.prod(piece.shape) * leaf.storage_dtype.itemsize)
+    if hashlib.sha256(content).hexdigest() != piece.sha256:
+        return None
+    return np.frombuffer(content, leaf.storage_dtype).reshape(piece.shape)
 
 
-def read_verified(file: IO[bytes], offset: int, size: int, sha256: str) -> bytes | None:
-    file.seek(offset)
-    content = file.read(size)
-    return content if hashlib.sha256(content).hexdigest() == sha256 else None
-
-
-class Files(contextlib.ExitStack):
-    """A context that reads packed leaves of one checkpoint, and closes the opened files at its end."""
-
-    def __init__(self, directory: Path):
-        super().__init__()
-        self._directory, self._files = directory, {}
-
-    def read(self, leaf: str, pieces: Sequence[Piece], dtype: np.dtype) -> np.ndarray:
-        """Read and verify the storage of a leaf, all of which the pieces cover."""
-        ends = (piece.end for piece in pieces)
-        storage = np.empty(tuple(map(max, zip(*ends, strict=True))), dtype)
-        for piece in pieces:
-            where, size = f"{leaf} in {self._directory / piece.file}", math.prod(piece.shape) * dtype.itemsize
-            try:
-                content = read_verified(self._open(piece.file), piece.offset, size, piece.sha256)
-            except OSError as error:
-                raise CheckpointError(f"{where} cannot be read: {in_one_line(error)}") from error
-            if content is None:
-                raise CheckpointError(f"{where} has other contents than were written.")
-            storage[piece.index] = np.frombuffer(content, dtype).reshape(piece.shape)
-        return storage
-
-    def _open(self, name: str) -> IO[bytes]:
-        if name not in self._files:
-            self._files[name] = self.enter_context((self._directory / name).open("rb"))
-        return self._files[name]
+def read(directory: Path, leaf: SavedLeaf) -> np.ndarray:
+    """Read and verify the storage of a packed leaf, all of which its pieces cover."""
+    ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
+    storage = np.empty([max(dim) for dim in zip(*ends, strict=True)], leaf.storage_dtype)
+    for piece, end in zip(leaf.pieces, ends, strict=True):
+        path = directory / piece.file
+        try:
+            with path.open("rb") as file:
+                values = read_verified(file, leaf, piece)
+        except OSError as error:
+            raise CheckpointError(f"{leaf.name} in {path} cannot be read: {in_one_line(error)}") from error
+        if values is None:
+            raise CheckpointError(f"{leaf.name} in {path} has other contents than were written.")
+        storage[tuple(map(slice, piece.start, end))] = values
+    return storage

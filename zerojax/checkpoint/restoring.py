@@ -95,9 +95,7 @@ def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> d
     restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
         if is_read_by_chunk(saved, wanted):
-            files = arrays.opened(folder, saved)
-            read = lambda box, saved=saved, files=files: arrays.read_box(folder, saved, box, files)
-            restored[wanted.name] = filled(wanted.array, read)
+            restored[wanted.name] = filled(wanted.array, functools.partial(arrays.read_box, folder, saved))
         elif is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
             restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
     return restored

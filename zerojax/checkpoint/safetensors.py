@@ -98,59 +98,47 @@ class Header(NamedTuple):
     start: int
     bytes: int
 
+    def map(self) -> np.ndarray:
+        """Return the memory-mapped array. Only elements that are used are read; the last reference ends the mapping."""
+        dtype = jnp.dtype(DTYPES[self.dtype])
+        if not self.bytes:
+            return np.zeros(self.shape, dtype)
+        raw = np.memmap(self.file, np.uint8, "r", self.start, (self.bytes,))
+        return raw.view(np.ndarray).view(dtype).reshape(self.shape)
 
-class Files:
-    """The tensors of a folder or a file of safetensors, mapped into memory one by one."""
 
-    def __init__(self, path: Path):
-        """Read the headers of a file, or of all files of a folder.
+def read_headers(path: Path) -> dict[str, Header]:
+    """Return the header of each tensor, by name, of a file, or of all files of a folder.
 
-        Raises:
-            FileNotFoundError: If there is no file, or a file that the index names is missing.
-            ValueError: If a file is damaged, a tensor is in two files, or the index names a file outside the folder.
-        """
-        folder, index = path if path.is_dir() else path.parent, path / INDEX
-        if path.is_file():
-            names = {path.name}
-        elif index.is_file():
-            names = names_in_index(index)
-        else:
-            names = {file.name for file in path.glob("*.safetensors")}
-        if not names:
-            raise FileNotFoundError(
-                f"There are no files of safetensors at {path}. Give a folder that has them, such as one that export "
-                f"wrote, or one file."
-            )
-        missing = [str(folder / name) for name in sorted(names) if not os.path.exists(folder / name)]
-        if missing:  # found by os.path.exists, because pathlib raises an error for a name that is too long
-            raise FileNotFoundError(
-                f"{', '.join(missing)} is not there, though the index beside it names it. Export or download it again."
-            )
-        self._headers: dict[str, Header] = {}
-        for name in sorted(names):
-            headers = read_headers(folder / name)
-            if doubled := min(headers.keys() & self._headers.keys(), default=None):
-                first = self._headers[doubled].file.name
-                raise ValueError(f"{doubled} is in {first} and in {name} of {folder}. Give only one of the files.")
-            self._headers |= headers
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._headers
-
-    def names(self) -> set[str]:
-        return set(self._headers)
-
-    def header(self, name: str) -> Header:
-        return self._headers[name]
-
-    def map(self, name: str) -> np.ndarray:
-        """Return a memory-mapped tensor. Only elements that are used are read; the last reference ends the mapping."""
-        one = self.header(name)
-        dtype = jnp.dtype(DTYPES[one.dtype])
-        if not one.bytes:
-            return np.zeros(one.shape, dtype)
-        raw = np.memmap(one.file, np.uint8, "r", one.start, (one.bytes,))
-        return raw.view(np.ndarray).view(dtype).reshape(one.shape)
+    Raises:
+        FileNotFoundError: If there is no file, or a file that the index names is missing.
+        ValueError: If a file is damaged, a tensor is in two files, or the index names a file outside the folder.
+    """
+    folder, index = path if path.is_dir() else path.parent, path / INDEX
+    if path.is_file():
+        names = {path.name}
+    elif index.is_file():
+        names = names_in_index(index)
+    else:
+        names = {file.name for file in path.glob("*.safetensors")}
+    if not names:
+        raise FileNotFoundError(
+            f"There are no files of safetensors at {path}. Give a folder that has them, such as one that export "
+            f"wrote, or one file."
+        )
+    missing = [str(folder / name) for name in sorted(names) if not os.path.exists(folder / name)]
+    if missing:  # found by os.path.exists, because pathlib raises an error for a name that is too long
+        raise FileNotFoundError(
+            f"{', '.join(missing)} is not there, though the index beside it names it. Export or download it again."
+        )
+    headers: dict[str, Header] = {}
+    for name in sorted(names):
+        found = headers_of_file(folder / name)
+        if doubled := min(found.keys() & headers.keys(), default=None):
+            first = headers[doubled].file.name
+            raise ValueError(f"{doubled} is in {first} and in {name} of {folder}. Give only one of the files.")
+        headers |= found
+    return headers
 
 
 def names_in_index(index: Path) -> set[str]:
@@ -165,7 +153,7 @@ def names_in_index(index: Path) -> set[str]:
     return names
 
 
-def read_headers(path: Path) -> dict[str, Header]:
+def headers_of_file(path: Path) -> dict[str, Header]:
     """Return the header of each tensor of a file, after the library has checked them."""
     from safetensors import SafetensorError, safe_open
 

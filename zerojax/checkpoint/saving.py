@@ -14,6 +14,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
@@ -25,9 +26,10 @@ from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
     ARRAYS,
     Manifest,
+    Piece,
     SavedLeaf,
     data_file,
-    digests,
+    digest,
     leaf_of,
     made_by,
     write_manifest,
@@ -57,7 +59,7 @@ class Save:
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark: Lock | None = None
-        self._pieces: dict[str, list[packing.Piece]] = {}  # the pieces that this process writes
+        self._pieces: dict[str, list[Piece]] = {}  # the pieces that this process writes
         # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
         self._begun = threading.Event()
         # Not `thread.join`: if Ctrl-C interrupts a join, Python believes that the thread has ended (CPython gh-90882).
@@ -134,7 +136,8 @@ class Save:
         """Digest this process's share of the files, and block until they are on disk."""
         written = [name for name in directory.files_in(self._temporary) if not name.startswith(DIGESTS)]
         share = written[self._processes.index :: self._processes.count]
-        sums = digests(self._temporary, share)
+        with ThreadPoolExecutor(8) as pool:
+            sums = dict(zip(share, pool.map(lambda name: digest(self._temporary / name), share), strict=True))
         directory.sync(self._temporary / name for name in share)
         pieces = {name: list(map(dataclasses.asdict, ours)) for name, ours in self._pieces.items()}
         text = json.dumps({"files": sums, "pieces": pieces})

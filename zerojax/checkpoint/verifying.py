@@ -29,7 +29,7 @@ from zerojax.checkpoint.manifest import (
     plain_file,
     read_manifest,
 )
-from zerojax.checkpoint.packing import damaged_leaves
+from zerojax.checkpoint.packing import read_verified
 from zerojax.checkpoint.processes import Processes
 
 T = TypeVar("T")
@@ -138,16 +138,17 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
     packed = manifest.packed()
 
     def damage_of(name: str) -> list[Damage]:
-        extents, (expected, sha256) = packed.get(name, []), manifest.files[name]
+        pieces, (expected, sha256) = packed.get(name, []), manifest.files[name]
         try:
             path = plain_file(directory, name)
             size = path.stat().st_size
             problem = "" if size == expected else f"has {size} bytes instead of {expected}"
             if not problem and digest(path) != (expected, sha256):
                 problem = OTHER
-            leaves = damaged_leaves(path, extents)
+            with path.open("rb") as file:
+                leaves = [leaf.name for leaf, one in pieces if read_verified(file, leaf, one) is None]
         except FileNotFoundError:
-            problem, leaves = "is missing", [one.leaf for one in extents]
+            problem, leaves = "is missing", [leaf.name for leaf, _ in pieces]
         except (OSError, ValueError) as error:
             problem, leaves = f"cannot be read: {getattr(error, 'strerror', error)}", []
         # A leaf can be damaged although the file's digest is right: the leaf's digest is computed before it is written.
