@@ -39,7 +39,7 @@ from zerojax import Precision, plan, zero_shard
 from zerojax.gpus.devices import USABLE, Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.offload import remat_policy
-from zerojax.planning.largest_batch import largest_that_fits
+from zerojax.planning.plan import largest_that_fits
 
 LLAMA_8B = Config(
     vocabulary=128_256,

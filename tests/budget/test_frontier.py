@@ -13,7 +13,7 @@ from conftest import quick_or_slow
 
 import zerojax
 from zerojax import compat, jaxprs
-from zerojax.budget.flops import flops_of
+from zerojax.budget.graph import flops_of
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
 

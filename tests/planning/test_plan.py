@@ -28,7 +28,7 @@ from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep, near_limit, read_plan
 from zerojax.planning.hardware import Hardware
-from zerojax.planning.largest_batch import largest_that_fits, next_round
+from zerojax.planning.plan import largest_that_fits, next_round
 
 ROOT = pathlib.Path(__file__).parents[2]
 WIDTH, DEPTH = 256, 3

@@ -12,13 +12,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import compat, jaxprs
-from zerojax.budget.flops import bytes_written, flops_of, is_array
 from zerojax.primitives import Kind
 
 PREFIX = "zerojax_value_"
 CALLED_BACK = "zerojax_called_back"  # the name of values that the user is shown, as by `jax.debug.print`
 # A byte costs a millionth of a FLOP, so that bytes decide only between values that cost equally many FLOPs.
 _FLOPS_PER_BYTE = 1e-6
+# FLOPs of the Threefry rounds per 32-bit word of random bits.
+_RANDOM_BITS = 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +58,13 @@ class Graph:
 
 def named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     """Evaluate a jaxpr with calls inlined, and name each value, so that a `jax.checkpoint` policy can select values."""
-    return _with_names(itertools.count(), jaxpr, consts, *args)
+    numbers = itertools.count()
 
+    def name(x: Any, var: Any) -> Any:
+        # Scalars cost almost no memory. JAX decides whether to keep them.
+        number = next(numbers)
+        return checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array(var) and var.aval.size > 1 else x
 
-def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: Any) -> list:
     def rule(eqn, values):
         if compat.called(eqn) is not None:
             return jaxprs.evaluate_call(eqn, values, rule)
@@ -68,15 +72,9 @@ def _with_names(numbers: itertools.count, jaxpr: Any, consts: Sequence, *args: A
             # Under these names the operands count as saved, so that the backward pass does not call back again.
             values = [checkpoint_name(x, CALLED_BACK) for x in values]
         results = compat.evaluate_one(eqn, values)
-        return [_name(x, var, numbers) for x, var in zip(results, eqn.outvars, strict=True)]
+        return [name(x, var) for x, var in zip(results, eqn.outvars, strict=True)]
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)
-
-
-def _name(x: Any, var: Any, numbers: itertools.count) -> Any:
-    """Name an array. Do not name scalars, which cost almost no memory. JAX decides whether to keep scalars."""
-    number = next(numbers)
-    return checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array(var) and var.aval.size > 1 else x
 
 
 def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
@@ -97,7 +95,6 @@ def _graph(jaxpr: Any) -> Graph:
     eqns, _ = jaxprs.needed_for(jaxpr.eqns, [*wanted])
     maker = {var: i for i, eqn in enumerate(eqns) for var in eqn.outvars}
     read_by = [{maker[v] for v in jaxprs.variables_in(eqn.invars) if v in maker} for eqn in eqns]
-    in_memory = _in_memory(jaxpr)
     forms: set[int] = set()
     for i, eqn in enumerate(eqns):
         # Arguments of the block stay in memory, so no other form of them is saved.
@@ -117,7 +114,7 @@ def _graph(jaxpr: Any) -> Graph:
         ),
         residuals=tuple(sorted({maker[var] for var in wanted})),
         bytes=sum(jaxprs.nbytes(var) for var in wanted if is_array(var)),
-        kept=sum(_kept(eqns, {maker[var] for var in wanted}, read_by, in_memory).values()),
+        kept=_kept(eqns, {maker[var] for var in wanted}, read_by, _in_memory(jaxpr)),
         largest=max(map(bytes_written, eqns), default=0),
     )
 
@@ -136,19 +133,19 @@ def _in_memory(jaxpr: Any) -> set:
     return found
 
 
-def _kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> dict[int, int]:
-    """Return the bytes of the equations' results from which XLA computes the wanted results, by equation."""
-    found, seen, pending = dict[int, int](), set[int](), [*wanted]
+def _kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> int:
+    """Return the bytes of the equations' results from which XLA computes the wanted results."""
+    total, seen, pending = 0, set[int](), [*wanted]
     while pending:
         i = pending.pop()
         if i in seen:
             continue
         seen.add(i)
         if not in_memory.isdisjoint(eqns[i].outvars):
-            found[i] = bytes_written(eqns[i])
+            total += bytes_written(eqns[i])
         else:
             pending += read_by[i]
-    return found
+    return total
 
 
 def _is_form(eqn: Any) -> bool:
@@ -166,3 +163,47 @@ def _equation(eqn: Any, reads: set[int]) -> Equation:
 def _is_collective(eqn: Any) -> bool:
     """Return whether other devices take part. To repeat the equation uses the links, not only this device's time."""
     return any(jaxprs.facts(e).kind is Kind.COLLECTIVE for e in jaxprs.with_inner(eqn))
+
+
+def flops_of(eqn: Any) -> int:
+    """Return the FLOPs of one equation, like XLA's cost analysis: two per multiply-add, otherwise one per element.
+
+    A loop, a conditional or a call has the FLOPs of the equations inside it.
+    """
+    name, facts = compat.name_of(eqn), jaxprs.facts(eqn)
+    if name == "dot_general":
+        return jaxprs.dot_flops(eqn)
+    if name == "conv_general_dilated":
+        features = eqn.params["dimension_numbers"].rhs_spec[0]
+        kernel = eqn.invars[1].aval
+        return 2 * _elements(eqn.outvars[0]) * kernel.size // max(kernel.shape[features], 1)
+    if name == "cond":
+        return max(_flops_inside(compat.opened(branch)[0]) for branch in eqn.params["branches"])
+    if (loop := compat.loop_of(eqn)) is not None:
+        return loop.length * _flops_inside(compat.opened(loop.body)[0])
+    if inner := compat.inner_jaxprs(eqn):
+        return sum(map(_flops_inside, inner))
+    if facts.is_free:
+        return 0
+    if facts.draws:
+        return _RANDOM_BITS * sum(map(_elements, eqn.outvars))
+    if facts.kind in (Kind.REDUCTION, Kind.ALONG, Kind.WINDOW):
+        return sum(_elements(atom) for atom in eqn.invars)
+    return sum(map(_elements, eqn.outvars))
+
+
+def bytes_written(eqn: Any) -> int:
+    return sum(jaxprs.nbytes(var) for var in eqn.outvars if is_array(var))
+
+
+def is_array(atom: Any) -> bool:
+    dtype = getattr(atom.aval, "dtype", None)
+    return dtype is not None and hasattr(dtype, "itemsize") and hasattr(atom.aval, "size") and not compat.is_ref(atom)
+
+
+def _flops_inside(jaxpr: Any) -> int:
+    return sum(map(flops_of, jaxpr.eqns))
+
+
+def _elements(atom: Any) -> int:
+    return getattr(atom.aval, "size", 0)

@@ -14,8 +14,7 @@ import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.budget.blocks import Blocks
-from zerojax.budget.flops import flops_of, is_array
-from zerojax.budget.graph import graph_of
+from zerojax.budget.graph import flops_of, graph_of, is_array
 from zerojax.units import format_bytes, format_flops
 
 

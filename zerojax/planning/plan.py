@@ -17,7 +17,6 @@ from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.hardware import Hardware
-from zerojax.planning.largest_batch import largest_that_fits
 from zerojax.planning.options import FitOptions, HardwareOptions, split_options
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.streaming.stores import chunk_bytes, kept_on_device
@@ -28,6 +27,9 @@ from zerojax.units import format_bytes, format_seconds
 from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
+# In the search for the largest batch: compilations after which bisection replaces interpolation.
+PATIENCE = 8
+ROUND_BITS = 5
 OFFLOADS = (None, Offload(optimizer="host"))  # the default choices of `plan.fit`
 UNEVEN_ROWS = (
     "{} is searched in rows, but the leaves of this batch have different numbers of rows on dim 0, or no dim 0. Pass "
@@ -245,3 +247,42 @@ def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usabl
         return peaks[count]
 
     return unit * largest_that_fits(peak_at, usable, start=rows // unit)
+
+
+def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
+    """Return the largest round count whose peak is at most `usable`. `round_down` says which counts are round.
+
+    Peaks are almost linear in round counts. At other counts, peaks jump because the compiler pads. So the next guess
+    is where the line through the two peaks nearest to `usable` meets `usable`. The search ends when two neighbouring
+    round counts are compiled, and one fits and the other does not.
+
+    `peak` compiles for a count of at least 1, and returns the peak bytes. `start` is the first guess, and need not be
+    round. The result is 0 if a count of 1 does not fit.
+    """
+    peaks: dict[int, float] = {}
+    fits, exceeds, guess = 0, None, start
+    while exceeds is None or exceeds > next_round(fits):
+        peaks[guess] = peak(guess)
+        fits, exceeds = (guess, exceeds) if peaks[guess] <= usable else (fits, guess)
+        guess = next_guess(peaks, usable, fits, exceeds)
+    return fits
+
+
+def next_guess(peaks: dict[int, float], usable: float, fits: int, exceeds: int | None) -> int:
+    """Return a round count above `fits`, and below `exceeds` unless `exceeds` is None."""
+    guess = 8 * fits if exceeds is None else (fits + exceeds) // 2
+    if 2 <= len(peaks) <= PATIENCE:
+        (a, x), (b, y) = sorted(sorted(peaks.items(), key=lambda item: abs(item[1] - usable))[:2])
+        guess = int(a + (usable - x) * (b - a) / (y - x)) if y > x else guess
+    most = round_down(64 * fits if exceeds is None else exceeds - 1)
+    return min(max(round_down(max(guess, 0)), next_round(fits)), max(most, 1))
+
+
+def round_down(count: int) -> int:
+    """Return the largest round count up to `count`. Round counts have at most five significant bits."""
+    zeros = max(0, count.bit_length() - ROUND_BITS)
+    return count >> zeros << zeros
+
+
+def next_round(count: int) -> int:
+    return round_down(count) + (1 << max(0, count.bit_length() - ROUND_BITS))

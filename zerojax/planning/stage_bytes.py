@@ -11,7 +11,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -90,12 +90,12 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
     masters = sum(leaf.local_bytes for leaf in on_device if leaf.path.startswith(".master"))
     on_disk = config.offload is not None and config.offload.optimizer == "disk"
     host_params = sum(leaf.local_bytes for leaf in layout.params if leaf.host)
-    kept = disk_bytes(config, plan, accumulate)
+    disk_params, disk_grads, read, written = disk_bytes(config, plan, accumulate)
     sent = sent_bytes(config, layout, accumulate, stay)
     return StageEstimate(
         config.stage,
         config.data.workers,
-        params=sum(leaf.local_bytes for leaf in layout.params) - host_params - kept.params,
+        params=sum(leaf.local_bytes for leaf in layout.params) - host_params - disk_params,
         grads=sum(
             dataclasses.replace(grad, dtype=leaf.dtype).local_bytes
             for grad, leaf in grads
@@ -105,28 +105,23 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
         opt_state=sum(leaf.local_bytes for leaf in on_device) - masters + chunks_kept,
         gathered=gathered_bytes(config, layout) if gathered is None else gathered,
         host=host_params + (0 if on_disk else chunked - chunks_kept),
-        disk=(chunked if on_disk else 0) + kept.params + kept.grads,
+        disk=(chunked if on_disk else 0) + disk_params + disk_grads,
         sent=sum(sent.values()),
         across=sum(count for axes, count in sent.items() if HOST in axes) if HOST in config.data.batch else None,
         backward=backward_bytes(config, plan, accumulate),
         update=(1 if config.offload else 2) * sum(plan.grads[k].local_bytes for k in grads_on_device(config, plan)),
-        read=kept.read + (chunked if on_disk else 0),
-        written=kept.written + (chunked if on_disk else 0),
+        read=read + (chunked if on_disk else 0),
+        written=written + (chunked if on_disk else 0),
     )
 
 
-class DiskBytes(NamedTuple):
-    """Bytes per device of parameters and gradients on disk, and of a step's traffic with them."""
+def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> tuple[int, int, int, int]:
+    """Return bytes per device of parameters and gradients on disk, and those that a step reads and writes of them.
 
-    params: int = 0
-    grads: int = 0
-    read: int = 0  # at most: the backward pass does not read the last block of the forward pass again
-    written: int = 0
-
-
-def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes:
+    The bytes read are an upper bound: the backward pass does not read the last block of the forward pass again.
+    """
     if not config.params_on_disk:
-        return DiskBytes()
+        return 0, 0, 0, 0
     layout, inexact = plan.layout, jnp.inexact
     params = sum(leaf.local_bytes for leaf in layout.params if leaf.kind == "sharded")
     of_trained = [(k, layout.params[i]) for k, i in enumerate(layout.trained)]
@@ -134,7 +129,7 @@ def disk_bytes(config: Config, plan: ShardingPlan, accumulate: int) -> DiskBytes
     updated = sum(leaf.local_bytes for _, leaf in trained)
     grads = sum(math.prod(plan.grads[k].local_shape) * max(4, plan.grads[k].dtype.itemsize) for k, _ in trained)
     read = 2 * accumulate * params + (accumulate - 1) * grads + updated + grads
-    return DiskBytes(params, grads, read, accumulate * grads + updated)
+    return params, grads, read, accumulate * grads + updated
 
 
 def grads_on_device(config: Config, plan: ShardingPlan) -> list[int]:
