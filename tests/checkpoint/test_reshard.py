@@ -16,7 +16,7 @@ from test_round_trips import assert_padding_is_zero, assert_same, logical_leaves
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import live
-from zerojax.checkpoint.resharding import Conversion, convert
+from zerojax.checkpoint.state_leaves import convert
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import close
@@ -200,9 +200,8 @@ def test_a_conversion_on_the_devices_has_every_bit():
     others = [leaf(("gpu",), 4, "sharded", 0), leaf(("gpu",), 4, "flat"), leaf(axes, 8, "flat"), leaf((), 1)]
     stored = jax.device_put(np.pad(host, (0, 6)), NamedSharding(of, both.spec))
     for there in others:
-        to = Conversion(both, there, NamedSharding(of, there.spec))
-        moved = convert(stored, to)
-        back = convert(moved, Conversion(there, both, stored.sharding))
+        moved = convert(stored, both, there, NamedSharding(of, there.spec))
+        back = convert(moved, there, both, stored.sharding)
         for x in (moved, back):
             assert np.asarray(x)[:50].tobytes() == host.tobytes(), there
             assert not np.asarray(x)[50:].astype(bool).any()

@@ -4,17 +4,16 @@ Each task has a main file. Read that file first, then the files named after it:
 
 save      `saving.py` runs one save. `directory.py` names the folders and commits them atomically, `arrays.py` writes
           large leaves through orbax, and `packing.py` writes small leaves into one file per process.
-restore   `restoring.py` reads a verified checkpoint into a state. `matching.py` compares the saved leaves and optimizer
-          with those of the target state, and `resharding.py` converts a leaf to another layout.
+restore   `restoring.py` compares a verified checkpoint with the target state, and reads each leaf into its new layout.
 verify    `verifying.py` checks every file against its digest.
 export    `export.py` writes parameters. `safetensors.py` reads and writes the files, and `mapping.py` renames leaves.
 import    `importing.py` reads parameters from safetensors, also with `safetensors.py` and `mapping.py`.
-reshard   `live.py` moves a live state into another layout, with the matching and the conversions of restore.
+reshard   `live.py` moves a live state into another layout, with the comparison and the conversions of restore.
 
 `checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`
-turns a state into named logical leaves; `manifest.py` describes these leaves on disk; `data_state.py` writes the
-position of a data loader. `processes.py` makes sure that either all processes continue or none.
-`preemption.py` lets a signal start a last save.
+turns a state into named logical leaves, and converts a leaf to another layout; `manifest.py` describes these leaves on
+disk; `data_state.py` writes the position of a data loader. `errors.py` makes sure that either all processes continue or
+none. `preemption.py` lets a signal start a last save.
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer

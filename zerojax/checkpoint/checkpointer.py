@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from zerojax.checkpoint import data_state
 from zerojax.checkpoint import directory as folders
-from zerojax.checkpoint.errors import CheckpointError, attempt, no_zero_state
-from zerojax.checkpoint.processes import Processes
+from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, no_zero_state
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps

@@ -19,11 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.checkpoint.arrays import as_keys, placed
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
-from zerojax.checkpoint.matching import match, target_layout
-from zerojax.checkpoint.resharding import Conversion, convert, read_plan
-from zerojax.checkpoint.restoring import zeros_of
+from zerojax.checkpoint.restoring import match, read_plan, target_layout, zeros_of
 from zerojax.checkpoint.saving import record_of
-from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.comm.mesh import replicated
 from zerojax.comm.processes import Processes
@@ -164,7 +162,7 @@ def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
     x = joined(given.array) if is_chunked(given.array) else given.array
     sharding = NamedSharding(node.sharding.mesh, node.sharding.spec)
     if saved.key is None and devices_of(getattr(x, "sharding", None)) == devices_of(sharding):
-        moved = convert(x, Conversion(dataclasses.replace(given.leaf, dtype=x.dtype), target, sharding))
+        moved = convert(x, dataclasses.replace(given.leaf, dtype=x.dtype), target, sharding)
     else:
         moved = moved_through_host(x, saved, target, jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=sharding))
     if is_chunked(node):
@@ -174,7 +172,7 @@ def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
 
 def moved_through_host(x: jax.Array, saved: SavedLeaf, target: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Move one leaf to other devices. No device holds it in full, unless it spans processes: JAX has no such copy."""
-    request, conversion = read_plan(saved, target, like)
+    request, source = read_plan(saved, target, like)
     x = x if saved.key is None else jax.random.key_data(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         whole = replicated(x.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue]
@@ -183,7 +181,7 @@ def moved_through_host(x: jax.Array, saved: SavedLeaf, target: Leaf, like: jax.S
     moved = placed(host[tuple(map(slice, saved.data_shape))], request)
     if saved.key is not None:
         return as_keys(moved, request)
-    return moved if conversion is None else convert(moved, conversion)
+    return moved if source == target else convert(moved, source, target, like.sharding)
 
 
 def devices_of(sharding: Any) -> tuple:

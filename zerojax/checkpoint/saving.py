@@ -22,7 +22,7 @@ import jax
 
 from zerojax.checkpoint import arrays, directory, packing
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
+from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
     ARRAYS,
     Manifest,
@@ -34,7 +34,6 @@ from zerojax.checkpoint.manifest import (
     made_by,
     write_manifest,
 )
-from zerojax.checkpoint.processes import Processes
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.checkpoint.verifying import damage_in, in_words, lacking
 from zerojax.offload.lock import Lock, lock_folder

@@ -7,19 +7,22 @@ in storage shape; the `Leaf` of an array says how it is padded or flattened.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
+from jax.sharding import Sharding
 
-from zerojax.checkpoint.resharding import Conversion, convert
+from zerojax.comm.mesh import in_storage_shape
 from zerojax.config import DataMesh, path_of
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
+from zerojax.offload.host import to_device
 from zerojax.optim.current_weights import current_masters, split_masters
 from zerojax.optim.master_weights import MasterState
 from zerojax.placement.chunking import joined, replaced
-from zerojax.placement.storage import leaves_of
+from zerojax.placement.storage import in_logical_shape, leaves_of
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -91,7 +94,7 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
         shardings = [x.sharding for x in jax.tree.leaves(like.params, is_leaf=is_chunked)]
         for i, (leaf, _) in masters.items():
             wide = joined(params[i]) if is_chunked(params[i]) else params[i]
-            params[i] = convert(wide, Conversion(leaf, layout.params[i], shardings[i]))
+            params[i] = convert(wide, leaf, layout.params[i], shardings[i])
     nodes, structure = jax.tree.flatten(like.params, is_leaf=is_chunked)
     # If the parameters are on disk, narrow copies of master weights are written to the files of the parameters.
     pairs = zip(nodes, params, strict=True)
@@ -121,3 +124,16 @@ def key_paths(tree: PyTree) -> list[tuple]:
 
 def keys_of(path: tuple) -> tuple[str, ...]:
     return tuple(path_of((key,)) for key in path)
+
+
+def convert(x: Any, source: Leaf, target: Leaf, sharding: Sharding) -> Any:
+    """Convert a stored array from one layout and type to another on its devices. Equal conversions share a program."""
+    return converter(source, target, sharding)(x)
+
+
+@functools.lru_cache(maxsize=256)
+def converter(source: Leaf, target: Leaf, sharding: Sharding):
+    def program(x):
+        return in_storage_shape(in_logical_shape(to_device(x), source), target).astype(target.dtype)
+
+    return jax.jit(program, out_shardings=sharding)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerojax.checkpoint.directory import step_name, step_number, steps_in
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, ReplacedError
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, Processes, ReplacedError
 from zerojax.checkpoint.manifest import (
     ARRAYS,
     MANIFEST,
@@ -30,7 +30,6 @@ from zerojax.checkpoint.manifest import (
     read_manifest,
 )
 from zerojax.checkpoint.packing import read_verified
-from zerojax.checkpoint.processes import Processes
 
 T = TypeVar("T")
 NAMED = 5
