@@ -30,10 +30,11 @@ from gpu_options import budget, disk, fp8, mocked, torch_steps
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, Precision, plan, report, zero_shard
+from zerojax.doctor import bandwidths, timed
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.layout.chunked import is_chunked
-from zerojax.offload import measure, remat_policy
+from zerojax.offload import remat_policy
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
 from zerojax.train.step import resident_state
@@ -89,8 +90,8 @@ def probe(notes, *, link_bytes):
     size = link_bytes["cpu" if device.platform == "cpu" else "gpu"]
     sizes = {"large": size, "a chunk": min(32 << 20, size)}
     notes.add(link={name: {"bytes": size} | link(data_mesh(), size) for name, size in sizes.items()})
-    speed = measure.measure(data_mesh(), ("data",))
-    notes.add(library_measures={"link": speed.link, "host": speed.host})
+    text, measured = bandwidths()
+    notes.add(library_measures={"text": text} | measured)
 
 
 def version_of(name):
@@ -104,10 +105,10 @@ def link(mesh, size):
     """Bytes per second of one device, all asking at once: to it, from it, and each way with both at once."""
     on_host = jax.device_put(np.ones(mesh.size * size // 4, np.float32), host_sharding(mesh, PartitionSpec("data")))
     on_device, host = to_memory(on_host, "device"), on_host.sharding.memory_kind
-    both = measure.timed(lambda: (to_memory(on_host, "device"), to_memory(on_device, host)))
+    both = timed(lambda: (to_memory(on_host, "device"), to_memory(on_device, host)))
     return {
-        "H2D": size / measure.timed(lambda: to_memory(on_host, "device")),
-        "D2H": size / measure.timed(lambda: to_memory(on_device, host)),
+        "H2D": size / timed(lambda: to_memory(on_host, "device")),
+        "D2H": size / timed(lambda: to_memory(on_device, host)),
         "each of both": size / both,
     }
 

@@ -13,6 +13,7 @@ import itertools
 import types
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -114,7 +115,7 @@ def record(streamed: StreamedUpdate, passes: float, steps: int = 1) -> list[list
 
     state: list[Any] = [first(k) if k in plan.offloaded else None for k in range(len(plan.state))]
     for _ in range(steps):
-        store = HostStateStore(config, plan, state, copy=copy)
+        store = HostStateStore(config, plan, state)
         calls.append(Call(RUN, seconds=passes))
         pending: Any = {i: np.float32(0) for group in partition.groups for i in group.params}
         grads: Any = dict.fromkeys(partition.grads, np.float32(0))
@@ -122,7 +123,8 @@ def record(streamed: StreamedUpdate, passes: float, steps: int = 1) -> list[list
         params, shared = [None] * len(plan.layout.params), [None] * partition.num_shared
         inputs = UpdateInputs(params, pending, state, grads, shared, skipped)
         threads: Any = None  # only updates on the host use threads
-        _, state = UpdateQueue(update, inputs, store, threads).update()
+        with mock.patch("zerojax.streaming.stores.to_memory", copy):
+            _, state = UpdateQueue(update, inputs, store, threads).update()
         ends.append(len(calls))
     return [calls[start:end] for start, end in itertools.pairwise(ends)]
 

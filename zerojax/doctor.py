@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jax
@@ -21,14 +22,15 @@ from zerojax.comm.mesh import resolve_mesh
 from zerojax.config import Offload, Precision
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
-from zerojax.offload.host import CAP_VARIABLE, available_bytes, host_kind, host_sharding, pinned_cap
-from zerojax.offload.measure import measure, timed
+from zerojax.offload.host import CAP_VARIABLE, available_bytes, host_kind, host_sharding, pinned_cap, to_memory
 from zerojax.offload.remat import remat_policy
 from zerojax.planning.estimate import estimate
 from zerojax.units import format_bytes
 
 PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
+ROUNDS = 5
+ELEMENTS = 4 << 20  # per device, of the arrays that the link copies and the host updates
 CHUNKS, CHUNK_BYTES, PREFETCH = 16, 16 << 20, 3
 MOST_SECONDS = 5  # then no further chunk is written, so that a slow disk does not take long
 # The width of the measured products, their number in a chain, and the bytes that are gathered and that memory copies.
@@ -92,12 +94,37 @@ def run_check(name: str, check: Callable[[], str | tuple[str, dict[str, Any]]]) 
 
 
 def bandwidths() -> tuple[str, dict[str, Any]]:
-    speed = measure(resolve_mesh(None, ("data",)), ("data",))
+    """Measure transfers in both directions, and an update in host memory, on all devices at once."""
+    mesh = resolve_mesh(None, ("data",))
+    host, kind = host_sharding(mesh, jax.P("data")), host_kind(mesh)
+    on_host = jax.device_put(jnp.zeros(ELEMENTS * mesh.size, jnp.float32), host)
+    on_device = to_memory(on_host, "device")
+    link = 4 * ELEMENTS / timed(lambda: (to_memory(on_host, "device"), to_memory(on_device, kind)))
+    update = jax.jit(compat.on_host(lambda m, g: 0.9 * m + 0.1 * g), donate_argnums=0, out_shardings=host)
+    state = to_memory(on_device, kind)
+
+    def step() -> jax.Array:
+        nonlocal state
+        state = update(state, on_host)
+        return state
+
+    updated = 12 * ELEMENTS / timed(step)
     text = (
-        f"{format_bytes(speed.link)}/s each way per device, {format_bytes(speed.host)}/s of host memory per device "
-        f"in updates, all devices at once"
+        f"{format_bytes(link)}/s each way per device, {format_bytes(updated)}/s of host memory per device in updates, "
+        f"all devices at once"
     )
-    return text, {"host_link": speed.link}
+    return text, {"host_link": link}
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Return the median time of some calls of `work` in seconds, after one warm-up call."""
+    jax.block_until_ready(work())
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        jax.block_until_ready(work())
+        seconds.append(time.perf_counter() - begin)
+    return median(seconds)
 
 
 def host_memory(device: str) -> str:

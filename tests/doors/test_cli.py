@@ -213,7 +213,7 @@ def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
         raise RuntimeError("gradients differ")
 
     monkeypatch.setattr(doctor, "remat_policy", wrong)
-    monkeypatch.setattr(doctor, "measure", lambda mesh, axis: doctor_speed())
+    monkeypatch.setattr(doctor, "bandwidths", lambda: "1 GB/s")
     monkeypatch.setattr(doctor, "version_of", {"jaxlib": "0.12.0", "jax-cuda13-plugin": "0.11.2"}.get)
     outcome = run("doctor", "--path", tmp_path / "nowhere")
     assert outcome.exit_code == 1
@@ -234,6 +234,25 @@ def test_the_doctor_says_when_a_disk_of_parameters_is_the_limit(tmp_path, monkey
     assert "below 4,000 tokens per step for each TFLOP/s" in said  # 32 s of 8 FLOPs per parameter and token
 
 
+def test_a_time_is_the_median_of_the_rounds_after_a_warm_up(monkeypatch):
+    from zerojax import doctor
+
+    clock = iter([0, 1, 1, 3, 3, 103, 103, 107, 107, 115])  # 1, 2, 100, 4 and 8 seconds
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert doctor.timed(lambda: calls.append(1)) == 4
+    assert len(calls) == 6
+
+
+def test_bandwidths_count_the_bytes_of_each_device(monkeypatch):
+    from zerojax import doctor
+
+    monkeypatch.setattr(doctor, "ELEMENTS", 1 << 10)
+    monkeypatch.setattr(doctor, "timed", lambda work: work() is None or 2.0)
+    assert doctor.bandwidths()[1] == {"host_link": 4 * 1024 / 2}
+    assert "6.14 kB/s of host memory" in doctor.bandwidths()[0]
+
+
 def test_the_doctor_does_not_wait_long_for_a_slow_disk(tmp_path, monkeypatch):
     from zerojax import doctor
 
@@ -242,12 +261,6 @@ def test_the_doctor_does_not_wait_long_for_a_slow_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "MOST_SECONDS", 0)
     assert min(doctor.chunk_bandwidths(tmp_path)) > 0
     assert len(written) == 1
-
-
-def doctor_speed():
-    from zerojax.offload.measure import Speed
-
-    return Speed(1e9, 1e9)
 
 
 @pytest.mark.parametrize(

@@ -121,15 +121,3 @@ def test_host_memory_is_updated_where_it_is(size, kind, wrap):
     assert [x.unsafe_buffer_pointer() for x in after[1:]] == places
     for ours, theirs in zip(after[1:], expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=ROUNDING)
-
-
-def test_operands_are_checked():
-    x, y = jnp.ones(4), jnp.ones(5)
-    with pytest.raises(ValueError, match="different shapes"):
-        in_blocks(lambda w, s: [w[0]], [x, y], overwrites=(0,))
-    with pytest.raises(ValueError, match="each of the 2 outputs"):
-        in_blocks(lambda w, s: [w[0], w[0]], [x], overwrites=(0,))
-    with pytest.raises(ValueError, match="no operand twice"):
-        in_blocks(lambda w, s: [w[0], w[0]], [x], overwrites=(0, 0))
-    with pytest.raises(ValueError, match="Output 0 is bfloat16"):
-        in_blocks(lambda w, s: [w[0].astype(jnp.bfloat16)], [x], overwrites=(0,))

@@ -20,7 +20,6 @@ from zerojax.layout.leaf import Leaf
 from zerojax.offload import chunks, close, folder, host, lock
 from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
 from zerojax.offload.folder import DiskError
-from zerojax.offload.measure import Speed, measure, timed
 from zerojax.offload.state_files import LeafFiles, StateFiles, shards_of
 
 F32 = np.dtype("float32")
@@ -115,21 +114,6 @@ def test_free_memory_is_the_smaller_of_the_hosts_and_the_containers(tmp_path):
         (cgroup / "memory.max").write_text(limit + "\n")
         (cgroup / "memory.current").write_text(used + "\n")
         assert free() == expected
-
-
-def test_a_time_is_the_median_of_the_rounds_after_a_warm_up(monkeypatch):
-    clock = iter([0, 1, 1, 3, 3, 103, 103, 107, 107, 115])  # 1, 2, 100, 4 and 8 seconds
-    monkeypatch.setattr("zerojax.offload.measure.time.perf_counter", lambda: next(clock))
-    calls = []
-    assert timed(lambda: calls.append(1)) == 4
-    assert len(calls) == 6
-
-
-def test_bandwidths_count_the_bytes_of_each_device(mesh, monkeypatch):
-    monkeypatch.setattr("zerojax.offload.measure.ELEMENTS", 1 << 10)
-    monkeypatch.setattr("zerojax.offload.measure.timed", lambda work: work() is None or 2.0)
-    found = measure(mesh, ("data",))
-    assert found == Speed(link=4 * 1024 / 2, host=12 * 1024 / 2)
 
 
 # --- the bytes of a chunk, and the folder of its file ------------------------------------------------------------

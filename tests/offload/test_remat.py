@@ -226,29 +226,30 @@ def test_the_policy_can_be_made_anywhere(place):
     assert PLACES[place](fn, jnp.arange(8.0)).shape == (8,)
 
 
+def device(platform, *kinds):
+    memories = [SimpleNamespace(kind=kind) for kind in kinds]
+    return SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
+
+
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.0", "0.11.1"])
 def test_a_jaxlib_that_reads_activations_in_the_wrong_order_is_refused(version):
     with pytest.raises(RuntimeError, match=rf"jaxlib {version} on the backend 'cuda'.*xla#46231.*0\.11\.2 or newer"):
-        remat.require_correct_order("cuda", version)
-    remat.require_correct_order("cpu", version)
+        remat.require_offload(device("cuda", "pinned_host"), version)
+    remat.require_offload(device("tpu", "pinned_host"), version)
 
 
 @pytest.mark.parametrize("version", ["0.11.2", "0.11.2+cuda13", "0.12.0rc1", "0.12.0.1", "1.0.0"])
 def test_a_jaxlib_that_is_correct_is_not(version):
-    remat.require_correct_order("cuda", version)
-    remat.require_correct_order("tpu", "0.11.0")
+    remat.require_offload(device("cuda", "device", "pinned_host"), version)
 
 
 def test_a_backend_without_pinned_host_memory_is_refused():
-    def device(*kinds):
-        memories = [SimpleNamespace(kind=kind) for kind in kinds]
-        return SimpleNamespace(platform="other", addressable_memories=lambda: memories)
-
-    remat.require_pinned_host(device("device", "pinned_host"))
     with pytest.raises(RuntimeError, match=r"'other'.* device, unpinned_host, not pinned_host.*save_only_these_names"):
-        remat.require_pinned_host(device("device", "unpinned_host"))
-    with pytest.raises(RuntimeError, match=r"memory kinds none, not pinned_host\. Keep"):
-        remat.require_pinned_host(device())
+        remat.require_offload(device("other", "device", "unpinned_host"))
+    with pytest.raises(
+        RuntimeError, match=r"memory kinds none, not pinned_host\. Keep .*jax\.checkpoint without a policy"
+    ):
+        remat.require_offload(device("other"))
 
 
 @pytest.mark.parametrize(

@@ -47,23 +47,15 @@ def in_blocks(
     Returns:
         The same outputs as `jax.jit(fn)` on full arrays. They may be rounded differently if the compiler contracts a
         multiply-add in only one of the two programs.
-
-    Raises:
-        ValueError: If the shapes of `wide` differ, or if `overwrites` does not fit the outputs.
     """
-    shape = wide[0].shape
-    if any(x.shape != shape for x in wide):
-        raise ValueError(
-            f"Cannot update arrays of different shapes in blocks: {[x.shape for x in wide]}. Give arrays of one shape."
-        )
-    flat = [jax.ShapeDtypeStruct((math.prod(shape),), x.dtype) for x in wide]
+    shape, size = wide[0].shape, math.prod(wide[0].shape)
+    block = max(1, BLOCK_BYTES // max(x.dtype.itemsize for x in wide))
+    if size <= block or not loops_become_kernels():
+        return list(fn(list(wide), list(scalars)))
+    flat = [jax.ShapeDtypeStruct((size,), x.dtype) for x in wide]
     # Use shapes, because JAX cannot combine arrays in host memory with blocks that are only shapes.
     like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=jax.typeof(x).weak_type) for x in scalars]
     dtypes = [x.dtype for x in jax.eval_shape(lambda xs, ys: list(fn(list(xs), list(ys))), flat, like)]
-    _check(overwrites, wide, dtypes)
-    block = max(1, BLOCK_BYTES // max(x.dtype.itemsize for x in wide))
-    if math.prod(shape) <= block or not loops_become_kernels():
-        return list(fn(list(wide), list(scalars)))
     outputs = _loop(fn, [x.reshape(-1) for x in wide], scalars, tuple(overwrites), dtypes, block)
     return [x.reshape(shape) for x in outputs]
 
@@ -80,22 +72,6 @@ def loops_become_kernels() -> bool:
     with jax.default_device(device), jax.ensure_compile_time_eval():
         text = jax.jit(probe).lower(x).compile().as_text()
     return "xla_cpu_small_call" in (text or "")
-
-
-def _check(overwrites, wide, dtypes) -> None:
-    """Raise a `ValueError` if an overwritten operand does not exist, is overwritten twice, or has another dtype."""
-    places = [i for i in overwrites if i is not None]
-    if len(overwrites) != len(dtypes) or len(set(places)) != len(places):
-        raise ValueError(
-            f"overwrites= must name one operand, or None, for each of the {len(dtypes)} outputs, "
-            f"and no operand twice, not {tuple(overwrites)}."
-        )
-    for k, (i, dtype) in enumerate(zip(overwrites, dtypes, strict=True)):
-        if i is not None and not (0 <= i < len(wide) and wide[i].dtype == dtype):
-            raise ValueError(
-                f"Output {k} is {dtype} and cannot overwrite operand {i} of {len(wide)}: "
-                f"{wide[i].dtype if 0 <= i < len(wide) else 'there is none'}. Give None for a new buffer."
-            )
 
 
 def _loop(fn, wide, scalars, overwrites, dtypes, block):

@@ -69,7 +69,7 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
             f"{', '.join(map(repr, both))} cannot be offloaded and saved on the device at once. Take each name out of "
             "`names` or out of `save`."
         )
-    require_offload()
+    require_offload(jax.local_devices(backend=jax.default_backend())[0])
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=list(save),
         names_which_can_be_offloaded=list(names),
@@ -78,35 +78,23 @@ def remat_policy(*names: str, save: Sequence[str] = ()) -> Callable[..., Any]:
     )
 
 
-def require_offload() -> None:
-    """Raise a `RuntimeError` if this backend cannot offload activations."""
-    device = jax.local_devices(backend=jax.default_backend())[0]
-    require_pinned_host(device)
-    require_correct_order(device.platform, jaxlib.__version__)
-
-
-def require_pinned_host(device: Any) -> None:
-    """Raise a `RuntimeError` if a device's backend has no pinned host memory."""
+def require_offload(device: Any, version: str = jaxlib.__version__) -> None:
+    """Raise a `RuntimeError` if the backend of `device` cannot offload activations with this version of jaxlib."""
+    keep = "the activations on the device with jax.checkpoint_policies.save_only_these_names"
     kinds = sorted({memory.kind for memory in device.addressable_memories()})
-    if _HOST in kinds:
-        return
-    # JAX treats every other kind as device memory, and would silently keep the activations on the device.
-    other = " (jax.checkpoint offloads to pinned_host alone, not to unpinned_host)" if "unpinned_host" in kinds else ""
-    raise RuntimeError(
-        f"Activations cannot be offloaded on the backend {device.platform!r}: its devices have the memory kinds "
-        f"{', '.join(kinds) or 'none'}, not {_HOST}{other}. Keep the activations on the device with "
-        "jax.checkpoint_policies.save_only_these_names, or recompute them: jax.checkpoint without a policy."
-    )
-
-
-def require_correct_order(platform: str, version: str) -> None:
-    """Raise a `RuntimeError` if a jaxlib reads the offloaded activations of a scan in the wrong order."""
+    if _HOST not in kinds:
+        # JAX treats every other kind as device memory, and would silently keep the activations on the device.
+        other = "unpinned_host" in kinds
+        raise RuntimeError(
+            f"Activations cannot be offloaded on the backend {device.platform!r}: its devices have the memory kinds "
+            f"{', '.join(kinds) or 'none'}, not {_HOST}"
+            f"{' (jax.checkpoint offloads to pinned_host alone, not to unpinned_host)' if other else ''}. Keep {keep}, "
+            f"or recompute them: jax.checkpoint without a policy."
+        )
     found = tuple(int(number) for number in re.findall(r"\d+", version)[:3])
-    if platform not in ("gpu", "cuda", "rocm") or found >= _FIRST_CORRECT_ON_GPU:
-        return
-    raise RuntimeError(
-        f"Activations cannot be offloaded with jaxlib {version} on the backend {platform!r}: inside a scan it reads "
-        f"them back in the wrong order (openxla/xla#46231), so gradients would be wrong. Install jaxlib "
-        f"{'.'.join(map(str, _FIRST_CORRECT_ON_GPU))} or newer, or keep the activations on the device with "
-        "jax.checkpoint_policies.save_only_these_names."
-    )
+    if device.platform in ("gpu", "cuda", "rocm") and found < _FIRST_CORRECT_ON_GPU:
+        raise RuntimeError(
+            f"Activations cannot be offloaded with jaxlib {version} on the backend {device.platform!r}: inside a scan "
+            f"it reads them back in the wrong order (openxla/xla#46231), so gradients would be wrong. Install jaxlib "
+            f"{'.'.join(map(str, _FIRST_CORRECT_ON_GPU))} or newer, or keep {keep}."
+        )

@@ -7,7 +7,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -77,24 +77,21 @@ class HostStateStore(StateStore):
     restored or is new, stays there from its first update on.
     """
 
-    def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = (), *, copy: Callable = to_memory):
-        """Take the nodes of the old state. `copy(array, kind)` begins to copy an array to this kind of memory."""
+    def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
         super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
-        self._copy, self._kept = copy, kept_on_device(config, plan)
-        self._config = config
-        self._plan = plan
+        self._config, self._plan, self._kept = config, plan, kept_on_device(config, plan)
         self._kind = host_kind(config.mesh)
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[Array]:
-        return [self._copy(self._nodes[k].chunks[n], kind) for k in group.state]
+        return [to_memory(self._nodes[k].chunks[n], kind) for k in group.state]
 
     def receive(self, ticket: list[Array]) -> list[Array]:
         return ticket
 
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> tuple[list, list]:
         kept = (group.state, n) in self._kept
-        new = list(arrays) if kept else [self._copy(x, self._kind) for x in arrays]
+        new = list(arrays) if kept else [to_memory(x, self._kind) for x in arrays]
         for k, x in zip(group.state, new, strict=True):
             self._new[k].append(x)
         chunks = [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
