@@ -16,7 +16,7 @@ import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax.config import DataMesh, LeafMask
-from zerojax.config.data_mesh import entry_axes, spec_entry
+from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
 from zerojax.layout.padded import Padded, is_padded
 
 NAME = "_overwrite_with_gradient"
@@ -35,7 +35,7 @@ def partition_metadata(params) -> list:
             spec = node.get_partition_spec()
             logical = hasattr(node, "rules")
             return tuple(sys.modules["flax.linen"].logical_to_mesh_axes(spec, node.rules) if logical else spec)
-        return axes_of_variable(node) or None
+        return axes_of_variable(node, "out_sharding") or None
 
     def expand(node):
         spec = () if is_padded(node) else tuple(names(node) or ())
@@ -45,13 +45,29 @@ def partition_metadata(params) -> list:
     return [spec for node in nodes for spec in expand(node)]
 
 
-def axes_of_variable(node: Any) -> tuple:
-    """Return the mesh axes per dim that an NNX Variable names. For any other node, return ()."""
+def axes_of_variable(node: Any, key: str) -> tuple:
+    """Return the mesh axes per dim that an NNX Variable names under `key`. For any other node, return ()."""
     metadata = (node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None) or {}
-    spec = metadata.get("out_sharding") or ()
+    spec = metadata.get(key) or ()
     flax = sys.modules.get("flax.core.spmd")
     rules = dict((*(flax.get_logical_axis_rules() if flax else ()), *(metadata.get("sharding_rules") or ())))
     return tuple(rules.get(name, name) for name in getattr(spec, "spec", spec))
+
+
+def check_optimizer_sharding(params: Any, data: DataMesh) -> None:
+    """Raise a ValueError if NNX's `optimizer_sharding` names an axis that does not divide the optimizer state.
+
+    zerojax chooses the dim itself, so only the axes are compared.
+    """
+    named = lambda node: axes_of_variable(node, "optimizer_sharding")
+    for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: bool(named(x))):
+        divide = {*data.opt_state, *axes_of(axes_of_variable(node, "out_sharding"))}
+        if wrong := [axis for axis in axes_of(named(node)) if axis not in divide]:
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} has optimizer_sharding={named(node)}, and this zero_shard does "
+                f"not divide its optimizer state over {wrong[0]!r}. Use stage=1 or higher with {wrong[0]!r} in axis=, "
+                f"or drop the annotation."
+            )
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:

@@ -17,6 +17,7 @@ from zerojax.config import Config, DataMesh, LayoutPolicy, LeafMask, Precision, 
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 from zerojax.layout.annotations import (
     REASON,
+    check_optimizer_sharding,
     other_axes,
     overwritten_leaves,
     partition_metadata,
@@ -152,6 +153,7 @@ def lay_out(
                 f"params{jax.tree_util.keystr(path)} is {x.dtype}. JAX's operations on arrays of this type corrupt the "
                 f"memory of the process. Keep it as int4, uint4 or wider."
             )
+    check_optimizer_sharding(params, policy.data)
     if not others:
         pairs = zip(found, partition_metadata(params), strict=True)
         others = [other_axes(x, spec, policy.data) for (_, x), spec in pairs]
