@@ -5,11 +5,9 @@ place is a dim of a value that holds these entries. A table has one rule per pri
 equation's results, given the places in its operands. Without a rule the answer is "unknown", which is always safe.
 
 place      describes where the followed dim is in one value
-moves      has rules for primitives that move elements, or compute each one from elements at the same place
-products   has rules for products, convolutions and decompositions
+moves      has rules for primitives that move, combine or multiply elements
 indexing   has rules for slices, gathers and scatters
-guess      replaces unknown places where shapes and shardings allow a guess
-opaque     has rules for equations that say where they divide their operands
+guess      replaces unknown places where shapes, shardings or the equation itself allow a guess
 kernels    proves that a Pallas kernel's programs use only their own rows
 declared   defines `zerojax.rows`, which declares a place
 follow     finds the places in a jaxpr, its calls, loops and branches

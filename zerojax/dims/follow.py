@@ -9,12 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
-from zerojax.dims import guess, indexing, moves, opaque, products
-from zerojax.dims.guess import guessed
+from zerojax.dims import guess, indexing, moves
 from zerojax.dims.kernels import own_rows
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, joined, stacked, states_of, unstacked
 
-RULES = {**moves.RULES, **products.RULES, **indexing.RULES}
+RULES = {**moves.RULES, **indexing.RULES}
 LARGE = 1 << 16  # Smaller operands and gradients cost too little to warn about them.
 _ROUNDS = 4  # A loop's body is analysed until the states of its carry no longer change, but at most this often.
 
@@ -90,20 +89,20 @@ class Follower:
         if not self.guesses:
             return self._proved(eqn, states, context)
         found = self._said(eqn, states, context)
-        return guessed(eqn, states, self._proved(eqn, states, context) if found is None else found, context)
+        return guess.guessed(eqn, states, self._proved(eqn, states, context) if found is None else found, context)
 
     def _said(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State] | None:
         """Return the states that an equation declares for its results. None if it declares none."""
         name = compat.name_of(eqn)
         if (split := own_rows(eqn, states, self.count)) is not None:
             return [at(dim) for dim in split.out_dims]
-        if self.count > 1 and opaque.is_undivided(eqn, states, LARGE):
+        if self.count > 1 and guess.is_undivided(eqn, states, LARGE):
             self.undivided.setdefault(compat.line_of(eqn), eqn)
         if name == "shard_map":
             if self.axes.isdisjoint(eqn.params["newly_manual_axes"]):
                 return self.results(compat.opened(eqn.params["jaxpr"])[0], states)
-            return opaque.specified(eqn.params["out_specs"], states, context)
-        found = opaque.RULES[name](eqn, states, context) if name in opaque.RULES else None
+            return guess.specified(eqn.params["out_specs"], states, context)
+        found = guess.RULES[name](eqn, states, context) if name in guess.RULES else None
         body = compat.opaque_body(eqn)
         return found if body is None else self.results(body, states)
 

@@ -1,4 +1,4 @@
-"""Rules for slices, gathers and scatters. They are the third part of the table of rules."""
+"""Rules for slices, gathers and scatters. They are the second part of the table of rules."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -21,7 +21,7 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, at
-from zerojax.dims.products import free_dims
+from zerojax.dims.moves import free_dims
 from zerojax.optim.cores import CoreFinder, has_products
 from zerojax.optim.traced import Core, OwnedGroup, TracedUpdate, UpdatedLeaves, equations_after, item_of
 from zerojax.optim.transformation import TransformationError
