@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config
@@ -91,20 +91,15 @@ def rechunked(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     `nnx.Optimizer` stores each node as nested dicts of its chunks after its first update. Any other state is returned
     unchanged.
     """
-    found = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
-    counts = [1 if one is None else len(one.extents) for one in plan.chunkings]
-    wanted = [
-        leaf.path if one is None else f"{leaf.path}['chunks'][{n}]"
-        for leaf, one, count in zip(plan.state, plan.chunkings, counts, strict=True)
-        for n in range(count)
-    ]
-    if not plan.offloaded or [name for name, _ in found] != wanted:
+    if not plan.offloaded or is_on_disk(config):
         return state
-    arrays, leaves = iter(x for _, x in found), []
-    for leaf, one, count in zip(plan.state, plan.chunkings, counts, strict=True):
-        parts = list(itertools.islice(arrays, count))
-        leaves += parts if one is None else [chunked(config, parts, leaf, one)]
-    return as_returned(config, plan, jax.tree.unflatten(plan.state_def, leaves))
+    found = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    paths = lambda leaf, one: [f"{leaf.path}['chunks'][{n}]" for n in range(len(one.extents))] if one else [leaf.path]
+    wanted = [path for pair in zip(plan.state, plan.chunkings, strict=True) for path in paths(*pair)]
+    if [path for path, _ in found] != wanted:
+        return state
+    planned = jax.tree.structure(state_shapes(config, plan))
+    return as_returned(config, plan, jax.tree.unflatten(planned, [x for _, x in found]))
 
 
 def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
@@ -144,26 +139,35 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
 def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     """Undo `state_to_device`."""
 
-    def one(x, leaf: Leaf, chunking: Chunking | None):
-        if chunking is None:
+    def one(x, where):
+        if not is_chunked(where):
             return x
         if is_on_disk(config):
             raise TypeError(ON_DISK)
-        where = host_sharding(config.mesh, leaf.spec)
-        chunks = [jax.device_put(chunk, where) for chunk in split_chunks(config.mesh, x, leaf, chunking)]
-        return chunked(config, chunks, leaf, chunking)
+        chunks = split_chunks(config.mesh, x, where.leaf, where.chunking)
+        return dataclasses.replace(where, chunks=tuple(map(jax.device_put, chunks, where.chunks)))
 
-    return jax.tree.unflatten(plan.state_def, list(map(one, jax.tree.leaves(state), plan.state, plan.chunkings)))
+    shardings = jax.tree.leaves(state_shardings(config, plan), is_leaf=is_chunked)
+    return jax.tree.unflatten(plan.state_def, list(map(one, jax.tree.leaves(state), shardings)))
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
     """Return the state's tree of `NamedSharding`s. Offloaded leaves are `Chunked` nodes of shardings."""
+    return jax.tree.map(lambda x: x.sharding, state_shapes(config, plan))
+
+
+def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
+    """Return the storage shapes and shardings of the state as a tree. The nodes of state on disk have no store."""
 
     def one(leaf: Leaf, chunking: Chunking | None):
         if chunking is None:
-            return named(config, leaf)
-        in_memory = [host_sharding(config.mesh, leaf.spec)] * len(chunking.extents)
-        return chunked(config, [replicated(config.mesh)] if is_on_disk(config) else in_memory, leaf, chunking)
+            return jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
+        if is_on_disk(config):
+            version = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
+            return chunked(config, [version], leaf, chunking)
+        where = host_sharding(config.mesh, leaf.spec)
+        chunks = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where) for shape in chunking.chunk_shapes(leaf)]
+        return chunked(config, chunks, leaf, chunking)
 
     return jax.tree.unflatten(plan.state_def, list(map(one, plan.state, plan.chunkings)))
 

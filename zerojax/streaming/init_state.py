@@ -12,13 +12,13 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.comm.mesh import to_storage
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import check_host_memory, host_sharding, to_device
+from zerojax.layout.chunked import is_chunked
+from zerojax.offload.host import check_host_memory, to_device
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan, partitioned_update
-from zerojax.optim.state_forms import is_on_disk, state_shardings, state_to_host
+from zerojax.optim.state_forms import is_on_disk, state_shapes, state_shardings, state_to_host
 from zerojax.optim.traced import trace_inlined
-from zerojax.placement.chunking import chunked, split_chunks
+from zerojax.placement.chunking import split_chunks
 from zerojax.placement.storage import cast, named, unpadded
 from zerojax.streaming.stores import StateStore, disk_nodes, kept_on_device, store_for
 
@@ -119,19 +119,11 @@ def store_by_group(
     return jax.tree.unflatten(plan.state_def, [state[k] for k in range(len(plan.state))])
 
 
-def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return the storage shapes and shardings of the state as a tree. Do not create the files of state on disk."""
-    nodes: dict[int, Any] = dict(disk_nodes(config, plan)) if is_on_disk(config) and plan.offloaded else {}
-
-    def shape(k: int, leaf: Leaf):
-        if k not in plan.offloaded:
-            return jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
-        where = host_sharding(config.mesh, leaf.spec)
-        shapes = plan.offloaded[k].chunk_shapes(leaf)
-        chunks = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where) for shape in shapes]
-        return chunked(config, chunks, leaf, plan.offloaded[k])
-
-    return jax.tree.unflatten(plan.state_def, [nodes.get(k) or shape(k, leaf) for k, leaf in enumerate(plan.state)])
+def first_shapes(config: Config, plan: ShardingPlan) -> PyTree:
+    """Return `state_shapes` of a first state. Do not create the files of state on disk."""
+    nodes = disk_nodes(config, plan) if is_on_disk(config) and plan.offloaded else {}
+    leaves = jax.tree.leaves(state_shapes(config, plan), is_leaf=is_chunked)
+    return jax.tree.unflatten(plan.state_def, [nodes.get(k, x) for k, x in enumerate(leaves)])
 
 
 def logical_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:

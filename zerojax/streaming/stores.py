@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import replace_at
@@ -24,8 +22,8 @@ from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.offloaded import IN_FLIGHT
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan, partitioned_update
+from zerojax.optim.state_forms import state_shapes
 from zerojax.placement.chunking import chunked
-from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -190,12 +188,10 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     """Return nodes for the offloaded leaves of a first state. The files are made when a chunk is first written."""
     assert config.offload is not None
     assert config.offload.path is not None
-    shardings = {k: named(config, plan.state[k]) for k in plan.offloaded}
-    leaves = {k: (plan.state[k], chunking, shardings[k]) for k, chunking in plan.offloaded.items()}
+    found = enumerate(jax.tree.leaves(state_shapes(config, plan), is_leaf=is_chunked))
+    nodes = {k: node for k, node in found if is_chunked(node)}
+    leaves = {k: (node.leaf, node.chunking, node.sharding) for k, node in nodes.items()}
     most = max(len(group.state) for group in partitioned_update(config, plan).groups)
     files = StateFiles(config.offload.path, leaves, in_flight=IN_FLIGHT * most)
-    version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
-    return {
-        k: Chunked((version,), leaf, chunking, sharding, LeafFiles(files, k, len(chunking.extents)))
-        for k, (leaf, chunking, sharding) in leaves.items()
-    }
+    store = lambda k, node: LeafFiles(files, k, len(node.chunking.extents))
+    return {k: dataclasses.replace(node, store=store(k, node)) for k, node in nodes.items()}

@@ -47,7 +47,7 @@ from zerojax.staged.state import (
     write_params,
 )
 from zerojax.streaming.adopted_state import adopt_state
-from zerojax.streaming.init_state import Deferred, init_opt_state, state_shapes
+from zerojax.streaming.init_state import Deferred, first_shapes, init_opt_state
 from zerojax.train.loss_scaling import ScalingState, init_scaling
 from zerojax.train.same_run import require_same_programs, require_same_run, require_same_values
 from zerojax.units import format_bytes
@@ -309,7 +309,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
         wide = place_params(config, layout, params)
     with contextlib.nullcontext() if files is None else unlocked_on_error(files):
         if shapes:
-            opt_state = state_shapes(config, plan)
+            opt_state = first_shapes(config, plan)
         else:
             opt_state = (
                 init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
