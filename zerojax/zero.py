@@ -11,8 +11,7 @@ from zerojax.comm.mesh import resolve_axes, resolve_mesh
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, BatchSpec, Config, Offload, Precision, Wire, check_count
 from zerojax.config.data_mesh import spec_entry
 from zerojax.layout.padded import stored_mask
-from zerojax.optim.current_weights import weights
-from zerojax.optim.logical_state import as_params
+from zerojax.optim.logical_state import as_params, weights
 from zerojax.staged.state import loaded
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss

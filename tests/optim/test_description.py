@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from zerojax.optim.description import Describe, in_words
+from zerojax.optim.transformation import Describe, in_words
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4, 3), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
 

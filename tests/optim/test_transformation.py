@@ -22,8 +22,8 @@ import zerojax.flax
 from zerojax import report, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.optim import logical_state
-from zerojax.optim.checks import check_state
 from zerojax.optim.plan import make_plan
+from zerojax.optim.state_forms import check_state
 from zerojax.optim.transformation import with_extra_args
 from zerojax.train import eval_step
 from zerojax.train import step as train_step

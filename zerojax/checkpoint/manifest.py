@@ -20,7 +20,7 @@ import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, write_synced
-from zerojax.optim.description import Description
+from zerojax.optim.transformation import Description
 from zerojax.version import version
 
 ARRAYS = "arrays"

@@ -26,7 +26,7 @@ from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config.precision import common_dtype
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.description import Describe, Description
+from zerojax.optim.transformation import Describe, Description
 from zerojax.placement.chunking import filled, joined, replaced
 from zerojax.train.state import ZeroState
 

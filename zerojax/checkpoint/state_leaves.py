@@ -19,7 +19,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.offload.host import to_device
-from zerojax.optim.current_weights import current_masters, split_masters
+from zerojax.optim.logical_state import current_masters, split_masters
 from zerojax.optim.master_weights import MasterState
 from zerojax.placement.chunking import joined, replaced
 from zerojax.placement.storage import in_logical_shape, leaves_of

@@ -2,7 +2,8 @@
 
 Read the files in this order:
 
-1. `transformation` calls the wrapped transformation. `master_weights` keeps wide copies of narrow parameters.
+1. `transformation` calls the wrapped transformation, and describes it for checkpoints. `master_weights` keeps wide
+   copies of narrow parameters.
 2. `traced` makes the update a function of lists, and a list of equations.
 3. `elementwise` finds the leaves whose update is elementwise. These leaves may be flat, or be updated in chunks.
 4. `offloaded` chooses the state to offload. `partition` divides the update into groups. Each group has a place, where
@@ -12,6 +13,5 @@ Read the files in this order:
 6. `plan` runs these analyses once per plan, and makes the plan.
 7. `update` runs the first group in the program of a step. `zerojax.streaming` runs all other groups.
 
-The remaining files check, convert or describe states and parameters: `checks`, `state_forms`, `logical_state`
-and `description`.
+The remaining files check and convert states and parameters: `state_forms` and `logical_state`.
 """

@@ -1,8 +1,12 @@
-"""Convert an optimizer state in storage into logical arrays, or into parameters.
+"""Convert an optimizer state in storage into logical arrays, into parameters, or into the current weights.
 
 The leaves of a state are plain arrays in storage shape, so a padded or flat array does not record its logical shape.
 The logical shapes are read from a plan: the plan of the parameters that the caller gives, or an earlier plan of this
 transformation.
+
+The current weights are those from which the next update starts: master weights, and parameters where a program changed
+them. An update finds them inside its program (`master_weights.current_weight`). This file finds them for everything
+else that reads master weights: checkpoints, exports, `reshard` and `ZeroTransformation.weights`.
 """
 
 from __future__ import annotations
@@ -15,24 +19,31 @@ import jax
 import jax.core
 from jax.sharding import Mesh
 
-from zerojax.comm.explicit import auto_context, on_auto_mesh
-from zerojax.comm.mesh import replicated, wait_if_simulated
+from zerojax.comm.explicit import auto_context, mesh_of, on_auto_mesh
+from zerojax.comm.mesh import replicated, to_storage, wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
 from zerojax.layout.tree import layout_of
 from zerojax.offload.host import to_device
-from zerojax.optim.master_weights import MasterState
+from zerojax.optim.master_weights import MasterState, current_weight, is_copy, narrow_leaves
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
-from zerojax.optim.state_forms import Annotated, as_planned, seen_in
+from zerojax.optim.state_forms import Annotated, as_planned, check_state, rechunked, seen_in
 from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import unshard_after_update
 from zerojax.placement.chunking import joined
-from zerojax.placement.storage import in_logical_shape, in_storage, is_stored_node, named_tree, storage_leaves
+from zerojax.placement.storage import (
+    in_logical_shape,
+    in_storage,
+    is_stored_node,
+    leaves_of,
+    named_tree,
+    storage_leaves,
+)
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree, Shaped
+    from jaxtyping import Array, Bool, PyTree, Shaped
 
 
 def is_opt_state(tree: PyTree) -> bool:
@@ -54,8 +65,7 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
         ValueError: If `tree` is a state, and no plan or several plans with different logical shapes fit it.
     """
     if params is not None:
-        with auto_context(config.user_mesh):
-            plans = [plan_of_layout(config, layout_of(config, params, **seen_in(tree)))]
+        plans = [plan_for(config, params, tree)]
     else:
         plans = list(config.plans.values())
     may_be_part = params is not None or is_opt_state(tree)
@@ -65,6 +75,12 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
     if described or may_be_part:
         refuse(tree, len(described), with_params=params is not None)
     return None
+
+
+def plan_for(config: Config, params: PyTree, opt_state: PyTree) -> ShardingPlan:
+    with auto_context(config.user_mesh):
+        layout = layout_of(config, params, **seen_in(opt_state))
+        return config.plans.get(layout) or plan_of_layout(config, layout)
 
 
 def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
@@ -120,7 +136,7 @@ def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
     nodes, treedef = jax.tree.flatten(tree, is_leaf=is_chunked)
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nodes)):
         wait_if_simulated(config.mesh, nodes)
-    arrays = [joined(x) if is_chunked(x) else to_device(x) if isinstance(x, jax.Array) else x for x in nodes]
+    arrays = [on_device(x) if is_chunked(x) or isinstance(x, jax.Array) else x for x in nodes]
     return treedef.unflatten(gathering(config.user_mesh, leaves)(arrays))
 
 
@@ -153,10 +169,14 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
             )
     arrays = [joined(x) if is_chunked(x) else x for _, x in found]
     wait_if_simulated(config.mesh, (arrays, params))
+    return with_new(config, plan, arrays, params)
+
+
+def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
+    """Call `unsharded_params` on the mesh of the arrays."""
+    gather = functools.partial(unsharded_params, config, plan)
     shardings = lambda _: named_tree(config, plan.layout.treedef, plan.layout.params)
-    return on_auto_mesh(
-        config.user_mesh, functools.partial(unsharded_params, config, plan), arrays, params, shardings=shardings
-    )
+    return on_auto_mesh(config.user_mesh, gather, arrays, params, shardings=shardings)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -165,3 +185,99 @@ def unsharded_params(config: Config, plan: ShardingPlan, arrays: list, params: P
     stored = storage_leaves(params, plan.layout.params)
     new = unshard_after_update(config, plan, arrays, stored)
     return in_storage([old if x is None else x for x, old in zip(new, stored, strict=True)], plan.layout)
+
+
+Layouts = tuple[Leaf, Leaf]  # of a master weight, and of its parameter
+
+
+def split_masters(plan: ShardingPlan, opt_state: PyTree) -> tuple[PyTree, dict[int, tuple[Leaf, Any]]]:
+    """Return the wrapped transformation's state, and the layout and array of master weights by parameter index."""
+    if not isinstance(opt_state, MasterState):
+        return opt_state, {}
+    arrays, others = (jax.tree.leaves(tree, is_leaf=is_chunked) for tree in (opt_state.master, opt_state.inner))
+    narrow = [i for i, on in zip(plan.layout.trained, narrow_leaves(plan.trained), strict=True) if on]
+    return opt_state.inner, dict(zip(narrow, zip(plan.state[len(others) :], arrays, strict=True), strict=True))
+
+
+def current_masters(
+    plan: ShardingPlan, params: PyTree, opt_state: PyTree, *, compare: bool = True
+) -> dict[int, tuple[Leaf, Any]]:
+    """Return the layout and array of the current master weights, by parameter index.
+
+    A leaf that no program changed keeps its array, also if it is offloaded. A changed leaf becomes an array on the
+    devices. To find these leaves, the call waits for the devices. Without `compare`, it does not wait, and every leaf
+    becomes a new array on the devices. If the arrays are shapes, they are returned unchanged.
+    """
+    _, masters = split_masters(plan, opt_state)
+    leaves = leaves_of(params)
+    arrays = jax.tree.leaves([[x for _, x in masters.values()], [leaves[i] for i in masters]])
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        return masters
+    layouts = {i: (leaf, plan.layout.params[i]) for i, (leaf, _) in masters.items()}
+    offloaded = [i for i, (_, x) in masters.items() if is_chunked(x) or is_chunked(leaves[i])]
+
+    def current(group: Sequence[int]) -> dict[int, Array]:
+        pairs = [(on_device(masters[i][1]), on_device(leaves[i])) for i in group]
+        if not pairs:
+            return {}
+        mesh, of = mesh_of(pairs[0][0]), tuple(layouts[i] for i in group)
+        if compare:
+            wait_if_simulated(mesh, pairs)
+            same = jax.device_get(comparing(mesh, of)(pairs))
+            changed = [k for k, on in enumerate(same) if not on]
+            group, pairs, of = ([items[k] for k in changed] for items in (group, pairs, of))
+        return dict(zip(group, choosing(mesh, tuple(of))(pairs), strict=True)) if group else {}
+
+    # Offloaded leaves are loaded one at a time, because device memory may be too small for all of them.
+    for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
+        masters |= {i: (masters[i][0], x) for i, x in on_auto_mesh(None, lambda _, g=group: current(g), arrays).items()}
+    return masters
+
+
+def weights(config: Config, params: PyTree, opt_state: PyTree) -> Any:
+    """Return the weights from which the next update starts; see `ZeroTransformation.weights`."""
+    if not config.has_master_weights:
+        return params
+    plan = plan_for(config, params, opt_state)
+    opt_state = as_planned(plan, rechunked(config, plan, opt_state))
+    leaves = jax.tree.leaves(opt_state, is_leaf=is_chunked)
+    if len(leaves) == plan.state_def.num_leaves:  # the variables in nnx.Optimizer's state are other nodes
+        opt_state = jax.tree.unflatten(plan.state_def, leaves)
+    check_state(plan, opt_state, may_be_wider=not plan.offloaded)
+    masters = current_masters(plan, params, opt_state, compare=False)
+    arrays = [on_device(masters[i][1]) if i in masters else None for i in plan.layout.trained]
+    return with_new(config, plan, arrays, params)
+
+
+def on_device(x: Any) -> Array:
+    """Return a stored array on the devices, whether it is padded, offloaded or in host memory."""
+    return joined(x) if is_chunked(x) else to_device(x.storage if is_padded(x) else x)
+
+
+def aligned(mesh: Mesh, layouts: Layouts, master: Array, param: Array) -> tuple[Array, Array, Any]:
+    """Return the arguments of `is_copy`: the master weight, the parameter in its layout, and the stored type."""
+    of_master, of_param = layouts
+    moved = to_storage(mesh, in_logical_shape(param, of_param), of_master)
+    return master, moved.astype(master.dtype), of_param.dtype
+
+
+@functools.lru_cache(maxsize=16)
+def comparing(mesh: Mesh, layouts: tuple[Layouts, ...]) -> Any:
+    """Return a jitted function of pairs `(master, param)` that returns, per pair, whether `param` is unchanged."""
+
+    def same(pairs: Sequence) -> list[Bool[Array, ""]]:
+        found = [aligned(mesh, of, *pair) for of, pair in zip(layouts, pairs, strict=True)]
+        return [is_copy(*one).all() for one in found]
+
+    return jax.jit(same)
+
+
+@functools.lru_cache(maxsize=16)
+def choosing(mesh: Mesh, layouts: tuple[Layouts, ...]) -> Any:
+    """Return a jitted function of pairs `(master, param)` that returns the current master weight of each pair."""
+
+    def chosen(pairs: Sequence) -> list[Array]:
+        found = [current_weight(*aligned(mesh, of, *pair)) for of, pair in zip(layouts, pairs, strict=True)]
+        return [to_storage(mesh, x, leaf) for x, (leaf, _) in zip(found, layouts, strict=True)]
+
+    return jax.jit(chosen)

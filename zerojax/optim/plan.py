@@ -20,14 +20,13 @@ from zerojax.config import Config, LeafMask, check_chosen
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import CachedHash, Leaf
 from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state
-from zerojax.optim.description import Describe
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.offloaded import OffloadedState
 from zerojax.optim.owned import OwnedUpdate, owned_update
 from zerojax.optim.partition import Dependencies, Partition, groups_of, merged, partition
 from zerojax.optim.traced import FlatUpdate, TracedUpdate, UpdatedLeaves
-from zerojax.optim.transformation import TransformationError
+from zerojax.optim.transformation import Describe, TransformationError
 from zerojax.placement.storage import shapes
 
 WHERE = {"device": "on the device", "host": "in host memory", "disk": "on disk"}

@@ -19,10 +19,9 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import canonical, has_gradient, is_numeric
 from zerojax.offload.host import to_device
-from zerojax.optim.checks import tree_difference
 from zerojax.optim.master_weights import narrow_leaves
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.state_forms import state_to_host
+from zerojax.optim.state_forms import state_to_host, tree_difference
 from zerojax.placement.chunking import splitting
 from zerojax.placement.place import place_array
 from zerojax.placement.storage import is_stored_node, leaves_of, logical, named

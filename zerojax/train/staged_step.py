@@ -11,8 +11,8 @@ from jax import lax
 
 from zerojax.comm.mesh import constrain, replicated, to_storage, wait_if_simulated
 from zerojax.layout.chunked import is_chunked
-from zerojax.optim.checks import check_state
 from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.state_forms import check_state
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
 from zerojax.optim.update import Updated
 from zerojax.placement.storage import leaves_of, storage_leaves, unpadded

@@ -16,7 +16,7 @@ from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.chunked import is_chunked
-from zerojax.optim.checks import check_state
+from zerojax.optim.state_forms import check_state
 from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import in_storage
 from zerojax.placement.unusable import elsewhere_named

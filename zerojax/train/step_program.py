@@ -22,9 +22,8 @@ from zerojax.config import Config, check_count, check_flag
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import replace_items
 from zerojax.offload.host import to_device
-from zerojax.optim.checks import check_params, check_state
 from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.state_forms import state_to_device, state_to_host
+from zerojax.optim.state_forms import check_params, check_state, state_to_device, state_to_host
 from zerojax.optim.update import Updated, resident_update, roll_back, shard_for_update, unshard_after_update
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
 from zerojax.streaming.stream import UpdateInputs

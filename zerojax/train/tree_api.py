@@ -24,17 +24,18 @@ from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded, without_padding
 from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.host import to_device
-from zerojax.optim.checks import check_state, tree_difference
 from zerojax.optim.logical_state import unshard_state
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.state_forms import (
     as_planned,
     as_returned,
+    check_state,
     rechunked,
     seen_in,
     state_shardings,
     state_to_device,
     state_to_host,
+    tree_difference,
 )
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
 from zerojax.optim.update import update as update_shards
