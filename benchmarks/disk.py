@@ -12,6 +12,7 @@ system can. `raw read` and `raw write` are the two halves of `plain`.
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import mmap
@@ -27,7 +28,7 @@ import time
 import numpy as np
 
 from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStore
+from zerojax.offload.disk import DiskStore, buffer_bytes
 
 CHUNK = 32 << 20
 
@@ -72,7 +73,7 @@ def measure(args, directory):
     count = max(1, round(args.gb * 1e9 / CHUNK))
     elements = CHUNK // 12
     specs = [ChunkSpec(f"layer {i}", (((elements,), np.dtype(np.float32)),) * 3) for i in range(count)]
-    with DiskStore(directory / "store", specs, threads=args.threads) as store:
+    with contextlib.closing(DiskStore(directory / "store", specs, threads=args.threads)) as store:
         fill = [np.random.default_rng(0).standard_normal(elements, np.float32)] * 3
         for i in range(count):
             store.write(i, fill, version=0)
@@ -100,7 +101,7 @@ def measure(args, directory):
             "chunks": count,
             "direct": store.direct,
             "threads": args.threads,
-            "buffer_bytes": store.buffer_bytes,
+            "buffer_bytes": buffer_bytes(specs, in_flight=4),
             "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
             "rounds": args.rounds,
             "seconds": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import platform
 import tempfile
@@ -218,7 +219,7 @@ def chunk_bandwidths(path: Path) -> tuple[float, float]:
     spec = ChunkSpec("probe", (((CHUNK_BYTES // 4,), data.dtype),))
     with (
         tempfile.TemporaryDirectory(dir=path) as folder,
-        DiskStore(Path(folder, "probe"), [spec] * CHUNKS) as store,
+        contextlib.closing(DiskStore(Path(folder, "probe"), [spec] * CHUNKS)) as store,
     ):
         count, begin = 0, time.perf_counter()
         while count < CHUNKS and (count == 0 or time.perf_counter() - begin < MOST_SECONDS):

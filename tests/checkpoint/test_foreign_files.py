@@ -1,5 +1,6 @@
 """Files, locks and folders that no save of zerojax wrote are refused by name and left as they are."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -230,7 +231,7 @@ def hold(mutex, begun, stop):
 @pytest.mark.filterwarnings("ignore:.*fork.*")
 def test_a_child_can_neither_use_nor_unlock_what_its_parent_has(tmp_path):
     (checks := tmp_path / "checks").mkdir()
-    with Checkpointer(checks) as checkpoints, DiskStore(tmp_path / "disk", SPECS) as store:
+    with Checkpointer(checks) as checkpoints, contextlib.closing(DiskStore(tmp_path / "disk", SPECS)) as store:
         stop, other = threading.Event(), threading.Event()
         holder = threading.Thread(target=hold, args=(checkpoints._mutex, other, stop))
         holder.start()  # another thread saves at that moment

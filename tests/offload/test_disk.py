@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 
 import ml_dtypes
 import numpy as np
@@ -44,6 +43,10 @@ def arrays_of(spec, seed):
     return [np.frombuffer(make(shape, dtype), dtype).reshape(shape) for shape, dtype in spec.arrays]
 
 
+def opened(*args, **options):
+    return contextlib.closing(DiskStore(*args, **options))
+
+
 def fill(store, specs, step):
     for i, spec in enumerate(specs):
         store.write(i, arrays_of(spec, (step, i)), version=step)
@@ -66,7 +69,7 @@ def assert_holds(store, specs, step):
 @pytest.fixture
 def store(tmp_path):
     """A store whose two chunks are of version 3."""
-    with DiskStore(tmp_path / "store", SPECS[:2], in_flight=1) as store:
+    with opened(tmp_path / "store", SPECS[:2], in_flight=1) as store:
         fill(store, SPECS[:2], 3)
         yield store
 
@@ -74,7 +77,7 @@ def store(tmp_path):
 @pytest.fixture
 def left(tmp_path):
     """A folder that a run which wrote two chunks left."""
-    with DiskStore(tmp_path / "store", SPECS[:2]) as store:
+    with opened(tmp_path / "store", SPECS[:2]) as store:
         fill(store, SPECS[:2], 3)
     return tmp_path / "store"
 
@@ -83,17 +86,8 @@ def left(tmp_path):
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_what_was_written_is_read(tmp_path, direct):
-    with DiskStore(tmp_path / "store", SPECS, direct=direct) as store:
-        assert direct or not store.direct
-        for step in range(5):
-            fill(store, SPECS, step)
-            assert_holds(store, SPECS, step)
-        names = [".lock", *(f"chunk_{i:05d}.bin" for i in range(len(SPECS)))]
-        assert sorted(os.listdir(store.path)) == names
-
-
-def test_a_file_system_without_direct_io_is_written_through_the_cache(tmp_path, monkeypatch):
+def test_what_was_written_is_read(tmp_path, monkeypatch, direct):
+    """With direct I/O, and through the page cache on file systems that have none."""
     real = os.open
 
     def refuse(path, flags, *args):
@@ -101,11 +95,15 @@ def test_a_file_system_without_direct_io_is_written_through_the_cache(tmp_path, 
             raise OSError(22, "Invalid argument")
         return real(path, flags, *args)
 
-    monkeypatch.setattr(os, "open", refuse)
-    with DiskStore(tmp_path / "store", SPECS) as store:
-        assert not store.direct
-        fill(store, SPECS, 0)
-        assert_holds(store, SPECS, 0)
+    if not direct:
+        monkeypatch.setattr(os, "open", refuse)
+    with opened(tmp_path / "store", SPECS) as store:
+        assert direct or not store.direct
+        for step in range(5):
+            fill(store, SPECS, step)
+            assert_holds(store, SPECS, step)
+        names = [".lock", *(f"chunk_{i:05d}.bin" for i in range(len(SPECS)))]
+        assert sorted(os.listdir(store.path)) == names
 
 
 def test_a_chunk_changed_in_place_is_written(store):
@@ -117,17 +115,9 @@ def test_a_chunk_changed_in_place_is_written(store):
         assert all((array == 5).all() for array in lease.arrays)
 
 
-def test_arrays_that_are_not_contiguous_are_written(tmp_path):
-    array = np.arange(24).reshape(4, 6).astype(ml_dtypes.bfloat16).T
-    with DiskStore(tmp_path / "store", [spec_of("t", ((6, 4), "bfloat16"))]) as store:
-        store.write(0, [array], version=0)
-        with store.read(0, version=0).result(10) as lease:
-            assert (lease.arrays[0] == array).all()
-
-
 def test_written_arrays_may_be_used_again_at_once(tmp_path):
     scratch = np.zeros(1000, np.float32)
-    with DiskStore(tmp_path / "store", SAME, in_flight=1) as store:
+    with opened(tmp_path / "store", SAME, in_flight=1) as store:
         for i in range(len(SAME)):
             scratch[:] = i
             store.write(i, [scratch], version=0)
@@ -145,7 +135,7 @@ def test_operations_on_a_chunk_keep_their_order(tmp_path, monkeypatch, slow):
         time.sleep(next(pauses, 0))
         return real(*args)
 
-    with DiskStore(tmp_path / "store", SAME) as store:
+    with opened(tmp_path / "store", SAME) as store:
         fill(store, SAME, 0)
         monkeypatch.setattr(os, slow, work)
         reads = []
@@ -161,7 +151,7 @@ def test_operations_on_a_chunk_keep_their_order(tmp_path, monkeypatch, slow):
 @pytest.mark.parametrize("threads", [1, 4])
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_a_small_store_does_not_block_itself(tmp_path, in_flight, threads):
-    with DiskStore(tmp_path / "store", SAME, in_flight=in_flight, threads=threads) as store:
+    with opened(tmp_path / "store", SAME, in_flight=in_flight, threads=threads) as store:
         fill(store, SAME, 0)
         for step in range(6):
             reads = [store.read(i, version=step) for i in range(in_flight)]
@@ -173,59 +163,18 @@ def test_a_small_store_does_not_block_itself(tmp_path, in_flight, threads):
                     reads.append(store.read(i + in_flight, version=step))
 
 
-def test_more_reads_than_buffers_are_refused_until_one_is_released(tmp_path):
-    with DiskStore(tmp_path / "store", SAME, in_flight=2) as store:
+def test_a_lease_that_is_released_twice_lends_its_buffer_once(tmp_path):
+    with opened(tmp_path / "store", SAME, in_flight=2) as store:
         fill(store, SAME, 0)
         first, second = (store.read(i, version=0) for i in range(2))
-        with pytest.raises(ValueError, match=r"Chunk 2 .* all buffers are lent. Release a lease first"):
-            store.read(2, version=0)
         lease = first.result(10)
         lease.release()
-        lease.release()  # must not lend the buffer twice
+        lease.release()
         assert not lease.arrays
         store.read(2, version=0).result(10)
-        with pytest.raises(ValueError, match="all buffers are lent"):
+        with pytest.raises(AssertionError, match="all buffers are lent"):
             store.read(3, version=0)
         second.result(10)
-
-
-def test_arrays_that_are_kept_outlive_the_buffers(tmp_path):
-    with DiskStore(tmp_path / "s", SAME, in_flight=1) as store:
-        for i, spec in enumerate(SAME):
-            store.write(i, arrays_of(spec, i), version=0)
-        kept = [store.read(i, version=0).result(10).keep() for i in range(len(SAME))]
-    for i, (spec, arrays) in enumerate(zip(SAME, kept, strict=True)):
-        assert [x.tobytes() for x in arrays] == [x.tobytes() for x in arrays_of(spec, i)]
-
-
-def test_a_kept_buffer_is_freed_with_its_arrays_and_a_small_chunk_keeps_none(tmp_path):
-    large, small = spec_of("large", ((1 << 20,), "float32")), spec_of("small", ((1000,), "float32"))
-    with DiskStore(tmp_path / "s", [large, small], in_flight=1) as store:
-        for i, spec in enumerate((large, small)):
-            store.write(i, arrays_of(spec, i), version=0)
-        for i, owns in ((0, True), (1, False)):
-            (array,) = store.read(i, version=0).result(10).keep()
-            base = array.base
-            assert (base is not None) is owns
-            if owns:
-                buffer = weakref.ref(base)
-                del array, base
-                assert buffer() is None
-
-
-def test_a_read_that_was_cancelled_gives_its_buffer_back(tmp_path, monkeypatch):
-    real = os.pwritev
-
-    def slow(*args):
-        time.sleep(0.2)
-        return real(*args)
-
-    with DiskStore(tmp_path / "store", SAME, in_flight=1, threads=1) as store:
-        fill(store, SAME, 0)
-        monkeypatch.setattr(os, "pwritev", slow)
-        store.write(0, arrays_of(SAME[0], 1), version=1)
-        assert store.read(1, version=0).cancel()
-        store.read(2, version=0).result(10)
 
 
 def run(code, *args):
@@ -235,10 +184,10 @@ def run(code, *args):
 
 
 MEMORY = """
-import re, sys
+import contextlib, re, sys
 import numpy as np
 from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStore
+from zerojax.offload.disk import DiskStore, buffer_bytes
 
 assert "jax" not in sys.modules
 count, elements = 48, 1 << 19
@@ -246,13 +195,13 @@ peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read
 array = np.ones(elements, np.float32)
 specs = [ChunkSpec(str(i), ((array.shape, array.dtype),)) for i in range(count)]
 before = peak()
-with DiskStore(sys.argv[1], specs, in_flight=2) as store:
+with contextlib.closing(DiskStore(sys.argv[1], specs, in_flight=2)) as store:
     for i in range(count):
         store.write(i, [array], version=0)
     for i in range(count):
         with store.read(i, version=0).result() as lease:
             store.write(i, lease.arrays, version=1)
-print(peak() - before, store.buffer_bytes)
+print(peak() - before, buffer_bytes(specs, 2))
 """
 
 
@@ -295,7 +244,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
     specs = [SPECS[5]] * 3
-    with DiskStore(tmp_path / "store", specs, in_flight=1) as store:
+    with opened(tmp_path / "store", specs, in_flight=1) as store:
         fill(store, specs, 3)
         path = folder.chunk_file(store.path, 0)
         work, says = DAMAGES[damage]
@@ -317,7 +266,7 @@ def test_a_state_of_another_step_is_refused(store):
 
 def test_nothing_of_an_earlier_run_is_read(left):
     files = {path: path.read_bytes() for path in left.glob("chunk_*")}
-    with DiskStore(left, SPECS[:2]) as store:
+    with opened(left, SPECS[:2]) as store:
         for path, content in files.items():
             path.write_bytes(content)
         with pytest.raises(DiskStateError, match=r"00000.* was not written, and version 3 of the state is required"):
@@ -400,36 +349,14 @@ def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_pa
         store.close()
 
 
-def test_a_failed_write_is_raised_once_and_does_not_hide_what_ended_the_block(tmp_path):
-    def block():
-        with DiskStore(tmp_path / "store", SAME) as store:
-            shutil.rmtree(store.path)
-            store.write(0, arrays_of(SAME[0], 0), version=0)
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        block()
-    for call in ("flush", "close"):
-        store = DiskStore(tmp_path / "store", SAME)
-        shutil.rmtree(store.path)
-        store.write(0, arrays_of(SAME[0], 0), version=0)
-        with pytest.raises(DiskError, match=r"Writing chunk 0 \('c0', 4096 bytes\) of version 0 .*No such file"):
-            getattr(store, call)()
-        store.close()
-
-
-def test_mistakes_are_named(tmp_path):
-    with pytest.raises(ValueError, match="got 0 chunks"):
-        DiskStore(tmp_path / "store", [])
-    with pytest.raises(ValueError, match="0 in flight"):
-        DiskStore(tmp_path / "store", SAME, in_flight=0)
-    with DiskStore(tmp_path / "store", SAME, in_flight=1) as store:
-        with pytest.raises(ValueError, match=r"Chunk 'c0' got no arrays. Give float32\[1000\]"):
-            store.write(0, [], version=0)
-        for wrong in (np.zeros(999, np.float32), np.zeros(1000)):
-            with pytest.raises(ValueError, match=r"Chunk 'c0' got float.* Give float32\[1000\]"):
-                store.write(0, [wrong], version=0)
-        fill(store, SAME, 0)  # the buffer came back
+@pytest.mark.parametrize("call", ["flush", "close"])
+def test_a_failed_write_is_raised_once(tmp_path, call):
+    store = DiskStore(tmp_path / "store", SAME)
+    shutil.rmtree(store.path)
+    store.write(0, arrays_of(SAME[0], 0), version=0)
+    with pytest.raises(DiskError, match=r"Writing chunk 0 \('c0', 4096 bytes\) of version 0 .*No such file"):
+        getattr(store, call)()
+    store.close()
     with pytest.raises(ValueError, match="is closed"):
         store.read(0, version=0)
 
@@ -437,13 +364,14 @@ def test_mistakes_are_named(tmp_path):
 # --- kills -------------------------------------------------------------------------------------------------------
 
 CYCLE = """
-import itertools, sys
+import contextlib, itertools, sys
 import numpy as np
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
 
 array = np.zeros(100_000, np.float32)
-with DiskStore(sys.argv[1], [ChunkSpec(str(i), ((array.shape, array.dtype),)) for i in range(10)]) as store:
+specs = [ChunkSpec(str(i), ((array.shape, array.dtype),)) for i in range(10)]
+with contextlib.closing(DiskStore(sys.argv[1], specs)) as store:
     for i in range(10):
         store.write(i, [array], version=0)
     for step in itertools.count():
@@ -467,7 +395,7 @@ def test_a_killed_run_leaves_a_folder_that_the_next_one_can_use(tmp_path):
         child.send_signal(signal.SIGKILL)
         child.communicate()
     assert len(os.listdir(tmp_path / "store")) == 11
-    with DiskStore(tmp_path / "store", SPECS) as store:
+    with opened(tmp_path / "store", SPECS) as store:
         assert os.listdir(store.path) == [".lock"]
         fill(store, SPECS, 0)
         assert_holds(store, SPECS, 0)
@@ -481,5 +409,5 @@ def test_a_store_that_could_not_be_made_leaves_the_folder_free(tmp_path, monkeyp
         patch.setattr("zerojax.offload.chunks.aligned_buffer", no_memory)
         with pytest.raises(DiskError, match="Cannot allocate memory"):
             DiskStore(tmp_path / "store", SPECS)
-    with DiskStore(tmp_path / "store", SPECS) as store:
+    with opened(tmp_path / "store", SPECS) as store:
         store.write(0, arrays_of(SPECS[0], 0), version=0)

@@ -394,7 +394,7 @@ def test_host_memory_takes_the_place_of_files(tmp_path):
         files = files_of(state.params)
         assert host_bytes is None or files.host_bytes <= tx.config.offload.host_bytes
         moments = next(filter(is_chunked, jax.tree.leaves(state.opt_state, is_leaf=is_chunked)))
-        buffers = files._store.buffer_bytes + moments.store.files._store.buffer_bytes
+        buffers = files.buffer_bytes + moments.store.files.buffer_bytes
         held = sum(x.nbytes for arrays in files._held.values() for x in arrays)
         assert buffers + held <= files.host_bytes
         states.append(jax.device_get(tx.unshard(state.params)))

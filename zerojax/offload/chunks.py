@@ -9,7 +9,6 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +37,6 @@ class ChunkSpec:
             views.append(np.ndarray(shape, dtype, buffer, start))
             start += views[-1].nbytes
         return tuple(views)
-
-    def require(self, arrays: Sequence[np.ndarray]) -> None:
-        """Raise a `ValueError` if `arrays` have other shapes or types than the arrays of the chunk."""
-        given, wanted = [(x.shape, x.dtype) for x in arrays], list(self.arrays)
-        if given != wanted:
-            say = lambda pairs: ", ".join(f"{dtype}{list(shape)}" for shape, dtype in pairs) or "no arrays"
-            raise ValueError(f"Chunk {self.name!r} got {say(given)}. Give {say(wanted)}.")
 
 
 def checksum(content: memoryview) -> int:

@@ -41,33 +41,13 @@ class Lease:
         arrays: The chunk's arrays, which may be changed in place. Empty after `release`.
     """
 
-    def __init__(
-        self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None], replace: Callable[[], None] | None = None
-    ):
-        """Store the arguments.
-
-        Args:
-            arrays: The chunk's arrays.
-            give_back: A function that returns the buffer of the arrays to the store.
-            replace: A function that gives the store a new buffer instead. None: `keep` copies the arrays.
-        """
-        self.arrays, self._give_back, self._replace = arrays, give_back, replace
-
-    def keep(self) -> tuple[np.ndarray, ...]:
-        """Return the chunk's content as arrays that belong to the caller.
-
-        If the store gets a new buffer, these are the chunk's arrays, and the lease ends. Otherwise they are copies.
-        """
-        arrays, replace = self.arrays, self._replace
-        if replace is None:
-            return tuple(x.copy() for x in arrays)
-        self._give_back = replace
-        self.release()
-        return arrays
+    def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
+        """Store the chunk's arrays, and the function that returns their buffer to the store."""
+        self.arrays, self._give_back = arrays, give_back
 
     def release(self, *_: object) -> None:
         """Give the buffer back. A second call does nothing."""
-        give_back, self._give_back, self._replace, self.arrays = self._give_back, lambda: None, None, ()
+        give_back, self._give_back, self.arrays = self._give_back, lambda: None, ()
         give_back()
 
     def __enter__(self) -> Lease:
@@ -84,13 +64,11 @@ def buffer_bytes(specs: Sequence[ChunkSpec], in_flight: int) -> int:
 class DiskStore:
     """Keep chunks of optimizer state in a folder. Only one thread of one process may call the store.
 
-    Operations on a chunk run in the order of the calls. If a write fails, the next call raises a `DiskError`, once. The
-    store is a context manager, and is closed at the end of a `with` block.
+    Operations on a chunk run in the order of the calls. If a write fails, the next call raises a `DiskError`, once.
 
     Attributes:
         path: The folder.
         direct: Whether files are read and written without the page cache.
-        buffer_bytes: The size of all buffers together. It does not depend on the number of chunks.
         bytes_read: Bytes that were read since the store was made.
         bytes_written: Bytes that were written since the store was made.
     """
@@ -102,7 +80,6 @@ class DiskStore:
         *,
         in_flight: int = 4,
         threads: int = 4,
-        direct: bool = True,
     ):
         """Make and lock a folder, and remove the files of an earlier run from it.
 
@@ -111,23 +88,16 @@ class DiskStore:
             specs: The chunks, in the order of their indices.
             in_flight: The number of chunks that can be read or lent at a time. The same number can wait to be written.
             threads: The number of reads and writes that run at a time.
-            direct: Whether to read and write without the page cache, if the file system can.
 
         Raises:
-            ValueError: If the number of chunks, `in_flight` or `threads` is below 1.
             DiskError: If the folder cannot be used; see `folder.claim`. Then no file is removed.
         """
-        if not specs or min(in_flight, threads) < 1:
-            raise ValueError(
-                f"A disk store got {len(specs)} chunks, {in_flight} in flight and {threads} threads. Give at least one."
-            )
         self.path, self._specs = Path(path), tuple(specs)
         with folder.writable(self.path), contextlib.ExitStack() as on_error:
             self._lock = folder.claim(self.path, [spec.bytes for spec in specs])
             on_error.callback(self._lock.release)
-            self.direct = direct and chunks.supports_direct(folder.chunk_file(self.path, 0))
+            self.direct = chunks.supports_direct(folder.chunk_file(self.path, 0))
             largest = max(spec.bytes for spec in specs)
-            self.buffer_bytes = buffer_bytes(specs, in_flight)
             self._to_read, self._to_write = queue.SimpleQueue[memoryview](), queue.SimpleQueue[memoryview]()
             for free in [self._to_read, self._to_write] * in_flight:
                 free.put(chunks.aligned_buffer(largest))
@@ -139,34 +109,19 @@ class DiskStore:
         self._copies: dict[int, list[Future]] = collections.defaultdict(list)
         self._writes: list[Future[None]] = []
         self._written: dict[int, tuple[int, int]] = {}  # version and checksum of each chunk
-        self._closed = False
 
     def read(self, index: int, *, version: int) -> Future[Lease]:
-        """Begin to read a chunk. The future raises a `DiskStateError` if the version or the checksum is wrong.
-
-        Raises:
-            ValueError: If all buffers are lent.
-        """
+        """Begin to read a chunk. The future raises a `DiskStateError` if the version or the checksum is wrong."""
         self._raise_failure()
-        try:
-            buffer = self._to_read.get_nowait()
-        except queue.Empty:
-            raise ValueError(
-                f"Chunk {index} in {self.path} cannot be read, because all buffers are lent. Release a lease first, or "
-                f"give a larger in_flight=."
-            ) from None
+        assert not self._to_read.empty(), "all buffers are lent"
         self.bytes_read += self._specs[index].bytes
-        reading = self._begin(self._begun[index], self._read, index, version, buffer)
-        # The store keeps the future. After the read, the future must not keep the buffer alive; see `Lease.keep`.
-        lent = [buffer]
-        reading.add_done_callback(lambda done: self._to_read.put(lent.pop()) if done.cancelled() else lent.clear())
-        return reading
+        return self._begin(self._begun[index], self._read, index, version, self._to_read.get())
 
     def write(self, index: int, arrays: Sequence[np.ndarray], *, version: int) -> None:
         """Block until a buffer is free, copy a chunk's new state to the buffer, and begin to write the chunk."""
         self._raise_failure()
         spec = self._specs[index]
-        spec.require(arrays)
+        assert [(x.shape, x.dtype) for x in arrays] == list(spec.arrays), spec.name
         # Wait here and not in a thread. Otherwise a few such writes would keep all threads from reading.
         wait(self._copies.pop(index, []))
         buffer = self._to_write.get()
@@ -204,29 +159,18 @@ class DiskStore:
 
         A second call, or a call in a forked process, does nothing.
         """
-        if not self._closed and self._lock.held:
+        if self._lock.held:
             with contextlib.ExitStack() as at_end:  # every callback runs, whatever the others raise
                 at_end.callback(self._lock.release)
                 at_end.callback(self._copier.shutdown)
                 at_end.callback(self._threads.shutdown)
-                at_end.callback(setattr, self, "_closed", True)
                 self.flush()
 
-    def __enter__(self) -> DiskStore:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        # If an error ended the `with` block, raise it, and not the error of a failed write.
-        with contextlib.suppress(DiskError) if kind else contextlib.nullcontext():
-            self.close()
-
     def _raise_failure(self) -> None:
-        if self._closed:
-            raise ValueError(f"The disk store in {self.path} is closed. Create a new store.")
         if not self._lock.held:
             raise ValueError(
-                f"The disk store in {self.path} and its threads belong to the process that this one was forked from. "
-                f"Use the store there."
+                f"The disk store in {self.path} is closed, or it and its threads belong to the process that this one "
+                f"was forked from. Use the store there, or create a new store."
             )
         done = [write for write in self._writes if write.done()]
         self._writes = [write for write in self._writes if not write.done()]
@@ -249,11 +193,7 @@ class DiskStore:
         spec = self._specs[index]
         try:
             self._fill(index, version, buffer[: spec.bytes])
-            give_back = functools.partial(self._to_read.put, buffer)
-            size = len(buffer)  # `replace` must not keep the buffer alive, which is freed with its last array
-            replace = lambda: self._to_read.put(chunks.aligned_buffer(size))
-            # The arrays of a small chunk are copied, because they would keep a large buffer.
-            return Lease(spec.views(buffer), give_back, replace if 2 * spec.bytes > size else None)
+            return Lease(spec.views(buffer), functools.partial(self._to_read.put, buffer))
         except BaseException:
             self._to_read.put(buffer)
             raise

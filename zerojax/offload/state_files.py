@@ -93,12 +93,12 @@ class StateFiles:
         shape = chunking.chunk_shape(leaf, chunking.extents[n])
         holders = shards_of(sharding, shape)
         with reading.result() as lease:
-            # On CPU, an array shares the buffer, even with may_alias=False (jax 0.10.2). So the array keeps the buffer.
+            # On CPU, an array shares the buffer, even with may_alias=False (jax 0.10.2).
             on_cpu = holders[0][0].platform == "cpu"
             shards = [
-                jax.device_put(data.copy() if on_cpu and i else data, SingleDeviceSharding(device, memory_kind=kind))
-                for data, devices in zip(lease.keep() if on_cpu else lease.arrays, holders, strict=True)
-                for i, device in enumerate(devices)
+                jax.device_put(data.copy() if on_cpu else data, SingleDeviceSharding(device, memory_kind=kind))
+                for data, devices in zip(lease.arrays, holders, strict=True)
+                for device in devices
             ]
             jax.block_until_ready(shards)
         return jax.make_array_from_single_device_arrays(shape, sharding.with_memory_kind(kind), shards)
