@@ -12,7 +12,6 @@ from jax import lax
 
 import zerojax.inspect.collectives as collectives_module
 from zerojax import check, zero_shard
-from zerojax.gpus import topology
 
 OLD = jax.__version_info__ < (0, 11)
 
@@ -175,12 +174,6 @@ def test_a_loss_that_names_an_axis_cannot_be_compared_with_plain_jit(mesh):
     tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, view="device")
     with pytest.raises(ValueError, match=r"names a mesh axis.*Check it without"):
         check(*step_of(tx, lambda p, x: lax.pmean(x @ p["w"], "data").sum(), SQUARE, X))
-
-
-def test_hosts_come_before_devices():
-    assert topology.Topology.parse("h100:4x8") == topology.Topology("h100", 4, 8)
-    assert topology.Topology.parse("h200:64") == topology.Topology("h200", 8, 8)
-    assert topology.Topology.parse("h200:12") == topology.Topology("h200", 1, 12)
 
 
 def test_a_models_line_is_named_in_a_clone_that_is_called_as_the_library_is():

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
 
 from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
 from zerojax.gpus.devices import HOST_LINKS, Device
-from zerojax.gpus.topology import Topology, abstract_mesh, installed
+from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.planning import plan as planner
 from zerojax.planning.fit import COST_RESOLUTION, MOST_ROWS, PEAK_MARGIN, SearchSpace, search
 from zerojax.planning.hardware import Hardware
@@ -22,9 +23,6 @@ PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 13
 BATCH = jax.ShapeDtypeStruct((1, 4096), jnp.float32)
 HOST = Offload(optimizer="host")
 MB = 1e6
-aot = pytest.mark.skipif(
-    not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"
-)
 
 
 class Cost(NamedTuple):
@@ -217,13 +215,9 @@ def test_only_valid_combinations_are_tried():
         (3, "host + params"),
     }
 
-
-DISK = Offload(params="disk", optimizer="disk", path="anywhere")
-
-
-def test_parameters_on_disk_are_refused():
+    on_disk = Offload(params="disk", optimizer="disk", path="anywhere")
     with pytest.raises(NotImplementedError, match=r"many programs\. zerojax\.estimate gives the bytes"):
-        searched(2000 * MB, offloads=(None, DISK, HOST), rows=(8,))
+        searched(2000 * MB, offloads=(None, on_disk, HOST), rows=(8,))
 
 
 def test_it_prints_a_line_for_each_variant():
@@ -233,10 +227,7 @@ def test_it_prints_a_line_for_each_variant():
     assert [line.split()[-1] for line in lines[3:]].count("chosen") == 1
     assert len(lines) == 3 + 4 + 3  # stages; and those that offload
     assert "does not fit: at least" in str(searched(120 * MB)[0])
-
-
-def test_columns_are_aligned_whatever_a_loss_is_called():
-    title, *rows = str(searched(320 * MB, {"a": Model(4 * MB)})[0]).splitlines()[2:]
+    title, *rows = str(searched(320 * MB, {"a": Model(4 * MB)})[0]).splitlines()[2:]  # aligned, whatever it is called
     assert title.split()[:4] == ["devices", "stage", "loss", "state"]
     assert all(row[title.index("state") :].startswith(("device", "host")) for row in rows)
 
@@ -281,12 +272,9 @@ def test_a_candidate_that_cannot_be_fitted_is_passed_over():
     def refused_first(candidate):
         if candidate.offload is None:
             raise DoesNotFit("too large", peak=500)
-        return Compiled(100, 2000 * MB)
+        return 100
 
-    config = Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
-    space = SearchSpace("h200", (3,), (None, HOST), (8,), Hardware(2000 * MB))
-    losses = {"loss": Model(4 * MB)}
-    fit = search(config, losses, PARAMS, BATCH, space=space, counts=(8,), compile_plan=refused_first)
+    fit, _ = searched(2000 * MB, stages=(3,), rows=(8,), peak=refused_first)
     assert fit.chosen.placement == "host"
     (refused,) = (c for c in fit.tried if c.offload is None)
     assert (refused.peak, refused.verdict) == (500, "does not fit: 500 B, compiled")
@@ -318,27 +306,25 @@ def test_steps_that_recompute_fit_where_none_does_without():
 
 
 @pytest.mark.parametrize(
-    ("batch", "options", "error", "message"),
+    ("options", "error", "message"),
     [
-        ((8, 64, 512), {"gpu": "h900"}, ValueError, "the GPUs known are"),
-        ((8, 64, 512), {"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
-        ((8, 64, 512), {"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
-        ((8, 64, 512), {"memory": 0}, ValueError, "memory= is in bytes of one GPU and must be above 0"),
-        ((8, 64, 512), {"host_link": -50e9}, ValueError, "host_link= is in bytes per second of one GPU"),
-        ((8, 64, 512), {"rows": np.float32(8)}, TypeError, "must be an int"),
-        ((8, 64, 512), {"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
-        ((8, 64, 512), {"rows": (8.5,)}, TypeError, "must be an int"),
-        ((), {}, ValueError, "The cheapest batch is searched in rows"),
+        ({"loss_fn": {}}, ValueError, "names no loss"),
+        ({"gpu": "h900"}, ValueError, "the GPUs known are"),
+        ({"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
+        ({"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
+        ({"memory": 0}, ValueError, "memory= is in bytes of one GPU and must be above 0"),
+        ({"host_link": -50e9}, ValueError, "host_link= is in bytes per second of one GPU"),
+        ({"rows": np.float32(8)}, TypeError, "must be an int"),
+        ({"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
+        ({"rows": (8.5,)}, TypeError, "must be an int"),
+        ({"batch": jax.ShapeDtypeStruct((), jnp.float32)}, ValueError, "The cheapest batch is searched in rows"),
     ],
 )
-def test_bad_input_is_refused(batch, options, error, message):
+def test_bad_input_is_refused(options, error, message):
+    batch = jax.ShapeDtypeStruct((8, 64, 512), jnp.float32)
+    given = {"tx": optax.adam(1e-3), "loss_fn": chain, "params": LAYERS, "batch": batch}
     with pytest.raises(error, match=message):
-        plan.fit(optax.adam(1e-3), chain, LAYERS, jax.ShapeDtypeStruct(batch, jnp.float32), **options)
-
-
-def test_no_loss_is_refused():
-    with pytest.raises(ValueError, match="names no loss"):
-        plan.fit(optax.adam(1e-3), {}, LAYERS, jax.ShapeDtypeStruct((8, 64, 512), jnp.float32))
+        plan.fit(**given | options)
 
 
 def test_one_choice_needs_no_sequence(monkeypatch):

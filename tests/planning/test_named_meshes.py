@@ -7,19 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
 from conftest import mesh_of, quick_or_slow
 from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, check, estimate, plan, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.topology import absent_mesh
 from zerojax.planning.named_meshes import MovedMeshes, in_force
 
 WIDTH = 16
-aot = pytest.mark.skipif(
-    not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"
-)
 ROWS = PartitionSpec("data")
 
 

@@ -4,19 +4,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from absent_gpus import aot
 
 import zerojax
 from zerojax import zero_shard
-from zerojax.gpus.topology import installed
 
 WIDTH, LAYERS = 1024, 4
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"
-    ),
-]
+pytestmark = [pytest.mark.slow, aot]
 
 
 def layer(x, w):

@@ -2,12 +2,10 @@
 
 import dataclasses
 
-import jax
 import public_shapes
 import pytest
+from absent_gpus import aot
 from long_context import blockwise
-
-from zerojax.gpus.topology import installed
 
 SMALL = dataclasses.replace(
     public_shapes.MIXTURE, vocabulary=2048, width=512, hidden=256, layers=6, heads=4, kv_heads=2, experts=8, top=2
@@ -15,7 +13,7 @@ SMALL = dataclasses.replace(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+@aot
 def test_a_mixture_of_experts_gathers_twice_reduces_once_and_hides_its_loops():
     run = public_shapes.RUNS["MoE"]
     # In global view, this loop of attention needs the rule for calls that jax names "eval_jaxpr" (zerojax/dims).
