@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import optax
 from jax.sharding import Mesh
@@ -19,6 +19,14 @@ from zerojax.train.state import ZeroState, create, init_params, shard
 from zerojax.train.step import Step, StepOptions
 from zerojax.train.tree_api import Shardings, adopt, init, shardings, unshard, update, value_and_grad
 from zerojax.units import parse_bytes
+
+# The types of the caller's functions, which the functions made of them keep.
+Params = TypeVar("Params", bound=Any)
+Value = TypeVar("Value")
+Aux = TypeVar("Aux")
+Result = TypeVar("Result")
+Args = ParamSpec("Args")
+Given = TypeVarTuple("Given")
 
 
 class ZeroTransformation(optax.GradientTransformationExtraArgs):
@@ -40,7 +48,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         c, mesh = self.config, dict(self.config.mesh.shape)
         return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
 
-    def init_params(self, init_fn: Callable, *args: Any) -> Any:
+    def init_params(self, init_fn: Callable[[*Given], Result], *args: *Given) -> Result:
         """Initialise parameters in storage. Each device makes only its shards: at stage 3, none holds the whole model.
 
         Args:
@@ -129,7 +137,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         return weights(self.config, loaded(params), opt_state)
 
-    def eval_step(self, fn: Callable) -> Callable:
+    def eval_step(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
         """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
 
         Args:
@@ -143,6 +151,37 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             teacher model, may call `step`. In a scan, parameters that all iterations use are gathered before it.
         """
         return eval_step(self.config, fn)
+
+    @overload
+    def value_and_grad(
+        self,
+        loss_fn: Callable[Concatenate[Params, Args], Value],
+        *,
+        accumulate: int = 1,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> Callable[Concatenate[Params, Args], tuple[Value, Params]]: ...
+
+    @overload
+    def value_and_grad(
+        self,
+        loss_fn: Callable[Concatenate[Params, Args], tuple[Value, Aux]],
+        *,
+        has_aux: Literal[True],
+        accumulate: int = 1,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> Callable[Concatenate[Params, Args], tuple[tuple[Value, Aux], Params]]: ...
+
+    @overload
+    def value_and_grad(
+        self,
+        loss_fn: Callable,
+        *,
+        has_aux: bool = False,
+        weighted: bool = False,
+        mutable: bool = False,
+        accumulate: int = 1,
+        reduction: Literal["mean", "sum"] | None = None,
+    ) -> Callable: ...
 
     def value_and_grad(
         self,

@@ -26,3 +26,35 @@ def loop(state: ZeroState, batch: jax.Array):
     zero_shard(0.1, stage=3)  # pyright: ignore[reportArgumentType]
     Offload(optimizer="gpu")  # pyright: ignore[reportArgumentType]
     tx.train_step(lambda params, batch: batch.mean(), accumulat=2)  # pyright: ignore[reportCallIssue]
+    Offload("hosst")  # pyright: ignore[reportArgumentType]
+    zero_shard(optax.sgd(0.1), stage=3, prefech=2)  # pyright: ignore[reportCallIssue]
+
+
+def loss(params: dict[str, jax.Array], batch: jax.Array, *, scale: float = 1.0) -> jax.Array:
+    return scale * (batch @ params["w"]).mean()
+
+
+def loss_and_rows(params: dict[str, jax.Array], batch: jax.Array) -> tuple[jax.Array, int]:
+    return loss(params, batch), len(batch)
+
+
+def model(key: jax.Array, width: int) -> dict[str, jax.Array]:
+    return {"w": jax.random.normal(key, (width, width))}
+
+
+def functions(batch: jax.Array):
+    """What wraps a function has its types."""
+    tx = zero_shard(optax.sgd(0.1), stage=3)
+    params = tx.init_params(model, jax.random.key(0), 8)
+    assert_type(params, dict[str, jax.Array])
+    tx.init_params(model, jax.random.key(0), "8")  # pyright: ignore[reportArgumentType]
+    differentiated = tx.value_and_grad(loss)
+    assert_type(differentiated(params, batch, scale=2.0), tuple[jax.Array, dict[str, jax.Array]])
+    differentiated(params, batch, scales=2.0)  # pyright: ignore[reportCallIssue]
+    with_aux = tx.value_and_grad(loss_and_rows, has_aux=True)
+    assert_type(with_aux(params, batch), tuple[tuple[jax.Array, int], dict[str, jax.Array]])
+    assert_type(tx.eval_step(loss)(params, batch), jax.Array)
+    tx.eval_step(loss)(params)  # pyright: ignore[reportCallIssue]
+    tx.value_and_grad(loss, weighted=True)(params, batch)
+    tx.value_and_grad(lambda params, batch: params["w"].sum())(params, batch)
+    tx.eval_step(lambda params, batch: params["w"] @ batch)(params, batch)
