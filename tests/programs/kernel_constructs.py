@@ -163,13 +163,13 @@ def foreign(where, x, w):
     return _gated(x, w, where.per_device(logdet, (0,)))
 
 
-@layer("Foreign functions and callbacks", MLP, bare=OPAQUE)
+@layer("Foreign functions and callbacks", MLP, bare=True, shared=OPAQUE)
 def foreign_bare(where, x, w):
     """`ffi_call` of LAPACK, bare"""
     return _gated(x, w, logdet)
 
 
-@layer("Foreign functions and callbacks", MLP, bare=OPAQUE)
+@layer("Foreign functions and callbacks", MLP, bare=True, shared=OPAQUE)
 def foreign_vmapped(where, x, w):
     """`ffi_call` of LAPACK on one matrix, under `vmap`"""
     return _gated(x, w, jax.vmap(logdet))
@@ -192,7 +192,7 @@ def callback(where, x, w):
     return x + where.per_device(called, (0,))(norm(x) @ w["up"]) @ w["down"]
 
 
-@layer("Foreign functions and callbacks", MLP, bare=OPAQUE)
+@layer("Foreign functions and callbacks", MLP, bare=True, shared=OPAQUE)
 def callback_bare(where, x, w):
     """`pure_callback`, bare"""
     return x + called(norm(x) @ w["up"]) @ w["down"]

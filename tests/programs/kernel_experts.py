@@ -59,7 +59,7 @@ def experts_routed_inside(where, x, w):
     return where.per_device(local, (0, None, None, None))(x, w["gate"], w["up"], w["down"])
 
 
-@layer("Experts", EXPERT, bare=SORTED)
+@layer("Experts", EXPERT, bare=True, shared=SORTED)
 def experts_bare(where, x, w):
     """The same, bare: sort, `ragged_dot` and scatter of all tokens"""
     return x + dropless()(norm(x), *routed(x, w), w["up"], w["down"])

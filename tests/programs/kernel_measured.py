@@ -14,12 +14,10 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_registry import FORMS, KERNELS, Where, mesh_of
-from measured import Cost, cost_of
+from measured import PERSIST_BELOW, SLACK, Cost, Limit, accumulated, cost_of, over
 
 from zerojax import Precision, Wire, zero_shard
-from zerojax.inspect.memory import memory_analysis
 
-PERSIST_BELOW = 1000
 OPTIONS = ("", "accumulate", "bf16", "wire")
 MICROBATCHES = 2
 WIRES = {2: Wire(reduce="int8", block=32), 3: Wire(gather="int8", reduce="int8", block=32)}
@@ -40,18 +38,9 @@ class Result:
     compiled: Any
     given: tuple
     cost: Cost
-    memory: int  # bytes of temporary memory and of results
-
-    @classmethod
-    def of(cls, compiled: Any, params: Any, given: tuple) -> "Result":
-        """Read what a compiled program costs."""
-        analysis = memory_analysis(compiled)
-        memory = analysis.temp_size_in_bytes + analysis.output_size_in_bytes
-        return cls(compiled, given, cost_of(compiled, params), memory)
 
     @functools.cached_property
     def values(self) -> tuple[float, Any]:
-        """Loss and gradients in full."""
         return run(self.compiled, *self.given)
 
 
@@ -71,24 +60,8 @@ def gradient(case: Case, where: Where) -> Any:
     loss = KERNELS[case.name].loss(case.form, where)
     in_type = narrow if case.option == "bf16" else lambda tree: tree
     grad = jax.value_and_grad(lambda p, batch: loss(in_type(p), batch))
-    if case.option != "accumulate":
-        return grad
-
-    def accumulated(params, batch):
-        workers = 1 if where.view == "one" else where.mesh.shape["data"]
-
-        def divided(x):
-            rows = x.reshape(workers, MICROBATCHES, -1, *x.shape[1:])
-            return jnp.moveaxis(rows, 1, 0).reshape(MICROBATCHES, -1, *x.shape[1:])
-
-        def micro(carry, rows):
-            return jax.tree.map(jnp.add, carry, grad(params, rows)), None
-
-        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        total, _ = jax.lax.scan(micro, zeros, jax.tree.map(divided, batch))
-        return jax.tree.map(lambda x: x / MICROBATCHES, total)
-
-    return accumulated
+    workers = 1 if where.view == "one" else where.mesh.shape["data"]
+    return accumulated(grad, MICROBATCHES, workers) if case.option == "accumulate" else grad
 
 
 @functools.cache
@@ -119,7 +92,7 @@ def by_jit(case: Case) -> Result:
     given = jax.device_put(params, replicated), placed(kernel, batch)
     grad = gradient(case, Where("global", mesh_of(kernel)))
     compiled = jax.jit(grad, out_shardings=replicated).lower(*given).compile()
-    return Result.of(compiled, params, given)
+    return Result(compiled, given, cost_of(compiled, params))
 
 
 @functools.cache
@@ -138,7 +111,7 @@ def by_zerojax(case: Case, stage: int, view: str) -> Result:
     grad = tx.value_and_grad(kernel.loss(case.form, Where(view, mesh_of(kernel))), accumulate=microbatches)
     given = tx.shard(params), placed(kernel, batch)
     compiled = jax.jit(grad).lower(*given).compile()
-    return Result.of(compiled, params, given)
+    return Result(compiled, given, cost_of(compiled, params))
 
 
 def error(found: tuple[float, Any], expected: tuple[float, Any]) -> float:
@@ -153,41 +126,32 @@ def of_result(result: Result, case: Case) -> float:
     return error(result.values, on_one_device(case))
 
 
-class Ratios(NamedTuple):
-    """A program's bytes sent, FLOPs and memory over what is needed."""
-
-    bytes: float
-    flops: float
-    memory: float
-
-
-def needed(case: Case, stage: int, view: str) -> tuple[float, float, float]:
-    """Bytes sent, FLOPs and memory of plain jit or of device view, whichever is less.
+def limits(case: Case, stage: int) -> list[Limit]:
+    """Bytes sent, FLOPs and memory are at most 1.05 times those of plain jit or of device view, whichever is less.
 
     Plain jit all-reduces gradients, so device view alone says what stages 2 and 3 send. At stage 3, plain jit holds all
     parameters as arguments, so device view says what is held, too. Without device view, the gradients' bytes are those
     of plain jit, half as many at stage 2, and half more at stage 3: an all-reduce sends twice what a gather or a
     reduce-scatter does. `Kernel.bare` allows what plain jit needs, and `shared` its activations.
     """
-    kernel, plain = KERNELS[case.name], by_jit(case)
-    if view == "device" or "device" not in kernel.views:
-        sent = plain.cost.activations + {1: 1, 2: 0.5, 3: 1.5}[stage] * plain.cost.gradients
-        return sent, plain.cost.flops, plain.memory
-    device = by_zerojax(case, stage, "device")
-    if kernel.bare:
-        memory = plain.memory + (device.memory if stage == 3 else 0)
-        return plain.cost.activations + device.cost.moved, plain.cost.flops, memory
-    sent = min(plain.cost.moved, device.cost.moved) if stage == 1 else device.cost.moved
-    sent += plain.cost.activations if kernel.shared else 0
-    memory = min(plain.memory, device.memory) if stage < 3 else device.memory
-    return sent, min(plain.cost.flops, device.cost.flops), memory
-
-
-def ratios(case: Case, stage: int, view: str) -> Ratios:
-    """A program's costs over what is needed."""
-    found = by_zerojax(case, stage, view)
-    costs = found.cost.moved, found.cost.flops, found.memory
-    return Ratios(*(a / b for a, b in zip(costs, needed(case, stage, view), strict=True)))
+    kernel, plain, found = KERNELS[case.name], by_jit(case).cost, by_zerojax(case, stage, "global").cost
+    sent, flops, memory = 0, plain.flops, plain.memory
+    if "device" not in kernel.views:
+        sent = plain.activations + {1: 1, 2: 0.5, 3: 1.5}[stage] * plain.gradients
+    else:
+        device = by_zerojax(case, stage, "device").cost
+        sent = min(plain.moved, device.moved) if stage == 1 and not kernel.bare else device.moved
+        sent += plain.activations if kernel.shared else 0
+        if kernel.bare:
+            memory += device.memory if stage == 3 else 0
+        else:
+            flops = min(flops, device.flops)
+            memory = min(memory, device.memory) if stage < 3 else device.memory
+    return [
+        Limit("bytes", found.moved, MOST, sent, SLACK),
+        Limit("flops", found.flops, MOST, flops),
+        Limit("memory", found.memory, MOST, memory),
+    ]
 
 
 # Relative to the largest entry of each gradient. In float32, sums over devices, microbatches and tiles of tokens have
@@ -196,8 +160,6 @@ def ratios(case: Case, stage: int, view: str) -> Ratios:
 # on the microbatch, plain jit on eight devices differs from one device, too: half as much again is allowed.
 TOLERANCES = {"": 1e-5, "accumulate": 1e-5, "bf16": 0.03, "wire": 0.05}
 MOST = 1.05
-# The compiler averages the loss, and sums counts: some scalars.
-SLACK = 1024
 
 
 def cases(rounds: int) -> list[tuple[Case, int]]:
@@ -211,34 +173,21 @@ def cases(rounds: int) -> list[tuple[Case, int]]:
     return found
 
 
-def wrong(case: Case, stage: int) -> list[str]:
-    """Views whose loss or gradients differ from plain jit's on one device."""
-    errors = {view: of_result(by_zerojax(case, stage, view), case) for view in KERNELS[case.name].views}
-    most = max(TOLERANCES[case.option], 1.5 * of_result(by_jit(case), case))
-    return [f"{view}: {e:.1e}" for view, e in errors.items() if not e <= most]
-
-
 def differs(case: Case, stage: int) -> bool:
     """Whether global view differs from plain jit on the same devices, which is compiled for its costs anyway.
 
     Where a rounded score may choose another expert, one device is the reference.
     """
-    found = error(by_zerojax(case, stage, "global").values, by_jit(case).values)
-    return not found <= TOLERANCES[case.option] and any(line.startswith("global") for line in wrong(case, stage))
+    found, plain, most = by_zerojax(case, stage, "global"), by_jit(case), TOLERANCES[case.option]
+    if error(found.values, plain.values) <= most:
+        return False
+    return not of_result(found, case) <= max(most, 1.5 * of_result(plain, case))
 
 
 def exceeded(case: Case, stage: int) -> list[str]:
-    """The costs that a program exceeds, with its largest collectives."""
-    kernel, over = KERNELS[case.name], []
-    found, allowed = by_zerojax(case, stage, "global"), needed(case, stage, "global")
-    costs = found.cost.moved - SLACK, found.cost.flops, found.memory
-    for name, cost, limit in zip(Ratios._fields, costs, allowed, strict=True):
-        one = kernel.exceptions.get(name)
-        most = one.most if one and stage in one.stages else MOST
-        if cost > most * limit:
-            over.append(f"{name}: {cost:,.0f} found, {limit:,.0f} needed")
-    causes = found.cost.causes.most_common(3)
-    return [*over, *(f"{sent:,d} bytes sent: {cause}" for cause, sent in causes if sent > SLACK)] if over else []
+    """The limits that a case exceeds."""
+    causes = by_zerojax(case, stage, "global").cost.causes
+    return over(KERNELS[case.name], stage, limits(case, stage), causes)
 
 
 def forget() -> None:

@@ -88,7 +88,7 @@ def layer_norm(where, x, w):
     return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
 
 
-@layer("Norms", NORMED, bare=SUMMED)
+@layer("Norms", NORMED, bare=True, shared=SUMMED)
 def layer_norm_bare(where, x, w):
     """Layer norm, bare, with its scale and offset as operands"""
     x = kernels.layer_norm(x, w["scale"], w["offset"])
@@ -122,7 +122,7 @@ def linear(where, x, w):
     return x + where.per_device(kernels.linear, (0, None))(norm(x), w["up"]) @ w["down"]
 
 
-@layer("Products", MLP, bare=SUMMED)
+@layer("Products", MLP, bare=True, shared=SUMMED)
 def linear_bare(where, x, w):
     """Product and GELU, bare, with a matrix as operand"""
     return x + kernels.linear(norm(x), w["up"]) @ w["down"]
@@ -153,7 +153,7 @@ def linear_xent(where, x, w, labels):
     return where.per_device(kernels.linear_xent, (0, 0, None))(x, labels, w)
 
 
-@head("Losses", bare=SUMMED)
+@head("Losses", bare=True, shared=SUMMED)
 def linear_xent_bare(where, x, w, labels):
     """Product and cross entropy in one kernel, bare"""
     return kernels.linear_xent(x, labels, w)

@@ -71,9 +71,8 @@ class Kernel:
         weights: Shapes of the parameters of a layer.
         head: `head(where, x, w, labels)`, the loss of each token.
         sequence: Whether the mesh has an axis that divides time steps, too.
-        stateful: Whether the batch has a cache, which each layer reads as `w["cache"]`.
         views: In which views the loss makes sense.
-        bare: Why plain jit computes all rows on each device, and so do we; empty: it does not.
+        bare: Whether plain jit computes all rows on each device, and so do we.
         shared: Why plain jit exchanges activations; empty: it does not, or device view does, too.
         exceptions: What is allowed beyond the limits, by the limit's name.
     """
@@ -86,7 +85,7 @@ class Kernel:
     head: Callable
     sequence: bool = False
     views: tuple[str, ...] = ("global", "device")
-    bare: str = ""
+    bare: bool = False
     shared: str = ""
     exceptions: Mapping[str, Allowed] = dataclasses.field(default_factory=dict)
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import PUBLISHED, TABLE
-from registry import DEVICES, Program
+from registry import DEVICES
 
 from zerojax import collectives, zero_shard
 from zerojax.comm.collectives import LABEL
@@ -37,6 +38,7 @@ class Cost:
     Attributes:
         flops: FLOPs of its matrix products.
         temporary: Bytes of temporary memory.
+        results: Bytes of its results.
         labelled: Bytes that it sends in collectives of parameters and gradients that zerojax labels.
         gathered: Bytes of these that are of all-gathers.
         gradients: Bytes that it sends in other collectives of arrays as large as a parameter or a layer of a stack,
@@ -47,6 +49,7 @@ class Cost:
 
     flops: int
     temporary: int
+    results: int
     labelled: int
     gathered: int
     gradients: int
@@ -63,31 +66,20 @@ class Cost:
         """Bytes sent in all."""
         return self.labelled + self.beyond
 
+    @property
+    def memory(self) -> int:
+        """Bytes of memory beyond the arguments."""
+        return self.temporary + self.results
+
 
 class Limit(NamedTuple):
-    """A limit on a program.
-
-    Attributes:
-        name: What is limited.
-        found: FLOPs or bytes of the program.
-        usual: What every program is allowed.
-        excepted: What this one is allowed by an exception; None: it has none.
-    """
+    """A cost of a program must be at most `most` times `base`, and `slack` more."""
 
     name: str
     found: float
-    usual: float
-    excepted: float | None
-
-    @property
-    def allowed(self) -> float:
-        """What this program is allowed."""
-        return self.usual if self.excepted is None else self.excepted
-
-    @property
-    def is_exceeded(self) -> bool:
-        """Whether the program needs more."""
-        return self.found > self.allowed
+    most: float
+    base: float
+    slack: float = 0
 
 
 @functools.cache
@@ -122,10 +114,9 @@ def by_jit(name: str) -> Cost:
     program = TABLE[name]
     params, batch, args = program.shapes()
     replicated = NamedSharding(mesh(), PartitionSpec())
-    gradient = jax.value_and_grad(program.loss)
-    donated = ()
+    gradient, donated = jax.value_and_grad(program.loss), ()
     if program.accumulate > 1:
-        gradient, donated = functools.partial(plain_step, program), (0,)
+        gradient, donated = plain_step(accumulated(gradient, program.accumulate)), (0,)
     jitted = jax.jit(gradient, out_shardings=replicated, donate_argnums=donated)
     compiled = jitted.lower(placed(params), placed(batch, "data"), *placed(args)).compile()
     return cost_of(compiled, params)
@@ -148,39 +139,28 @@ def exchanged(name: str) -> float:
 def limits(name: str, stage: int) -> list[Limit]:
     """The limits on a program in global view at a stage.
 
-    FLOPs and temporary memory are at most 1.05 and 1.2 times plain jit's. (At stage 3 the memory is for the gathered
-    parameters, too, and has tests of its own.) Bytes beyond parameters and gradients, and bytes in all, are at most
-    those of device view, and what plain jit exchanges itself.
+    FLOPs and temporary memory are at most 1.05 and 1.2 times plain jit's. Bytes beyond parameters and gradients, and
+    bytes in all, are at most those of device view, and what plain jit exchanges itself. A published program is compared
+    with plain jit alone: at stage 3 it gathers parameters at most twice, once forward and once backward, and may need
+    as much more memory as the parameters and their gradients do; beyond zerojax's own collectives, only gradients of
+    leaves that stay replicated are reduced.
     """
+    plain, found, slack = by_jit(name), by_zerojax(name, stage, "global"), exchanged(name) + SLACK
+    flops = Limit("FLOPs", found.flops, MOST_FLOPS, plain.flops)
+    memory = Limit("memory", found.temporary, MOST_MEMORY, plain.temporary)
     if name in PUBLISHED:
-        return limits_of_published(name, stage)
-    plain = by_jit(name)
-    found, device, more = by_zerojax(name, stage, "global"), by_zerojax(name, stage, "device"), exchanged(name)
-    every = [
-        ("FLOPs", found.flops, MOST_FLOPS, plain.flops, 0),
-        ("memory", found.temporary, MOST_MEMORY, plain.temporary, 0),
-        ("beyond", found.beyond, 1, device.beyond, more + SLACK),
-        ("moved", found.moved, MOST_MOVED, device.moved, more + SLACK),
-    ]
-    return excepted(name, stage, [one for one in every if stage < 3 or one[0] != "memory"])
-
-
-def limits_of_published(name: str, stage: int) -> list[Limit]:
-    """The limits on a published program, which are of plain jit alone.
-
-    Stage 3 gathers parameters at most twice, once forward and once backward, and may need as much more memory as the
-    parameters and their gradients do. Beyond zerojax's own collectives, only gradients of leaves that stay replicated
-    are reduced.
-    """
-    plain, found = by_jit(name), by_zerojax(name, stage, "global")
-    gathered = 2 * sent_once(name) * DEVICES / (DEVICES - 1) if stage == 3 else 0
-    every = [
-        ("FLOPs", found.flops, MOST_FLOPS, plain.flops, 0),
-        ("memory", found.temporary, MOST_MEMORY, plain.temporary, gathered),
-        ("passes", found.gathered if stage == 3 else 0, MOST_PASSES, sent_once(name), 0),
-        ("beyond", found.beyond, 2, small_leaves(name), exchanged(name) + SLACK),
-    ]
-    return excepted(name, stage, every)
+        full, passes = 2 * sent_once(name) * DEVICES / (DEVICES - 1), found.gathered
+        return [
+            flops,
+            memory._replace(slack=full) if stage == 3 else memory,
+            Limit("passes", passes if stage == 3 else 0, MOST_PASSES, sent_once(name)),
+            Limit("beyond", found.beyond, 2, small_leaves(name), slack),
+        ]
+    device = by_zerojax(name, stage, "device")
+    beyond = Limit("beyond", found.beyond, 1, device.beyond, slack)
+    moved = Limit("moved", found.moved, MOST_MOVED, device.moved, slack)
+    # At stage 3 the memory is for the gathered parameters, too, and has tests of its own.
+    return [flops, *([memory] if stage < 3 else []), beyond, moved]
 
 
 def small_leaves(name: str) -> int:
@@ -189,45 +169,56 @@ def small_leaves(name: str) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params) if x.size < PERSIST_BELOW)
 
 
-def excepted(name: str, stage: int, every: list[tuple]) -> list[Limit]:
-    """Limits with the program's exceptions, given (name, found, times, of what, and what more is allowed)."""
-    more = {limit: one.most for limit, one in TABLE[name].exceptions.items() if stage in one.stages}
-    return [
-        Limit(limit, value, most * base + slack, more[limit] * base + slack if limit in more else None)
-        for limit, value, most, base, slack in every
-    ]
+def over(program: Any, stage: int, limits: list[Limit], causes: Counter) -> list[str]:
+    """The limits that a program exceeds, with its largest collectives."""
+    lines = []
+    for one in limits:
+        exception = program.exceptions.get(one.name)
+        most = exception.most if exception and stage in exception.stages else one.most
+        if one.found > (allowed := most * one.base + one.slack):
+            lines.append(f"{one.name} at stage {stage}: {one.found:,.0f} found, {allowed:,.0f} allowed")
+    largest = [(cause, sent) for cause, sent in causes.most_common(3) if sent > SLACK] if lines else []
+    return [*lines, *(f"{sent:,d} bytes sent: {cause}" for cause, sent in largest)]
 
 
 def exceeded(name: str, stage: int) -> list[str]:
-    """The limits that a program exceeds, with its largest collectives."""
-    over = [
-        f"{one.name}: {one.found:,.0f} found, {one.allowed:,.0f} allowed"
-        for one in limits(name, stage)
-        if one.is_exceeded
-    ]
-    causes = by_zerojax(name, stage, "global").causes.most_common(3)
-    return [*over, *(f"{sent:,d} bytes sent: {cause}" for cause, sent in causes if sent > SLACK)] if over else []
+    """The limits that a program exceeds at a stage."""
+    return over(TABLE[name], stage, limits(name, stage), by_zerojax(name, stage, "global").causes)
 
 
 def unneeded(name: str, stage: int) -> list[str]:
     """Limits with an exception at a stage that keep the usual limit."""
-    return [one.name for one in limits(name, stage) if one.excepted is not None and one.found <= one.usual]
+    excepted = {limit for limit, one in TABLE[name].exceptions.items() if stage in one.stages}
+    kept = (one.name for one in limits(name, stage) if one.found <= one.most * one.base + one.slack)
+    return [name for name in kept if name in excepted]
 
 
-def plain_step(program: Program, params: Any, batch: Any, *args: Any) -> tuple:
-    """A training step of microbatches by jax alone, each with rows of every device."""
+def accumulated(gradient: Callable, count: int, workers: int = DEVICES) -> Callable:
+    """The mean of `gradient` over microbatches by jax alone, each with rows of every worker."""
 
-    def divided(x):
-        rows = x.reshape(DEVICES, program.accumulate, -1, *x.shape[1:])
-        return jnp.moveaxis(rows, 1, 0).reshape(program.accumulate, -1, *x.shape[1:])
+    def mean(params, batch, *args):
+        def divided(x):
+            rows = x.reshape(workers, count, -1, *x.shape[1:])
+            return jnp.moveaxis(rows, 1, 0).reshape(count, -1, *x.shape[1:])
 
-    def micro(carry, rows):
-        loss, grads = jax.value_and_grad(program.loss)(params, rows, *args)
-        return jax.tree.map(jnp.add, carry, (loss, grads)), None
+        def micro(carry, rows):
+            return jax.tree.map(jnp.add, carry, gradient(params, rows, *args)), None
 
-    zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    (loss, grads), _ = jax.lax.scan(micro, zeros, jax.tree.map(divided, batch))
-    return loss, jax.tree.map(lambda p, g: p - 0.1 / program.accumulate * g, params, grads)
+        zeros = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(micro, zeros, jax.tree.map(divided, batch))
+        return jax.tree.map(lambda x: x / count, total)
+
+    return mean
+
+
+def plain_step(gradient: Callable) -> Callable:
+    """A step of SGD by jax alone."""
+
+    def step(params, *args):
+        loss, grads = gradient(params, *args)
+        return loss, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    return step
 
 
 def cost_of(compiled: Any, params: Any) -> Cost:
@@ -246,8 +237,9 @@ def cost_of(compiled: Any, params: Any) -> Cost:
         gradients, activations = gradients + part, activations + sent - part
         causes[described(c)] += sent
     flops = sum(product_flops(kernels(read(compiled))).values())
-    temporary = memory_analysis(compiled).temp_size_in_bytes
-    return Cost(flops, temporary, labelled, gathered, gradients, activations, causes)
+    memory = memory_analysis(compiled)
+    held = memory.temp_size_in_bytes, memory.output_size_in_bytes
+    return Cost(flops, *held, labelled, gathered, gradients, activations, causes)
 
 
 def described(c: Collective) -> str:

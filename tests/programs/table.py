@@ -1,94 +1,149 @@
-"""Measure the programs of the registry, and write the table of docs/layouts.md.
+"""Measure programs, and write their rows into a table of the documentation.
 
-PYTHONPATH=. python tests/programs/table.py [--programs NAME ...] [--stages 1 3] [--causes]
+PYTHONPATH=. python tests/programs/table.py layouts|published|kernels [--programs NAME ...]
 
-With some programs their rows are replaced, and with some stages they are printed alone.
+Rows of other programs stay as they are. `--programs` without a name measures nothing, and writes the table anew.
 """
 
 import argparse
-import sys
-from collections import Counter
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import page
+from typing import Any
 
 if __name__ == "__main__":
-    page.simulate()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of machine code alone, and half the time
+    os.environ.setdefault("NPROC", "32")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import jax
-from measured import SLACK, by_jit, by_zerojax, limits, sent_once
-from programs import LAYOUTS, TABLE
+import kernel_measured
+import measured
+from kernel_registry import KERNELS, KINDS
+from programs import LAYOUTS, PUBLISHED
 
-PAGE = Path(__file__).parents[2] / "docs" / "layouts.md"
-STAGES = (0, 1, 2, 3)
-HEADER = (
-    "| program | what it is | FLOPs | temporary memory | beyond parameters, KiB | moved | in device view |\n"
-    "|---|---|---|---|---|---|---|"
-)
+DOCS = Path(__file__).parents[2] / "docs"
+END = "<!-- table: end -->\n"
 
 
-def together(values, form):
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table on a page, with one row for each program.
+
+    Attributes:
+        name: Its name on the page.
+        page: The page.
+        programs: The programs by name, in order.
+        columns: The names of the columns.
+        cells: `cells(name)` measures a program: the cells of its row, and lines about limits that it exceeds.
+    """
+
+    name: str
+    page: Path
+    programs: Mapping[str, Any]
+    columns: str
+    cells: Callable
+
+    def split(self) -> tuple[str, str, str]:
+        """The page before the table, the table, and the page after it."""
+        mark = f"<!-- table of tests/programs/table.py {self.name}: begin -->\n"
+        before, rest = self.page.read_text().split(mark)
+        table, after = rest.split(END, 1)
+        return before + mark, table, END + after
+
+    def rows(self) -> dict[str, str]:
+        """The rows on the page."""
+        return {line.split("`")[1]: line for line in self.split()[1].splitlines() if line.startswith("| `")}
+
+    def write(self, rows: Mapping[str, str]) -> None:
+        """Write rows, reasons and exceptions on the page."""
+        rows = {name: rows[name] for name in self.programs if name in rows} | rows
+        header = f"| {self.columns} |\n|{'---|' * (1 + self.columns.count('|'))}"
+        kinds, lines = list(dict.fromkeys(program.kind for program in self.programs.values())), []
+        # Rows of libraries that are not installed here stay.
+        kind_of = lambda name: self.programs[name].kind if name in self.programs else kinds[-1]
+        for kind in kinds:
+            lines += ["", f"**{kind}**", ""] if len(kinds) > 1 else [""]
+            lines += [header, *(rows[name] for name in rows if kind_of(name) == kind)]
+        lines += ["", "Plain jit exchanges activations in these programs too, so as much is allowed:", ""]
+        lines += [f"- `{name}`: {program.shared}." for name, program in self.programs.items() if program.shared]
+        exceptions = [
+            f"- `{name}`, {limit}, at most {one.most}: {one.why}."
+            for name, program in self.programs.items()
+            for limit, one in program.exceptions.items()
+        ]
+        lines += ["", "Exceptions:", "", *exceptions] if exceptions else []
+        before, _, after = self.split()
+        self.page.write_text(before + "\n".join([*lines[1:], ""]) + after)
+
+
+def together(values, form=".2f"):
     """The values of all stages; one, if they are the same."""
     texts = [format(value, form) for value in values]
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
-def row(name, stages):
-    """A program's row of the table."""
-    plain, once = by_jit(name), sent_once(name)
-    found, device = ([by_zerojax(name, s, view) for s in stages] for view in ("global", "device"))
+def of_layout(name):
+    plain, once, stages = measured.by_jit(name), measured.sent_once(name), range(4)
+    found, device = ([measured.by_zerojax(name, s, view) for s in stages] for view in ("global", "device"))
     cells = (
-        f"`{name}`",
-        TABLE[name].about,
-        together([c.flops / plain.flops for c in found], ".2f"),
-        together([c.temporary / plain.temporary for c, s in zip(found, stages, strict=True) if s < 3] or [0], ".2f"),
-        together([c.beyond / 1024 for c in found], ",.0f"),
-        together([c.moved / once for c in found], ".2f"),
-        together([c.moved / once for c in device], ".2f"),
+        LAYOUTS[name].about,
+        together(c.flops / plain.flops for c in found),
+        together(c.temporary / plain.temporary for c in found[:3]),
+        together((c.beyond / 1024 for c in found), ",.0f"),
+        together(c.moved / once for c in found),
+        together(c.moved / once for c in device),
     )
-    return f"| {' | '.join(cells)} |"
+    return cells, [line for s in stages for line in measured.exceeded(name, s)]
 
 
-def rendered(rows):
-    """The tables as Markdown, one for each group; `rows` are those of programs."""
-    lines = []
-    for kind in dict.fromkeys(program.kind for program in LAYOUTS.values()):
-        lines += ["", f"**{kind}**", "", HEADER, *(rows[n] for n, program in LAYOUTS.items() if program.kind == kind)]
-    lines += page.shared(LAYOUTS)
-    if excepted := page.excepted(LAYOUTS, "{} times those of plain jit"):
-        lines += ["", "Exceptions:", "", *excepted]
-    return "\n".join([*lines[1:], ""])
+def of_published(name):
+    stages = (2, 3)
+    ratios = [[x.found / x.base for x in measured.limits(name, s)[:3]] for s in stages]
+    cells = PUBLISHED[name].about, ", ".join(map(str, stages)), *map(together, zip(*ratios, strict=True))
+    return cells, [line for s in stages for line in measured.exceeded(name, s)]
+
+
+def of_kernel(name):
+    ((case, stage),) = (one for one in kernel_measured.cases(1) if one[0].name == name)
+    kernel = KERNELS[name]
+    form = " ".join(filter(None, (case.form, case.option, str(stage))))
+    results = (kernel_measured.by_zerojax(case, stage, view) for view in kernel.views)
+    error = max(kernel_measured.of_result(result, case) for result in results)
+    ratios = (f"{x.found / x.base:.2f}" for x in kernel_measured.limits(case, stage))
+    return (kernel.about, form, f"{error:.0e}", *ratios), kernel_measured.exceeded(case, stage)
+
+
+BY_KIND = dict(sorted(KERNELS.items(), key=lambda item: KINDS.index(item[1].kind)))
+OF_LAYOUTS = "program | what it is | FLOPs | temporary memory | beyond parameters, KiB | moved | in device view"
+OF_PUBLISHED = "program | repository, and what it is | stages | FLOPs | temporary memory | passes"
+OF_KERNELS = "loss | what has the kernel | form and stage | error | bytes sent | FLOPs | memory"
+TABLES = {
+    table.name: table
+    for table in (
+        Table("layouts", DOCS / "layouts.md", LAYOUTS, OF_LAYOUTS, of_layout),
+        Table("published", DOCS / "layouts.md", PUBLISHED, OF_PUBLISHED, of_published),
+        Table("kernels", DOCS / "kernels.md", BY_KIND, OF_KERNELS, of_kernel),
+    )
+}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", nargs="*", choices=[*LAYOUTS], default=[*LAYOUTS], metavar="NAME")
-    parser.add_argument("--stages", nargs="*", type=int, choices=STAGES, default=STAGES)
-    parser.add_argument("--causes", action="store_true", help="print the largest collectives that are not of zerojax")
+    parser.add_argument("table", choices=TABLES)
+    parser.add_argument("--programs", nargs="*", metavar="NAME")
     given = parser.parse_args()
-    rows, failed = {}, 0
-    print(HEADER, flush=True)
-    for name in given.programs:
-        rows[name] = row(name, given.stages)
-        print(rows[name], flush=True)
-        for stage in given.stages:
-            over = [one.name for one in limits(name, stage) if one.is_exceeded]
-            failed += bool(over)
-            if over:
-                print(f"    stage {stage} exceeds {', '.join(over)}", flush=True)
-            causes = by_zerojax(name, stage, "global").causes if given.causes else Counter()
-            for cause, sent in causes.most_common(4):
-                if sent > SLACK:
-                    print(f"        {sent:,d} bytes: {cause}")
-        jax.clear_caches()
-    print(f"{failed} of {len(given.programs) * len(given.stages)} programs and stages exceed a limit")
-    rows = page.rows_of(PAGE.read_text()) | rows
-    if set(LAYOUTS) <= set(rows) and set(given.stages) == set(STAGES):
-        page.write(PAGE, "table.py", rendered(rows))
-    else:
-        print("docs/layouts.md stays as it is: that needs all stages, and a row of each program")
-    return 0
+    table = TABLES[given.table]
+    for name in table.programs if given.programs is None else given.programs:
+        cells, over = table.cells(name)
+        row = f"| `{name}` | {' | '.join(cells)} |"
+        print(row, *over, sep="\n    ", flush=True)
+        table.write(table.rows() | {name: row})
+        kernel_measured.forget()
+    table.write(table.rows())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
