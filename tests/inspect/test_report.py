@@ -6,11 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from conftest import mesh_of
-from models import OPTIMIZERS, awkward_params
+from models import awkward_params
 
-from zerojax import Offload, Padded, Precision, estimate, report, zero_shard
-from zerojax.inspect.report import bytes_by_place
+from zerojax import Padded, report, zero_shard
 
 
 def test_every_leaf_is_sharded_or_has_a_reason(mesh):
@@ -49,35 +47,6 @@ def test_layers_on_different_devices_are_not_added_up():
     found = report({"params": {f"layer_{i}": put(i % 2) for i in range(4)}})
     assert found.total == found.bytes["params"] == 800
     assert re.findall(r"layer_# +(.*?)  ", str(found)) == ["2 x 400"] * 2  # on other devices: not equal
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("name", "stage", "count", "options"),
-    [
-        ("adamw", 3, 8, {}),
-        ("adafactor", 1, 2, {"precision": Precision.bf16(), "offload": Offload(optimizer="host")}),
-    ],
-)
-def test_the_parts_add_up_to_what_is_estimated(name, stage, count, options):
-    """For other stages, devices and types, tests/planning/test_estimate.py compares the totals."""
-    options = {"persist_below": 50, **options}
-    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), **options)
-    found = report(tx.create(awkward_params()))
-    part = lambda name: bytes_by_place([row for row in found.rows if row.keys[0] == name])
-    predicted = estimate(awkward_params(), tx=OPTIMIZERS[name](), devices=count, stages=(stage,), **options)[stage]
-    assert part("params")["device"] == predicted.params
-    assert part("master")["device"] == predicted.master
-    assert part("opt_state")["device"] == predicted.opt_state
-    assert bytes_by_place(found.rows) == {"device": found.total, "host": predicted.host, "disk": predicted.disk}
-
-
-def test_what_is_offloaded_to_disk_is_counted_there(tmp_path):
-    options = {"persist_below": 50, "offload": Offload(optimizer="disk", path=tmp_path, update="device")}
-    state = zero_shard(optax.adamw(1e-3), stage=2, mesh=mesh_of(2), **options).create(awkward_params())
-    predicted = estimate(awkward_params(), tx=optax.adamw(1e-3), devices=2, stages=(2,), **options)
-    assert sum(report(state).disk.values()) == predicted[2].disk > 0
-    assert "on disk" in str(report(state))
 
 
 def layers(count, odd=None):

@@ -48,61 +48,52 @@ def found(shapes, loss, batch, stage, *, mesh=None, accumulate=1, precision=None
 
 
 @pytest.mark.slow
-def test_the_examples_peak_at_stage_3_is_predicted():
-    model = (*example(24), windows(), 3)
-    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2])
 def test_where_nothing_is_gathered_on_use_the_prediction_is_all_but_exact(stage):
     model = (*example(4), windows(), stage)
     assert predicted(*model).peak == pytest.approx(found(*model), rel=0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "options"),
-    [
-        (1, {"accumulate": 2}),
-        (2, {"precision": Precision.bf16()}),
-    ],
-    ids=["two-microbatches-1", "bf16-2"],
-)
-def test_microbatches_and_types_are_in_the_prediction(stage, options):
-    model = (*example(4), windows(accumulate=options.get("accumulate", 1)), stage)
-    assert predicted(*model, **options).peak == pytest.approx(found(*model, **options), rel=TOLERANCE)
+def tiny(**style):
+    init, loss, (rows, tokens) = yardstick.build("tiny", **style)
+    return jax.eval_shape(init, jax.random.key(0)), loss, jax.ShapeDtypeStruct((8 * rows, tokens), jnp.int32), 3
 
 
-@pytest.mark.slow
-def test_where_activations_dominate():
-    model = (*example(4), windows(16), 3)
-    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
-
-
-@NEWEST
-@pytest.mark.parametrize(
-    ("scan", "remat"),
-    [(False, True), pytest.param(True, False, marks=pytest.mark.slow)],
-)
-def test_unrolled_layers_and_those_without_remat(scan, remat):
-    init, loss, (rows, tokens) = yardstick.build("tiny", scan=scan, remat=remat)
-    batch = jax.ShapeDtypeStruct((8 * rows, tokens), jnp.int32)
-    model = (jax.eval_shape(init, jax.random.key(0)), loss, batch, 3)
-    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
-
-
-@NEWEST
-@pytest.mark.parametrize("rows", [1, 8])
-def test_activations_cannot_use_the_buffers_of_sharded_gradients(rows):
+def matrices(rows):
     def loss(params, batch):
         for w in params:
             batch = jnp.tanh(batch @ w)
         return jnp.mean(batch**2)
 
     shapes = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * 12
-    model = (shapes, loss, jax.ShapeDtypeStruct((8 * rows, 32, 512), jnp.float32), 3)
-    assert predicted(*model).peak == pytest.approx(found(*model), rel=TOLERANCE)
+    return shapes, loss, jax.ShapeDtypeStruct((8 * rows, 32, 512), jnp.float32), 3
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        pytest.param(lambda: (*example(24), windows(), 3), {}, marks=pytest.mark.slow, id="the example"),
+        pytest.param(
+            lambda: (*example(4), windows(accumulate=2), 1),
+            {"accumulate": 2},
+            marks=pytest.mark.slow,
+            id="two parts",
+        ),
+        pytest.param(
+            lambda: (*example(4), windows(), 2), {"precision": Precision.bf16()}, marks=pytest.mark.slow, id="bf16"
+        ),
+        pytest.param(lambda: (*example(4), windows(16), 3), {}, marks=pytest.mark.slow, id="mostly activations"),
+        pytest.param(lambda: tiny(scan=False, remat=True), {}, marks=NEWEST, id="unrolled"),
+        pytest.param(
+            lambda: tiny(scan=True, remat=False), {}, marks=[NEWEST, pytest.mark.slow], id="scanned without remat"
+        ),
+        # Activations cannot use the buffers of sharded gradients.
+        pytest.param(lambda: matrices(rows=1), {}, marks=NEWEST, id="mostly gradients"),
+        pytest.param(lambda: matrices(rows=8), {}, marks=NEWEST, id="gradients and activations"),
+    ],
+)
+def test_the_peak_is_predicted(model, options):
+    assert predicted(*model(), **options).peak == pytest.approx(found(*model(), **options), rel=TOLERANCE)
 
 
 def chain(layers, width=64):
@@ -165,15 +156,3 @@ def test_without_a_loss_the_peak_is_unknown():
     header, row = str(estimate(shapes, stages=(3,), loss_fn=loss, batch=batch)).splitlines()[1:]
     assert header.split()[-3:] == ["activations", "peak", "sent"]
     assert "-" not in row.split()
-
-
-@pytest.mark.parametrize(
-    ("model", "batch", "message"),
-    [
-        (1e6, windows(), "tree of its parameters"),
-        (example(4)[0], jax.ShapeDtypeStruct((12, TOKENS + 1), jnp.int32), "12 rows, and the axis has 8 devices"),
-    ],
-)
-def test_bad_input_is_refused(model, batch, message):
-    with pytest.raises(ValueError, match=message):
-        estimate(model, loss_fn=example(4)[1], batch=batch)
