@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.train.arguments import has_rows
 from zerojax.train.aux import Same
 from zerojax.units import format_bytes
@@ -273,10 +273,9 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
         return [jax.tree.leaves(x) for state in call(structure.unflatten(arrays)) for _, x in nnx.to_flat_state(state)]
 
     closed, shapes = jax.make_jaxpr(after, return_shape=True)(arrays)
-    # For each array after the loss, `sources` has the index of the array with the same value before it, or None.
-    sources = jax.tree.unflatten(jax.tree.structure(shapes), passed_on(compat.opened(closed)[0]))
-    ids = {path: [None if i is None else id(arrays[i]) for i in of] for path, of in zip(found, sources, strict=True)}
-    unchanged = {path for path in found if ids[path] == [*map(id, known.get(path, ()))]}
+    jaxpr, _ = compat.opened(closed)
+    sources = jax.tree.unflatten(jax.tree.structure(shapes), passed_on(jaxpr, [*map(id, arrays)]))
+    unchanged = {path for path, of in zip(found, sources, strict=True) if of == [*map(id, known.get(path, ()))]}
     return different - unchanged
 
 
@@ -310,29 +309,21 @@ def named(path: Sequence) -> str:
     return f"{'.'.join(str(key) for key in path[1:]) or 'itself'} of argument {path[0]}"
 
 
-def passed_on(jaxpr: Any) -> list[int | None]:
-    """Return, for each result of `jaxpr`, the index of the argument that it equals, or None for a computed result."""
-    given = {var: i for i, var in enumerate(jaxpr.invars)}
-    for eqn in jaxpr.eqns:
-        for out, index in zip(eqn.outvars, _operands_passed_on(eqn) or (), strict=False):
-            source = None if index is None else eqn.invars[index]
-            if source is not None and not compat.is_literal(source) and source in given:
-                given[out] = given[source]
-    return [None if compat.is_literal(atom) else given.get(atom) for atom in jaxpr.outvars]
+def passed_on(jaxpr: Any, args: Sequence) -> list:
+    """Return, for each result of `jaxpr`, the element of `args` whose argument it equals, or None."""
+    consts = [None] * len(compat.constvars_of(jaxpr))
+    return jaxprs.evaluate(jaxpr, consts, args, _passed_on_by, literal=lambda value: None)
 
 
-def _operands_passed_on(eqn: Any) -> list[int | None] | None:
-    """Return, for each result of a call, a loop or a branch, the index of the operand that it equals, or None."""
-    name = eqn.primitive.name
+def _passed_on_by(eqn: Any, values: Sequence) -> Sequence:
+    """Do the same for a loop, a branch or a call. The results of all other equations are computed."""
     if (loop := compat.loop_of(eqn)) is not None:
-        found = passed_on(compat.opened(loop.body)[0])
+        found = passed_on(compat.opened(loop.body)[0], range(len(values)))
         first = loop.consts + loop.carry  # the index of the first operand that is sliced
-        return [
-            i if i is not None and (i == loop.consts + k if k < loop.carry else i >= first) else None
-            for k, i in enumerate(found)
-        ]
-    if name == "cond":
-        branches = zip(*(passed_on(compat.opened(branch)[0]) for branch in eqn.params["branches"]), strict=True)
-        return [1 + found[0] if found[0] is not None and len({*found}) == 1 else None for found in branches]
+        is_same = lambda k, i: i is not None and (i == loop.consts + k if k < loop.carry else i >= first)
+        return [values[i] if is_same(k, i) else None for k, i in enumerate(found)]
+    if eqn.primitive.name == "cond":
+        branches = [passed_on(compat.opened(branch)[0], values[1:]) for branch in eqn.params["branches"]]
+        return [of[0] if len({*of}) == 1 else None for of in zip(*branches, strict=True)]
     body = compat.evaluated_body(eqn)
-    return None if body is None else passed_on(body)
+    return [None] * len(eqn.outvars) if body is None else passed_on(body, values)

@@ -42,7 +42,6 @@ class MeshRecord:
 
     @classmethod
     def of(cls, mesh: Mesh) -> MeshRecord:
-        """Return the record of a mesh."""
         devices = list(mesh.devices.flat)
         ids = tuple(device.id for device in devices)
         return cls(mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids)
@@ -110,7 +109,6 @@ class Config:
     matrix_updates: str = "auto"
 
     def __post_init__(self):
-        """Check every field."""
         if not (callable(getattr(self.tx, "init", None)) and callable(getattr(self.tx, "update", None))):
             raise TypeError(
                 f"zero_shard wraps an optax transformation, which has init and update; got {type(self.tx).__name__}. "
@@ -156,7 +154,6 @@ class Config:
             self._check_params_on_disk()
 
     def _check_params_axis(self) -> None:
-        """Raise a ValueError for an option that cannot be combined with `params_axis`."""
         if self.stage != 3:
             raise ValueError(
                 f"params_axis={self.params_axis!r} needs stage 3: stage {self.stage} keeps parameters replicated. Use "
@@ -175,7 +172,6 @@ class Config:
             )
 
     def _check_expert_axis(self) -> None:
-        """Raise a ValueError for an option that cannot be combined with `expert_axis`."""
         if self.view == "device":
             raise ValueError(
                 f'expert_axis={self.expert_axis!r} leaves experts divided, but with view="device" the loss sees every '
@@ -188,7 +184,6 @@ class Config:
             )
 
     def _check_params_on_disk(self) -> None:
-        """Raise a ValueError for an option that cannot be used with `Offload(params="disk")`."""
         for name, found in {"shard_axis": self.shard_axis, "wire": self.wire, "overwrite": self.overwrite}.items():
             if found:
                 raise ValueError(

@@ -40,7 +40,6 @@ class Function:
     fn: Callable
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the function. `mutable` is ignored."""
         del mutable
         return call(self.fn, (params,), batch, args)
 
@@ -73,20 +72,17 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     def step(params, batch=NO_BATCH, *args, **keywords):
         _, batch, args = separated((batch, *args), keywords)
         with unusable_named(config.mesh, params=params, batch=batch):
-            return run_on(params, batch, args)
-
-    def run_on(params, batch, args):
-        check_types(batch)
-        on_disk = files_of(params) is not None
-        is_new = not on_disk and same.is_new(signature_of(params), batch, args)
-        wait_if_simulated(config.mesh, (params, batch, args))
-        if divides(config, batch):
-            rows = place_batch(config, batch)
-        else:
-            rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
-        if on_disk:
-            return on_auto_mesh(config.user_mesh, staged, params, rows, with_types(args))
-        return same.call(program_for(others_of(given, params)), params, rows, *args, is_new=is_new)
+            check_types(batch)
+            on_disk = files_of(params) is not None
+            is_new = not on_disk and same.is_new(signature_of(params), batch, args)
+            wait_if_simulated(config.mesh, (params, batch, args))
+            if divides(config, batch):
+                rows = place_batch(config, batch)
+            else:
+                rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
+            if on_disk:
+                return on_auto_mesh(config.user_mesh, staged, params, rows, with_types(args))
+            return same.call(program_for(others_of(given, params)), params, rows, *args, is_new=is_new)
 
     return step
 
@@ -116,16 +112,17 @@ def divides(config: Config, batch: PyTree) -> bool:
 
 
 class StagedFunction:
-    """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage."""
+    """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage.
+
+    `function` has a method `call`, like a `Loss`, and is traced by the first call.
+    """
 
     def __init__(self, config: Config, function: Any):
-        """Store the arguments. `function` has a method `call`, like a `Loss`, and is traced by the first call."""
         self._config, self._function = config, function
         self._traced: dict[Any, Traced] = {}
         self._on_devices: Callable = jax.jit(lambda *inputs: inputs)
 
     def __call__(self, params: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the function and return its result."""
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, args))):
             raise TypeError(
                 "An eval step of parameters on disk was called inside of jax.jit or another transformation. It runs "

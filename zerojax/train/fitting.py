@@ -25,7 +25,7 @@ from zerojax.offload.host import is_on_host
 from zerojax.train.same_run import signature_of
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import JittedStep, StepProgram
-from zerojax.units import format_bytes, parse_bytes
+from zerojax.units import format_bytes
 
 # The program is compiled again with a larger share if it takes less than this part of the memory.
 ENOUGH = 0.85
@@ -76,28 +76,21 @@ class DoesNotFit(ValueError):
     """A step needs more memory than its `memory=`. `peak` is the least compiled peak in bytes per device."""
 
     def __init__(self, message: str, peak: int):
-        """Keep the message and the peak."""
         super().__init__(message)
         self.peak = peak
 
 
 class StepFitting:
-    """The programs of a step with `memory=`, one per share and set of argument shapes.
-
-    Attributes:
-        blocks: The blocks of the loss.
-        with_share: `with_share(share)` returns the functions of the step whose blocks save this share of their bytes.
-    """
+    """The programs of a step with `memory=`, one per share and set of argument shapes."""
 
     def __init__(self, program: StepProgram):
-        """Keep the program of the step."""
         self._program = program
-        self.blocks = Blocks()
-        self.with_share = functools.cache(self._with_share)
+        self._blocks = Blocks()
+        self._jitted = functools.cache(self._with_share)
         self._fits: dict[Any, MemoryFit] = {}
 
     def chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        return self.with_share(self.fit(state, rows, args).chosen.share)
+        return self._jitted(self.fit(state, rows, args).chosen.share)
 
     def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
         """Return the fit for the shapes of these arguments. The first call with new shapes compiles."""
@@ -105,25 +98,23 @@ class StepFitting:
         key = signature_of((state, rows, args)), placed
         if key not in self._fits:
             self._fits[key] = fit_memory(
-                lambda share: self.with_share(share).trace(state, rows, args).lower(),
-                self.blocks,
-                self.memory,
+                lambda share: self._jitted(share).trace(state, rows, args).lower(),
+                self._blocks,
+                self._memory,
                 arguments=sum(map(_bytes_per_device, jax.tree.leaves((state, rows, args)))),
                 devices=devices_of_a_block(self._program.config),
             )
         return self._fits[key]
 
     @property
-    def memory(self) -> int:
-        """Return the bytes per device that the step may take."""
-        given = self._program.options.memory
-        if given == "auto":
-            return device_bytes(self._program.config)
-        return parse_bytes("train_step(memory=)", given or 0)
+    def _memory(self) -> int:
+        given: Any = self._program.options.memory
+        return device_bytes(self._program.config) if given == "auto" else given
 
     def _with_share(self, share: float) -> JittedStep:
+        """Return the functions of the step whose blocks save this share of their bytes."""
         loss = self._program.loss
-        loss = dataclasses.replace(loss, fn=self.blocks.rematerialised(loss.fn, share))
+        loss = dataclasses.replace(loss, fn=self._blocks.rematerialised(loss.fn, share))
         return JittedStep(dataclasses.replace(self._program, loss=loss), self._program.compiler_options)
 
 
@@ -133,15 +124,11 @@ def devices_of_a_block(config: Config) -> int:
 
 
 def _bytes_per_device(x: Any) -> int:
-    """Return the bytes of one device's part of `x`, an array or a shape. Return 0 for any other value."""
-    shape, dtype = getattr(x, "shape", ()), getattr(x, "dtype", None)
-    if dtype is None:
-        return 0
+    """Return the bytes of device memory of one device's part of `x`. A value that is no array or shape has none."""
     sharding = getattr(x, "sharding", None)
-    if sharding is not None and is_on_host(x):
+    if not hasattr(x, "dtype") or (sharding is not None and is_on_host(x)):
         return 0
-    local = shape if sharding is None else sharding.shard_shape(shape)
-    return math.prod(local) * dtype.itemsize
+    return math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def device_bytes(config: Config) -> int:
@@ -234,7 +221,6 @@ def largest_share(base: float, held: Callable[[float], float], memory: float) ->
 
 
 def _nothing_fits(least: Trial, blocks: Blocks, memory: int, arguments: int) -> str:
-    """Return the error message for a step that does not fit with any share."""
     found = (
         f"With the least activations the compiled step takes {format_bytes(least.peak)} per device, of which "
         f"{format_bytes(arguments)} are its arguments (parameters, optimizer state and batch), and "
@@ -246,9 +232,7 @@ def _nothing_fits(least: Trial, blocks: Blocks, memory: int, arguments: int) -> 
             "them in a jax.lax.scan. A layer that contains jax.checkpoint is no such block, because it says what to "
             "recompute: remove jax.checkpoint, or let it save less."
         )
-    where = "arguments" if 2 * arguments > least.peak else "activations"
-    remedy = {
-        "arguments": "Most of it are arguments: use a higher stage, more devices, or Offload(optimizer='host').",
-        "activations": "Most of it are activations: use accumulate=, fewer rows, or smaller blocks.",
-    }[where]
-    return f"{found} {remedy} zerojax.plan.fit searches for you."
+    remedy = "activations: use accumulate=, fewer rows, or smaller blocks."
+    if 2 * arguments > least.peak:
+        remedy = "arguments: use a higher stage, more devices, or Offload(optimizer='host')."
+    return f"{found} Most of it are {remedy} zerojax.plan.fit searches for you."

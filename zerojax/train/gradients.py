@@ -246,7 +246,7 @@ def _origins(view: View, given: LossInputs) -> tuple:
     """Find the first NaN of the loss and its gradient, with `vmap` over the axes of devices instead of `shard_map`."""
     data, layout = view.config.data, view.layout
     stored = [in_logical_shape(to_device(x), leaf) for x, leaf in zip(given.stored, layout.params, strict=True)]
-    trained = [layout.trained[k] for k in view.differentiable]
+    trained = view.trained
 
     def of_device(rows):
         args = fold_keys(given.args, lax.axis_index(data.batch))

@@ -54,13 +54,10 @@ class LossAndGrads(NamedTuple):
 
 
 class StagedLoss:
-    """The loss of a step, in stages, under one plan."""
+    """The loss of a step, in stages, under one plan. It is traced when `traced` is called."""
 
     def __init__(self, program: StepProgram, plan: ShardingPlan):
-        """Store the arguments. The loss is traced when `traced` is called."""
         self.view = View(program.config, plan.layout, plan.grads, program.loss, program.options.accumulate)
-        self.plan = plan
-        self._program = program
         self._traced: dict[Any, Traced] = {}
         self.disk = on_disk(program.config, plan.layout)
         self._microbatch = jax.jit(self._inputs, static_argnums=3)
@@ -75,8 +72,7 @@ class StagedLoss:
         if key not in self._traced:
             if self.view.accumulate > 1:
                 check_reduction(self.view, LossInputs((), *inputs))
-            trained = {self.view.layout.trained[k] for k in self.view.differentiable}
-            self._traced[key] = trace_stages(self.view, self.disk, stored, arrays, trained)
+            self._traced[key] = trace_stages(self.view, self.disk, stored, arrays, self.view.trained)
         return self._traced[key]
 
     def run(

@@ -39,7 +39,6 @@ class StagedStep:
     """The training step of one plan. Its programs are compiled when they are first needed."""
 
     def __init__(self, program: StepProgram, plan: ShardingPlan):
-        """Plan the update. Nothing is compiled."""
         self._program, self._plan, self._config = program, plan, program.config
         self._trained = trained_on_disk(program.config, plan)
         self._loss = StagedLoss(program, plan)
@@ -89,7 +88,7 @@ class StagedStep:
         whole = {k: self._whole(k, files) for k in self._reductions.whole}
         bare = state.replace(params=None, opt_state=resident_state(state))
         new, metrics, inputs = wait_if_simulated(config.mesh, self._finish(bare, stored, found, squares, cuts, whole))
-        if self._is_skipped(inputs):
+        if self._program.may_skip and bool(inputs.skipped):  # waits for the devices
             params, leaves = self._update.skip(inputs, store)
         else:
             params, leaves = self._update.on_files(inputs._replace(skipped=None), store, files)
@@ -99,10 +98,6 @@ class StagedStep:
         in_forms = [x if x is None else unpadded(x, leaf) for x, leaf in pairs]
         tree = jax.tree.unflatten(plan.layout.treedef, [nodes.get(i, x) for i, x in enumerate(in_forms)])
         return new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), metrics
-
-    def _is_skipped(self, inputs: UpdateInputs) -> bool:
-        """Return whether the step is skipped. This waits for the devices if the step can be skipped."""
-        return self._program.may_skip and bool(inputs.skipped)
 
     def _stored(self, state: ZeroState) -> dict[int, Array]:
         """Return the parameters on the devices, by index, in storage shape."""

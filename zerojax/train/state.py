@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
 
 
-@functools.partial(
+@partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "params", "opt_state", "scaling", "mutable"],
     meta_fields=["plan"],
@@ -206,7 +206,7 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
         require_same_run(config, plan)
         require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
     shardings = lambda _: ZeroState.shardings(config, plan)
-    begin = functools.partial(begin_run, config, plan)
+    begin = partial(begin_run, config, plan)
     state = on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
     if is_live:
         require_same_values(config, "create a state", params=state.params, opt_state=state.opt_state)
@@ -232,12 +232,10 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
     given, most = (wide, len(layout.params)) if config.params_on_disk else (layout, MOST_PROGRAMS)
     programs, what = init_programs(config, given, init_fn, args, most=most), "initialise parameters"
     require_same_values(config, what, args=args)
-    require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
+    require_same_programs(config, what, (partial(one.lower, *args) for one in programs))
     if config.params_on_disk:
         files = files_of_params(config, layout, layout.grads)
-        return on_auto_mesh(
-            config.user_mesh, functools.partial(write_params, config, wide, one_by_one(programs, args), files)
-        )
+        return on_auto_mesh(config.user_mesh, partial(write_params, config, wide, one_by_one(programs, args), files))
     arrays = [x for program in programs for x in program(*args)]
     store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
     return on_auto_mesh(config.user_mesh, store, arrays, shardings=lambda _: params_shardings(config, layout))
@@ -270,12 +268,11 @@ def in_master_types(layout: Layout, wide: Collection[int]) -> Layout:
 
 
 def shard(config: Config, params: Any) -> Any:
-    """Copy parameters into storage; see `ZeroTransformation.shard`."""
     layout = layout_of(config, shapes_on_disk(params))
     layout = in_master_types(layout, layout.trained)
     remember_experts(config, layout)
     if config.params_on_disk:
-        return on_auto_mesh(config.user_mesh, functools.partial(put_on_disk, config, layout), params)
+        return on_auto_mesh(config.user_mesh, partial(put_on_disk, config, layout), params)
 
     def store(params):
         arrays = place_params(config, layout, params)
@@ -304,7 +301,9 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
     if config.params_on_disk:
         files = files_of_run(config, plan)
         tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
-        wide = [deferred(config, x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
+        # These are copied to the devices later, one after the other, and keep their types.
+        later = lambda x, leaf: Deferred(partial(placed_leaf, config, x, leaf), leaf.storage_shape, dtype_of(x))
+        wide = [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
     else:
         wide = place_params(config, layout, params)
     with contextlib.nullcontext() if files is None else unlocked_on_error(files):
@@ -317,11 +316,6 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
     if tree is None:
         tree = in_storage(cast_params(config, layout, wide, like=layout.params), layout)
     return ZeroState(step, tree, opt_state, scaling, mutable, plan)
-
-
-def deferred(config: Config, x: Any, leaf: Leaf) -> Any:
-    """Return a `Deferred` parameter, which is copied to the devices later and keeps the type of `x`."""
-    return Deferred(functools.partial(placed_leaf, config, x, leaf), leaf.storage_shape, dtype_of(x))
 
 
 def logical(tree: PyTree) -> PyTree:
@@ -368,7 +362,7 @@ def of_stored(x: Any, leaf: Leaf) -> Any:
     if isinstance(x, Chunked) and any(isinstance(chunk, jax.ShapeDtypeStruct) for chunk in x.chunks):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     array = joined(x) if isinstance(x, Chunked) else x
-    trim = functools.partial(in_logical_shape, leaf=leaf)
+    trim = partial(in_logical_shape, leaf=leaf)
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.eval_shape(trim, array)
     return on_auto_mesh(mesh_of(array), trim, array) if array.shape != leaf.shape else array

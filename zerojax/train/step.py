@@ -50,7 +50,6 @@ class Step:
     """
 
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
-        """Wrap a loss function. It is traced at the first call."""
         self.program = program = StepProgram(config, options, loss)
         if options.compiler_options not in ("auto", {}) and config.params_on_disk:
             raise ValueError(
@@ -63,7 +62,7 @@ class Step:
                 f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat."
             )
         self._fitting = None if options.memory is None else StepFitting(program)
-        stream = lambda plan: StreamedUpdate(config, plan, program.users_options)
+        stream = lambda plan: StreamedUpdate(config, plan, options.users_options)
         self._streamed = functools.lru_cache(maxsize=4)(stream)
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
@@ -158,11 +157,11 @@ class Step:
                     "train_step(memory=) compiles the step to see what fits, which is not possible while it is traced. "
                     "Call the step as it is, outside of jax.jit, or use zerojax.remat in the loss instead of memory=."
                 )
-            if self.program.users_options:
+            if self.options.users_options:
                 raise TypeError(
                     "train_step(compiler_options=) is for a program of its own, and here the step is a part of another "
                     "program. Pass the options to the jax.jit that calls the step: compiler_options="
-                    f"{dict(self.program.users_options)}."
+                    f"{dict(self.options.users_options)}."
                 )
             return self._within.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
         state = donatable(state)

@@ -71,8 +71,7 @@ class StepOptions:
                 f'compiler_options is "auto", or a dict of XLA\'s options, such as {{"xla_gpu_..._limit": 2}}, and not '
                 f"{self.compiler_options!r}. With {{}} the step has no options."
             )
-        given = {} if isinstance(self.compiler_options, str) else self.compiler_options
-        for name, value in given.items():
+        for name, value in self.users_options.items():
             if not (isinstance(name, str) and isinstance(value, str | bool | int | float)):
                 raise TypeError(
                     f"compiler_options has {name!r}: {value!r}. Names of options are str, and their values are str, "
@@ -90,6 +89,10 @@ class StepOptions:
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} must be above 0 seconds. float('inf') sets no limit.")
 
+    @property
+    def users_options(self) -> Mapping[str, Any]:
+        return {} if isinstance(self.compiler_options, str) else self.compiler_options
+
 
 @dataclasses.dataclass(frozen=True)
 class StepProgram:
@@ -102,12 +105,8 @@ class StepProgram:
     @property
     def compiler_options(self) -> Mapping[str, Any]:
         """Return the compiler options of the step's own program, without the updates of offloaded state."""
-        return options_of_mesh(self.config) if self.options.compiler_options == "auto" else self.users_options
-
-    @property
-    def users_options(self) -> Mapping[str, Any]:
-        given = self.options.compiler_options
-        return {} if isinstance(given, str) else given
+        options = self.options
+        return options_of_mesh(self.config) if options.compiler_options == "auto" else options.users_options
 
     @property
     def scales_loss(self) -> bool:

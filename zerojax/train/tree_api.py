@@ -151,7 +151,11 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
-        refuse_on_disk(params)
+        if files_of(params) is not None:
+            raise TypeError(
+                "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in "
+                "memory. Train them with the step of tx.train_step, which runs in stages."
+            )
         is_new = same.is_new(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
@@ -160,15 +164,6 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
             return same.call(jitted, *given, layout=layout, forms=forms, is_new=is_new)
 
     return value_and_grad
-
-
-def refuse_on_disk(params: Any) -> None:
-    """Raise a TypeError if parameters are on disk, because a single program cannot read all of them."""
-    if files_of(params) is not None:
-        raise TypeError(
-            "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in memory. "
-            "Train them with the step of tx.train_step, which runs in stages."
-        )
 
 
 def value_and_grad_tree(

@@ -98,6 +98,11 @@ class View:
         return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
     @property
+    def trained(self) -> list[int]:
+        """Return the indices of the parameters that are trained and that JAX can differentiate."""
+        return [self.layout.trained[k] for k in self.differentiable]
+
+    @property
     def microbatches(self) -> int:
         return self.comm.losses * self.accumulate
 
@@ -253,10 +258,6 @@ class View:
         values = self.unscaled(values, given, cotangent * own_weight)
         return returned, grads, factor, values
 
-    @property
-    def _trained(self) -> list[int]:
-        return [self.layout.trained[k] for k in self.differentiable]
-
     def _pulled_to_stored(self, given: LossInputs):
         """Call the loss on parameters that are gathered on use, or on the full parameters of the only worker.
 
@@ -265,7 +266,7 @@ class View:
             `(gradients, values of overwritten parameters)`. Gradients of gathered parameters are reduced already.
         """
         stored, mutable, batch, args = given
-        fn, zeros, trained = self.loss_of_storage(), self.stand_ins(stored), self._trained
+        fn, zeros, trained = self.loss_of_storage(), self.stand_ins(stored), self.trained
         overwritten = self.layout.overwritten
 
         def objective(values, kept):
@@ -282,7 +283,7 @@ class View:
 
     def _pulled_to_full(self, given: LossInputs, traced: TracedLoss | None):
         """Do the same as `_pulled_to_stored`, but on full parameters. Gradients are partial sums, one per worker."""
-        trained, overwritten = self._trained, self.layout.overwritten
+        trained, overwritten = self.trained, self.layout.overwritten
         function, args, structures = self._flat_loss(given)
         results = [] if traced is None else traced.results
         values, follower, count = [*args, *results], self.comm.follower, len(args)
@@ -353,7 +354,7 @@ class View:
     def with_shards(self, grads: Sequence[Array], shards: Mapping[int, Array]) -> list[Shaped[Array, "*local"]]:
         """Add the results of `TracedLoss.pull` to gradients that are reduced."""
         wide = lambda grad, i: at_least_float32(grad) + at_least_float32(shards[i]) if i in shards else grad
-        return [wide(grad, i) for grad, i in zip(grads, self._trained, strict=True)]
+        return [wide(grad, i) for grad, i in zip(grads, self.trained, strict=True)]
 
     def reduced(self, k: int) -> Leaf:
         """Return the layout of the gradient of trained parameter `k` before the reduction across hosts."""

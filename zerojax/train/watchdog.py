@@ -5,7 +5,6 @@ Without a watchdog, the other processes would wait forever in their next collect
 
 from __future__ import annotations
 
-import dataclasses
 import faulthandler
 import math
 import os
@@ -59,70 +58,60 @@ class Watchdog:
 
     def _watch(self, step: Call) -> None:
         if self._thread is None:
-            work = _Waiting(self._steps, self.timeout, self._ends)
-            self._thread = threading.Thread(target=work.run, name="zerojax watchdog", daemon=True)
+            given = self._steps, self.timeout, self._ends
+            self._thread = threading.Thread(target=_wait, args=given, name="zerojax watchdog", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._steps.put, None)
         self._steps.put(step)
 
 
-@dataclasses.dataclass
-class _Waiting:
-    """The work of the thread. It has no reference to the `Watchdog`, so that the `Watchdog` can be garbage-collected.
+def _wait(steps: queue.SimpleQueue[Call | None], timeout: float, ends: bool) -> None:
+    """Wait for each step in the queue, until None. Time in which this or another process was stopped does not count.
 
-    None in the queue `steps` ends the thread. `frozen` has the seconds for which another process has been stopped.
+    The thread has no reference to the `Watchdog`, so that the `Watchdog` can be garbage-collected.
     """
-
-    steps: queue.SimpleQueue[Call | None]
-    timeout: float
-    ends: bool
-    frozen: float = 0.0
-
-    def run(self) -> None:
-        while (step := self.steps.get()) is not None:
-            begun, limit = time.monotonic(), self.timeout
-            while not step.has_ended:
+    frozen = 0.0  # seconds for which another process has been stopped
+    while (step := steps.get()) is not None:
+        begun, limit = time.monotonic(), timeout
+        while not step.has_ended:
+            if time.monotonic() - begun > limit:
+                before = frozen
+                with suppress(Exception):  # the coordination service may be gone
+                    frozen = max(one["frozen"] for one in EVENTS.others().values())
+                begun += max(0.0, frozen - before)
                 if time.monotonic() - begun > limit:
-                    begun += self._newly_frozen()
-                    if time.monotonic() - begun > limit:
-                        self._say(step, limit)
-                        limit *= 2
-                before, nap = time.monotonic(), min(0.05, self.timeout / 20)
-                time.sleep(nap)
-                begun += gap_since(before, nap)  # do not count time in which this process was stopped
+                    _say_late(step, limit, ends)
+                    limit *= 2
+            before, nap = time.monotonic(), min(0.05, timeout / 20)
+            time.sleep(nap)
+            begun += gap_since(before, nap)
 
-    def _newly_frozen(self) -> float:
-        before = self.frozen
-        with suppress(Exception):  # the coordination service may be gone
-            self.frozen = max(one["frozen"] for one in EVENTS.others().values())
-        return max(0.0, self.frozen - before)
 
-    def _say(self, step: Call, limit: float) -> None:
-        """Print what is known about the step that did not end, and end the process if `ends`."""
-        index, count = jax.process_index(), jax.process_count()
-        within = f"{'timeout=' if self.ends else ''}{limit:g} s"
-        late = f"step {step.number} did not end within {within} on process {index} of {count}."
-        say(f"zerojax: {late}")
-        behind = self._behind(index, count)
-        for line in behind:
-            say(f"zerojax: {line}")
-        faulthandler.dump_traceback(sys.stderr)
-        if not self.ends:
-            return say("zerojax: it goes on waiting. Give train_step(timeout=) to end a process whose step hangs.")
-        EVENTS.last_words(EXIT_STATUS, " ".join([late, *behind]))
-        os._exit(EXIT_STATUS)
+def _say_late(step: Call, limit: float, ends: bool) -> None:
+    """Print what is known about the step that did not end, and end the process if `ends`."""
+    index, count = jax.process_index(), jax.process_count()
+    within = f"{'timeout=' if ends else ''}{limit:g} s"
+    late = f"step {step.number} did not end within {within} on process {index} of {count}."
+    say(f"zerojax: {late}")
+    behind = _behind(index, count)
+    for line in behind:
+        say(f"zerojax: {line}")
+    faulthandler.dump_traceback(sys.stderr)
+    if not ends:
+        return say("zerojax: it goes on waiting. Give train_step(timeout=) to end a process whose step hangs.")
+    EVENTS.last_words(EXIT_STATUS, " ".join([late, *behind]))
+    os._exit(EXIT_STATUS)
 
-    def _behind(self, index: int, count: int) -> list[str]:
-        if count == 1:
-            return []
-        found, last = [], EVENTS.last_number()
-        with suppress(Exception):
-            others = EVENTS.others()
-            for other in sorted(set(range(count)) - {index}):
-                calls = others.get(other, {"calls": {}})["calls"]
-                if max(calls, default=-1) < last:
-                    at = calls[max(calls)] if calls else "no call"
-                    found.append(
-                        f"process {other} was last seen in {at}: process {index} waits for it in a collective."
-                    )
-        return found
+
+def _behind(index: int, count: int) -> list[str]:
+    if count == 1:
+        return []
+    found, last = [], EVENTS.last_number()
+    with suppress(Exception):
+        others = EVENTS.others()
+        for other in sorted(set(range(count)) - {index}):
+            calls = others.get(other, {"calls": {}})["calls"]
+            if max(calls, default=-1) < last:
+                at = calls[max(calls)] if calls else "no call"
+                found.append(f"process {other} was last seen in {at}: process {index} waits for it in a collective.")
+    return found
