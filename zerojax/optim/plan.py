@@ -22,9 +22,8 @@ from zerojax.layout.leaf import CachedHash, Leaf
 from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.offloaded import OffloadedState
 from zerojax.optim.owned import OwnedUpdate, owned_update
-from zerojax.optim.partition import Dependencies, Partition, groups_of, merged, partition
+from zerojax.optim.partition import Dependencies, OffloadedState, Partition, groups_of, merged, partition
 from zerojax.optim.traced import FlatUpdate, TracedUpdate, UpdatedLeaves
 from zerojax.optim.transformation import Describe, TransformationError
 from zerojax.placement.storage import shapes
@@ -216,7 +215,10 @@ class PlannedUpdate:
     @property
     def groups(self) -> str:
         """Return a description of the update's groups, or an empty string if nothing is offloaded."""
-        return groups_in_words(self.partition, self.flat.leaves) if self.offloaded.units else ""
+        offload = self.flat.config.offload
+        if offload is None or not self.offloaded.units:
+            return ""
+        return groups_in_words(self.partition, self.flat.leaves, offload.optimizer or "device")
 
     @property
     def matrices(self) -> MatrixUpdates | None:
@@ -290,13 +292,14 @@ def matrix_updates(found: OwnedUpdate, leaves: Sequence[Leaf]) -> MatrixUpdates:
     return MatrixUpdates(owned, tuple((tuple(paths), reason) for reason, paths in by_reason.items()))
 
 
-def groups_in_words(partition: Partition, leaves: UpdatedLeaves) -> str:
+def groups_in_words(partition: Partition, leaves: UpdatedLeaves, offloaded_to: str) -> str:
     """Return one line per set of similar groups, with their parameters and where their state waits between steps."""
     alike: dict[tuple, list[list[str]]] = {}
     for group in (partition.first, *partition.groups):
         state = group.state or group.resident
         paths = [leaves.grads[i].path for i in group.params] or [f"opt_state{leaves.state[k].path}" for k in state]
-        key = group.place, len(group.chunks), len(group.params), len(state)
+        place = "device" if group is partition.first else offloaded_to
+        key = place, len(group.chunks), len(group.params), len(state)
         alike.setdefault(key, []).extend([paths] if paths else [])
     lines = []
     for (place, chunks, _, count), members in alike.items():

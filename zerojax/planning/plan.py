@@ -11,7 +11,7 @@ import optax
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
 from zerojax.gpus.topology import absent_mesh
-from zerojax.optim.offloaded import IN_FLIGHT
+from zerojax.optim.partition import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan

@@ -11,8 +11,7 @@ import numpy as np
 
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
-from zerojax.optim.offloaded import IN_FLIGHT
-from zerojax.optim.partition import UpdateGroup
+from zerojax.optim.partition import IN_FLIGHT, UpdateGroup
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.traced import GRAD, PARAM
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles

@@ -19,8 +19,7 @@ from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import replace_at
 from zerojax.offload.host import host_kind, to_memory
 from zerojax.offload.state_files import LeafFiles, StateFiles
-from zerojax.optim.offloaded import IN_FLIGHT
-from zerojax.optim.partition import UpdateGroup
+from zerojax.optim.partition import IN_FLIGHT, UpdateGroup
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.state_forms import state_shapes
 from zerojax.placement.chunking import chunked
