@@ -215,7 +215,7 @@ def test_a_version_is_complete_when_every_chunk_is_written(mesh, tmp_path):
     files.require(1)
     with pytest.raises(ValueError, match=r"has version 1, and this state has version 0"):
         files.require(0)
-    one = LeafFiles(files, 5, 2)
+    one = LeafFiles(files, 5)
     for found, part in zip(one.load(1), parts, strict=True):
         assert found.sharding.memory_kind == "device"
         np.testing.assert_array_equal(found, part)

@@ -262,6 +262,17 @@ def test_an_awkward_tree_lives_on_disk(tmp_path, unpacked):
     again.train_step(awkward_loss)(again.create(params), second)
 
 
+def test_a_restored_leaf_is_not_overwritten_by_the_step_before(tmp_path, unpacked):
+    """The last arrays of a step are written later, and the only leaf of this model is one of them."""
+    tx, params = on_disk(tmp_path / "run", devices=2), {"w": jnp.ones((16, 16))}
+    step, state = tx.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2)), tx.create(params)
+    with Checkpointer(tmp_path / "saved") as saved:
+        saved.save(state, step=0)
+        saved.wait()
+        state, _ = step(state, jnp.ones((4, 16)))
+        assert_same(jax.device_get(tx.unshard(saved.restore(state).state.params)), jax.device_get(params))
+
+
 @pytest.mark.slow
 def test_a_restore_that_fails_leaves_no_mixed_state(tmp_path, unpacked, monkeypatch):
     _, step, state = begun(tmp_path / "run")

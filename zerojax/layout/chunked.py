@@ -100,7 +100,7 @@ class Chunked:
 
     def __reduce__(self):
         """Raise a TypeError, because offloaded state cannot be pickled."""
-        part = getattr(self.store, "part", "opt_state")
+        part = "opt_state" if self.store is None else self.store.files.part
         raise TypeError(
             f"{part}{self.leaf.path} is offloaded, and cannot be pickled or deep-copied. Save "
             f"the state with a zerojax.checkpoint.Checkpointer, or convert it with tx.unshard({part})."

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -35,16 +35,24 @@ class StateFiles:
     The files have one version of the state. The version changes when every chunk of the next version is written.
     """
 
-    def __init__(
-        self, path: str | os.PathLike, leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]], *, in_flight: int
-    ):
-        """Name the files of the state leaves in `leaves`, whose keys are indices. Each process has a folder in `path`.
+    part: ClassVar[str] = "opt_state"
 
-        At most `in_flight` chunks are read at a time, and at most `in_flight` chunks wait to be written.
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]],
+        *,
+        in_flight: int,
+        name: str = "",
+    ):
+        """Name the files of the state leaves in `leaves`, whose keys are indices.
+
+        Each process has a folder in the folder `name` of `path`. At most `in_flight` chunks are read at a time, and at
+        most `in_flight` chunks wait to be written.
         """
         # Make the path absolute, because the working directory may change.
-        self.path = Path(path).expanduser().absolute() / f"process_{jax.process_index()}"
-        self._leaves = leaves
+        self.root, self.leaves = Path(path).expanduser().absolute(), leaves
+        self.path = self.root / name / f"process_{jax.process_index()}"
         self._in_flight = in_flight
         self._index: dict[tuple[int, int], int] = {}
         self._version = 0  # of the whole state
@@ -58,23 +66,18 @@ class StateFiles:
                 array = (sharding.shard_shape(shape), np.dtype(leaf.dtype))
                 self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (array,) * len(shards_of(sharding, shape))))
 
-    def leaf(self, k: int) -> tuple[Leaf, Chunking, NamedSharding]:
-        return self._leaves[k]
-
     @property
     def buffer_bytes(self) -> int:
         return buffer_bytes(self._specs, self._in_flight)
 
     @functools.cached_property
     def _store(self) -> DiskStore:
-        self.make_parents()
+        for parent in dict.fromkeys([self.root, self.path.parent]):
+            with folder.writable(parent):
+                parent.mkdir(exist_ok=True)
         store = DiskStore(self.path, self._specs, in_flight=self._in_flight)
         weakref.finalize(self, close_store, store)
         return store
-
-    def make_parents(self) -> None:
-        with folder.writable(parent := self.path.parent):
-            parent.mkdir(exist_ok=True)
 
     def open(self) -> None:
         """Make the files and lock their folder now, instead of at the first read or write.
@@ -89,7 +92,7 @@ class StateFiles:
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
         """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
-        leaf, chunking, sharding = self._leaves[k]
+        leaf, chunking, sharding = self.leaves[k]
         shape = chunking.chunk_shape(leaf, chunking.extents[n])
         holders = shards_of(sharding, shape)
         with reading.result() as lease:
@@ -134,12 +137,10 @@ class StateFiles:
     def next_version(self) -> Int[np.ndarray, ""]:
         return np.array(self._version + 1, np.int32)
 
-    def begin_leaf(self, k: int) -> Int[np.ndarray, ""]:
-        """Begin to write leaf `k` outside of a step. Return the version that the leaf will have."""
-        return self.next_version
-
-    def end_leaf(self, k: int) -> None:
-        """End what `begin_leaf` began."""
+    @contextlib.contextmanager
+    def writing(self, k: int) -> Iterator[Int[np.ndarray, ""]]:
+        """Enter a context that writes leaf `k` outside of a step. Yield the version that the leaf will have."""
+        yield self.next_version
 
     def require(self, version: Any) -> None:
         """Raise a `ValueError` if a state's version is not the version of the files."""
@@ -159,13 +160,14 @@ class StateFiles:
 
 @dataclasses.dataclass(frozen=True)
 class LeafFiles:
-    """The files of leaf `k` of the state, which has `chunks` chunks."""
-
-    part: ClassVar[str] = "opt_state"
+    """The files of leaf `k` of the state."""
 
     files: StateFiles
     k: int
-    chunks: int
+
+    @property
+    def chunks(self) -> int:
+        return len(self.files.leaves[self.k][1].extents)
 
     def load_chunk(self, version: Any, n: int) -> Array:
         """Load one chunk onto the devices. The files must have this version."""
@@ -206,18 +208,17 @@ class LeafFiles:
 
         Return the new version, as `save` does.
         """
-        version = self.files.begin_leaf(self.k)
-        for n in range(self.chunks):
-            self.files.write_shards(self.k, n, [read(box) for box in boxes_of(*self.files.leaf(self.k), n)])
-        self.files.end_leaf(self.k)
-        return version
+        boxes = (boxes_of(*self.files.leaves[self.k], n) for n in range(self.chunks))
+        return self._write(list(map(read, shards)) for shards in boxes)
 
     def save(self, chunks: Iterable[Array]) -> Int[np.ndarray, ""]:
         """Write the leaf and return the new version. The version is complete when every leaf is written."""
-        version = self.files.begin_leaf(self.k)
-        for n, chunk in enumerate(chunks):
-            self.files.write(self.k, n, jax.block_until_ready(chunk))
-        self.files.end_leaf(self.k)
+        return self._write(map(host_shards, chunks))
+
+    def _write(self, chunks: Iterable[Sequence[np.ndarray]]) -> Int[np.ndarray, ""]:
+        with self.files.writing(self.k) as version:
+            for n, shards in enumerate(chunks):
+                self.files.write_shards(self.k, n, shards)
         return version
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.comm.mesh import replicated
 from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.layout.leaf import Leaf
-from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import Lease
 from zerojax.offload.state_files import LeafFiles, StateFiles, host_shards, number_of
@@ -44,27 +43,29 @@ class ModelFiles(StateFiles):
         host_bytes: The bytes of host memory that all buffers and the chunks in host memory take.
     """
 
+    part: ClassVar[str] = "params"
+
     def __init__(
         self,
         path: str | os.PathLike,
         leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]],
         *,
+        name: str,
+        params: int,
         host_bytes: int | None,
-        first: Sequence[int],
-        params: Collection[int],
         state_buffers: int = 0,
     ):
-        """Name the files. `leaves` are by number, and `params` has the numbers of the leaves that are no gradients.
+        """Name the files, which are in the folder `name` of `path`.
 
-        `host_bytes` is for all buffers, of which those of the optimizer state have `state_buffers` bytes, and for
-        chunks. If it is None, only the buffers are in host memory. `first` has the numbers of all leaves: chunks of
-        earlier leaves are the first to be kept in host memory.
+        The first `params` of `leaves` are parameters, and the others gradients. `host_bytes` is for all buffers, of
+        which those of the optimizer state have `state_buffers` bytes, and for chunks. If it is None, only the buffers
+        are in host memory. Chunks of earlier leaves are the first to be kept in host memory.
         """
-        super().__init__(path, leaves, in_flight=READ_AHEAD)
-        self._path, self._given_bytes = Path(path), host_bytes
+        super().__init__(path, leaves, in_flight=READ_AHEAD, name=name)
+        self._given_bytes = host_bytes
         self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._held: dict[int, tuple[np.ndarray, ...]] = {}
-        self._params, self._saved = frozenset(params), set[int]()
+        self._params, self._saved = frozenset(list(leaves)[:params]), set[int]()
         self._next: int | None = None  # the version while parameters are written outside of a step
         buffers = self.buffer_bytes + state_buffers
         if host_bytes is not None and host_bytes < buffers:
@@ -75,42 +76,32 @@ class ModelFiles(StateFiles):
                 f"chunk_bytes=."
             )
         self.host_bytes, left = buffers, (host_bytes or 0) - buffers
-        for key in sorted(self._index, key=lambda key: (first.index(key[0]), key[1])):
-            index = self._index[key]
-            if self._specs[index].bytes <= left:
-                left -= self._specs[index].bytes
-                self.host_bytes += self._specs[index].bytes
+        for index, spec in enumerate(self._specs):
+            if spec.bytes <= left:
+                left -= spec.bytes
+                self.host_bytes += spec.bytes
                 self._held[index] = ()
         self._specs = [ChunkSpec(x.name, () if i in self._held else x.arrays) for i, x in enumerate(self._specs)]
 
-    def make_parents(self) -> None:
-        with folder.writable(parent := self.path.parent.parent):
-            parent.mkdir(exist_ok=True)
-        super().make_parents()
-
     def given(self, types: Sequence[Any]) -> ModelFiles:
         """Return files for the same parameters, which no run uses yet. `types` are the parameters' types by number."""
-        leaves = {k: self._leaves[k] for k in sorted(self._params)}
-        wide = {k: (dataclasses.replace(leaf, dtype=np.dtype(types[k])), *rest) for k, (leaf, *rest) in leaves.items()}
-        path, params = self._path.with_name(GIVEN), list(leaves)
-        return ModelFiles(path, wide, host_bytes=self._given_bytes, first=params, params=params)  # pyright: ignore[reportArgumentType]
-
-    @property
-    def numbers(self) -> list[int]:
-        return list(self._leaves)
+        wide = {}
+        for k in sorted(self._params):
+            leaf, chunking, sharding = self.leaves[k]
+            wide[k] = dataclasses.replace(leaf, dtype=np.dtype(types[k])), chunking, sharding
+        return ModelFiles(self.root, wide, name=GIVEN, params=len(wide), host_bytes=self._given_bytes)
 
     def nodes(self, *, is_shape: bool = False) -> dict[int, Chunked]:
         """Return a `Chunked` node per parameter, by number. If `is_shape`, nodes contain shapes instead of arrays."""
         found = {}
         for k in sorted(self._params):
-            leaf, chunking, sharding = self._leaves[k]
+            leaf, chunking, sharding = self.leaves[k]
             mesh = sharding.mesh
             assert isinstance(mesh, Mesh)
             version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(mesh))
             if not is_shape:
                 version = jax.device_put(np.array(self._version, np.int32), replicated(mesh))
-            store = ModelLeaf(self, k, len(chunking.extents))
-            found[k] = Chunked((version,), leaf, chunking, sharding, store)
+            found[k] = Chunked((version,), leaf, chunking, sharding, LeafFiles(self, k))
         return found
 
     def read(self, k: int, n: int) -> Future[Lease]:
@@ -159,24 +150,18 @@ class ModelFiles(StateFiles):
         self._versions[index] += 1
         self._store.write(index, shards, version=self._versions[index])
 
-    @property
-    def next_version(self) -> Int[np.ndarray, ""]:
-        return np.array(self._version + 1 if self._next is None else self._next, np.int32)
-
-    def begin_leaf(self, k: int) -> Int[np.ndarray, ""]:
-        """Mark the parameters as half written until `end_leaf` was called for each of them; see `StateFiles`."""
+    @contextlib.contextmanager
+    def writing(self, k: int) -> Iterator[Int[np.ndarray, ""]]:
+        """Mark the parameters as half written until all of them are in the files; see `StateFiles.writing`."""
+        self.copy_all()  # otherwise an array of the last step could overwrite the new one
         if k in self._saved:  # an earlier restore failed
             self._saved.clear()
         if self._next is None:
             self._next, self._version = self._version + 1, -1
-        return self.next_version
-
-    def end_leaf(self, k: int) -> None:
-        """Wait until parameter `k` is in the files. Give the files their new version when all parameters are."""
+        yield np.array(self._next, np.int32)
         self.flush()
         self._saved.add(k)
         if self._saved == self._params:
-            assert self._next is not None
             self._saved.clear()
             self._version, self._next = self._next, None
 
@@ -210,10 +195,3 @@ class ModelFiles(StateFiles):
         self.copy_all()
         if "_store" in self.__dict__:
             self._store.flush()
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelLeaf(LeafFiles):
-    """The files of one parameter; see `LeafFiles`."""
-
-    part: ClassVar[str] = "params"

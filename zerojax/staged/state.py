@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +85,8 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int, state_buff
         )
     leaves = {of.index: (of.leaf, of.chunking, of.sharding) for of in kept}
     assert not isinstance(offload.host_bytes, str)
-    first, params = [of.index for of in kept], [of.index for of in kept[:count]]
-    path = os.path.join(offload.path, name)
     return ModelFiles(
-        path, leaves, host_bytes=offload.host_bytes, first=first, params=params, state_buffers=state_buffers
+        offload.path, leaves, name=name, params=count, host_bytes=offload.host_bytes, state_buffers=state_buffers
     )
 
 
@@ -153,7 +150,7 @@ def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
 
 def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
     """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
-    leaf, chunking, sharding = files.leaf(i)
+    leaf, chunking, sharding = files.leaves[i]
     if is_chunked(x) and x.chunking == chunking and x.store is not None:
         source = x.store.files
         source.require(*x.chunks)

@@ -192,5 +192,4 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     leaves = {k: (node.leaf, node.chunking, node.sharding) for k, node in nodes.items()}
     most = max(len(group.state) for group in partitioned_update(config, plan).groups)
     files = StateFiles(config.offload.path, leaves, in_flight=IN_FLIGHT * most)
-    store = lambda k, node: LeafFiles(files, k, len(node.chunking.extents))
-    return {k: dataclasses.replace(node, store=store(k, node)) for k, node in nodes.items()}
+    return {k: dataclasses.replace(node, store=LeafFiles(files, k)) for k, node in nodes.items()}

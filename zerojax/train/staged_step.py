@@ -55,7 +55,7 @@ class StagedStep:
                 'The state has no files, as tx.create makes it of shapes, and Offload(params="disk") trains from '
                 "files. Call tx.create with arrays, or with what tx.init_params returns."
             )
-        if not {of.grad.index for of in self._trained.values()} <= set(files.numbers):
+        if not {of.grad.index for of in self._trained.values()} <= files.leaves.keys():
             raise ValueError(
                 f"The parameters are in {files.path}, the files of tx.shard or tx.init_params, which have no room for "
                 f"gradients. Write them to the files of the state: export(params, path), and then "
