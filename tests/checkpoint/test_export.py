@@ -18,12 +18,9 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from zerojax import Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
+from zerojax.checkpoint import Checkpointer, export, export_checkpoint, import_params, on_preemption
 from zerojax.checkpoint.manifest import read_manifest
-from zerojax.checkpoint.saving import saved_leaves
-from zerojax.checkpoint.state_leaves import StateLeaf
 from zerojax.cli import app
-from zerojax.layout.leaf import Leaf
 
 PARAMS = awkward_params()
 EXPECTED = {"layer.w": PARAMS["layer"]["w"], "layer.bias": PARAMS["layer"]["bias"]}
@@ -240,16 +237,6 @@ def test_a_second_signal_stops_at_once():
             block()
     finally:
         signal.signal(signal.SIGINT, usual)
-
-
-@pytest.mark.parametrize("dtype", ["uint4", "uint2"])
-def test_a_type_that_no_checkpoint_holds_is_refused_by_name(dtype):
-    if not hasattr(jnp, dtype):
-        pytest.skip(f"this JAX has no {dtype}")
-    leaf = Leaf("packed.codes", (8,), jnp.dtype(dtype), (), 1, "replicated", None)
-    one = StateLeaf("params['packed']['codes']", ("params", "packed", "codes"), leaf, jax.ShapeDtypeStruct((8,), dtype))
-    with pytest.raises(CheckpointError, match=rf"codes'\] is {dtype}.*Keep the leaf as uint8"):
-        saved_leaves({one.name: one})
 
 
 def test_a_file_has_at_least_one_byte(tmp_path):

@@ -1,9 +1,9 @@
-"""No save is lost or falsely reported, and nothing of others is touched."""
+"""No save is lost or falsely reported, and a failure leaves the run, older checkpoints and files of others intact."""
 
-import dataclasses
 import errno
+import functools
 import importlib.metadata
-import json
+import logging
 import os
 import shutil
 import signal
@@ -11,13 +11,16 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import mesh_of
+from checkpoints import NEWEST, assert_same, filled, flip
+from conftest import mesh_of, mounted
+from small_leaves_child import SHAPES
 
 from zerojax import zero_shard
 from zerojax.checkpoint import (
@@ -26,56 +29,173 @@ from zerojax.checkpoint import (
     DamagedError,
     arrays,
     directory,
-    import_params,
     restoring,
     saving,
     verifying,
 )
-from zerojax.checkpoint.manifest import Manifest, read_manifest, write_manifest
-from zerojax.checkpoint.saving import Save
+from zerojax.checkpoint.saving import Save, saved_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf
+from zerojax.layout.leaf import Leaf
 
-TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=8)
+TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=64)
+state_of = functools.partial(filled, TX, SHAPES)
 LEFT = ".tmp-step_00000007-0123abcd"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_leaf_is_packed():
-    """All leaves here are small, and the tests are of files of large ones; test_packing.py is of packed ones."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(saving, "SMALL_BYTES", 0)
-        yield
 
 
 @pytest.fixture(scope="module")
 def state():
-    return TX.create({"w": jnp.arange(32.0).reshape(8, 4), "b": jnp.ones(3)})
-
-
-@pytest.fixture(scope="module")
-def saved(state, tmp_path_factory):
-    """Steps 1 and 2."""
-    path = tmp_path_factory.mktemp("saved")
-    with Checkpointer(path) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(state, step=step)
-    return path
+    return state_of(1)
 
 
 @pytest.fixture
-def copied(saved, tmp_path):
-    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    return tmp_path
+def one_step(state, tmp_path):
+    """An open checkpointer that has saved step 1."""
+    with Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(state, step=1)
+        checkpoints.wait()
+        yield checkpoints
 
 
-def rewrite(root, step, **changes):
-    """Give a checkpoint another manifest, with its digest."""
-    folder = root / f"step_{step:08d}"
-    manifest = read_manifest(folder)
-    assert isinstance(manifest, Manifest)
-    write_manifest(dataclasses.replace(manifest, **changes), folder)
+def assert_intact(checkpoints, running, step):
+    """The run's state is unchanged, the older checkpoint intact, and nothing incomplete is left."""
+    assert_same(running, state_of(step))
+    assert checkpoints.verify() == checkpoints.steps() == [1]
+    assert_same(checkpoints.restore(running).state, state_of(1))
 
 
-# --- interrupts and exits ----------------------------------------------------------------------------------------
+# --- failures while saving ---------------------------------------------------------------------------------------
+
+
+def fails(code, *args):
+    """A function that always raises an `OSError`."""
+
+    def fail(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def before_digest(work):
+    """Let a function change the folder of a save when all leaves are written."""
+    digest = Save._digest
+    return lambda patched: patched.setattr(Save, "_digest", lambda self: (work(self._temporary), digest(self)))
+
+
+def unpacked(work):
+    """Let each leaf have a folder, as a large one has."""
+    return lambda patched: (patched.setattr(saving, "SMALL_BYTES", 0), before_digest(work)(patched))
+
+
+def fails_for_good(patched):
+    """Not even the list of checkpoints, which the error is to tell, can be read."""
+    for work in ("sync", "steps_in", "remove"):
+        patched.setattr(directory, work, fails(errno.EIO))
+
+
+lost = lambda name: lambda folder: (folder / name).unlink()
+changed = lambda folder: flip(folder / "packed.0.bin", 0, 4)
+FAILURES = {
+    "a digest": (lambda patched: patched.setattr(Save, "_digest", fails(errno.EIO)), "OSError: .*Input/output error"),
+    "a disk for good": (fails_for_good, r"Input/output error.*cannot be listed: Input/output error"),
+    # The version is in a file of the installed package.
+    "a version": (lambda patched: patched.setattr(importlib.metadata, "version", fails(errno.EMFILE)), "Too many open"),
+    "a deleted folder": (before_digest(shutil.rmtree), "FileNotFoundError: .*No such file"),
+    "a lost shard": (unpacked(lost("arrays/params.w/1.0")), r"params\['w'\], arrays/params.w/1.0: is missing"),
+    "lost metadata": (unpacked(lost("arrays/params.w/.zarray")), r"arrays/params.w/.zarray: is missing"),
+    "a lost leaf": (unpacked(lambda x: shutil.rmtree(x / "arrays/step")), r"step, arrays/step/.zarray: is missing"),
+    "lost data": (before_digest(lost("data.0.json")), r"data.0.json: is missing"),
+    "lost packed leaves": (before_digest(lost("packed.0.bin")), r"step, packed.0.bin: is missing"),
+    # Changed before the file is digested: its digest is of the change, that of the leaf is not.
+    "a changed leaf": (before_digest(changed), r"step, packed.0.bin: has other contents than were written"),
+}
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_save_that_fails_says_why_once_and_leaves_all_intact(one_step, monkeypatch, what):
+    broken, says = FAILURES[what]
+    running = state_of(2)
+    with monkeypatch.context() as patched:
+        broken(patched)
+        assert one_step.save(running, step=2)
+        one_step._last_save.thread.join()
+        with pytest.raises(CheckpointError, match=rf"(?s)Saving step 2 to .* failed: .*{says}") as caught:
+            one_step.save(running, step=3)
+    assert "cannot be listed" in says or str(caught.value).endswith("The newest checkpoint is that of step 1.")
+    assert_intact(one_step, running, 2)
+    assert what == "a disk for good" or not list(one_step.directory.glob(".tmp*"))
+    assert one_step.save(running, step=2)
+    one_step.close()
+    assert one_step.verify() == [1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that orbax leaves behind
+def test_a_disk_that_another_fills(tmp_path):
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1000k", "tmpfs") as folder:
+        checkpoints, running = Checkpointer(folder), state_of(2)
+        checkpoints.save(state_of(1), step=1)
+        checkpoints.wait()
+        (folder / "filler").write_bytes(bytes(700_000))
+        checkpoints.save(running, step=2)
+        with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 .* failed: .*No space left.*\nThe newest"):
+            checkpoints.wait()
+        assert_intact(checkpoints, running, 2)
+        assert not list(folder.glob(".tmp*"))
+        (folder / "filler").unlink()
+        checkpoints.save(running, step=2)
+        checkpoints.close()
+        assert checkpoints.verify() == [1, 2]
+
+
+def test_a_disk_that_became_read_only(one_step):
+    running, folder = state_of(2), one_step.directory
+    with mounted(folder, "-o", "bind,ro", folder):
+        with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 .* failed: .*Read-only file system"):
+            one_step.save(running, step=2)
+        assert_intact(one_step, running, 2)
+        with pytest.raises(CheckpointError, match=r"cannot be written to .*Read-only file system"):
+            Checkpointer(folder)
+    assert one_step.save(running, step=2)
+
+
+def test_a_directory_deleted_under_way(one_step, monkeypatch):
+    with monkeypatch.context() as patched:
+        before_digest(lambda folder: shutil.rmtree(folder.parent))(patched)
+        one_step.save(state_of(2), step=2)
+        with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 to .* failed: FileNotFoundError: .*No such file"):
+            one_step.wait()
+    assert one_step.latest() is None
+    with pytest.raises(CheckpointError, match=r"(?s)No such file.*There is no checkpoint yet"):
+        one_step.save(state_of(3), step=3)
+
+
+def test_a_file_where_the_folder_should_be(tmp_path):
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(CheckpointError, match=r"Checkpoints cannot be written to .*exists"):
+        Checkpointer(tmp_path / "file")
+    assert Checkpointer(tmp_path / "file", read_only=True).latest() is None
+
+
+def test_a_failed_write_is_waited_for_with_those_beside_it():
+    slow, ended = ThreadPoolExecutor(2), []
+    futures = [slow.submit(lambda: 1 / 0), slow.submit(lambda: (time.sleep(0.2), ended.append(True)))]
+    with pytest.raises(ZeroDivisionError):
+        arrays.wait_for(futures)
+    assert ended
+
+
+def test_a_failed_save_does_not_hide_the_error_that_ends_the_block(state, tmp_path, monkeypatch):
+    monkeypatch.setattr(Save, "_digest", fails(errno.EIO))
+
+    def block():
+        with Checkpointer(tmp_path) as checkpoints:
+            checkpoints.save(state, step=1)
+            raise KeyError
+
+    with pytest.warns(UserWarning, match="Input/output error"), pytest.raises(KeyError):
+        block()
+
+
+# --- interrupts, exits and threads -------------------------------------------------------------------------------
 
 
 def interrupt(*args, **options):
@@ -87,19 +207,16 @@ def interrupt(*args, **options):
 def test_an_interrupted_save_is_not_taken_for_done(tmp_path, state, monkeypatch, where):
     """Also where the thread has begun, as an interrupt in Thread.start finds it."""
     start = threading.Thread.start
+
+    def begun(self):
+        start(self)
+        if self.name.startswith("zerojax"):
+            self.join(0.5)  # as if the interrupt came late: the thread must wait with its commit
+            interrupt()
+
     with Checkpointer(tmp_path) as checkpoints:
         with monkeypatch.context() as patched:
-            if where == "write":
-                patched.setattr(arrays, "write", interrupt)
-            else:
-
-                def begun(self):
-                    start(self)
-                    if self.name.startswith("zerojax"):
-                        self.join(0.5)  # as if the interrupt came late: the thread must wait with its commit
-                        interrupt()
-
-                patched.setattr(threading.Thread, "start", begun)
+            patched.setattr(*((arrays, "write", interrupt) if where == "write" else (threading.Thread, "start", begun)))
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.save(state, step=1)
         for thread in threading.enumerate():
@@ -112,9 +229,15 @@ def test_an_interrupted_save_is_not_taken_for_done(tmp_path, state, monkeypatch,
         assert checkpoints.verify() == [1]
 
 
-def test_an_interrupt_while_waiting_does_not_forget_the_save(tmp_path, state, monkeypatch):
-    digest, go_on = Save._digest, threading.Event()
-    monkeypatch.setattr(Save, "_digest", lambda self: (go_on.wait(20), digest(self)))
+@pytest.fixture
+def go_on(monkeypatch):
+    """An event for which each save waits when all leaves are written."""
+    event = threading.Event()
+    before_digest(lambda folder: event.wait(20))(monkeypatch)
+    return event
+
+
+def test_an_interrupt_while_waiting_does_not_forget_the_save(tmp_path, state, go_on):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state, step=1)
         usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
@@ -146,11 +269,7 @@ checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}),
 
 
 @pytest.mark.parametrize(
-    ("how", "error"),
-    [
-        ("works", ""),
-        pytest.param("fails", "ZeroDivisionError", marks=pytest.mark.slow),
-    ],
+    ("how", "error"), [("works", ""), pytest.param("fails", "ZeroDivisionError", marks=pytest.mark.slow)]
 )
 def test_a_save_under_way_at_exit_is_finished(tmp_path, how, error):
     done = subprocess.run([sys.executable, "-c", CHILD, tmp_path, how], capture_output=True, text=True, check=False)
@@ -161,42 +280,6 @@ def test_a_save_under_way_at_exit_is_finished(tmp_path, how, error):
     else:
         assert Checkpointer(tmp_path, read_only=True).verify() == [3]
         assert not done.stderr
-
-
-def test_a_disk_that_fails_for_good_is_no_success(tmp_path, state, monkeypatch):
-    """Not even the list of checkpoints, which the error is to tell, can be read."""
-
-    def fail(*args):
-        raise OSError(errno.EIO, "Input/output error")
-
-    checkpoints = Checkpointer(tmp_path)
-    with monkeypatch.context() as patched:
-        for work in ("sync", "steps_in", "remove"):
-            patched.setattr(directory, work, fail)
-        checkpoints.save(state, step=1)
-        with pytest.raises(CheckpointError, match=r"(?s)Saving step 1 .*cannot be listed: Input/output error"):
-            checkpoints.wait()
-    assert not checkpoints.steps()
-    checkpoints.save(state, step=1)
-    checkpoints.close()
-    assert checkpoints.verify() == [1]
-
-
-def test_a_version_that_cannot_be_read_is_a_failed_save(tmp_path, state, monkeypatch):
-    """It is in a file of the installed package."""
-
-    def fail(name):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    checkpoints = Checkpointer(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(importlib.metadata, "version", fail)
-        checkpoints.save(state, step=1)
-        with pytest.raises(CheckpointError, match=r"Saving step 1 .*Too many open files"):
-            checkpoints.wait()
-    checkpoints.save(state, step=1)
-    checkpoints.close()
-    assert checkpoints.verify() == [1]
 
 
 def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
@@ -219,43 +302,11 @@ def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
     assert overlaps == [False] * 4
 
 
-# --- incomplete checkpoints --------------------------------------------------------------------------------------
-
-LACKING = [
-    ("params.w/1.0", r"params\['w'\], arrays/params.w/1.0: is missing"),
-    ("params.w/.zarray", r"params\['w'\], arrays/params.w/.zarray: is missing"),
-    ("step", r"step, arrays/step/.zarray: is missing"),
-    ("../data.0.json", r"data.0.json: is missing"),
-]
-
-
-@pytest.mark.parametrize(("name", "says"), LACKING)
-def test_a_checkpoint_that_lacks_files_is_not_committed(tmp_path, state, monkeypatch, name, says):
-    digest = Save._digest
-
-    def lose(self):
-        path = self._temporary / "arrays" / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-        digest(self)
-
-    checkpoints = Checkpointer(tmp_path)
-    checkpoints.save(state, step=1)
-    checkpoints.wait()
-    with monkeypatch.context() as patched:
-        patched.setattr(Save, "_digest", lose)
-        checkpoints.save(state, step=2)
-        with pytest.raises(CheckpointError, match=rf"(?s)Saving step 2 .*{says}.*newest checkpoint is that of step 1"):
-            checkpoints.close()
-    assert checkpoints.steps() == [1]
-
-
 # --- leftovers and other writers ---------------------------------------------------------------------------------
 
 
-def test_a_second_writer_leaves_what_the_first_is_writing(tmp_path, state, monkeypatch):
+def test_a_second_writer_leaves_what_the_first_is_writing(tmp_path, state, go_on):
     """Its lock file is gone."""
-    digest, go_on = Save._digest, threading.Event()
-    monkeypatch.setattr(Save, "_digest", lambda self: (go_on.wait(20), digest(self)))
     first = Checkpointer(tmp_path)
     first.save(state, step=1)
     (tmp_path / ".lock").unlink()
@@ -266,12 +317,20 @@ def test_a_second_writer_leaves_what_the_first_is_writing(tmp_path, state, monke
     assert first.verify() == [1]
 
 
-def test_only_names_that_saves_make_are_removed(tmp_path):
-    others = [".tmp-mywork", ".tmp-step_00000001-mine", ".old-step_1", ".old-mine"]
+def test_leftovers_are_cleaned_and_a_killed_replacement_is_undone(one_step, state, caplog):
+    """Only names that saves make are removed."""
+    root, others = one_step.directory, [".tmp-mywork", ".tmp-step_00000001-mine", ".old-step_1", ".old-mine"]
+    one_step.save(state, step=2)
+    one_step.close()
     for name in others:
-        (tmp_path / name).mkdir()
-    Checkpointer(tmp_path).close()
-    assert set(others) < set(os.listdir(tmp_path))
+        (root / name).mkdir()
+    (root / LEFT / "arrays").mkdir(parents=True)
+    (root / NEWEST).rename(root / f".old-{NEWEST}")
+    assert Checkpointer(root, read_only=True).latest() == 1
+    with Checkpointer(root) as checkpoints:
+        assert checkpoints.verify() == checkpoints.steps() == [1, 2]
+    assert f"{LEFT} in {root}, which a killed run left, was removed" in caplog.text
+    assert {*os.listdir(root)} == {".lock", "step_00000001", NEWEST, *others}
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "pipe"])
@@ -285,18 +344,108 @@ def test_a_leftover_that_cannot_be_removed_is_warned_of(tmp_path, kind, caplog):
     assert elsewhere.exists()
 
 
+def test_a_folder_that_a_late_write_brings_back_is_removed_again(tmp_path):
+    late = threading.Timer(0.1, lambda: (tmp_path / "save" / "arrays").mkdir(parents=True))
+    late.start()
+    directory.remove(tmp_path / "save")
+    late.join()
+    assert not (tmp_path / "save").exists()
+
+
+def test_a_leftover_folder_that_a_write_is_filling_is_removed_when_it_is_done(tmp_path, monkeypatch):
+    left, real = tmp_path / LEFT, shutil.rmtree
+    (left / "arrays").mkdir(parents=True)
+
+    def rmtree(path, *args, **options):
+        monkeypatch.setattr(shutil, "rmtree", real)
+        if not options.get("ignore_errors"):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with Checkpointer(tmp_path):
+        assert not left.exists()
+
+
 def test_an_open_that_fails_releases_its_lock(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(directory, "clean", lambda path: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        patched.setattr(directory, "clean", fails(errno.EIO))
         with pytest.raises(CheckpointError, match="Input/output error"):
             Checkpointer(tmp_path)
     Checkpointer(tmp_path).close()
+
+
+def test_as_many_renamed_checkpoints_as_others_are_kept(tmp_path, state):
+    with Checkpointer(tmp_path, keep=2) as checkpoints:
+        for last in (3, 4, 5):
+            for step in range(1, last):
+                checkpoints.save(state, step=step)
+    assert len(list(tmp_path.glob("*.aside*"))) == 2
+    assert checkpoints.steps() == [3, 4]
+
+
+# --- a reader beside a writer ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reader(one_step, state):
+    """A checkpointer that reads the steps 1 and 2."""
+    one_step.save(state, step=2)
+    one_step.wait()
+    return Checkpointer(one_step.directory, read_only=True)
+
+
+@pytest.mark.parametrize("when", ["verified", "read", "after"])
+def test_a_step_that_vanishes_while_it_is_read_is_said(reader, state, monkeypatch, when):
+    where, name = (verifying, "damage_in") if when == "verified" else (restoring, "read_leaves")
+    work = getattr(where, name)
+
+    def vanishing(*args, **options):
+        if when == "after":
+            result = work(*args, **options)
+            shutil.rmtree(reader.directory / NEWEST)
+            return result
+        shutil.rmtree(reader.directory / NEWEST)
+        return work(*args, **options)
+
+    monkeypatch.setattr(where, name, vanishing)
+    monkeypatch.setattr("zerojax.checkpoint.checkpointer.retried", lambda work: work())
+    with pytest.raises(CheckpointError, match=r"step 2 .* was removed or replaced while it was read") as caught:
+        reader.restore(state)
+    assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize(
+    "look", [lambda reader, state: [reader.restore(state).step], lambda reader, state: reader.verify()]
+)
+def test_a_step_that_vanishes_is_not_the_end_of_it(reader, state, monkeypatch, look):
+    """The writer has a newer one by then; here, one that is there already."""
+    damage_in = verifying.damage_in
+
+    def vanish(folder, *args):
+        if folder.name == NEWEST:
+            shutil.rmtree(folder)
+        return damage_in(folder, *args)
+
+    monkeypatch.setattr(verifying, "damage_in", vanish)
+    assert look(reader, state) == [1]
+
+
+def test_an_array_that_cannot_be_read_is_one_error(reader, state, caplog, monkeypatch):
+    """Even if threads read several parts at once."""
+    monkeypatch.setattr(arrays, "copy_rows", fails(errno.EIO))
+    with pytest.raises(CheckpointError, match=r"in .* cannot be read: OSError: .*Input/output error"):
+        reader.restore(state)
+    assert not caplog.records
+
+
+# --- arguments ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"keep": 2.5}, TypeError, r"keep=\) counts checkpoints and must be an int, not 2.5"),
+        ({"keep": 0}, ValueError, r"keep=\) counts checkpoints and must be at least 1"),
         ({"every": 1.5}, TypeError, r"every=\) counts steps and must be an int, not 1.5"),
         ({"every": 0}, ValueError, "at least 1"),
         ({"timeout": float("nan")}, ValueError, "above 0"),
@@ -308,66 +457,6 @@ def test_every_count_of_a_checkpointer_is_checked(tmp_path, options, error, mess
     assert not (tmp_path / "new").exists()
 
 
-def test_as_many_renamed_checkpoints_as_others_are_kept(tmp_path, state):
-    with Checkpointer(tmp_path, keep=2) as checkpoints:
-        for last in (3, 4, 5):
-            for step in range(1, last):
-                checkpoints.save(state, step=step)
-    asides = sorted(name for name in os.listdir(tmp_path) if ".aside" in name)
-    assert len(asides) == 2
-    assert checkpoints.steps() == [3, 4]
-
-
-# --- a reader beside a writer ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["verified", "read", "after"])
-def test_a_step_that_vanishes_while_it_is_read_is_said(copied, state, monkeypatch, when):
-    def vanish(work):
-        def vanishing(*args, **options):
-            if when == "after":
-                result = work(*args, **options)
-                shutil.rmtree(copied / "step_00000002")
-                return result
-            shutil.rmtree(copied / "step_00000002")
-            return work(*args, **options)
-
-        return vanishing
-
-    if when == "verified":
-        monkeypatch.setattr(
-            "zerojax.checkpoint.verifying.damage_in", vanish(lambda *args: [("", "file", "is missing")])
-        )
-    else:
-        monkeypatch.setattr(restoring, "read_leaves", vanish(restoring.read_leaves))
-    checkpoints = Checkpointer(copied, read_only=True)
-    monkeypatch.setattr("zerojax.checkpoint.checkpointer.retried", lambda work: work())
-    with pytest.raises(CheckpointError, match=r"step 2 .* was removed or replaced while it was read") as caught:
-        checkpoints.restore(state)
-    assert not isinstance(caught.value, DamagedError)
-
-
-@pytest.mark.parametrize("look", ["restore", "verify"])
-def test_a_step_that_vanishes_is_not_the_end_of_it(copied, state, monkeypatch, look):
-    """The writer has a newer one by then; here, one that is there already."""
-    damage_in = verifying.damage_in
-
-    def vanish(folder, *args):
-        if folder.name == "step_00000002":
-            shutil.rmtree(folder)
-        return damage_in(folder, *args)
-
-    monkeypatch.setattr(verifying, "damage_in", vanish)
-    checkpoints = Checkpointer(copied, read_only=True)
-    if look == "restore":
-        assert checkpoints.restore(state).step == 1
-    else:
-        assert checkpoints.verify() == [1]
-
-
-# --- arguments ---------------------------------------------------------------------------------------------------
-
-
 def test_a_step_is_an_integer_of_any_kind(tmp_path, state):
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         for i, kind in enumerate((int, np.int64, np.uint8, jnp.int32)):
@@ -376,10 +465,9 @@ def test_a_step_is_an_integer_of_any_kind(tmp_path, state):
         assert checkpoints.verify() == [0, 1, 2, 3]
         assert checkpoints.restore(state, step=np.int32(2)).step == 2
         for wrong in (1.0, "1", True, np.float32(1), jnp.ones(())):
-            with pytest.raises(TypeError, match=r"step= is .*Give an integer"):
-                checkpoints.save(state, step=wrong)
-            with pytest.raises(TypeError, match=r"step= is .*Give an integer"):
-                checkpoints.restore(state, step=wrong)
+            for call in (checkpoints.save, checkpoints.restore):
+                with pytest.raises(TypeError, match=r"step= is .*Give an integer"):
+                    call(state, step=wrong)
         with pytest.raises(ValueError, match="step= is -1"):
             checkpoints.save(state, step=-1)
         with pytest.raises(ValueError, match="step= is a number of 997 bits"):
@@ -390,8 +478,6 @@ def test_the_directory_may_be_below_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with Checkpointer("~/runs") as checkpoints:
         assert checkpoints.directory == tmp_path / "runs"
-    with pytest.raises(ValueError, match="names no folder"):
-        Checkpointer("")
 
 
 def test_a_number_of_python_in_the_state_is_named(tmp_path, state):
@@ -399,52 +485,18 @@ def test_a_number_of_python_in_the_state_is_named(tmp_path, state):
         checkpoints.save(state.replace(mutable={"rate": 0.1}))
 
 
-def test_keys_of_another_implementation_are_named(tmp_path):
-    state = TX.create({"w": jnp.ones((8, 4))}, mutable={"rng": jax.random.key(0)})
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state, step=2)
-    leaves = [
-        dataclasses.replace(one, key="rbg") if one.key else one
-        for one in read_manifest(tmp_path / "step_00000002").leaves
-    ]
-    rewrite(tmp_path, 2, leaves=tuple(leaves))
-    with pytest.raises(CheckpointError, match=r"mutable\['rng'\] is said to be PRNG keys of rbg, and is not"):
-        Checkpointer(tmp_path, read_only=True).restore(state)
+@pytest.mark.parametrize("dtype", ["uint4", "uint2"])
+def test_a_type_that_no_checkpoint_holds_is_refused_by_name(dtype):
+    if not hasattr(jnp, dtype):
+        pytest.skip(f"this JAX has no {dtype}")
+    leaf = Leaf("packed.codes", (8,), jnp.dtype(dtype), (), 1, "replicated", None)
+    one = StateLeaf("params['packed']['codes']", ("params", "packed", "codes"), leaf, jax.ShapeDtypeStruct((8,), dtype))
+    with pytest.raises(CheckpointError, match=rf"codes'\] is {dtype}.*Keep the leaf as uint8"):
+        saved_leaves({one.name: one})
 
 
-def test_an_array_that_cannot_be_read_is_one_error(saved, state, caplog, monkeypatch):
-    """Even if threads read several parts at once."""
-
-    def fail(*args):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(arrays, "copy_rows", fail)
-    with pytest.raises(CheckpointError, match=r"in .* cannot be read: OSError: .*Input/output error"):
-        Checkpointer(saved, read_only=True).restore(state)
+def test_orbax_is_quiet(one_step, state, caplog):
+    with caplog.at_level(logging.WARNING):
+        one_step.save(state, step=2)
+        one_step.restore(state)
     assert not caplog.records
-
-
-@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b", ".."])
-def test_an_index_names_files_beside_it_alone(tmp_path, name):
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(ValueError, match=r"index.json names .*not a file beside it"):
-        import_params(tmp_path, {"w": jnp.ones(3)})
-
-
-def test_a_file_of_an_index_that_is_not_there_is_named(tmp_path):
-    for name in ("other.safetensors", "x" * 5000):
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
-        with pytest.raises(FileNotFoundError, match="is not there, though the index beside it names it"):
-            import_params(tmp_path, {"w": jnp.ones(3)})
-
-
-def test_a_damaged_file_of_safetensors_is_named(tmp_path):
-    path = tmp_path / "model.safetensors"
-    for content in (b"", b"nonsense of some length"):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"model.safetensors is no intact file of safetensors"):
-            import_params(path, {"w": jnp.ones(3)})
-    path.unlink()
-    (tmp_path / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ValueError, match=r"index.json is no index of safetensors"):
-        import_params(tmp_path, {"w": jnp.ones(3)})

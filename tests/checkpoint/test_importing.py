@@ -192,6 +192,32 @@ def test_all_that_is_wrong_is_listed_before_anything_is_read(tmp_path, monkeypat
     ]
 
 
+def indexed(name):
+    return {"model.safetensors.index.json": json.dumps({"weight_map": {"w": name}})}
+
+
+NO_FILES = {
+    "above": (indexed("../model.safetensors"), ValueError, r"index.json names .*not a file beside it"),
+    "absolute": (indexed("/etc/passwd"), ValueError, r"index.json names .*not a file beside it"),
+    "in a folder": (indexed("a/b"), ValueError, r"index.json names .*not a file beside it"),
+    "the folder above": (indexed(".."), ValueError, r"index.json names .*not a file beside it"),
+    "missing": (indexed("other.safetensors"), FileNotFoundError, "is not there, though the index beside it names it"),
+    "too long": (indexed("x" * 5000), FileNotFoundError, "is not there, though the index beside it names it"),
+    "no index": ({"model.safetensors.index.json": "{"}, ValueError, "index.json is no index of safetensors"),
+    "empty": ({"a.safetensors": ""}, ValueError, r"a.safetensors is no intact file of safetensors"),
+    "nonsense": ({"a.safetensors": "nonsense of some length"}, ValueError, r"a.safetensors is no intact file"),
+}
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_files_that_cannot_be_read_are_named(what, tmp_path):
+    files, error, says = NO_FILES[what]
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(error, match=says):
+        import_params(tmp_path, {"w": jnp.ones(3)})
+
+
 ONES = {"a": np.ones(6), "layers_0": {"a": np.ones(6)}, "layers_1": {"a": np.ones(6)}, "seven": np.ones(7)}
 ONES |= {"b": np.ones((6, 4)), "matrix": np.ones((5, 4))}
 PROPER = {"a": "a", "b": ("b", "o i -> i o"), "h.{i}.a": "layers_{i}/a", "seven": "seven", "matrix": "matrix"}
