@@ -23,7 +23,8 @@ if _TYPE_CHECKING:
     from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.state import ZeroState, logical
     from zerojax.train.tree_api import Shardings
-    from zerojax.zero import ZeroTransformation, zero_shard
+    from zerojax.transformation import ZeroTransformation
+    from zerojax.zero import zero_shard
 
 # Each name is imported at its first use. So `zerojax --help` does not import JAX, and training does not import the
 # code for checkpoints or for the inspection of compiled programs.
@@ -45,7 +46,8 @@ _MODULES = {
     "train.aux": "Mean Rows Same Sum",
     "train.state": "ZeroState logical",
     "train.tree_api": "Shardings",
-    "zero": "ZeroTransformation zero_shard",
+    "transformation": "ZeroTransformation",
+    "zero": "zero_shard",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -30,6 +30,7 @@ FLOORS = [
     {"staged", "inspect"},
     {"train"},
     {"checkpoint"},
+    {"transformation"},
     {"zero"},
     {"planning"},
     {"data", "user_code", "doctor"},

@@ -31,7 +31,7 @@ from zerojax.planning.shapes import abstract
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
-from zerojax.zero import ZeroTransformation
+from zerojax.transformation import ZeroTransformation
 
 MIB = 2**20
 MOST_CAUSES = 5

@@ -23,8 +23,8 @@ from zerojax.streaming.stores import chunk_bytes, kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
+from zerojax.transformation import ZeroTransformation
 from zerojax.units import format_bytes, format_seconds
-from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
 # In the search for the largest batch: compilations after which bisection replaces interpolation.

@@ -28,7 +28,7 @@ from zerojax.train.loss import Returned, TypedLoss, on_one_device
 from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
 from zerojax.train.step import Step
 from zerojax.train.step_program import StepProgram
-from zerojax.zero import ZeroTransformation
+from zerojax.transformation import ZeroTransformation
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
