@@ -5,33 +5,96 @@ import warnings
 
 import jax
 import jax.numpy as jnp
-import kernel_losses as losses
+import kernel_experts  # noqa: F401
+import kernel_pallas  # noqa: F401
+import kernels
 import numpy as np
 import optax
 import pytest
 from conftest import quick_or_slow
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from kernel_registry import KERNELS, MLP, QKV, TIME, WIDTH, Kernel, Where, heads, merged, norm, plain_head, plain_layer
 
 from zerojax import Precision, Wire, check, collectives, logical, rows, zero_shard
 from zerojax.comm.collectives import LABEL
 
-# What these losses do not read, or only multiply by zero, has no gradient to reduce.
-UNREAD = {"experts": {"qkv"}, "product": {"qkv", "experts"}}
 QUICK = [("kernel in a scan", 2), ("product without types", 3), ("experts per device", 2), ("lost", 1)]
 
 
-def read_by(name):
-    """The parameters that a loss reads."""
-    unread = next((unread for kind, unread in UNREAD.items() if name.startswith(kind)), {"experts"})
-    params = losses.make_params()
-    found = {key: x for key, x in params.items() if key not in unread and key != "layers"}
-    return [found, [{k: x for k, x in layer.items() if k not in unread} for layer in params["layers"]]]
+def of_layer(layer, weights=MLP):
+    return Kernel("", "", "", layer, weights, plain_head)
 
 
-def lowered(loss, stage, mesh, **options):
+def attended(**options):
+    """Attention of plain JAX in a `shard_map`."""
+
+    def layer(where, x, w):
+        return merged(x, where.per_device(jax.nn.dot_product_attention, (0, 0, 0), **options)(*heads(x, w)), w)
+
+    return of_layer(layer, QKV)
+
+
+def multiplied(**options):
+    """A product with a parameter in a `shard_map`."""
+
+    def layer(where, x, w):
+        product = where.per_device(lambda x, w: x @ w, (0, None), **options)
+        return x + jax.nn.gelu(product(norm(x), w["up"])) @ w["down"]
+
+    return of_layer(layer)
+
+
+def shuffled(how):
+    """Something is done to the rows before each layer."""
+    return of_layer(lambda where, x, w: plain_layer(where, how(where.mesh, x), w))
+
+
+def lost(x):
+    """A kernel that returns the rows last: no shape says where they are."""
+    fn = lambda x: np.moveaxis(np.asarray(x), 0, -1).reshape(TIME, -1)
+    shape = jax.ShapeDtypeStruct((TIME, WIDTH * len(x)), x.dtype)
+    run = jax.custom_vjp(lambda x: jax.pure_callback(fn, shape, x))
+    run.defvjp(lambda x: (run(x), None), lambda _, g: (jnp.moveaxis(g.reshape(TIME, WIDTH, -1), -1, 0),))
+    return run(x).reshape(TIME, WIDTH, -1)
+
+
+def back(mesh, x):
+    """Rows that a constraint brings back."""
+    return jax.lax.with_sharding_constraint(jnp.moveaxis(lost(x), -1, 0), NamedSharding(mesh, PartitionSpec("data")))
+
+
+TYPED = {"check_vma": True}
+LOSSES = {
+    "in a scan": (attended(**TYPED), "scan"),
+    "without types": (attended(), "unrolled"),
+    "kernel in a scan": (KERNELS["attention"], "scan"),
+    "kernel under remat": (KERNELS["attention"], "remat"),
+    "bare kernel": (KERNELS["attention_bare"], "unrolled"),
+    "product in a shard_map": (multiplied(**TYPED), "unrolled"),
+    "product without types": (multiplied(), "unrolled"),
+    "product with a kernel": (KERNELS["linear"], "unrolled"),
+    "experts per device": (KERNELS["experts_routed_inside"], "unrolled"),
+    "sorted rows": (shuffled(lambda mesh, x: jnp.sort(x, 0)), "unrolled"),
+    "every other row": (shuffled(lambda mesh, x: jnp.concatenate([x[::2], x[1::2]])), "unrolled"),
+    "constraint": (shuffled(back), "unrolled"),
+    "declared": (shuffled(lambda mesh, x: rows(jnp.moveaxis(lost(x), -1, 0))), "unrolled"),
+    "lost": (shuffled(lambda mesh, x: jnp.moveaxis(lost(x), -1, 0)), "unrolled"),
+}
+
+
+def given(name, mesh):
+    """`(loss, params, batch)`."""
+    kernel, form = LOSSES[name]
+    return kernel.loss(form, Where("global", mesh)), kernel.params(form), kernel.batch()
+
+
+def size_of(tree):
+    return sum(x.size for x in jax.tree.leaves(tree))
+
+
+def lowered(loss, params, batch, stage, mesh, **options):
     tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view="global", persist_below=100, **options)
-    params = tx.shard(losses.make_params())
-    return params, jax.jit(tx.value_and_grad(loss)).lower(params, losses.make_batch())
+    return jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch)
 
 
 def reduced(text):
@@ -48,30 +111,30 @@ def unlabelled(compiled):
 
 
 # Half of the losses are compiled and run. Of the others, the lowered text is read.
-CASES = [(name, 1 + i % 3) for i, name in enumerate(losses.LOSSES)]
+CASES = [(name, 1 + i % 3) for i, name in enumerate(LOSSES)]
 SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in CASES[1::2]]
 
 
-def assert_partial_sums(name, text):
-    many = sum(n for _, n in reduced(text) if n > 1000)
-    assert many >= 0.99 * sum(x.size for x in jax.tree.leaves(read_by(name)))
+def assert_partial_sums(params, text):
+    assert sum(n for _, n in reduced(text) if n > 1000) >= 0.99 * size_of(params)
 
 
 @pytest.mark.parametrize(("name", "stage"), [*QUICK, *SLOW])
 def test_every_gradient_is_a_partial_sum(name, stage, mesh):
-    assert_partial_sums(name, lowered(losses.LOSSES[name](mesh), stage, mesh)[1].as_text())
+    loss, params, batch = given(name, mesh)
+    assert_partial_sums(params, lowered(loss, params, batch, stage, mesh).as_text())
 
 
 def slice_in_a_scan(p, x):
-    w = 2 * p["qkv"][:, : losses.WIDTH].T
-    return jnp.mean(jax.lax.scan(lambda x, _: (x + jnp.tanh(x @ w), x @ p["up"]), x, length=2)[1] ** 2)
+    w = 2 * p["qkv"][:, :WIDTH].T
+    return jnp.mean(jax.lax.scan(lambda x, _: (x + jnp.tanh(x @ w), x @ p["out"]), x, length=2)[1] ** 2)
 
 
 def test_gradients_of_slices_of_parameters_are_partial_sums(mesh):
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, view="global", persist_below=100)
-    params = {key: losses.make_params()["layers"][0][key] for key in ("qkv", "up")}
-    text = jax.jit(tx.value_and_grad(slice_in_a_scan)).lower(tx.shard(params), losses.make_batch()).as_text()
-    assert sum(n for _, n in reduced(text)) == sum(x.size for x in params.values())
+    kernel = KERNELS["attention"]
+    params = kernel.params("unrolled")["layers"][0]
+    text = lowered(slice_in_a_scan, params, kernel.batch()["x"], 3, mesh).as_text()
+    assert sum(n for _, n in reduced(text)) == size_of(params)
 
 
 # What the compiler gathers or exchanges in plain jit, too: rows that change places.
@@ -81,12 +144,12 @@ MOVES = "sorted every constraint declared lost"
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stage"), CASES[::2])
 def test_values_are_those_of_plain_jit_and_gradients_partial_sums(name, stage, mesh):
-    loss = losses.LOSSES[name](mesh)
-    params, program = lowered(loss, stage, mesh)
-    assert_partial_sums(name, program.as_text())
+    loss, params, batch = given(name, mesh)
+    program = lowered(loss, params, batch, stage, mesh)
+    assert_partial_sums(params, program.as_text())
     compiled = program.compile()
-    value, grads = compiled(params, losses.make_batch())
-    expected = jax.jit(jax.value_and_grad(loss))(losses.make_params(), losses.make_batch())
+    value, grads = compiled(params, batch)
+    expected = jax.jit(jax.value_and_grad(loss))(params, batch)
     jax.tree.map(
         # float32 sums of the workers' parts are rounded in another order.
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
@@ -105,18 +168,17 @@ def test_microbatches_are_reduced_once_in_float32(name, mesh):
     """With `accumulate`, stage 1 reduces after the last microbatch, and in the type that `Precision` says."""
     precision = Precision(compute=jnp.bfloat16, reduce=jnp.float32)
     tx = zero_shard(optax.sgd(0.1), stage=1, mesh=mesh, view="global", persist_below=100, precision=precision)
-    step = tx.train_step(losses.LOSSES[name](mesh), accumulate=2)
-    text = step.lower(tx.create(losses.make_params()), losses.make_batch()).as_text()
+    loss, params, batch = given(name, mesh)
+    text = tx.train_step(loss, accumulate=2).lower(tx.create(params), batch).as_text()
     found = [(dtype, n) for dtype, n in reduced(text) if n > 1000]
-    least, most = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (read_by(name), losses.make_params()))
     assert {dtype for dtype, _ in found} == {"f32"}
-    assert 0.99 * least <= sum(n for _, n in found) <= most
+    assert 0.99 * size_of(params) <= sum(n for _, n in found) <= size_of(params)
 
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["lost", "in a scan", "kernel under remat"])
 def test_wire_quantises_gradients_behind_kernels(name, mesh):
-    text = lowered(losses.LOSSES[name](mesh), 2, mesh, wire=Wire(reduce="int8", block=16))[1].as_text()
+    text = lowered(*given(name, mesh), 2, mesh, wire=Wire(reduce="int8", block=16)).as_text()
     assert "all_to_all" in text
     assert not [n for dtype, n in reduced(text) if n > 1000]
 
@@ -175,7 +237,7 @@ def test_small_and_divided_kernels_are_not_named(mesh):
 @pytest.mark.slow
 def test_check_finds_a_bare_kernel(mesh):
     tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh, view="global")
-    kernel = jax.custom_vjp(losses.kernel(jnp.sin))
+    kernel = jax.custom_vjp(lambda x: kernels.blocked(lambda x: (jnp.sin(x),), block=len(x))(x)[0])
     kernel.defvjp(lambda x: (kernel(x), x), lambda x, g: (g * jnp.cos(x),))
     step, state = tx.train_step(lambda w, x: jnp.mean((kernel(x) @ w) ** 2)), tx.create(jnp.zeros((256, 256)))
     with pytest.warns(UserWarning, match="runs all rows"):

@@ -35,19 +35,20 @@ class Where:
     view: str
     mesh: Any = None
 
-    def per_device(self, fn: Callable, places: tuple, out: Any = 0) -> Callable:
+    def per_device(self, fn: Callable, places: tuple, out: Any = 0, *, check_vma: bool = False) -> Callable:
         """Run a function on each device's rows, as users do: in a `jax.shard_map` over the data axis.
 
         Args:
             fn: A function of one device's arrays.
             places: The dim that holds the rows in each operand; None: every device has all of it.
             out: The dim that holds the rows of the result, or a tree of such.
+            check_vma: Whether JAX checks over which axes values vary.
         """
         if self.view != "global":
             return fn
         spec = lambda dim: PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, "data")
         ins, outs = (jax.tree.map(spec, dims, is_leaf=lambda d: d is None) for dims in (places, out))
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=check_vma)
 
     def over_sequence(self, fn: Callable, operands: int) -> Callable:
         """Run a function of (B, T, ...) on the rows and time steps of each device."""
