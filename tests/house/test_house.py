@@ -1,4 +1,4 @@
-"""The shape of the house: imports point down, what is public is described, the README's example runs."""
+"""The shape of the house: imports point down, what is public is described in plain words, the README's example runs."""
 
 import ast
 import importlib.metadata
@@ -44,21 +44,15 @@ MODULES = sorted(ROOT.rglob("*.py"))
 NODES = {path: list(ast.walk(ast.parse(path.read_text()))) for path in MODULES}
 
 
-def room_of(parts):
-    return parts[0] if parts else "__init__"
-
-
-def imported_rooms(path):
-    """Rooms a module imports from, at any depth of its code."""
-    here = path.relative_to(ROOT).with_suffix("").parts
+def imported(path):
+    """Modules of zerojax that a module imports from, at any depth of its code, as their names below `zerojax`."""
     for node in NODES[path]:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            base = here[: len(here) - node.level]
-            module = (*base, *(node.module.split(".") if node.module else ()))
-            yield from [room_of(module)] if module else [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zerojax":
-            module = tuple(node.module.split(".")[1:])
-            yield from [room_of(module)] if module else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            if node.module.split(".")[0] == "zerojax":
+                module = tuple(node.module.split(".")[1:])
+                yield from ((*module, alias.name) for alias in node.names)
+                yield module
 
 
 def test_no_source_text_is_executed():
@@ -69,26 +63,17 @@ def test_no_source_text_is_executed():
 
 def test_imports_point_only_downwards():
     for path in MODULES:
-        room = room_of(path.relative_to(ROOT).with_suffix("").parts)
+        room = path.relative_to(ROOT).with_suffix("").parts[0]
         assert room in FLOOR, f"{room} has no floor"
-        for other in imported_rooms(path):
+        for other in {module[0] for module in imported(path) if module}:
             assert other == room or FLOOR[other] < FLOOR[room], f"{path} imports {other}, which is not below it"
-
-
-def imported_modules(path):
-    """Modules of zerojax that a module imports from, at any depth of its code, for type checkers too."""
-    for node in NODES[path]:
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "zerojax":
-            module = ROOT.joinpath(*node.module.split(".")[1:])
-            yield from (module / alias.name for alias in node.names)
-            yield module
 
 
 def test_no_modules_import_each_other_in_a_circle():
     files = {path.with_suffix(""): path for path in MODULES} | {p.parent: p for p in MODULES if p.name == "__init__.py"}
     # Submodules load their package first, so what a package imports for its users is no circle.
     plain = [path for path in MODULES if path.name != "__init__.py"]
-    graph = {path: {files[m] for m in imported_modules(path) if m in files} for path in plain}
+    graph = {path: {files[m] for names in imported(path) if (m := ROOT.joinpath(*names)) in files} for path in plain}
     while leaves := {path for path, imported in graph.items() if not imported & graph.keys()}:
         graph = {path: imported for path, imported in graph.items() if path not in leaves}
     assert not sorted(str(path.relative_to(ROOT)) for path in graph)
@@ -200,3 +185,54 @@ def test_no_file_function_or_parameter_list_is_long():
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 count = len([x for x in given if x.arg not in ("self", "cls")])
                 assert count <= 8 or node.name in LISTS_OPTIONS or path.name == "cli.py", (path, node.name, count)
+
+
+# A docstring that needs another one adds it here, in the imperative.
+VERBS = set(
+    """
+    Abandon Accumulate Add All-gather Analyse Append Apply Average Begin Block Bring Build Call Cast Check Choose
+    Close Combine Compare Compile Complete Compute Constrain Convert Copy Count Create Cut Decide Declare Delay Describe
+    Differentiate Digest Divide Do Draw Drop Encode End Enter Estimate Evaluate Exchange Explain Fetch Find Finish
+    Flatten Flush Fold Follow Forbid Forget Free Gather Give Go Group Hand Hash Import Index Initialise Interpret
+    Iterate Join Keep Lay Leave Let Lift List Load Lock Lower Make Map Mark Match Measure Merge Move Multiply Name Open
+    Order Pack Pad Parse Partition Pickle Pin Place Plan Prepare Print Process Publish Pull Put Raise Read Rebuild
+    Receive Record Reduce Reduce-scatter Refuse Register Rematerialise Remember Remove Rename Repeat Replace
+    Replicate Resolve Restore Restrict Return Rewrite Run Say Send Separate Set Shard Share Show Slice Slide Solve Sort
+    Split
+    Stack Stall Start Stop Store Sum Take Tell Tile Time Trace Train Transpose Undo Unlock Update Wait Warn Watch
+    Wrap Write Yield
+    """.split()
+)
+# What to say instead: everything else; does not, must not; are sent; per worker; per parameter; instead; forever.
+PHRASES = re.compile(
+    r"\ball else\b|\bmay not\b|\bwhat travels\b|\bsummands? an? \b|\bbytes a parameter\b|\bin its place\b|\bfor ever\b"
+    r"|\bnor does\b|\bsuch as are\b|\b(its|their) kin\b"
+)
+
+
+def test_the_source_says_it_plainly():
+    """Docstrings of functions begin with a verb; docstrings and comments have no compressed phrase."""
+    documented, count = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, 0
+    for path, nodes in NODES.items():
+        texts = [(node, text) for node in nodes if isinstance(node, documented) and (text := ast.get_docstring(node))]
+        first = [
+            text.split()[0].strip(".,:") for node, text in texts if not isinstance(node, ast.Module | ast.ClassDef)
+        ]
+        assert not set(first) - VERBS, path
+        count += len(first)
+        comments = [line.partition("#")[2] for line in path.read_text().splitlines()]
+        for text in (*(text for _, text in texts), *comments):
+            assert not PHRASES.search(" ".join(text.split())), f"{path}: {text}"
+    assert count > 1000
+
+
+def test_the_pages_say_it_plainly():
+    files = [ROOT.parent / "README.md", ROOT.parent / "CONTRIBUTING.md", *(ROOT.parent / "docs").rglob("*.md")]
+    without_programs = {path: re.sub(r"(?ms)^ *```.*?^ *```", "", path.read_text()) for path in files}
+    pages = {path: " ".join(text.split()) for path, text in without_programs.items()}
+    assert not [f"{path}: {match[0]}" for path, text in pages.items() for match in PHRASES.finditer(text)]
+
+
+def test_the_phrases_are_found():
+    assert PHRASES.search("quantises what travels")
+    assert not PHRASES.search("quantises everything else")

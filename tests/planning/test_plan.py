@@ -27,6 +27,7 @@ from zerojax.inspect.hlo import read
 from zerojax.inspect.memory import peak_bytes
 from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
+from zerojax.planning.absent_program import pinning_note
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep, near_limit, read_plan
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.plan import largest_that_fits, next_round
@@ -596,6 +597,13 @@ def test_the_note_about_the_schedulers_limit_reads_the_option_that_raises_it():
     (note,) = near_limit(analysis, device)
     assert "The limit of XLA's scheduler is 95 GB" in note
     assert not list(near_limit(analysis, device, {"xla_gpu_memory_limit_slop_factor": 125}))
+
+
+def test_twice_the_host_memory_that_is_needed_may_be_pinned():
+    (note,) = pinning_note(17_730_000_000)
+    assert note.startswith("A host pins up to 35.5 GB for 17.7 GB")
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=20 before JAX starts" in note
+    assert pinning_note(0) == ()
 
 
 ABSENT = """
