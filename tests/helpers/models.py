@@ -62,5 +62,9 @@ OPTIMIZERS = {
     "masked-decay": lambda: optax.adamw(1e-2, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
     "multi-transform": lambda: freezing(optax.adam(1e-2)),
     "inject-hyperparams": lambda: optax.inject_hyperparams(optax.adam)(optax.linear_schedule(1e-2, 1e-3, 3)),
+    "reduce-on-plateau": lambda: floats_only(
+        optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0))
+    ),
+    "polyak-sgd": lambda: floats_only(optax.polyak_sgd(1e-1)),
     "multi-steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
 }

@@ -15,8 +15,7 @@ import pytest
 from conftest import mesh_of
 from flax import nnx
 from flax.training.train_state import TrainState
-from models import awkward_batches, awkward_loss, awkward_params
-from parity import assert_parity
+from models import awkward_params
 
 import zerojax.flax
 from zerojax import report, zero_shard
@@ -73,44 +72,6 @@ def test_a_weight_beyond_float16_leaves_its_gradients_alone(mesh):
     loss = lambda p, b: (jnp.sum((b * p["w"]).astype(jnp.float32)), jnp.float32(b.shape[0]))
     _, grads = tx.value_and_grad(loss, weighted=True)({"w": jnp.ones(1, jnp.float16)}, rows)
     np.testing.assert_allclose(np.float32(grads["w"]), 1.0, rtol=5e-3)  # 1/80,000 is subnormal in float16
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(
-            lambda: optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1, cooldown=0)),
-            marks=pytest.mark.slow,
-        ),
-        lambda: optax.polyak_sgd(1e-1),
-    ],
-    ids=["reduce-on-plateau", "polyak-sgd"],
-)
-def test_a_transformation_that_wants_the_loss_is_given_it(make, mesh):
-    params = {k: v for k, v in awkward_params().items() if k not in ("count", "empty")}
-    loss = lambda p, b: awkward_loss({**p, "count": jnp.zeros(4), "empty": jnp.zeros((0, 4))}, b)
-    inner = make()
-
-    @jax.jit
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = inner.update(grads, state, params, value=value)
-        return optax.apply_updates(params, updates), state
-
-    state, expected = inner.init(params), params
-    for batch in awkward_batches(3):
-        expected, state = step(expected, state, batch)
-    tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=50)
-    assert_parity(tx, loss, params, awkward_batches(3), reference=(expected, losses_of(tx, loss, params)))
-
-
-def losses_of(tx, loss, params):
-    state, step, found = tx.create(params), tx.train_step(loss), []
-    for batch in awkward_batches(3):
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return found
 
 
 @pytest.mark.parametrize(("platform", "count", "waits"), [("cpu", 8, 1), ("cpu", 1, 0), ("cuda", 8, 0)])

@@ -1,4 +1,4 @@
-"""Parameters that have no gradient, integers and booleans, stay as they are, bit for bit."""
+"""Parameters without a gradient, integers and booleans, and frozen ones stay as they are, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,10 @@ def zero(name, stage, **options):
     return zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(4), persist_below=20, **options)
 
 
-def assert_only_floats_moved(tree):
+def assert_only_floats_moved(tree, trained=TRAINED):
     for name, x in PARAMS.items():
         assert name in TRAINED or tree[name].dtype == x.dtype
-        assert np.array_equal(tree[name], x) == (name not in TRAINED), name
+        assert np.array_equal(tree[name], x) == (name not in trained), name
 
 
 @pytest.mark.quick(1)
@@ -80,15 +80,16 @@ def test_a_run_leaves_integers_and_booleans_alone(tmp_path, name, stage, options
     ("name", "stage", "precision"),
     [pytest.param("adamw", 2, Precision.bf16(), marks=pytest.mark.slow), ("noisy", 3, None)],
 )
-def test_a_loop_of_ones_own_does_so_too(name, stage, precision):
-    tx = zero(name, stage, precision=precision)
+@pytest.mark.parametrize("trained", [TRAINED, ("w",)])
+def test_a_loop_of_ones_own_does_so_too(name, stage, precision, trained):
+    tx = zero(name, stage, precision=precision, trainable={name: name in ("mask", *trained) for name in PARAMS})
     params = tx.shard(PARAMS)
     state, gradient = tx.init(PARAMS), tx.value_and_grad(loss)
     for _ in range(2):
         _, grads = gradient(params, BATCH)
         updates, state = tx.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    assert_only_floats_moved(tx.unshard(params))
+    assert_only_floats_moved(tx.unshard(params), trained)
 
 
 @pytest.mark.slow
