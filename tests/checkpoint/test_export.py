@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, export, export_checkpoint, import_params, on_preemption
-from zerojax.checkpoint.manifest import read_manifest
 from zerojax.cli import app
 
 PARAMS = awkward_params()
@@ -91,27 +90,12 @@ def test_the_host_holds_about_one_leaf(tmp_path):
     assert peak < 2.5 * leaf
 
 
-def test_what_cannot_be_imported_is_named(tmp_path):
+def test_what_is_not_wanted_is_warned_of(tmp_path):
     export({"w": jnp.ones((2, 3))}, tmp_path / "out")
-    with pytest.raises(ValueError, match=r"nothing was read:\n  v is missing$"):
-        import_params(tmp_path / "out", {"w": jnp.ones((2, 3)), "v": jnp.ones(1)})
-    with pytest.raises(ValueError, match=r"w has the shape \[2, 3\] in the file, and \[3, 2\] is wanted"):
-        import_params(tmp_path / "out", {"w": jnp.ones((3, 2))})
-    with pytest.raises(ValueError, match="w is float32 in the file, and int32 is wanted"):
-        import_params(tmp_path / "out", {"w": jnp.ones((2, 3), jnp.int32)})
+    with pytest.raises(ValueError, match=r"nothing was read:\n  v is missing\n  w is only in the file"):
+        import_params(tmp_path / "out", {"v": jnp.ones(1)})
     with pytest.warns(UserWarning, match="1 tensors of .* are not wanted: w"):
         import_params(tmp_path / "out", {})
-
-
-def test_a_stacked_flat_leaf_of_a_checkpoint_is_exported_part_by_part(tmp_path):
-    stack = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
-    with Checkpointer(tmp_path / "saved") as checkpoints:  # the master weights are flat, as they are no parameters
-        checkpoints.save(transformation(1, 4, Precision.bf16()).create({"stack": jnp.asarray(stack)}), step=1)
-    (saved,) = [x for x in read_manifest(tmp_path / "saved" / "step_00000001").leaves if x.name == "params['stack']"]
-    assert saved.kind == "flat"
-    export_checkpoint(tmp_path / "saved", tmp_path / "out", mapping={"h.{i}": "stack"})
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert_equal(found, {f"h.{i}": x for i, x in enumerate(stack)})
 
 
 @pytest.mark.parametrize(("limit", "files"), [(24, 1), (23, 2)])

@@ -78,7 +78,7 @@ def preempted():
 
 
 # What raises, words of the message, what it says to do: of a state, saved files, and a new folder.
-OF_SAVES = {
+CASES = {
     "timeout": (
         lambda state, saved, new: Checkpointer(new, timeout="10"),
         "a number of seconds, such as 600",
@@ -114,8 +114,6 @@ OF_SAVES = {
         "must be called in the main thread",
         lambda state, saved, new: not preempted(),
     ),
-}
-OF_RESTORES = {
     "no step": (
         lambda state, saved, new: reading(saved).restore(state, step=9),
         "no checkpoint of step 9.*there are those of steps 0, 3",
@@ -141,17 +139,20 @@ OF_RESTORES = {
         "Give live arrays to keep its value",
         lambda state, saved, new: reading(saved).restore(ADAM.create(PARAMS), partial="params"),
     ),
+    "other word": (
+        lambda state, saved, new: reading(saved).restore(state, partial="weights"),
+        r"restore\(partial=\) is one of False, True, 'params'",
+        lambda state, saved, new: [reading(saved).restore(state, partial=word) for word in (False, True, "params")],
+    ),
     "other names": (
         lambda state, saved, new: reading(saved).restore(TX.create(RENAMED), partial="params"),
-        "export_checkpoint writes them to a folder, and import_params",
+        r"has no parameter .* It has params\['b'\], params\['w'\]\. Rename.*export_checkpoint .* and import_params",
         lambda state, saved, new: (
             export_checkpoint(saved / "run", new / "x"),
             import_params(new / "x", TX.create(RENAMED), mapping={"w": "kernel", "b": "bias"}),
         ),
     ),
-}
-OF_WEIGHTS = {
-    "shapes": (
+    "shapes of weights": (
         lambda state, saved, new: export(TX.shard(SHAPES), new),
         r"params\['b'\] is a shape.*or of what tx.init_params returns",
         lambda state, saved, new: export(TX.init_params(lambda: PARAMS), new / "x"),
@@ -217,11 +218,6 @@ OF_WEIGHTS = {
         "None leaves its tensors out",
         lambda state, saved, new: import_params(saved / "weights", {"w": PARAMS["w"]}, mapping={"w": "w", "b": None}),
     ),
-}
-CASES = {
-    f"{kind}, {name}": case
-    for kind, cases in (("save", OF_SAVES), ("restore", OF_RESTORES), ("weights", OF_WEIGHTS))
-    for name, case in cases.items()
 }
 
 

@@ -55,38 +55,23 @@ def saved(request, tmp_path_factory):
     return directory, logical_leaves(state), precision
 
 
+LAYOUTS = [(0, 8, 64), (1, 8, 64), (2, 8, 64), (3, 8, 64), (3, 4, 64), (1, 2, 10**6), (2, 3, 0), (3, 1, 64)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", PRECISIONS, indirect=True)
-def test_every_stage_restores_into_every_other(saved, tmp_path):
+def test_every_layout_is_restored_and_saved_and_restored_into_another(saved, tmp_path):
     directory, expected, precision = saved
-    likes = [transformation(stage, precision=precision).create(SHAPES) for stage in range(4)]
-    for stage, like in enumerate(likes):
+    likes = [transformation(stage, count, precision, persist_below=n).create(SHAPES) for stage, count, n in LAYOUTS]
+    for i, like in enumerate(likes):
         state = Checkpointer(directory, read_only=True).restore(like).state
-        assert_same(state, expected)
-        with Checkpointer(tmp_path / str(stage)) as checkpoints:
+        with Checkpointer(tmp_path / str(i)) as checkpoints:
             checkpoints.save(state)
-            other = likes[(stage + 1) % 4]
-            back = checkpoints.restore(other).state
-            assert_same(back, expected)
-            assert_padding_is_zero(back)
-            assert jax.tree.map(lambda x: x.dtype, back.params) == jax.tree.map(lambda x: x.dtype, other.params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "count"),
-    list(itertools.product(PRECISIONS, (4, 2, 1, 3))),
-    indirect=["saved"],
-)
-def test_restores_on_other_device_counts_and_back(saved, count, tmp_path):
-    directory, expected, precision = saved
-    for stage, persist_below in ((3, 64), (1, 10**6), (2, 0)):
-        tx = transformation(stage, count, precision, persist_below=persist_below)
-        state = Checkpointer(directory, read_only=True).restore(tx.create(SHAPES)).state
-        assert_same(state, expected)
-        with Checkpointer(tmp_path / str(stage)) as checkpoints:
-            checkpoints.save(state)
-            assert_same(checkpoints.restore(transformation(3, 8, precision).create(SHAPES)).state, expected)
+            back = checkpoints.restore(likes[i - 1]).state
+        for found, wanted in ((state, like), (back, likes[i - 1])):
+            assert_same(found, expected)
+            assert_padding_is_zero(found)
+            assert jax.tree.map(lambda x: x.dtype, found.params) == jax.tree.map(lambda x: x.dtype, wanted.params)
 
 
 def test_restores_onto_a_mesh_with_another_axis(tmp_path):
@@ -268,10 +253,6 @@ def test_data_of_every_kind_comes_back(tmp_path):
         assert (found["array"] == data["array"]).all()
         assert found["wide"].dtype == jnp.bfloat16
         assert checkpoints.restore(state).data["node"][0] == 7  # without a template, its children
-        with pytest.raises(TypeError, match="has a object in it, which cannot be written"):
-            checkpoints.save(state, object(), step=1)
-        with pytest.raises(ValueError, match="was saved is no"):
-            checkpoints.restore(state, data={"plain": [1, 2]})
 
 
 # --- mismatches --------------------------------------------------------------------------------------------------
@@ -350,15 +331,6 @@ def test_weights_of_another_run_begin_at_step_0(stage, precision, offload, tmp_p
         np.testing.assert_array_equal(names[name], (have if name in found.missing else was)[name])
     step = tx.train_step(lambda p, m, x: (jnp.mean((x @ p["w"]) ** 2), m), mutable=True)
     assert int(step(found.state, np.ones((8, 4), np.float32))[0].step) == 1
-
-
-def test_a_checkpoint_without_one_of_the_names_is_refused(plain):
-    like = transformation(3, tx=optax.adam(1e-2)).create({"kernel": jnp.ones((4, 3))})
-    for partial in (True, "params"):
-        with pytest.raises(ValueError, match=r"has no parameter .* It has params\['b'\], params\['w'\]\. Rename"):
-            Checkpointer(plain[0], read_only=True).restore(like, partial=partial)
-    with pytest.raises(ValueError, match=r"restore\(partial=\) is one of False, True, 'params'"):
-        Checkpointer(plain[0], read_only=True).restore(like, partial="weights")
 
 
 def test_a_wider_type_takes_a_narrower_one(tmp_path):
