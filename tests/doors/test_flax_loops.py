@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax.flax
-from zerojax import Mean, Precision, report, zero_shard
+from zerojax import Precision, report, zero_shard
 
 STAGES = [0, 3]
 X = jax.random.normal(jax.random.key(0), (16, 8))
@@ -102,38 +102,6 @@ def test_orbax_saves_a_train_state_as_it_is(tmp_path):
         found = checkpoints.restore(tmp_path / "state", state)
     jax.tree.map(np.testing.assert_array_equal, found, state)
     assert [x.sharding for x in jax.tree.leaves(found.params)] == [x.sharding for x in jax.tree.leaves(state.params)]
-
-
-@pytest.mark.slow
-def test_batch_statistics_pass_through_aux():
-    class Normed(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.Dense(4)(nn.BatchNorm(use_running_average=False, momentum=0.5)(x))
-
-    model, tx = Normed(), zero(3)
-    variables = model.init(jax.random.key(0), X)
-
-    def loss(params, batch, statistics):
-        out, changed = model.apply({"params": params, "batch_stats": statistics}, batch, mutable=["batch_stats"])
-        return jnp.mean(out**2), Mean(changed["batch_stats"])
-
-    state, step = tx.create(variables["params"]), tx.train_step(loss, has_aux=True)
-    state, metrics = step(state, X, variables["batch_stats"])
-    expected = 0.5 * X.reshape(8, 2, 8).mean(1).mean(0)  # the mean of the devices' own means
-    np.testing.assert_allclose(metrics["aux"]["BatchNorm_0"]["mean"], expected, atol=1e-6)
-
-
-def test_dropout_differs_between_devices_in_device_view_and_not_between_runs():
-    tx = zero(3, view="device")
-
-    def loss(params, batch, key):
-        return jnp.mean(batch * params), Mean(jax.random.bernoulli(key, 0.5, (64,)).astype(jnp.float32))
-
-    step = tx.train_step(loss, has_aux=True)
-    drawn = [step(tx.create(jnp.ones(8)), jnp.ones((8, 8)), jax.random.key(3))[1]["aux"] for _ in range(2)]
-    assert len(np.unique(drawn[0])) > 2  # a mean of eight different draws, not of one draw eight times
-    np.testing.assert_array_equal(*drawn)
 
 
 def nnx_loop(tx, grad, prepare=lambda model: None, steps=3):

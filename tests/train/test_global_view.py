@@ -119,24 +119,6 @@ def test_a_step_is_that_of_one_device(group, stage, count, optimizer, scanned):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("group", "stage"), [(0, 3), (6, 1)])
-def test_gradients_are_those_of_one_device(group, stage):
-    names, count, scanned = GROUPS[group], (8, 3)[group // 2 % 2], bool(group // 2 % 2)
-    params, mutable, batches, args = data_of(names, scanned)
-    loss, tx = merged(names, mesh_of(count)), zero(stage, count)
-
-    def with_aux(params, batch, mutable, args):
-        value, mutable, aux = loss(params, mutable, batch, args)
-        return value, (mutable, aux)
-
-    grad = tx.value_and_grad(with_aux, has_aux=True)
-    (value, (new, found)), grads = grad(tx.shard(params), batches[0], mutable, args)
-    expected, expected_grads, aux, _, stats = on_one_device(names, scanned, "adamw")[0]
-    assert_same((value, found, new), (expected, aux, stats))
-    assert_same(tx.unshard(grads), expected_grads)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "count", "scanned"),
     quick_or_slow([(s, n, (s + n) % 2 == 0) for s, n in PAIRS], [(3, 3, True)]),
@@ -150,23 +132,6 @@ def test_microbatches_of_rows_that_do_not_meet(stage, count, scanned):
         state, metrics = step(state, batch)
         assert_same((metrics["loss"], metrics["grad_norm"]), (value, optax.tree.norm(grads)))
         assert_same(tx.unshard(state.params), after)
-
-
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("name", "stage", "count"),
-    quick_or_slow(
-        [(("closed_over_key", "key_argument")[i % 2], s, n) for i, (s, n) in enumerate(PAIRS)],
-        [("closed_over_key", 2, 3)],
-    ),
-)
-def test_dropout_keeps_the_activations_it_keeps_on_one_device(name, stage, count):
-    tx, program = zero(stage, count), TABLE[name]
-    params, batch = program.params(scanned=True), program.batch(0)
-    (_, found), _ = tx.value_and_grad(program.loss, has_aux=True)(tx.shard(params), batch, *program.args)
-    _, expected = jax.jit(program.loss)(params, batch, *program.args)
-    np.testing.assert_array_equal(np.asarray(found) == 0, np.asarray(expected) == 0)
-    assert 0.2 < np.mean(np.asarray(found) == 0) < 0.6
 
 
 def watched(seen):

@@ -97,7 +97,5 @@ def test_modules_and_weights():
     np.testing.assert_allclose(gradient(reduction="sum")(model, ROWS)[0], wanted, rtol=1e-5)
     with pytest.raises(ValueError, match="sum over the rows"):
         gradient()(model, ROWS)
-    with pytest.raises(ValueError, match="with weighted=True they are the sum of totals"):
-        tx.train_step(loss, weighted=True, reduction="mean")
     with pytest.raises(ValueError, match="reduction is one of None, 'mean', 'sum'"):
         tx.train_step(loss, reduction="none")
