@@ -74,13 +74,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, Wire, zero_shard
 from zerojax.comm.collectives import LABEL
-from zerojax.gpus.devices import Device
-from zerojax.gpus.rates import Rates
+from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.collectives import CompiledCollectives
 from zerojax.inspect.hlo import read
-from zerojax.inspect.overlap import overlap
-from zerojax.inspect.roofline import roofline
+from zerojax.inspect.roofline import overlap, roofline
 from zerojax.inspect.timeline import Expected
 from zerojax.planning.compat import kernels_for
 from zerojax.planning.compiled_plan import waits_by_cause

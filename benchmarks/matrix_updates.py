@@ -29,8 +29,7 @@ from zerojax import collectives, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import read
-from zerojax.inspect.overlap import overlap
-from zerojax.inspect.roofline import roofline
+from zerojax.inspect.roofline import overlap, roofline
 
 
 def hidden_matrices(params):

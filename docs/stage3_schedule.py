@@ -28,7 +28,7 @@ from zerojax import collectives, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import Instruction, read
-from zerojax.inspect.overlap import overlap
+from zerojax.inspect.roofline import overlap
 from zerojax.inspect.timeline import simulate
 
 matplotlib.use("Agg")

@@ -15,8 +15,7 @@ if _TYPE_CHECKING:
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
     from zerojax.planning.check import check
-    from zerojax.planning.compare import compare
-    from zerojax.planning.comparison import Comparison
+    from zerojax.planning.compare import Comparison, compare
     from zerojax.planning.compiled_plan import Plan
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
@@ -38,8 +37,7 @@ _MODULES = {
     "inspect.report": "Report report",
     "layout.padded": "Padded",
     "planning.check": "check",
-    "planning.compare": "compare",
-    "planning.comparison": "Comparison",
+    "planning.compare": "Comparison compare",
     "planning.compiled_plan": "Plan",
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",

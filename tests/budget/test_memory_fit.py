@@ -10,7 +10,7 @@ import pytest
 
 import zerojax
 from zerojax import Offload, compat, zero_shard
-from zerojax.inspect.memory import peak_bytes
+from zerojax.inspect.hlo import peak_bytes
 
 WIDTH, LAYERS = 64, 4
 

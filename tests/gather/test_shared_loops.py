@@ -9,7 +9,7 @@ from jax import lax
 from zerojax import zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
 from zerojax.inspect.hlo import read
-from zerojax.inspect.overlap import overlap
+from zerojax.inspect.roofline import overlap
 
 pytestmark = [
     pytest.mark.slow,

@@ -20,7 +20,7 @@ jax.distributed.initialize(f"localhost:{sys.argv[1]}", num_processes=2, process_
 from zerojax import Offload, zero_shard  # noqa: E402
 from zerojax.comm import processes  # noqa: E402
 from zerojax.data import shard_batches  # noqa: E402
-from zerojax.inspect.memory import peak_bytes  # noqa: E402
+from zerojax.inspect.hlo import peak_bytes  # noqa: E402
 from zerojax.offload import host  # noqa: E402
 
 ROWS = np.arange(32.0, dtype=np.float32).reshape(8, 4)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zerojax.inspect.collectives import KINDS, Array, Collective, CompiledCollectives, collectives
-from zerojax.inspect.overlap import overlap
+from zerojax.inspect.roofline import overlap
 
 CUT, WHOLE = P("data"), P()
 SQUARE = jax.ShapeDtypeStruct((64, 64), jnp.float32)  # local when cut: (8, 64), 2048 bytes; whole: 16384 bytes

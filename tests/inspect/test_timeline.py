@@ -12,7 +12,7 @@ from zerojax import collectives, zero_shard
 from zerojax.gpus.devices import Device, Links
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.hlo import read
-from zerojax.inspect.overlap import overlap
+from zerojax.inspect.roofline import overlap
 from zerojax.inspect.timeline import Expected, simulate
 
 H200 = Device.of(Topology.parse("h200:8"))

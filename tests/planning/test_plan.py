@@ -23,8 +23,7 @@ from zerojax import DynamicScale, Offload, Precision, check, estimate, plan, rep
 from zerojax.gpus import topology
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import KINDS, Topology
-from zerojax.inspect.hlo import read
-from zerojax.inspect.memory import peak_bytes
+from zerojax.inspect.hlo import peak_bytes, read
 from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
 from zerojax.planning.absent_program import pinning_note

@@ -16,8 +16,7 @@ from registry import DEVICES
 from zerojax import collectives, zero_shard
 from zerojax.comm.collectives import LABEL
 from zerojax.inspect.collectives import Collective, cause_of
-from zerojax.inspect.hlo import read
-from zerojax.inspect.memory import memory_analysis
+from zerojax.inspect.hlo import memory_analysis, read
 from zerojax.inspect.roofline import kernels, product_flops
 
 EXCHANGES = ("all-to-all", "ragged-all-to-all", "collective-permute")

@@ -1,10 +1,24 @@
-"""Describe a GPU: memory and peak rates from XLA's description, and link bandwidths from data sheets."""
+"""Describe a GPU: memory, and the rates that it has at peak and that it achieves.
+
+Peak rates are from XLA's description, and link bandwidths from data sheets. Achieved rates are measured, or the usual
+shares of the peak rates.
+
+References:
+    Products: the largest rates found by mamf-finder, github.com/stas00/ml-engineering, compute/accelerator.
+    Links: github.com/NVIDIA/nccl-tests/issues/212 and github.com/NVIDIA/nccl/issues/1281, without SHARP: NCCL's
+    protocol takes a fifth of NVLink's bandwidth. Network: github.com/NVIDIA/nccl/issues/1229.
+    Slowdown: arXiv 2507.03114, which measures 19% on average and 40% at most; large models are near the upper end.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from zerojax.gpus.topology import KINDS, Topology, target_config
 
@@ -39,6 +53,15 @@ LINKS = {
 # Bytes per second in each direction between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
 HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 
+# FLOP/s of bfloat16 products that are achieved, over the peak rate. The same share is assumed for other types.
+PRODUCTS = {"a100-80": 271.2 / 312, "b200": 1745 / 2250, "h100": 794.5 / 989, "h200": 794.5 / 989}
+LINK_SHARE = 0.8
+SLOWDOWN = 0.35
+POSITIVE = ("memory", "link", "network", "host_link")  # bytes per second
+NAMES = ("device", "products", *POSITIVE, "slowdown")
+EXCESS = 1.05  # clocks above the data sheet's are no reason to refuse a measurement
+MEASURE = "Write the file with `zerojax doctor --json` on a machine with the GPUs"
+
 
 def kind_of(device_kind: str) -> str | None:
     """Return the known GPU that JAX calls `device_kind`, such as `"NVIDIA H100 80GB HBM3"`. Return None for others."""
@@ -58,7 +81,7 @@ class Device:
     slowdown: float = 0.0  # the share of its time by which a product slows during a collective; 0 at peak rates
 
     @classmethod
-    def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> "Device":
+    def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> Device:
         """Return the GPU of a topology. `link` and `network`, in bytes per second, replace the figures of `LINKS`."""
         for name, given in (("link", link), ("network", network)):
             if given is not None and not given > 0:
@@ -95,3 +118,111 @@ class Device:
         if len(in_host) <= 1:
             return self.links.link
         return min(self.links.link, self.links.network * min(in_host.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """What one GPU achieves. A figure that was not measured is None, and its usual share of the peak rate counts."""
+
+    device: str = ""  # the GPU, as JAX calls it, such as `"NVIDIA H200"`; empty: nothing was measured
+    # FLOP/s of matrix products, by the HLO type of the operands, such as `"bf16"`
+    products: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    memory: float | None = None  # bytes per second that memory reads and writes
+    link: float | None = None  # bytes per second that a GPU sends in a collective within its host
+    network: float | None = None  # bytes per second that a GPU sends in a collective between hosts
+    host_link: float | None = None  # bytes per second in each direction between the GPU and its host
+    # the share of its time by which a product takes longer while a collective runs, such as 0.35
+    slowdown: float | None = None
+
+    @classmethod
+    def parse(cls, given: Any) -> Rates:
+        """Read rates from None, a mapping of the attributes, or the path of a file of `zerojax doctor --json`."""
+        if isinstance(given, Rates):
+            return given
+        where, values = "rates=", given
+        if isinstance(given, str | Path):
+            where, values = f"rates={str(given)!r}", _read(Path(given))
+        if not isinstance(values, Mapping | None):
+            raise ValueError(f"{where} must be a path or a dict of measured rates, not a {type(values).__name__}.")
+        values = dict(values or {})
+        if unknown := [str(name) for name in values if name not in NAMES]:
+            raise ValueError(f"{where} has an unknown rate: {', '.join(unknown)}. Known are {', '.join(NAMES)}.")
+        products = values.get("products", {})
+        if not isinstance(products, Mapping):
+            raise ValueError(f"{where}: products must be FLOP/s by type, such as {{'bf16': 7.9e14}}, not {products!r}.")
+        if values and not (isinstance(values.get("device"), str) and values["device"]):
+            raise ValueError(f"{where} does not name the device on which it was measured. {MEASURE}.")
+        numbers = {f"products {dtype}": rate for dtype, rate in products.items()}
+        numbers |= {name: values[name] for name in POSITIVE if values.get(name) is not None}
+        for name, number in numbers.items():
+            if not _is_number(number) or not number > 0:
+                raise ValueError(f"{where}: {name} must be a number above 0, per second, not {number!r}.")
+        if (slowdown := values.get("slowdown")) is not None and not (_is_number(slowdown) and 0 <= slowdown < 10):
+            raise ValueError(f"{where}: slowdown is a share of a product's time, such as 0.35, not {slowdown!r}.")
+        return cls(**values)
+
+    def of(self, device: Device, kind: str) -> Device:
+        """Return the description of a GPU of a kind at achievable rates."""
+        if self.device and kind_of(self.device) != kind:
+            raise ValueError(f"The rates were measured on {self.device!r}, and this plan is for {kind}. {MEASURE}.")
+        if unknown := [dtype for dtype in self.products if dtype not in device.rates]:
+            raise ValueError(
+                f"The rates of products name {', '.join(unknown)}, a type without matrix units on {kind}. Known are "
+                f"{', '.join(device.rates)}."
+            )
+        share, links = PRODUCTS[kind], device.links
+        pairs = {f"products {dtype}": (rate, device.rate(dtype)) for dtype, rate in self.products.items()}
+        pairs |= {"memory": (self.memory, device.bandwidth), "link": (self.link, links.link)}
+        pairs |= {"network": (self.network, links.network)}
+        for name, (measured, peak) in pairs.items():
+            if measured is not None and measured > EXCESS * peak:
+                raise ValueError(
+                    f"The rates were not measured on {kind}: {name} is {measured:.3g} per second, and the peak rate of "
+                    f"{kind} is {peak:.3g}."
+                )
+        return dataclasses.replace(
+            device,
+            bandwidth=self.memory or device.bandwidth,
+            rates={dtype: share * rate for dtype, rate in device.rates.items()} | dict(self.products),
+            scalar=share * device.scalar,
+            links=Links(self.link or LINK_SHARE * links.link, self.network or LINK_SHARE * links.network),
+            slowdown=SLOWDOWN if self.slowdown is None else self.slowdown,
+        )
+
+    def described(self, kind: str) -> str:
+        """Return a sentence that says which rates count as achievable."""
+        usual = {
+            "products": f"{PRODUCTS[kind]:.0%} of peak",
+            "memory": "peak",
+            "link": f"{LINK_SHARE:.0%} of peak",
+            "network": f"{LINK_SHARE:.0%} of peak",
+            "slowdown": f"products {SLOWDOWN:.0%} slower during collectives",
+        }
+        measured = [name for name in usual if getattr(self, name) not in (None, {})]
+        parts = [f"{name} {text}" if name != "slowdown" else text for name, text in usual.items()]
+        assumed = ", ".join(part for part, name in zip(parts, usual, strict=True) if name not in measured)
+        if not measured:
+            return f"Achievable rates are the usual rates of {kind}: {assumed}."
+        rest = f" Usual: {assumed}." if assumed else ""
+        return f"Achievable rates were measured on {self.device}: {', '.join(measured)}.{rest}"
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, int | float) and not isinstance(given, bool)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return the measured rates in the findings that `zerojax doctor --json` wrote."""
+    try:
+        findings = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"rates={str(path)!r} cannot be read: {error.strerror or error}. {MEASURE}.") from None
+    except ValueError as error:
+        raise ValueError(f"rates={str(path)!r} is not JSON: {error}. {MEASURE}.") from None
+    values: dict[str, Any] = {}
+    for finding in findings if isinstance(findings, list) else ():
+        if isinstance(finding, dict) and isinstance(found := finding.get("measured"), dict):
+            values |= found
+    if set(values) <= {"device"}:
+        raise ValueError(f"rates={str(path)!r} has no measured rates. {MEASURE}.")
+    return values

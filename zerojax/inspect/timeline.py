@@ -13,8 +13,16 @@ from typing import Any
 from zerojax.gpus.devices import Device
 from zerojax.inspect.collectives import Collective, CompiledCollectives
 from zerojax.inspect.hlo import Call, Instruction, Module, read
-from zerojax.inspect.overlap import overlap
-from zerojax.inspect.roofline import FUSIONS, Kernel, Roofline, collective_seconds, is_kernel, kernels, roofline
+from zerojax.inspect.roofline import (
+    FUSIONS,
+    Kernel,
+    Roofline,
+    collective_seconds,
+    is_kernel,
+    kernels,
+    overlap,
+    roofline,
+)
 
 LANES = {"all-gather": "gather", "reduce-scatter": "reduce-scatter"}
 

@@ -18,7 +18,7 @@ from zerojax.budget.table import describe
 from zerojax.comm.explicit import auto_context
 from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
-from zerojax.inspect.memory import peak_bytes
+from zerojax.inspect.hlo import peak_bytes
 from zerojax.offload.host import pinned_limit
 from zerojax.planning import compat
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep

@@ -19,11 +19,9 @@ from zerojax.comm.quantised import Codec
 from zerojax.config import Config, Wire
 from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.collectives import CompiledCollectives
-from zerojax.inspect.hlo import Module, read
-from zerojax.inspect.memory import memory_analysis, peak_bytes
-from zerojax.inspect.overlap import overlap
+from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.pieces import FREE, Piece, pieces
-from zerojax.inspect.roofline import kernels, product_flops
+from zerojax.inspect.roofline import kernels, overlap, product_flops
 from zerojax.planning.absent_program import check_planned, state_shapes
 from zerojax.planning.contract import Checked, Contract, contract_of
 from zerojax.planning.named_meshes import MovedMeshes, in_force

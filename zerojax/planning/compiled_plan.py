@@ -11,10 +11,8 @@ from zerojax.budget.table import BlockMemory, rows_of
 from zerojax.gpus.devices import SCHEDULED, USABLE, Device
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
-from zerojax.inspect.hlo import Module, read
-from zerojax.inspect.memory import memory_analysis, peak_bytes
-from zerojax.inspect.overlap import overlap
-from zerojax.inspect.roofline import Roofline, roofline
+from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
+from zerojax.inspect.roofline import Roofline, overlap, roofline
 from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.hardware import Hardware
 from zerojax.planning.stage_bytes import StageEstimate

@@ -18,8 +18,7 @@ from zerojax.comm.encoding import Encoding
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.gather import WorkingSet
-from zerojax.inspect.hlo import Module, read
-from zerojax.inspect.memory import memory_analysis
+from zerojax.inspect.hlo import Module, memory_analysis, read
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout

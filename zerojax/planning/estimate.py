@@ -23,11 +23,10 @@ import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.comm.mesh import resolve_axes
-from zerojax.config import STAGES, Config, LeafMask, Precision, check_count
+from zerojax.config import STAGES, Config, LeafMask, Offload, Precision, Wire, check_count
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.optim.plan import make_plan
-from zerojax.planning.activations import PlainGradient, device_rows
-from zerojax.planning.options import EstimateOptions, split_options
+from zerojax.planning.activations import LossOptions, PlainGradient, device_rows, split_options
 from zerojax.planning.shapes import is_array, named_sharding
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage
 from zerojax.train.loss import Loss
@@ -36,6 +35,25 @@ from zerojax.units import format_bytes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
+
+
+class EstimateOptions(LossOptions, total=False):
+    """Further arguments of the loss, a GPU to compile for, and options of `zero_shard`."""
+
+    args: Sequence[Any]
+    gpu: str | None
+
+    precision: Precision | None
+    offload: Offload | None
+    persist_below: int
+    prefetch: int
+    trainable: Any
+    overwrite: Any
+    shard_axis: str | tuple[str, ...] | None
+    params_axis: str | tuple[str, ...] | None
+    expert_axis: str | tuple[str, ...] | None
+    wire: Wire | None
+
 
 PARTS = ("params", "grads", "master", "opt_state")
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypedDict
 
-from zerojax.gpus.devices import HOST_LINKS, SCHEDULED, USABLE, Device
-from zerojax.gpus.rates import Rates
+from zerojax.gpus.devices import HOST_LINKS, SCHEDULED, USABLE, Device, Rates
 from zerojax.gpus.topology import Topology
 from zerojax.units import parse_bytes
 
@@ -46,3 +45,14 @@ class Hardware:
 
     def to_host(self, topology: str) -> float:
         return self.host_link or self.rates.host_link or HOST_LINKS[Topology.parse(topology).kind]
+
+
+class HardwareOptions(TypedDict, total=False):
+    """Options that become the fields of `Hardware`."""
+
+    memory: float | str | None
+    link: float | None
+    network: float | None
+    host_link: float | None
+    disk: float | None
+    rates: Any

@@ -13,11 +13,10 @@ from zerojax.config import STAGES, Config, Offload, check_count
 from zerojax.gpus.topology import absent_mesh
 from zerojax.optim.partition import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
-from zerojax.planning.activations import PlainGradient
+from zerojax.planning.activations import LossOptions, PlainGradient, split_options
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
-from zerojax.planning.hardware import Hardware
-from zerojax.planning.options import FitOptions, HardwareOptions, split_options
+from zerojax.planning.hardware import Hardware, HardwareOptions
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.streaming.stores import chunk_bytes, kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
@@ -35,6 +34,13 @@ UNEVEN_ROWS = (
     "{} is searched in rows, but the leaves of this batch have different numbers of rows on dim 0, or no dim 0. Pass "
     "values that belong to no row as further arguments, after the batch."
 )
+
+
+class FitOptions(LossOptions, HardwareOptions, total=False):
+    """Rows of the batch to try, whether layers may recompute activations, the loss's options, and the GPU's figures."""
+
+    rows: int | Sequence[int] | None
+    recompute: bool
 
 
 class Planner:

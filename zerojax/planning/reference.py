@@ -22,7 +22,6 @@ from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout, is_numeric, layout_of
 from zerojax.optim.transformation import with_extra_args
 from zerojax.placement.storage import cast
-from zerojax.planning.comparison import Key, Snapshot, largest, snapshot, wide
 from zerojax.train.arguments import cast_inputs
 from zerojax.train.loss import Returned, TypedLoss, on_one_device
 from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
@@ -33,7 +32,11 @@ from zerojax.transformation import ZeroTransformation
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree
 
+QUANTITIES = ("value", "gradient", "parameters", "mutable", "aux")
 REPEATS = 3
+
+Key = tuple[str, str]
+Snapshot = dict[Key, np.ndarray]
 
 
 class PlainState(NamedTuple):
@@ -224,3 +227,22 @@ class Reference:
 def to_host(tree: Any) -> Any:
     """Copy arrays to NumPy arrays, which jit puts on the default device. PRNG keys stay unchanged."""
     return jax.tree.map(lambda x: jax.device_get(x) if is_numeric(jnp.result_type(x)) else x, tree)
+
+
+def snapshot(**trees: Any) -> Snapshot:
+    """Copy results to the host. `trees` has the tree of each quantity, by its name."""
+    return {
+        (quantity, jax.tree_util.keystr(path)): np.asarray(jax.device_get(x))
+        for quantity in QUANTITIES
+        for path, x in jax.tree_util.tree_flatten_with_path(trees.get(quantity))[0]
+        if is_numeric(jnp.result_type(x))
+    }
+
+
+def largest(x: np.ndarray) -> float:
+    size = np.abs(wide(x))
+    return float(np.max(size, initial=0.0, where=np.isfinite(size)))
+
+
+def wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
