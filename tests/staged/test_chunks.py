@@ -29,7 +29,7 @@ def test_only_stacks_have_a_chunk_per_row(tmp_path):
     assert len(chunked) == 8
     for path, node in chunked.items():
         is_stack = path.startswith(("layers", "adapters"))
-        assert node.is_by_row == is_stack, path
+        assert node.chunking.is_by_row(node.leaf) == is_stack, path
         if not is_stack:
             assert len(node.chunking.extents) <= 2 * -(-node.leaf.local_bytes // 16_000), path
 

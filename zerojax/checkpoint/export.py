@@ -215,7 +215,7 @@ def gather_to_host(x: Any, leaf: Leaf, index: tuple[int, ...]) -> np.ndarray:
 
     A stack of layers on disk is loaded onto the devices one layer at a time.
     """
-    if is_chunked(x) and x.store is not None and x.is_by_row:
+    if is_chunked(x) and x.store is not None and x.chunking.is_by_row(x.leaf):
         if not index:
             stack = np.empty(leaf.shape, leaf.dtype)
             for i in range(len(stack)):

@@ -39,6 +39,10 @@ class Chunking:
     def chunk_shapes(self, leaf: Leaf) -> list[tuple[int, ...]]:
         return [self.chunk_shape(leaf, extent) for extent in self.extents]
 
+    def is_by_row(self, leaf: Leaf) -> bool:
+        """Return whether each chunk is one row of dim 0, such as a layer of a stack."""
+        return leaf.kind == "sharded" and len(leaf.shape) > 1 and self == Chunking(0, (1,) * leaf.shape[0])
+
 
 def chunking_of(leaf: Leaf, chunk_bytes: int) -> Chunking:
     """Divide each device's shard into equal chunks of at most `chunk_bytes`. The last chunk may be shorter.
@@ -107,25 +111,18 @@ class Chunked:
         )
 
     @property
-    def is_by_row(self) -> bool:
-        """Return whether each chunk is one row of dim 0, such as a layer of a stack."""
-        leaf = self.leaf
-        return leaf.kind == "sharded" and len(leaf.shape) > 1 and self.chunking == Chunking(0, (1,) * leaf.shape[0])
-
-    @property
-    def mesh(self) -> Mesh:
-        """Return the mesh of `sharding`."""
-        mesh = self.sharding.mesh
-        assert isinstance(mesh, Mesh)
-        return mesh
-
-    @property
     def shape(self) -> tuple[int, ...]:
         return self.leaf.storage_shape
 
     @property
     def dtype(self):
         return self.leaf.dtype
+
+
+def concrete_mesh(sharding: NamedSharding) -> Mesh:
+    mesh = sharding.mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
 
 
 def is_chunked(x) -> bool:

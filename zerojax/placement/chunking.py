@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from zerojax.comm.mapped import mapped
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunked, Chunking
+from zerojax.layout.chunked import Chunked, Chunking, concrete_mesh
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.host import host_sharding, to_memory
 from zerojax.offload.read_ahead import read_ahead
@@ -90,7 +90,7 @@ def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunkin
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     """Load an offloaded leaf as one array on the devices, in memory of its own: a step donates the chunks."""
     chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
-    return joining(node.mesh, node.sharding, node.leaf, node.chunking)(chunks)
+    return joining(node.sharding, node.leaf, node.chunking)(chunks)
 
 
 def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Chunked:
@@ -100,7 +100,7 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
     """
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.fill(read),))
-    where = host_sharding(node.mesh, node.sharding.spec)
+    where = host_sharding(concrete_mesh(node.sharding), node.sharding.spec)
     shapes = node.chunking.chunk_shapes(node.leaf)
     boxes = [(box,) for n in range(len(shapes)) for box in boxes_of(node.leaf, node.chunking, node.sharding, n)]
     sizes = [math.prod(one.stop - one.start for one in box) * node.dtype.itemsize for (box,) in boxes]
@@ -139,13 +139,14 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
     chunks = chunks_of(x, node.leaf, node.chunking)
     if node.store is not None:
         return dataclasses.replace(node, chunks=(node.store.save(chunks),))
-    where = host_sharding(node.mesh, node.sharding.spec)
+    where = host_sharding(concrete_mesh(node.sharding), node.sharding.spec)
     moved = tuple(jax.block_until_ready(jax.device_put(chunk, where)) for chunk in chunks)
     return dataclasses.replace(node, chunks=moved)
 
 
 @functools.lru_cache(maxsize=32)
-def joining(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
+def joining(sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
+    mesh = concrete_mesh(sharding)
     return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
 
 
@@ -160,12 +161,12 @@ def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> I
 @functools.lru_cache(maxsize=64)
 def slicing(sharding: NamedSharding, leaf: Leaf, dim: int, length: int) -> Any:
     """Return the jitted function that `chunks_of` calls. Chunks of one length share it."""
-    mesh = sharding.mesh
-    assert isinstance(mesh, Mesh)
+    mesh = concrete_mesh(sharding)
     return jax.jit(lambda x, start: slice_chunk(mesh, x, leaf, dim, start, length), out_shardings=sharding)
 
 
 @functools.lru_cache(maxsize=32)
-def splitting(mesh: Mesh, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
+def splitting(sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
     """Return a jitted function that splits an array into all of its chunks at once."""
+    mesh = concrete_mesh(sharding)
     return jax.jit(lambda x: split_chunks(mesh, x, leaf, chunking), out_shardings=sharding)

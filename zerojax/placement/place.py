@@ -95,12 +95,10 @@ def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Lea
     program = jax.jit(cast, static_argnums=1, out_shardings=[shardings[i] for i in on_device])
     results = program([arrays[i] for i in on_device], tuple(types[i] for i in on_device))
     done = dict(zip(on_device, results, strict=True))
-    return [done[i] if i in done else cast_on_host(x, types[i], shardings[i]) for i, x in enumerate(arrays)]
-
-
-def cast_on_host(x: Any, dtype: Any, sharding: NamedSharding) -> Any:
-    """Copy an array from host memory to the device, cast it there, and copy it back. JAX cannot cast in host memory."""
-    return x if x.dtype == dtype else copy_to_host(to_device(x).astype(dtype), sharding)
+    for i, x in enumerate(arrays):
+        if i not in done:  # cast on the device, because JAX cannot cast in host memory
+            done[i] = x if x.dtype == types[i] else copy_to_host(to_device(x).astype(types[i]), shardings[i])
+    return [done[i] for i in range(len(arrays))]
 
 
 def init_programs(

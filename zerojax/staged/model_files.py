@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from zerojax.comm.mesh import replicated
-from zerojax.layout.chunked import Chunked, Chunking
+from zerojax.layout.chunked import Chunked, Chunking, concrete_mesh
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import Lease
@@ -96,11 +96,10 @@ class ModelFiles(StateFiles):
         found = {}
         for k in sorted(self._params):
             leaf, chunking, sharding = self.leaves[k]
-            mesh = sharding.mesh
-            assert isinstance(mesh, Mesh)
-            version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(mesh))
+            where = replicated(concrete_mesh(sharding))
+            version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=where)
             if not is_shape:
-                version = jax.device_put(np.array(self._version, np.int32), replicated(mesh))
+                version = jax.device_put(np.array(self._version, np.int32), where)
             found[k] = Chunked((version,), leaf, chunking, sharding, LeafFiles(self, k))
         return found
 

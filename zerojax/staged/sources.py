@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from zerojax import compat
 from zerojax.comm.mesh import constrain
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.layout.chunked import Chunking
+from zerojax.layout.chunked import Chunking, concrete_mesh
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.placement.chunking import joining, splitting
 
@@ -37,21 +37,11 @@ class OnDisk:
     def pieces(self) -> tuple[Piece, ...]:
         return tuple((self.index, n) for n in range(len(self.chunking.extents)))
 
-    @property
-    def is_by_row(self) -> bool:
-        return len(self.leaf.shape) > 1 and self.chunking == Chunking(0, (1,) * self.leaf.shape[0])
-
-    @property
-    def mesh(self) -> Mesh:
-        mesh = self.sharding.mesh
-        assert isinstance(mesh, Mesh)
-        return mesh
-
     def joined(self, chunks: Sequence[Array]) -> Array:
-        return joining(self.mesh, self.sharding, self.leaf, self.chunking)(list(chunks))
+        return joining(self.sharding, self.leaf, self.chunking)(list(chunks))
 
     def split(self, stored: Array) -> list[Array]:
-        return splitting(self.mesh, self.sharding, self.leaf, self.chunking)(stored)
+        return splitting(self.sharding, self.leaf, self.chunking)(stored)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,7 +94,7 @@ class Source:
         def run(grad, operands):
             like = jax.ShapeDtypeStruct(leaf.storage_shape, grad.dtype)
             env = {param.root: like, **dict(zip(param.operands, operands, strict=True))}
-            return constrain(self.of.mesh, param.root_grad(grad, env, leaf.storage_shape), leaf)
+            return constrain(concrete_mesh(self.of.sharding), param.root_grad(grad, env, leaf.storage_shape), leaf)
 
         return jax.jit(run)
 
@@ -112,7 +102,7 @@ class Source:
 def source_of(param: ShardedParam, of: OnDisk) -> Source:
     if not param.slices:
         return Source(of)
-    row = _row_read(param) if of.is_by_row else None
+    row = _row_read(param) if of.chunking.is_by_row(of.leaf) else None
     return Source(of, param=param) if row is None else Source(of, row)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,7 +16,7 @@ from zerojax.config.precision import common_dtype
 from zerojax.layout.chunked import is_chunked, row_chunkings_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
-from zerojax.layout.tree import Layout, canonical
+from zerojax.layout.tree import Layout
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.chunking import chunks_of, joined
 from zerojax.placement.place import are_shapes, place_array
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
 
-def on_disk(config: Config, layout: Layout, types: Mapping[int, Any] | None = None) -> dict[int, OnDisk]:
-    """Return an `OnDisk` for each sharded parameter, by index. If given, `types` replaces the types of `layout`."""
+def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[int, OnDisk]:
+    """Return an `OnDisk` for each sharded parameter, by index. If given, it has the types of the leaves in `types`."""
     assert config.offload is not None
     found = {}
     chunkings = row_chunkings_of(layout.grads, config.offload.chunk_bytes)
@@ -40,7 +40,7 @@ def on_disk(config: Config, layout: Layout, types: Mapping[int, Any] | None = No
     chunkings |= {layout.trained[k]: chunking for k, chunking in trained.items()}
     for i, param in enumerate(layout.params):
         if param.kind == "sharded":
-            leaf = param if types is None else _typed(param, types[i])
+            leaf = _typed(param, types[i].dtype) if types else param
             found[i] = OnDisk(i, leaf, chunkings[i], named(config, leaf))
     return found
 
@@ -68,7 +68,7 @@ def files_of_run(config: Config, plan: ShardingPlan) -> ModelFiles:
 
 def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
     """Return the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
-    params = list(on_disk(config, layout, {i: leaf.dtype for i, leaf in enumerate(types)}).values())
+    params = list(on_disk(config, layout, types).values())
     return _files(config, GIVEN, params, len(params))
 
 
@@ -182,10 +182,6 @@ def loaded(tree: PyTree) -> PyTree:
         return Padded(stored, leaf.shape, leaf.dim) if leaf.padding and leaf.dim is not None else stored
 
     return jax.tree.map(one, tree, is_leaf=is_stored_node)
-
-
-def dtype_of(x: Any) -> Any:
-    return x.dtype if is_chunked(x) else canonical(x.dtype)
 
 
 def _typed(leaf: Leaf, dtype: Any) -> Leaf:

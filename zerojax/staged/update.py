@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zerojax.comm.mesh import wait_if_simulated
-from zerojax.config import Config
 from zerojax.optim.partition import IN_FLIGHT, UpdateGroup
-from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.traced import GRAD, PARAM
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.sources import OnDisk
@@ -32,23 +30,19 @@ class Trained:
     grad: OnDisk
 
 
-class StagedUpdate(StreamedUpdate):
-    """The streamed update of a plan with parameters on disk, by index in `trained`."""
-
-    def __init__(self, config: Config, plan: ShardingPlan, trained: Mapping[int, Trained]):
-        super().__init__(config, plan)
-        self.trained = trained
-
-    def on_files(self, inputs: UpdateInputs, store: StateStore, files: ModelFiles) -> tuple[list, list]:
-        return StagedQueue(self, inputs, store, files).update()
-
-
 class StagedQueue(UpdateQueue):
     """The queue of one step's chunks, whose parameters and gradients are read from files, and written to files."""
 
-    def __init__(self, staged: StagedUpdate, inputs: UpdateInputs, store: StateStore, files: ModelFiles):
-        super().__init__(staged, inputs, store)
-        self._trained, self._files = staged.trained, files
+    def __init__(
+        self,
+        streamed: StreamedUpdate,
+        inputs: UpdateInputs,
+        store: StateStore,
+        files: ModelFiles,
+        trained: Mapping[int, Trained],
+    ):
+        super().__init__(streamed, inputs, store)
+        self._files, self._trained = files, trained
 
     def _params_of(self, group: UpdateGroup) -> list:
         """Return the group's parameters on the devices, and None for parameters on disk."""

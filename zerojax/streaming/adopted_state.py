@@ -59,7 +59,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
     def make(indices: Sequence[int]) -> list[list[Array]]:
         pairs = {k: (values[k], plan.state[k]) for k in indices}
         placed = {k: place_array(in_storage_shape(x, leaf), named(config, leaf)) for k, (x, leaf) in pairs.items()}
-        split = lambda k, x: splitting(config.mesh, x.sharding, plan.state[k], plan.offloaded[k])(x)
+        split = lambda k, x: splitting(x.sharding, plan.state[k], plan.offloaded[k])(x)
         return [split(k, x) if k in plan.offloaded else [x] for k, x in placed.items()]
 
     if not plan.offloaded:

@@ -185,7 +185,7 @@ def trace_stages(
     shape = lambda i, leaf: jax.ShapeDtypeStruct(leaf.shape, disk[i].leaf.dtype)
     full = [stored[i] if i in stored else shape(i, leaf) for i, leaf in enumerate(layout.params)]
     on_leaves = lambda full, *args: call(jax.tree.unflatten(layout.treedef, full), *args)
-    by_row = [i for i, of in disk.items() if of.is_by_row]
+    by_row = [i for i, of in disk.items() if of.chunking.is_by_row(of.leaf)]
     program, _, consts, structure = trace_loss(
         on_leaves, layout.params, full, arrays, OF_ROWS, view.comm, by_row=by_row
     )

@@ -20,9 +20,9 @@ from zerojax.staged.gradients import Gradients
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.reductions import Reductions
 from zerojax.staged.state import files_of, trained_on_disk
-from zerojax.staged.update import StagedUpdate
+from zerojax.staged.update import StagedQueue
 from zerojax.streaming.stores import StateStore, store_for
-from zerojax.streaming.stream import UpdateInputs
+from zerojax.streaming.stream import StreamedUpdate, UpdateInputs
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.gradients import Gradients as AllGradients
 from zerojax.train.loss import mean_mutable
@@ -42,7 +42,7 @@ class StagedStep:
         self._program, self._plan, self._config = program, plan, program.config
         self._trained = trained_on_disk(program.config, plan)
         self._loss = StagedLoss(program, plan)
-        self._update = StagedUpdate(program.config, plan, self._trained)
+        self._update = StreamedUpdate(program.config, plan)
         self._reductions = Reductions(self._update.partition.first.equations[0], self._trained)
         self._finish = jax.jit(self._finished)
 
@@ -91,7 +91,8 @@ class StagedStep:
         if self._program.may_skip and bool(inputs.skipped):  # waits for the devices
             params, leaves = self._update.skip(inputs, store)
         else:
-            params, leaves = self._update.on_files(inputs._replace(skipped=None), store, files)
+            inputs = inputs._replace(skipped=None)
+            params, leaves = StagedQueue(self._update, inputs, store, files, self._trained).update()
             files.advance()
         nodes, pairs = files.nodes(), zip(params, plan.layout.params, strict=True)
         # Only sharded parameters have padding, and these are in files.

@@ -19,7 +19,7 @@ from zerojax.config import Config
 from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded, is_number_array, is_padded
-from zerojax.layout.tree import Layout, check_experts_named, layout_of
+from zerojax.layout.tree import Layout, canonical, check_experts_named, layout_of
 from zerojax.offload.host import to_device
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.state_forms import as_planned, state_shardings
@@ -37,7 +37,6 @@ from zerojax.placement.storage import in_logical_shape, in_storage, is_stored_no
 from zerojax.placement.storage import logical as unpadded_array
 from zerojax.placement.unusable import problem_of
 from zerojax.staged.state import (
-    dtype_of,
     files_of_params,
     files_of_run,
     placed_leaf,
@@ -302,7 +301,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
         files = files_of_run(config, plan)
         tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
         # These are copied to the devices later, one after the other, and keep their types.
-        later = lambda x, leaf: Deferred(partial(placed_leaf, config, x, leaf), leaf.storage_shape, dtype_of(x))
+        later = lambda x, leaf: Deferred(partial(placed_leaf, config, x, leaf), leaf.storage_shape, canonical(x.dtype))
         wide = [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
     else:
         wide = place_params(config, layout, params)
