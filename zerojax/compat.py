@@ -85,11 +85,6 @@ def is_users(file: str) -> bool:
     return "site-packages" not in file and not file.startswith(_PACKAGE)
 
 
-def keeps_barriers(platform: str) -> bool:
-    """Return whether XLA keeps optimization barriers. On CPU with jax 0.10, XLA drops them and merges equal gathers."""
-    return platform != "cpu" or jax.__version_info__ >= (0, 11)
-
-
 def is_literal(atom) -> bool:
     return isinstance(atom, _jex().Literal)
 

@@ -124,8 +124,10 @@ def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> 
     return np.broadcast_to(value.reshape(spread), shape)
 
 
-def inline_calls(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    rule = lambda eqn, values: None if compat.called(eqn) is None else evaluate_call(eqn, values, rule)
+def inline_calls(jaxpr: Any, consts: Sequence, *args: Any, stops: Callable[[Any], bool] = lambda eqn: False) -> list:
+    """Evaluate a jaxpr with its calls inlined, except those for which `stops(eqn)` is true."""
+    is_kept = lambda eqn: compat.called(eqn) is None or stops(eqn)
+    rule = lambda eqn, values: None if is_kept(eqn) else evaluate_call(eqn, values, rule)
     return evaluate(jaxpr, consts, args, rule)
 
 
@@ -282,12 +284,28 @@ def _of_param(value: Any, functions: bool) -> Any:
     return type(value), value
 
 
-def needed_for(eqns: Sequence, wanted: Sequence) -> tuple[list, set]:
-    """Return the equations that `wanted` depends on, and the set of `wanted` and all variables that they read."""
+def reached(start: Iterable, following: Callable[[Any], Iterable]) -> dict:
+    """Return the items of `start`, and everything to which `following(item)` leads from them, each once, as keys."""
+    found, pending = {}, list(start)
+    while pending:
+        item = pending.pop()
+        if item not in found:
+            found[item] = None
+            pending += following(item)
+    return found
+
+
+def makers(eqns: Iterable) -> dict:
+    """Return the equation that computes each variable."""
+    return {var: eqn for eqn in eqns for var in eqn.outvars}
+
+
+def needed_for(eqns: Sequence, wanted: Sequence, given: Collection = ()) -> tuple[list, set]:
+    """Return the equations that compute `wanted` from `given`, and the set of `wanted` and all variables they read."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):
-        if any(var in reads for var in eqn.outvars):
+        if any(var in reads and var not in given for var in eqn.outvars):
             needed.append(eqn)
             reads.update(variables_in(eqn.invars))
     return needed[::-1], reads

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.comm.buckets import buckets, flatten, from_rows, to_rows, unflatten
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
@@ -202,7 +201,7 @@ def test_which_leaves_share_a_bucket(leaves, limit, expected):
 @pytest.mark.slow
 def test_gradients_are_reduced_in_the_type_of_the_wire():
     leaves = [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.bfloat16, jnp.int32)]
-    comm = Collectives(AXES, encoding=Encoding(np.dtype(np.float32)))
+    comm = Collectives(AXES, reduce=np.dtype(np.float32))
     stacks = [jnp.full((8, *leaf.shape), 257, leaf.dtype) for leaf in leaves]
     for leaf, x in zip(leaves, jax.jit(reduced(comm, leaves, False))(stacks), strict=True):
         assert x.dtype == (leaf.dtype if leaf.dtype == np.int32 else np.float32)

@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import check, collectives, zero_shard
-from zerojax.compat import keeps_barriers
 from zerojax.inspect.pieces import operations
 from zerojax.planning.check import check_program
 from zerojax.planning.contract import Checked
@@ -130,7 +129,8 @@ def test_independent_tables_are_gathered_one_after_the_other_or_named(mesh):
 
     tx = zero(mesh, 3)
     found = check(tx.train_step(apart), tx.create(dict.fromkeys(names, shape(4096, 8))), rows)
-    assert found.ok == keeps_barriers("cpu") == (found.peak < 0.7 * 2**20), found  # jax 0.10 merges these gathers
+    merges = jax.__version_info__ < (0, 11)  # these gathers
+    assert found.ok != merges == (found.peak >= 0.7 * 2**20), found
     assert found.ok or "beyond plain jit's activations, the shards and three layers. Gathered: ['t0']" in str(found)
     assert check(tx.train_step(stacked), tx.create(shape(6, 4096, 8)), rows).ok
 

@@ -20,9 +20,10 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm import quantised
 from zerojax.comm.barriers import barrier, zero_after
 from zerojax.comm.buckets import buckets, from_rows, split, to_rows
-from zerojax.comm.encoding import Encoding
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import axes_of, in_words
+from zerojax.config.options import Wire
+from zerojax.config.precision import common_dtype
 from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.padded import pad, trim
@@ -50,7 +51,8 @@ class Collectives:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
         bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, each is alone.
-        encoding: The types and formats in which collectives send values.
+        reduce: The floating type in which gradients are summed over the devices. None: the type of each gradient.
+        wire: The formats of quantised leaves. None: no leaf is quantised.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
         shared_bytes: Consecutive blocks of stage 3 share a gather if they gather at most this many logical bytes
             together. If 0, each block has its own.
@@ -62,7 +64,8 @@ class Collectives:
     axes: tuple[str, ...]
     # In the GPT benchmark on 8 x H200, compute hides 87% of the bytes with 32 MiB, and 96% with 128 MiB, a full layer.
     bucket_bytes: int = BUCKET_BYTES
-    encoding: Encoding = dataclasses.field(default_factory=Encoding)
+    reduce: np.dtype | None = None
+    wire: Wire | None = None
     defers: bool = False
     shared_bytes: int = 0
 
@@ -79,6 +82,16 @@ class Collectives:
     def follower(self) -> Follower | None:
         """Return the analysis that finds the rows of the batch in each value. None in device view."""
         return None
+
+    def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+        return _at_least_bfloat16(dtype) if self.reduce is None else self.reduce
+
+    def sum_dtype(self, dtype: np.dtype) -> np.dtype:
+        """Return the type in which one device sums a parameter's gradients from several uses: at least bfloat16."""
+        wide = _at_least_bfloat16(dtype)
+        return wide if self.reduce is None else common_dtype(wide, self.reduce)
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
         """Raise a `ValueError` if a shard is not laid out as its leaf says."""
@@ -124,7 +137,7 @@ class Collectives:
         Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
         gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
         """
-        values = [self.encoding.encode_grad(grad) for grad in grads]
+        values = [grad.astype(self.reduce_dtype(grad.dtype)) for grad in grads]
         return self._by_bucket("reduce_scatter", self._reduce, values, leaves, exposed=exposed, from_last=exposed)
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
@@ -270,8 +283,8 @@ class Collectives:
         leaf = leaves[0]
         if leaf.kind == "replicated":
             return shards
-        if (codec := self.encoding.gather_codec(leaf)) is not None:
-            return quantised.all_gather(shards, leaves, codec, self.encoding.axes(leaf))
+        if (codec := quantised.gather_codec(self.wire, leaf)) is not None:
+            return quantised.all_gather(shards, leaves, codec, quantised.narrow_axes(self.wire, leaf))
         if leaf.dim is not None and len(leaves) == 1:
             gathered = lax.all_gather(shards[0], leaf.axes, axis=leaf.dim, tiled=True)
             return [trim(gathered, leaf.dim, leaf.shape[leaf.dim])]
@@ -280,8 +293,8 @@ class Collectives:
 
     def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         leaf = leaves[0]
-        if (codec := self.encoding.reduce_codec(leaf)) is not None:
-            return quantised.reduce_scatter(values, leaves, codec, self.encoding.axes(leaf))
+        if (codec := quantised.reduce_codec(self.wire, leaf)) is not None:
+            return quantised.reduce_scatter(values, leaves, codec, quantised.narrow_axes(self.wire, leaf))
         if leaf.kind == "replicated":
             return [lax.psum(values[0], self.axes) if leaf.size else values[0]]
         if leaf.dim is not None and len(leaves) == 1:
@@ -290,6 +303,12 @@ class Collectives:
         rows = jnp.concatenate([to_rows(*pair) for pair in zip(values, leaves, strict=True)], axis=1)
         row = lax.psum_scatter(rows, leaf.axes, scatter_dimension=0)
         return [x.reshape(leaf.local_shape) for x, leaf in zip(split(row, leaves), leaves, strict=True)]
+
+
+def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
+    """Replace a floating type narrower than bfloat16 by bfloat16, because a sum in float8 loses most of its digits."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 2
+    return np.dtype(jnp.bfloat16) if narrow else dtype
 
 
 def _label(leaves: Sequence[Leaf]) -> str:

@@ -53,7 +53,7 @@ class GlobalCollectives(Collectives):
 
     @functools.cached_property
     def manual(self) -> Collectives:
-        return Collectives(self.axes, self.bucket_bytes, self.encoding, self.defers, self.shared_bytes)
+        return Collectives(self.axes, self.bucket_bytes, self.reduce, self.wire, self.defers, self.shared_bytes)
 
     @property
     def _workers(self) -> int:
@@ -101,7 +101,8 @@ class GlobalCollectives(Collectives):
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
         summed = [i for i in range(len(leaves)) if i not in reduced]
-        reduced |= {i: to_storage(self.mesh, self.encoding.encode_grad(grads[i]), leaves[i]) for i in summed}
+        narrow = {i: grads[i].astype(self.reduce_dtype(grads[i].dtype)) for i in summed}
+        reduced |= {i: to_storage(self.mesh, x, leaves[i]) for i, x in narrow.items()}
         return [reduced[i] for i in range(len(leaves))]
 
     def _without_rows(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
@@ -111,7 +112,7 @@ class GlobalCollectives(Collectives):
             devices = math.prod(self.mesh.shape[axis] for axis in axes)
             is_partial = grads[i].ndim > len(leaves[i].shape)
             if is_partial and (leaves[i].dim is None or grads[i].shape[0] != devices):
-                grads[i] = self.encoding.encode_grad(grads[i]).sum(0)
+                grads[i] = grads[i].astype(self.reduce_dtype(grads[i].dtype)).sum(0)
         return grads
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.buckets import from_rows, to_rows
-from zerojax.config.options import FORMATS, SCALE_BYTES
+from zerojax.config.options import FORMATS, SCALE_BYTES, Wire
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import pad
 
@@ -89,6 +89,32 @@ class Codec:
             signed = jnp.concatenate([lax.shift_left(signed, jnp.int8(4)), signed], axis=-1)
             signed = lax.shift_right_arithmetic(signed, jnp.int8(4))
         return signed.astype(jnp.float32)
+
+
+def gather_codec(wire: Wire | None, leaf: Leaf) -> Codec | None:
+    """Return the codec that quantises a leaf's shards for a gather, or None if they are sent unquantised.
+
+    If the loss itself quantises a weight to one byte, the weight is sent unchanged: a second rounding would change its
+    values.
+    """
+    is_narrow = getattr(leaf.dtype, "itemsize", 0) == 1
+    return None if wire is None or is_narrow else _codec(wire, leaf, wire.gather)
+
+
+def reduce_codec(wire: Wire | None, leaf: Leaf) -> Codec | None:
+    """Return the codec that quantises a leaf's gradient for a reduction, or None if it is sent unquantised."""
+    return wire and _codec(wire, leaf, wire.reduce, stochastic=wire.rounding == "stochastic")
+
+
+def narrow_axes(wire: Wire | None, leaf: Leaf) -> tuple[str, ...]:
+    """Return the axes of a leaf over which quantised values are sent."""
+    return tuple(axis for axis in leaf.axes if wire is None or wire.over is None or axis in wire.over)
+
+
+def _codec(wire: Wire, leaf: Leaf, fmt: str | None, *, stochastic: bool = False) -> Codec | None:
+    if fmt is None or leaf.dim is None or not leaf.is_quantised or not narrow_axes(wire, leaf):
+        return None
+    return Codec(fmt, wire.block, stochastic)
 
 
 def uniform(x: Float[Array, ...]) -> Float[Array, ...]:

@@ -197,7 +197,6 @@ _RULES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
 class _DerivativeRule:
     """The derivative of an equation that calls a `jax.custom_jvp` or `jax.custom_vjp`, traced on the caller's mesh.
 
@@ -205,34 +204,22 @@ class _DerivativeRule:
     are the function's arguments.
     """
 
-    evaluation: _Evaluation
-    eqn: Any
-    consts: Sequence
-
-    @property
-    def _types(self) -> list:
-        return [atom.aval for atom in self.eqn.invars]
-
-    @property
-    def _args(self) -> list:
-        return self._types[len(self.consts) :]
-
-    @property
-    def _outs(self) -> list:
-        return [var.aval for var in self.eqn.outvars]
+    def __init__(self, evaluation: _Evaluation, eqn: Any, consts: Sequence):
+        self.evaluation, self.eqn, self.consts = evaluation, eqn, consts
+        self.types, self.outs = [atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars]
+        self.args = self.types[len(consts) :]
 
     def jvp_of(self, value: Callable) -> Callable:
         def both(*values):
-            operands, tangents = values[: len(self._types)], values[len(self._types) :]
+            operands, tangents = values[: len(self.types)], values[len(self.types) :]
             fn, args = self._opened(operands)
-            out, tangents_out = jax.jvp(fn, args, _with_zeros(self._args, tangents))
-            return [*out, *_differentiable(self._outs, tangents_out)]
+            out, tangents_out = jax.jvp(fn, args, _with_zeros(self.args, tangents))
+            return [*out, *_differentiable(self.outs, tangents_out)]
 
         def jvp(primals, tangents):
-            types = [*self._types, *_differentiable(self._args, self._args)]
-            moving = _differentiable(self._args, tangents)
-            found = self._run(self._traced(both, types), [*self.consts, *primals, *moving])
-            return found[: len(self._outs)], [*_with_zeros(self._outs, found[len(self._outs) :])]
+            types = [*self.types, *_differentiable(self.args, self.args)]
+            found = self._run(both, types, [*self.consts, *primals, *_differentiable(self.args, tangents)])
+            return found[: len(self.outs)], [*_with_zeros(self.outs, found[len(self.outs) :])]
 
         made = jax.custom_jvp(value)
         made.defjvp(jvp)
@@ -245,23 +232,22 @@ class _DerivativeRule:
             fn, args = self._opened(values)
             out, pull = jax.vjp(fn, *args)
             residuals, kept["tree"] = jax.tree.flatten(pull)
+            kept["types"] = [*map(jax.typeof, residuals)]
             return [*out, *residuals]
 
         def fwd(*values):
-            traced = self._traced(forward, self._types)
-            kept["types"] = [atom.aval for atom in compat.opened(traced.closed)[0].outvars][len(self._outs) :]
-            found = self._run(traced, [*self.consts, *values])
-            return found[: len(self._outs)], found[len(self._outs) :]
+            found = self._run(forward, self.types, [*self.consts, *values])
+            return found[: len(self.outs)], found[len(self.outs) :]
 
         def bwd(residuals, cotangents):
             def pull(*values):
                 of_residuals = jax.tree.unflatten(kept["tree"], values[: len(residuals)])
-                grads = of_residuals([*_with_zeros(self._outs, values[len(residuals) :])])
-                return _differentiable(self._args, grads)
+                grads = of_residuals([*_with_zeros(self.outs, values[len(residuals) :])])
+                return _differentiable(self.args, grads)
 
-            types = [*kept["types"], *_differentiable(self._outs, self._outs)]
-            found = self._run(self._traced(pull, types), [*residuals, *_differentiable(self._outs, cotangents)])
-            return _with_zeros(self._args, found)
+            types = [*kept["types"], *_differentiable(self.outs, self.outs)]
+            found = self._run(pull, types, [*residuals, *_differentiable(self.outs, cotangents)])
+            return _with_zeros(self.args, found)
 
         made = jax.custom_vjp(value)
         made.defvjp(fwd, bwd)
@@ -271,13 +257,10 @@ class _DerivativeRule:
         consts, args = operands[: len(self.consts)], operands[len(self.consts) :]
         return lambda *xs: compat.evaluate_one(self.eqn, (*consts, *xs)), args
 
-    def _traced(self, fn: Callable, types: Sequence) -> TypedFunction:
+    def _run(self, fn: Callable, types: Sequence, values: Sequence) -> list:
+        """Trace a function on the caller's mesh, and evaluate it."""
         with jax.sharding.use_abstract_mesh(self.evaluation.mesh):
-            closed = jax.make_jaxpr(fn)(*types)
-        return TypedFunction(self.evaluation.mesh, closed, self.evaluation.axes)
-
-    def _run(self, traced: TypedFunction, values: Sequence) -> list:
-        jaxpr, consts = compat.opened(traced.closed)
+            jaxpr, consts = compat.opened(jax.make_jaxpr(fn)(*types))
         return self.evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
 
 

@@ -27,7 +27,7 @@ def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]])
     """
     params = eqn.params
     jaxpr, consts = compat.opened(params["jaxpr"])
-    made = {var: inner for inner in jaxpr.eqns for var in inner.outvars}
+    made = jaxprs.makers(jaxpr.eqns)
     specs = params["out_specs"]
     free = {i: params["newly_manual_axes"] - {*axes_of(specs[i])} for i in wanted}
     chains = {i: _chain(jaxpr.outvars[i], made, axes) for i, axes in wanted.items() if axes and free[i] >= {*axes}}

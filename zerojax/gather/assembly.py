@@ -62,14 +62,10 @@ def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapp
 
     Repeated equations come first, unless one of them reads a result of the draft's own equations.
     """
-    needed = {id(eqn): eqn for eqn in draft.again}
-    pending = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
-    pending = [v for v in pending if v not in draft.reads]
-    while pending:
-        var = pending.pop()
-        if var in repeated and id(repeated[var]) not in needed:
-            needed[id(repeated[var])] = repeated[var]
-            pending.extend(jaxprs.variables_in(repeated[var].invars))
+    given = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
+    behind = lambda var: jaxprs.variables_in(repeated[var].invars) if var in repeated else ()
+    found = jaxprs.reached([v for v in given if v not in draft.reads], behind)
+    needed = {id(eqn): eqn for eqn in [*draft.again, *(repeated[v] for v in found if v in repeated)]}
     own = {v for eqn in draft.eqns for v in eqn.outvars}
     in_order = lambda eqns: sorted(eqns, key=lambda eqn: order[id(eqn)])
     eqns = in_order(needed.values()) + draft.eqns

@@ -7,7 +7,7 @@ block that gathers the weight already (`Clusters`).
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
@@ -166,17 +166,14 @@ class Clusters:
 
     def root_of(self, reads: Collection) -> Any:
         """Return the variable of the only parameter from which `reads` are computed, or None if not exactly one is."""
-        found, pending, seen = set(), [*reads], set()
-        while pending:
-            var = pending.pop()
-            if var in self.params:
-                found.add(self.params[var].root)
-            elif var in self.roots:
-                found.add(self.roots[var])
-            elif var in self.repeated and var not in seen:
-                pending += jaxprs.variables_in(self.repeated[var].invars)
-            seen.add(var)
+        found = {self.params[var].root if var in self.params else self.roots.get(var) for var in self._behind(reads)}
+        found -= {None}
         return found.pop() if len(found) == 1 else None
+
+    def _behind(self, reads: Iterable) -> dict:
+        """Return `reads`, and what is read by the repeated equations that compute them."""
+        stops = lambda var: var in self.params or var in self.roots or var not in self.repeated
+        return jaxprs.reached(reads, lambda v: () if stops(v) else jaxprs.variables_in(self.repeated[v].invars))
 
     def joined(self, eqn: Any) -> Joined | None:
         """Return the block that gathers the only parameter of `eqn`, or None if `eqn` cannot run in that block."""

@@ -126,8 +126,8 @@ class LayerGathers:
         unique = {stacked[i].key: i for i in self.used}
         # Only the layout is read. All layers of a stack have the same layout, so layer 0 serves for every iteration.
         layers = [stacked[i].at_layer(0) for i in unique.values()]
-        rows = [stacked[i].row(self.shards[i], self.loop.layer(iteration)) for i in unique.values()]
         # The cast is made row by row. A cast before the loop would copy the stack.
-        anchor, (rows,) = barrier(anchor, self.options.encode(rows, layers))
-        gathered = dict(zip(unique, self.options.gather(rows, layers), strict=True))
+        rows = [stacked[i].row(self.shards[i], self.loop.layer(iteration)) for i in unique.values()]
+        anchor, (rows,) = barrier(anchor, rows)
+        gathered = dict(zip(unique, self.options.comm.all_gather(rows, [layer.leaf for layer in layers]), strict=True))
         return [gathered[p.key] if i in self.used else None for i, p in enumerate(stacked)], anchor

@@ -24,16 +24,31 @@ from zerojax.layout.leaf import Leaf
 
 
 class Request(NamedTuple):
-    """A weight that a jaxpr takes instead of computing it. `of` computes it from the jaxpr's arguments `operands`."""
+    """A weight that a jaxpr takes instead of computing it. `of` computes it from the jaxpr's arguments `operands`.
+
+    `targets` are the variables that the jaxpr computes from the requested values. If `tail` is None, the values replace
+    the targets. Otherwise a `widen` equation with this `tail`, which also reads the operands with the indices `reads`,
+    computes the first target, and the last values replace the other targets. The narrow value is gathered in the type
+    `dtype`.
+    """
 
     operands: tuple[int, ...]
     of: Computation
+    targets: list
+    tail: Any = None
+    reads: Sequence[int] = ()
+    dtype: Any = None
 
     def bind(self, values: Sequence) -> list:
         return shardwise_p.bind(*(values[i] for i in self.operands), of=self.of)
 
-    def with_constants(self, first: int) -> "Request":
-        return self._replace(of=self.of.with_fixed(k for k, i in enumerate(self.operands) if i >= first))
+    def values(self, args: Sequence, values: Sequence) -> list:
+        """Return the values of `targets`, given the arguments of the jaxpr and the requested values."""
+        if self.tail is None:
+            return list(values)
+        count = len(values) - (len(self.targets) - 1)
+        others = [*values[:count], *(args[self.operands[i]] for i in self.reads)]
+        return [widen_p.bind(*others, tail=self.tail, dtype=self.dtype), *values[count:]]
 
 
 def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], constants: int) -> tuple[Any, Sequence]:
@@ -53,7 +68,10 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
         return jaxpr, ()
 
     def run(*args):
-        values = [x for r in requests for x in r.with_constants(len(args) - constants).bind(args)]
+        first = len(args) - constants
+        fixed = (frozenset(k for k, i in enumerate(r.operands) if i >= first) for r in requests)
+        of = (dataclasses.replace(r.of, fixed=indices) for r, indices in zip(requests, fixed, strict=True))
+        values = [x for r, of in zip(requests, of, strict=True) for x in r._replace(of=of).bind(args)]
         return call(closed, *args, *values)
 
     new, consts = compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
@@ -80,7 +98,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
     avals = [v.aval for v in jaxpr.invars]
     places = {i: given[v] for i, v in enumerate(jaxpr.invars) if v in given}
     by_place = lambda jaxpr: {jaxpr.invars[i]: dim for i, dim in places.items()}
-    closed = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, (), args, _inline))(*avals)
+    closed = jax.make_jaxpr(functools.partial(jaxprs.inline_calls, jaxpr, (), stops=names.is_block))(*avals)
     jaxpr, consts = compat.opened(closed)
     dims = dims_of(jaxpr, by_place(jaxpr))
     inner = lambda eqn, values: spared(eqn, values, dims) or _inside(eqn, values, dims)
@@ -88,33 +106,25 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
     jaxpr, consts = compat.opened(closed)
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     chosen = chosen_values(jaxpr, dims_of(jaxpr, by_place(jaxpr)))
-    made = [_request(jaxpr, consts, eqn_or_var, by_place(jaxpr)) for eqn_or_var in chosen]
-    made = [pair for pair in made if pair is not None]
-    if not made:
+    requests = [_request(jaxpr, consts, eqn_or_var, by_place(jaxpr)) for eqn_or_var in chosen]
+    requests = [request for request in requests if request is not None]
+    if not requests:
         return closed, []
-    targets = [var for found in made for var in found.targets]
+    targets = [var for request in requests for var in request.targets]
     eqns, _ = jaxprs.needed_for([e for e in jaxpr.eqns if not set(targets) & set(e.outvars)], jaxpr.outvars)
     rest = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars, *targets], jaxpr.outvars)
 
     def run(*args):
         own, extra = args[: len(avals)], list(args[len(avals) :])
         values: list = []
-        for found in made:
-            size = len(found.request.of.head.out_avals)
-            values += found.values([own[i] for i in found.request.operands], extra[:size])
+        for request in requests:
+            size = len(request.of.head.out_avals)
+            values += request.values(own, extra[:size])
             del extra[:size]
         return jaxprs.run(rest, (), *jaxprs.as_jax_values(consts), *own, *values)
 
-    extra = [aval for found in made for aval in found.request.of.head.out_avals]
-    return jax.make_jaxpr(run)(*avals, *extra), [found.request for found in made]
-
-
-def _inline(eqn: Any, values: Sequence) -> Sequence | None:
-    """Evaluate the body of a call that does not mark a layer. Return None for any other equation."""
-    body = compat.called(eqn)
-    if body is None or names.is_block(eqn):
-        return None
-    return jaxprs.evaluate_call(eqn, values, _inline)
+    extra = [aval for request in requests for aval in request.of.head.out_avals]
+    return jax.make_jaxpr(run)(*avals, *extra), requests
 
 
 def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
@@ -206,7 +216,7 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
         return jax.make_jaxpr(fn)(*avals)
 
     of = dataclasses.replace(request.of, head=over_layers(request.of.head), full=over_layers(request.of.full))
-    return Request(request.operands, of)
+    return request._replace(of=of)
 
 
 def chosen_values(jaxpr: Any, dims: Mapping) -> list:
@@ -216,7 +226,7 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
     be computed. A tuple has the weight, followed by small values without a derivative of the same parameters.
     """
     chosen: list = [eqn for eqn in jaxpr.eqns if eqn.primitive is shardwise_p]
-    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    made = jaxprs.makers(jaxpr.eqns)
     below = {v for eqn in chosen for v in eqn.outvars}
     divided = [v for v, dim in dims.items() if dim is not None]
     read = [v for eqn in jaxpr.eqns if not all(v in dims for v in eqn.outvars) for v in jaxprs.variables_in(eqn.invars)]
@@ -228,7 +238,7 @@ def chosen_values(jaxpr: Any, dims: Mapping) -> list:
     for root in {frozenset(r): r for r in roots.values()}.values():
         group = [v for v in ends if roots[v] & root]
         candidates = [v for v in divided if v in made and v not in below and jnp.issubdtype(v.aval.dtype, jnp.floating)]
-        candidates = [v for v in candidates if all(_computes(v, end, made, dims, given) for end in group)]
+        candidates = [v for v in candidates if all(_computes(v, end, made, dims) for end in group)]
         cones = {v: _cone(v, made) for v in candidates}
         candidates = [v for v, cone in cones.items() if root & cone.keys() and _is_quantised(cone, made)]
         for last in candidates[-1:]:
@@ -246,55 +256,17 @@ def _is_quantised(cone: Mapping, made: Mapping) -> bool:
 
 def _cone(var: Any, made: Mapping) -> dict:
     """Return `var` and all variables from which it is computed. `made` has the equation of each variable."""
-    seen: dict = {}
-    pending = [var]
-    while pending:
-        v = pending.pop()
-        if v not in seen:
-            seen[v] = None
-            pending += jaxprs.variables_in(made[v].invars) if v in made else []
-    return seen
+    return jaxprs.reached([var], lambda v: jaxprs.variables_in(made[v].invars) if v in made else [])
 
 
-def _computes(var: Any, end: Any, made: Mapping, dims: Mapping, given: set) -> bool:
+def _computes(var: Any, end: Any, made: Mapping, dims: Mapping) -> bool:
     """Return whether `end` can be computed from `var`, values that are alike, and values much smaller than `var`."""
-    seen: set = set()
-    pending = [end]
-    while pending:
-        v = pending.pop()
-        if v is var or v in seen or dims.get(v) is None or is_small(v, var):
-            continue
-        seen.add(v)
-        if v in given or v not in made:
-            return False
-        pending += jaxprs.variables_in(made[v].invars)
-    return True
+    is_known = lambda v: v is var or dims.get(v) is None or is_small(v, var)
+    reads = lambda v: () if is_known(v) or v not in made else jaxprs.variables_in(made[v].invars)
+    return all(is_known(v) or v in made for v in jaxprs.reached([end], reads))
 
 
-class Found(NamedTuple):
-    """A request, and the variables `targets`, which the jaxpr computes from the requested values.
-
-    If `tail` is None, the values replace the targets. Otherwise a `widen` equation with this `tail`, which also reads
-    the operands with the indices `reads`, computes the first target, and the last values replace the other targets. The
-    narrow value is gathered in the type `dtype`.
-    """
-
-    request: Request
-    targets: list
-    tail: Any = None
-    reads: Sequence[int] = ()
-    dtype: Any = None
-
-    def values(self, operands: Sequence, values: Sequence) -> list:
-        """Return the values of `targets`, given the operands of the request and the requested values."""
-        if self.tail is None:
-            return list(values)
-        count = len(values) - (len(self.targets) - 1)
-        others = [*values[:count], *(operands[i] for i in self.reads)]
-        return [widen_p.bind(*others, tail=self.tail, dtype=self.dtype), *values[count:]]
-
-
-def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found | None:
+def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Request | None:
     """Return the request for `target`, one of the `chosen_values`. `given` is that of `_rewritten`."""
     is_eqn = not isinstance(target, tuple)
     wanted = list(target.outvars if is_eqn else target)
@@ -317,33 +289,34 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Found
 
     if is_eqn:
         of = dataclasses.replace(target.params["of"], head=traced("head"), full=traced("full"), fixed=frozenset())
-        return Found(Request(operands, of), wanted)
+        return Request(operands, of, wanted)
     return _with_tail(traced("full"), operands, wanted, [given[jaxpr.invars[i]] for i in operands])
 
 
-def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Found | None:
+def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Request | None:
     """Divide the computation `full` of `targets` at the narrowest value of the weight, and return the request for them.
 
     Return None if shards cannot compute the weight, or if a parameter is the narrowest value.
     """
-    closed = flat(full)
-    jaxpr, consts = compat.opened(closed)
+    jaxpr, consts = compat.opened(flat(full))
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
     end, *fixed = jaxpr.outvars
-    made, inputs = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}, set(jaxpr.invars)
+    made = jaxprs.makers(jaxpr.eqns)
     if dims.get(end) is None:
         return None
     alike_shape = [v for v in dims if dims[v] is not None and v.aval.shape == end.aval.shape]
     candidates = [v for v in alike_shape if _is_exact_in(v.aval.dtype, end.aval.dtype) or v is end]
-    candidates = [v for v in candidates if _computes(v, end, made, dims, inputs)]
+    candidates = [v for v in candidates if _computes(v, end, made, dims)]
     narrow = min(reversed(candidates), key=lambda v: v.aval.dtype.itemsize)
-    if narrow in inputs:
+    if narrow not in made:
         return None
     if narrow is end:
-        return Found(Request(operands, Computation(full, full)), targets)
+        return Request(operands, Computation(full, full), targets)
     # `widen` computes the weight from the narrow value, from the operands that are alike, and from the scales.
-    eqns, reads = _needed_from(jaxpr, narrow, end, dims)
+    depends = jaxprs.dependent_on([v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns)
+    small = {v for v in depends if is_small(v, narrow)}
+    eqns, reads = jaxprs.needed_for(jaxpr.eqns, [end], {*small, narrow})
     scales = [v for v in made if v in reads and v is not narrow and not any(v in e.outvars for e in eqns)]
     alike = [i for i, v in enumerate(jaxpr.invars) if v in reads and dims[v] is None]
     constvars = compat.constvars_of(jaxpr)
@@ -364,19 +337,7 @@ def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Seque
         return [q.astype(end.aval.dtype), *others]
 
     computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=travels)
-    return Found(Request(operands, computation), targets, jax.make_jaxpr(tail)(*shapes), alike, travels)
-
-
-def _needed_from(jaxpr: Any, narrow: Any, end: Any, dims: Mapping) -> tuple[list, set]:
-    """Return the equations that compute `end` from `narrow` and small values, and the variables that they read."""
-    depends = jaxprs.dependent_on([v for v in jaxpr.invars if dims[v] is not None], jaxpr.eqns)
-    stops = {v for v in depends if is_small(v, narrow)} | {narrow}
-    reads, needed = {end}, []
-    for eqn in reversed(jaxpr.eqns):
-        if any(v in reads and v not in stops for v in eqn.outvars):
-            needed.append(eqn)
-            reads.update(jaxprs.variables_in(eqn.invars))
-    return needed[::-1], reads
+    return Request(operands, computation, targets, jax.make_jaxpr(tail)(*shapes), alike, travels)
 
 
 def _is_exact_in(narrow: Any, wide: Any) -> bool:

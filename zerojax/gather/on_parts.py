@@ -150,7 +150,7 @@ class _Evaluation:
         for var, x, dim, division in zip(jaxpr.invars, values, given, each, strict=True):
             # The padding is 1 in every operand, so that a quotient or a logarithm there is finite.
             self.env[var] = x if dim is None else division.fill(x, dim, 1)
-        self._made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self._made = jaxprs.makers(jaxpr.eqns)
 
     def value(self, atom: Any) -> Any:
         return atom.val if compat.is_literal(atom) else self.env[atom]

@@ -40,7 +40,7 @@ class Analysis:
     def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], repeated: Mapping, alike: Set):
         """Analyse a function."""
         self.params, self.repeated, self.alike = params, repeated, alike
-        self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.made = jaxprs.makers(jaxpr.eqns)
         self.uses, final = jaxprs.uses_of(jaxpr)
         # Variables that only reductions read, directly or after equations that can be computed on parts.
         self.reduced: set = set()
@@ -60,14 +60,9 @@ class Analysis:
 
     def ends(self, eqn: Any) -> list:
         """Return `[eqn]` if `eqn` is a reduction, or else the reductions to whose chains `eqn` belongs."""
-        found, pending = {}, [eqn]
-        while pending:
-            reader = pending.pop()
-            if not self.reduced.issuperset(reader.outvars):
-                found[id(reader)] = reader
-            else:
-                pending += [use for var in reader.outvars for use, _ in self.uses.get(var, ()) if id(use) not in found]
-        return list(found.values())
+        is_end = lambda eqn: not self.reduced.issuperset(eqn.outvars)
+        readers = lambda eqn: [use for var in eqn.outvars for use, _ in self.uses.get(var, ())]
+        return [*filter(is_end, jaxprs.reached([eqn], lambda eqn: [] if is_end(eqn) else readers(eqn)))]
 
     def dims(self, eqn: Any) -> Sequence[int | None]:
         """Return, for each result of `eqn`, the dim in which shards divide it, or `UNKNOWN` if they cannot compute it.
@@ -98,24 +93,23 @@ class Analysis:
 
     def inputs(self, eqn: Any) -> tuple[dict, list]:
         """Return `Chain.again` and `Chain.reads` of an equation that shards can compute."""
-        again, reads, pending, seen = {}, [], jaxprs.variables_in(eqn.invars), set()
-        small = max(atom.aval.size for atom in eqn.invars) // _SMALL
-        while pending:
-            var = pending.pop()
-            if var in seen:
-                continue
-            seen.add(var)
+        again, reads, small = {}, [], max(atom.aval.size for atom in eqn.invars) // _SMALL
+
+        def behind(var):
             made = self.made.get(var)
             if var in self.params:
-                reads += self.params[var].operands
+                reads.extend(self.params[var].operands)
             elif var in self.repeated:
-                pending += jaxprs.variables_in(self.repeated[var].invars)
+                return jaxprs.variables_in(self.repeated[var].invars)
             # A broadcast would be as large as the parameter, and small values are cheap.
             elif made is not None and self._is_cheap(made, small):
                 again[id(made)] = made
-                pending += jaxprs.variables_in(made.invars)
+                return jaxprs.variables_in(made.invars)
             else:
                 reads.append(var)
+            return ()
+
+        jaxprs.reached(jaxprs.variables_in(eqn.invars), behind)
         return again, reads
 
     def _is_cheap(self, eqn: Any, small: int) -> bool:

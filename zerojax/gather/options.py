@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-from jax import lax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.sharded_param import ShardedParam
@@ -30,15 +29,6 @@ class Options:
     prefetch: int  # how many uses ahead a gather may start; 0 disables prefetch
     reshard_after_forward: bool  # whether gathered parameters are dropped after the forward pass
 
-    def encode(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        """Return shards in the form that `gather` takes."""
-        return [lax.convert_element_type(shard, param.leaf.dtype) for shard, param in zip(shards, params, strict=True)]
-
-    def gather(
-        self, shards: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
-    ) -> list[jax.Array]:
-        return self.comm.all_gather(shards, [param.leaf for param in params], exposed=exposed)
-
     def reduce_scatter(
         self, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
     ) -> list[jax.Array]:
@@ -51,12 +41,9 @@ class Options:
         """Return whether a result of `reduce_scatter` must be reduced across groups during this pass, too."""
         return not self.comm.defers and bool(self.comm.across(param.leaf))
 
-    def reduce_across(self, shards: Sequence[jax.Array], params: Sequence[ShardedParam]) -> list[jax.Array]:
-        return self.comm.reduce_across(shards, [param.leaf for param in params])
-
     def add(self, total: jax.Array | None, grad: jax.Array) -> jax.Array:
         """Add the gradient of one more use to a total, in a wide type. The first gradient keeps its type."""
         if total is None:
             return grad
-        wide = self.comm.encoding.sum_dtype(grad.dtype)
+        wide = self.comm.sum_dtype(grad.dtype)
         return self.comm.add(total.astype(wide), grad.astype(wide))

@@ -8,7 +8,7 @@ dim then needs a small collective. Equations on a layer may also multiply or dec
 `per_layer` for layers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,9 +41,13 @@ def call(closed: Any, *args: Any) -> list:
     return jaxprs.run(jaxpr, jaxprs.as_jax_values(consts), *args)
 
 
-def flat(closed: Any) -> Any:
-    """Return a closed jaxpr in which all calls are inlined, including calls of functions with a custom derivative."""
+def flat(closed: Any, first: int = 0) -> Any:
+    """Return a closed jaxpr in which all calls are inlined, including calls of functions with a custom derivative.
+
+    The results before the index `first` are left out.
+    """
     jaxpr, consts = compat.opened(closed)
+    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[first:])
 
     def rule(eqn, values):
         if eqn.primitive.name == "reshard":  # JAX adds `reshard` to cotangents. In a `shard_map` it changes nothing.
@@ -114,6 +118,28 @@ def _is_product_of_shards(eqn: Any) -> bool:
 def moving_operands(eqn: Any) -> list[int]:
     """Return the indices of the operands that may have cotangents."""
     return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
+
+
+def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: Mapping, *, others: bool = False) -> Any:
+    """Return the closed jaxpr of a function `run(values)` and its derivative.
+
+    The jaxpr is `(*operands, *cotangents) -> (*active results, *other results, *cotangents of the operands `moving`)`,
+    where the other results need `others`. `run` returns None for a result that is dropped. `atoms` have the types of
+    the operands. `active` maps the indices of the results that have cotangents to variables of their types.
+    """
+
+    def both(*args):
+        values = args[: len(atoms)]
+
+        def of_moving(*some):
+            found = run(replace_items(values, moving, some))
+            wanted, rest = [found[k] for k in active], [x for k, x in enumerate(found) if k not in active]
+            return (wanted, rest) if others else wanted
+
+        found, pull, *rest = jax.vjp(of_moving, *(values[i] for i in moving), has_aux=others)
+        return *found, *jax.tree.leaves(rest), *pull(list(args[len(atoms) :]))
+
+    return jax.make_jaxpr(both)(*map(bare, [*atoms, *active.values()]))
 
 
 def tangents_of(eqn: Any) -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs, names
 from zerojax.gather.on_parts import Layer, evaluate_parts
-from zerojax.gather.parts import UNKNOWN, call, dims_after, dims_of
+from zerojax.gather.parts import call, dims_of
 from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS
 from zerojax.layout.leaf import Leaf
 
@@ -107,7 +107,7 @@ class Layers:
         `layouts` has the layouts of sharded parameters. `given` has all arguments that are alike on all devices.
         """
         self.jaxpr, self.length, self.given = jaxpr, length, given
-        self.made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.made = jaxprs.makers(jaxpr.eqns)
         loops = [(eqn, compat.loop_of(eqn)) for eqn in jaxpr.eqns]
         self.loops = [eqn for eqn, loop in loops if loop is not None and loop.length == length]
         self.scanned = {v for eqn in self.loops for v in stacks_of(eqn)}
@@ -151,14 +151,9 @@ class Layers:
     @functools.cached_property
     def whole(self) -> set:
         """Return the variables with a dim of layers that need a whole layer, because shards cannot compute them."""
-        dims: dict = dict.fromkeys([*self.jaxpr.invars, *compat.constvars_of(self.jaxpr)])
-        dims |= {v: UNKNOWN if any(leaf.others) else leaf.dim for v, leaf in self.params.items()}
-        for eqn in self.jaxpr.eqns:
-            of = {dims[v] for v in jaxprs.variables_in(eqn.invars)}
-            unchanged = [UNKNOWN if UNKNOWN in of else None] * len(eqn.outvars)
-            after = dims_after(eqn, dims) if of - {None, UNKNOWN} and UNKNOWN not in of else unchanged
-            dims.update(zip(eqn.outvars, after, strict=True))
-        return {v for v, dim in dims.items() if dim == UNKNOWN and self.dims.get(v) is not None}
+        given = {v: leaf.dim for v, leaf in self.params.items() if not any(leaf.others)}
+        on_shards = dims_of(self.jaxpr, given | dict.fromkeys(v for v in self.jaxpr.invars if v not in self.params))
+        return {v for v, dim in self.dims.items() if dim is not None and v not in on_shards}
 
     def cone(self, targets: Iterable, stops: Collection) -> tuple[list, list, list]:
         """Return `(equations, stacks, others)` from which an iteration computes its rows of `targets`.
@@ -166,18 +161,20 @@ class Layers:
         The stacks are arguments, or variables in `stops`, or arrays such as masks that have a row per layer. The others
         have no dim of layers.
         """
-        needed, pending = {}, list(targets)
-        stacks, others = {}, {}
-        while pending:
-            var = pending.pop()
+        needed, stacks, others = set(), {}, {}
+
+        def reads(var):
             eqn, dim = self.made.get(var), self.dims.get(var)
             if dim is not None and (eqn is None or var in stops):
                 stacks[var] = None
             elif eqn is None or (dim is None and eqn.primitive.name != "broadcast_in_dim"):
                 others[var] = None
-            elif id(eqn) not in needed:
-                needed[id(eqn)] = eqn
-                pending += jaxprs.variables_in(eqn.invars)
+            else:
+                needed.add(id(eqn))
+                return jaxprs.variables_in(eqn.invars)
+            return ()
+
+        jaxprs.reached(targets, reads)
         eqns = [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
         # Rows that the loop reads are kept for the backward pass, which can then compute the changed layer again.
         by_row = lambda eqn: jaxprs.facts(eqn).elementwise and self.dims[eqn.outvars[0]] == 0

@@ -9,6 +9,7 @@ a cotangent, so the backward pass first sums the cotangents over the devices.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -17,13 +18,12 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.on_parts import Division, evaluate_parts, together
-from zerojax.gather.parts import bare, flat
+from zerojax.gather.parts import bare, both_passes, call, flat
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
-from zerojax.layout.leaf import replace_items
 from zerojax.offload.host import to_device
 
 
@@ -125,18 +125,13 @@ class ReducedSegment(Segment):
 
         It returns the cotangents of the inputs `moving`.
         """
-        count, results = len(self.jaxpr.invars), [self.jaxpr.outvars[i] for i in wanted]
-
-        def both(*args):
-            run = lambda *some: jaxprs.run(self.jaxpr, (), *replace_items(args[:count], moving, some))
-            found, pull = jax.vjp(lambda *some: [run(*some)[i] for i in wanted], *(args[i] for i in moving))
-            return *found, *pull(list(args[count:]))
-
-        jaxpr, consts = compat.opened(jax.make_jaxpr(both)(*map(bare, [*self.jaxpr.invars, *results])))
+        active = {i: self.jaxpr.outvars[i] for i in wanted}
+        both = both_passes(lambda values: call(self.jaxpr, *values), self.jaxpr.invars, moving, active)
+        jaxpr, consts = compat.opened(both)
         # The results are arguments, so that maxima are not computed again.
-        found, pulled = jaxpr.outvars[: len(wanted)], jaxpr.outvars[len(wanted) :]
+        count, found = len(self.jaxpr.invars), jaxpr.outvars[: len(wanted)]
         eqns = [eqn for eqn in jaxpr.eqns if set(found).isdisjoint(eqn.outvars)]
         inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars[:count], *found, *jaxpr.invars[count:]]
-        part, consts = compat.part_of(jaxpr, eqns, inputs, pulled), jaxprs.as_jax_values(consts)
-        avals = map(bare, [*self.jaxpr.invars, *results, *results])
-        return flat(jax.make_jaxpr(lambda *args: jaxprs.run(part, (), *consts, *args))(*avals))
+        part = compat.part_of(jaxpr, eqns, inputs, jaxpr.outvars[len(jaxpr.outvars) - len(moving) :])
+        run = functools.partial(call, part, *jaxprs.as_jax_values(consts))
+        return flat(jax.make_jaxpr(run)(*map(bare, [*self.jaxpr.invars, *active.values(), *active.values()])))

@@ -163,17 +163,13 @@ class Decisions:
         """Return whether an equation multiplies small factors into a large matrix that only changes weights."""
         if site.touched or not jaxprs.expands(site.eqn) or not self._given.issuperset(site.reads):
             return False
-        (first,), seen = site.eqn.outvars, set()
-        pending = [first]
-        while pending:
-            var = pending.pop()
-            seen.add(var)
-            for eqn, _ in self._uses.get(var, ()):
-                if not jaxprs.facts(eqn).changes_weights or eqn.outvars[0].aval.shape != first.aval.shape:
-                    return False
-                if all(v not in self.params and v not in self.repeated for v in jaxprs.variables_in(eqn.invars)):
-                    pending += [v for v in eqn.outvars if v not in seen]
-        return seen.isdisjoint(self._final)
+        (first,) = site.eqn.outvars
+        of_params = lambda eqn: any(v in self.params or v in self.repeated for v in jaxprs.variables_in(eqn.invars))
+        changed = lambda eqn: () if of_params(eqn) else eqn.outvars
+        found = jaxprs.reached([first], lambda var: [v for eqn, _ in self._uses.get(var, ()) for v in changed(eqn)])
+        readers = [eqn for var in found for eqn, _ in self._uses.get(var, ())]
+        changes = lambda eqn: jaxprs.facts(eqn).changes_weights and eqn.outvars[0].aval.shape == first.aval.shape
+        return all(map(changes, readers)) and self._final.isdisjoint(found)
 
     def is_masked(self, site: Site) -> bool:
         """Return whether an equation applies a mask or another value to a weight, and one equation reads the result.

@@ -127,7 +127,7 @@ class Backward:
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = {i: loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)}
         empty = lambda i: jnp.zeros if i in self.experts else comm.zeros
-        shared = [empty(i)(param.leaf.shape, comm.encoding.sum_dtype(param.wide)) for i, param in used.items()]
+        shared = [empty(i)(param.leaf.shape, comm.sum_dtype(param.wide)) for i, param in used.items()]
         dtypes = [loop.stacked[i].root.aval.dtype for i in self.trained.values()]
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -220,7 +220,8 @@ class Backward:
     def _reduced_across(self, stacks: Sequence, scattered: Sequence, iteration) -> list:
         if not scattered:
             return list(stacks)
-        return self._into(stacks, self.layers.options.reduce_across(scattered, self._layers), iteration)
+        sums = self.layers.options.comm.reduce_across(scattered, [layer.leaf for layer in self._layers])
+        return self._into(stacks, sums, iteration)
 
     def _into(self, stacks: Sequence, shards: Sequence, iteration) -> list:
         return [self._write(stack, shard, iteration) for stack, shard in zip(stacks, shards, strict=True)]
@@ -304,7 +305,7 @@ def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherSc
     before = [param.at_layer(loop.layer(1)) for param in stacked] if state.scattered else []
     grads.add_scattered(before, state.scattered, numbers[: len(before)])
     shared = [loop.shared[i] for i in passes.active_params if i < len(loop.shared)]
-    sum_dtype = gathers.options.comm.encoding.sum_dtype
+    sum_dtype = gathers.options.comm.sum_dtype
     sums = [c.astype(sum_dtype(p.cotangent_dtype or p.leaf.dtype)) for p, c in zip(shared, state.shared, strict=True)]
     stacks = {param.key: number for param, number in zip(left, numbers, strict=False)}
     exposed = not gathers.is_hidden_after

@@ -126,11 +126,12 @@ class GatherScheduler:
         # The shards passed a barrier, but XLA:CPU removes barriers. It would then slice a layer at a constant index
         # early. So the index depends on the anchor.
         zero = functools.cache(lambda: self.options.comm.zero_after(anchor, rows))
-        shards = self.options.encode([p.shard(env, zero) for p in params], params)
+        shards = [p.shard(env, zero) for p in params]
         # If no work hides this gather, its buckets are smaller, so that the use can start on the first of them.
         start = bisect.bisect_left(self._groups, self._groups[places[0]] - self.options.prefetch)
         exposed = not any(self.uses.computes[start : places[0]])
-        gathered = dict(zip(unique, self.options.gather(shards, params, exposed=exposed), strict=True))
+        full = self.options.comm.all_gather(shards, [p.leaf for p in params], exposed=exposed)
+        gathered = dict(zip(unique, full, strict=True))
         self._gathered |= {place: [gathered[p.key] for p in self.uses.params[place]] for place in places}
 
     @property
@@ -343,7 +344,7 @@ class GradScheduler:
         return GradState.SCATTERED if self.options.is_across(param) else GradState.REDUCED
 
     def _reduced_across(self, scattered: Sequence[PendingGrad]) -> list[PendingGrad]:
-        sums = self.options.reduce_across([p.value for p in scattered], [p.key for p in scattered])
+        sums = self.options.comm.reduce_across([p.value for p in scattered], [p.key.leaf for p in scattered])
         pairs = zip(scattered, sums, strict=True)
         return [dataclasses.replace(pending, value=x, state=GradState.REDUCED) for pending, x in pairs]
 

@@ -130,27 +130,31 @@ class Segment(abc.ABC):
 
     def live_results(self, moving: Set) -> list:
         """Return the results through which cotangents may flow to a variable in `moving`."""
-        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in moving]
-        live = jaxprs.moved_by(start, self.jaxpr)
-        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in live]
+        return self._results_in(jaxprs.moved_by(self._given(moving), self.jaxpr))
 
     def live_sources(self, results: Collection) -> list:
         """Return the sources to which cotangents may flow from any of these results."""
-        wanted = {v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results}
-        live = jaxprs.moving(wanted, self.jaxpr)
-        return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in live]
+        return self._sources_in(jaxprs.moving(self._returned(results), self.jaxpr))
 
     def after(self, sources: Collection) -> list:
         """Return the results that depend on any of these sources."""
-        start = [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in sources]
-        dependent = jaxprs.dependent_on(start, self.jaxpr.eqns)
-        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in dependent]
+        return self._results_in(jaxprs.dependent_on(self._given(sources), self.jaxpr.eqns))
 
     def behind(self, results: Collection) -> list:
         """Return the sources that any of these results depends on."""
-        wanted = [v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results]
-        _, reads = jaxprs.needed_for(self.jaxpr.eqns, wanted)
-        return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in reads]
+        return self._sources_in(jaxprs.needed_for(self.jaxpr.eqns, self._returned(results))[1])
+
+    def _given(self, sources: Collection) -> list:
+        return [v for v, source in zip(self.jaxpr.invars, self.sources, strict=True) if source in sources]
+
+    def _returned(self, results: Collection) -> list:
+        return [v for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if key in results]
+
+    def _sources_in(self, variables: Collection) -> list:
+        return [key for key, v in zip(self.sources, self.jaxpr.invars, strict=True) if v in variables]
+
+    def _results_in(self, variables: Collection) -> list:
+        return [key for key, v in zip(self.results, self.jaxpr.outvars, strict=True) if v in variables]
 
     def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
         """Return `(gathered parameters, others)` for the forward pass, and start the gathers of later segments.

@@ -88,17 +88,20 @@ class ShardedParam:
         return lax.transpose(grad, (*first, *(np.argsort(self.order) + len(first)))) if self.order else grad
 
     def shard(self, env: Mapping, zero: Callable[[], jax.Array]) -> jax.Array:
-        """Return this device's shard of the value, on the device, given the parameters' shards in `env`.
+        """Return this device's shard of the value, on the device and in the gathered type, given the shards in `env`.
 
         `zero()` returns a zero that XLA can compute only when the gather may start. It is added to the index of a
         layer, so that the layer is not sliced earlier.
         """
         value = self.sliced(env)
-        return to_device(value) if self.layer is None else self.row(value, self.layer + zero())
+        return self._as_sent(value) if self.layer is None else self.row(value, self.layer + zero())
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
         # A stack in host memory is indexed there, so that only one layer is copied.
-        return to_device(lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False))
+        return self._as_sent(lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False))
+
+    def _as_sent(self, value: jax.Array) -> jax.Array:
+        return lax.convert_element_type(to_device(value), self.leaf.dtype)
 
     def sliced(self, env: Mapping) -> jax.Array:
         """Return the parameter's shard after its slices. A shard in host memory stays there if the slices allow it."""

@@ -16,7 +16,7 @@ computation of `y` is evaluated on the shards of the reduced cotangent (`Shardwi
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,9 @@ from jax.extend.core import Primitive
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.on_parts import Division, evaluate_parts
-from zerojax.gather.parts import bare, call, flat, result_dims
+from zerojax.gather.parts import bare, both_passes, call, flat, result_dims
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.layout.leaf import Leaf, replace_items
+from zerojax.layout.leaf import Leaf
 
 shardwise_p = Primitive("zerojax_shardwise")
 shardwise_p.multiple_results = True
@@ -47,9 +47,6 @@ class Computation:
     # closes over a constant, JAX cannot differentiate with respect to the constant.
     fixed: frozenset[int] = frozenset()
     narrow: Any = None  # the type in which `z` is stored and gathered; None for the type of `z`
-
-    def with_fixed(self, indices: Iterable[int]) -> "Computation":
-        return dataclasses.replace(self, fixed=frozenset(indices))
 
 
 @shardwise_p.def_abstract_eval
@@ -154,16 +151,8 @@ class Shardwise:
 
         The cotangent is that of the weight. The results are the cotangents of the operands `_moving`.
         """
-        full, moving = self.eqn.params["of"].full, self._moving
-
-        def pull(*args):
-            *values, cotangent = args
-
-            of_moving = lambda *some: call(full, *replace_items(values, moving, some))[0]
-            return jax.vjp(of_moving, *(values[i] for i in moving))[1](cotangent)
-
-        avals = map(bare, [*self.eqn.invars, self.eqn.outvars[0]])
-        return flat(jax.make_jaxpr(pull)(*avals))
+        full, moving, weight = self.eqn.params["of"].full, self._moving, {0: self.eqn.outvars[0]}
+        return flat(both_passes(lambda xs: call(full, *xs), self.eqn.invars, moving, weight), first=1)
 
     @property
     def _pull_dims(self) -> list[int | None]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import bare, dims_of, flat, moving_operands
+from zerojax.gather.parts import both_passes, dims_of, flat, moving_operands
 
 
 @jax.custom_vjp
@@ -84,23 +84,9 @@ class _Call:
 
         The active results come first, and then the other results.
         """
-        size = len(self.eqn.invars)
-
-        def both(*args):
-            values, cotangents = list(args[:size]), list(args[size:])
-
-            def of_moving(*some):
-                for i, x in zip(self.moving, some, strict=True):
-                    values[i] = x
-                results = compat.evaluate_one(self.eqn, values)
-                others = [x for k, x in enumerate(results) if x is not None and k not in self.active]
-                return [results[k] for k in self.active], others
-
-            active, pull, others = jax.vjp(of_moving, *(values[i] for i in self.moving), has_aux=True)
-            return *active, *others, *pull(cotangents)
-
-        atoms = [*self.eqn.invars, *(self.eqn.outvars[k] for k in self.active)]
-        return flat(jax.make_jaxpr(both)(*map(bare, atoms)))
+        active = {k: self.eqn.outvars[k] for k in self.active}
+        evaluate = functools.partial(compat.evaluate_one, self.eqn)
+        return flat(both_passes(evaluate, self.eqn.invars, self.moving, active, others=True))
 
     @property
     def operands(self) -> list:
@@ -143,7 +129,7 @@ class _Call:
         """Return whether `var` is an operand whose cotangent is always zero."""
         if var not in self.operands:
             return False
-        atom, made = self.pulled.get(self.operands.index(var)), _made(self.passes.eqns)
+        atom, made = self.pulled.get(self.operands.index(var)), jaxprs.makers(self.passes.eqns)
         while not compat.is_literal(atom) and atom in made:
             if made[atom].primitive.name not in ("broadcast_in_dim", "convert_element_type"):
                 return False
@@ -166,7 +152,7 @@ class _Call:
         backward = [eqn for eqn in inside if not of_cotangents.isdisjoint(eqn.outvars)]
         forward = [eqn for eqn in inside if of_cotangents.isdisjoint(eqn.outvars)]
         read = {*jaxprs.variables_in(self.pulled.values())}.union(*(jaxprs.variables_in(e.invars) for e in backward))
-        residuals = [v for v in [*reads, *_made(forward)] if v in read]
+        residuals = [v for v in [*reads, *jaxprs.makers(forward)] if v in read]
         first = compat.part_of(jaxpr, forward, reads, [*results, *residuals])
         second = compat.part_of(jaxpr, backward, [*residuals, *self.cotangents], list(self.pulled.values()))
 
@@ -211,7 +197,3 @@ def _positions(eqn: Any, active: Sequence[int]) -> list[int]:
     """Return the indices of the results of `eqn` in the order in which `_Call.passes` returns them."""
     kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
     return [*active, *(k for k in kept if k not in active)]
-
-
-def _made(eqns: Sequence) -> dict:
-    return {v: eqn for eqn in eqns for v in eqn.outvars}

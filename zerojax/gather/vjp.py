@@ -319,7 +319,7 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
     Such a residual is computed element by element from a parameter of its size. The other values that it reads are
     kept anyway, or take less memory than the residual. The result maps each residual to the values that it reads.
     """
-    made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    made = jaxprs.makers(jaxpr.eqns)
     # The parameters, and values that are computed element by element from a parameter of their size.
     of_params = set(jaxpr.invars[:params])
     for eqn in jaxpr.eqns:
@@ -333,19 +333,15 @@ def _recomputed(jaxpr, kept: Collection, params: int, mixed: Set) -> dict[Any, d
     for atom in kept:
         if atom not in of_params or atom not in made:
             continue
-        reads: dict = {}  # the values that its recomputation reads, found by walking back
-        pending, seen = [atom], set()
-        while pending:
-            var = pending.pop()
-            if var in seen:
-                continue
-            seen.add(var)
+
+        def is_again(var, atom=atom):
             # A broadcast, a cast or a product of low-rank factors is cheap to compute again from smaller operands.
             grown = var in made and (_is_cast_or_broadcast(made[var]) or jaxprs.expands(made[var]))
-            if var in mixed and var in made and (var is atom or var not in kept) and (var in of_params or grown):
-                pending += jaxprs.variables_in(made[var].invars)
-            elif var in mixed or var not in made:
-                reads[var] = None
+            return var in mixed and var in made and (var is atom or var not in kept) and (var in of_params or grown)
+
+        behind = jaxprs.reached([atom], lambda v: jaxprs.variables_in(made[v].invars) if is_again(v) else ())
+        # the values that its recomputation reads
+        reads = {v: None for v in behind if not is_again(v) and (v in mixed or v not in made)}
         # The additional bytes to store, if the residual is computed again.
         more = sum(jaxprs.nbytes(var) for var in reads if var in mixed and var not in kept)
         if more < jaxprs.nbytes(atom):

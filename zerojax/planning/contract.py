@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.comm.encoding import Encoding
+from zerojax.comm.quantised import reduce_codec
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.gather import WorkingSet
@@ -158,7 +158,7 @@ def reduced_elements(checked: Checked) -> tuple[int, int]:
 
 def _hops(config: Config, leaf: Leaf) -> float:
     """Return the elements reduced per gradient element, which is 1 unless quantised data is reduced axis by axis."""
-    if Encoding(formats=config.wire).reduce_codec(leaf) is None:
+    if reduce_codec(config.wire, leaf) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.comm.encoding import Encoding
+from zerojax.comm.quantised import gather_codec, narrow_axes, reduce_codec
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
@@ -218,8 +218,8 @@ def sent_bytes(
 
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to gather a leaf once, by mesh axes."""
-    encoding, size = Encoding(formats=config.wire), config.data.size
-    codec, narrow = encoding.gather_codec(leaf), encoding.axes(leaf)
+    size = config.data.size
+    codec, narrow = gather_codec(config.wire, leaf), narrow_axes(config.wire, leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     plain = tuple(axis for axis in leaf.axes if axis not in narrow)
@@ -232,8 +232,7 @@ def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
-    encoding = Encoding(formats=config.wire)
-    codec, narrow = encoding.reduce_codec(leaf), encoding.axes(leaf)
+    codec, narrow = reduce_codec(config.wire, leaf), narrow_axes(config.wire, leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)

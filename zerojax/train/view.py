@@ -20,7 +20,6 @@ from jax import lax
 
 from zerojax import compat
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.encoding import Encoding
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.lost_rows import warn_of_kernels
 from zerojax.config import Config
@@ -133,8 +132,8 @@ class View:
 
     def _comm(self, bucket_bytes: int, shared_bytes: int = 0) -> Collectives:
         precision = self.config.precision
-        encoding = Encoding(None if precision is None else precision.reduce, self.config.wire)
-        options = self.config.data.batch, bucket_bytes, encoding, self.reduces_across_once, shared_bytes
+        types = None if precision is None else precision.reduce, self.config.wire
+        options = self.config.data.batch, bucket_bytes, *types, self.reduces_across_once, shared_bytes
         is_global = self.config.view == "global"
         return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else Collectives(*options)
 
