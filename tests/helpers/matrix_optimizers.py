@@ -5,6 +5,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
+from optax.contrib import MuonDimensionNumbers
+
+
+def matrices(params):
+    """Muon's dimension numbers with an array of three dims as a stack of matrices."""
+    numbers = {2: MuonDimensionNumbers(0, 1), 3: MuonDimensionNumbers(1, 2)}
+    return jax.tree.map(lambda x: numbers.get(x.ndim), params)
+
+
+def muon(rate=1e-2, **options):
+    return optax.contrib.muon(rate, muon_weight_dimension_numbers=matrices, **options)
 
 
 class ShampooState(NamedTuple):

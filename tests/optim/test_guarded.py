@@ -1,27 +1,16 @@
 """An analysis of an update passes by what a transformation refuses, and raises its own errors."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
-from optax.contrib import MuonDimensionNumbers
+from matrix_optimizers import muon
 
 from zerojax import Offload, jaxprs, zero_shard
 from zerojax.optim import elementwise, traced
 
 MUON = {"matrix_updates": "owner"}
-
-
-def matrices(params):
-    """Muon's dimension numbers with the stack as one of matrices."""
-    numbers = {2: MuonDimensionNumbers(0, 1), 3: MuonDimensionNumbers(1, 2)}
-    return jax.tree.map(lambda x: numbers.get(x.ndim), params)
-
-
-muon = functools.partial(optax.contrib.muon, muon_weight_dimension_numbers=matrices)
 
 
 def broken(*_args, **_keywords):
