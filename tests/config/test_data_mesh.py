@@ -71,20 +71,6 @@ def test_a_stage_is_a_preset_of_what_is_sharded():
     ]
 
 
-@pytest.mark.parametrize(
-    ("axis", "mesh", "error"),
-    [
-        (AXES, None, "names several axes, and no mesh"),
-        (("host", "rack"), "2x4", "no axis 'rack'"),
-        (("gpu", "gpu"), "2x4", "each only once"),
-        ((), "2x4", "at least one"),
-    ],
-)
-def test_axes_that_are_not_there_are_refused(axis, mesh, error):
-    with pytest.raises(ValueError, match=error):
-        zero_shard(optax.adam(1e-3), stage=1, mesh=mesh and mesh_2x4(), axis=axis)
-
-
 def test_a_plan_is_made_of_shapes_and_prints_every_leaf(mesh):
     config = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=50).config
     plan = make_plan(config, jax.eval_shape(awkward_params))
@@ -110,12 +96,6 @@ def test_create_plans_once(mesh, monkeypatch):
     planned = len(traces)
     tx.create(awkward_params())
     assert planned < len(traces) <= 2 * planned  # what owners compute is remembered
-
-
-@pytest.mark.parametrize("axis", [0, None, ("data", 1)])
-def test_axes_that_are_no_names_are_refused(axis):
-    with pytest.raises(TypeError, match="names one mesh axis, or several"):
-        zero_shard(optax.adam(1e-3), stage=1, axis=axis)
 
 
 def test_a_state_of_another_mesh_is_refused_and_both_meshes_are_named():

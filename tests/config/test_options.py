@@ -44,9 +44,45 @@ def shape(*dims, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(dims, dtype)
 
 
+def zero(axis=AXES, stage=1, mesh=None, **options):
+    return zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh or mesh_2x4(), axis=axis, **options)
+
+
+def step(**options):
+    return zero().train_step(lambda params, batch: 0.0, **options)
+
+
+@pytest.mark.parametrize("stage", [4, -1, "3", 2.0, True, None])
+def test_an_unknown_stage(stage):
+    with pytest.raises(ValueError, match=r"Unknown ZeRO stage .*0: everything replicated"):
+        zero(stage=stage)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
+        (lambda: zero("batch"), ValueError, r"no axis 'batch': its axes are \('host', 'gpu'\).*axis="),
+        (lambda: zero(("host", "rack")), ValueError, "no axis 'rack'"),
+        (lambda: zero(("gpu", "gpu")), ValueError, "each only once"),
+        (lambda: zero(()), ValueError, "at least one"),
+        (lambda: zero(None), TypeError, "names one mesh axis, or several"),
+        (lambda: zero(0), TypeError, "names one mesh axis, or several"),
+        (lambda: zero(("data", 1)), TypeError, "names one mesh axis, or several"),
+        (lambda: zero(mesh=mesh_2x4(AxisType.Manual)), ValueError, r"Manual axes: 'host'.*Auto or Explicit"),
+        (lambda: zero(mesh=jax.devices()), TypeError, r"jax\.sharding\.Mesh, not list"),
+        (lambda: zero_shard(optax.sgd(1.0), stage=1, axis=AXES), ValueError, "names several axes, and no mesh"),
+        (lambda: zero_shard(3e-4, stage=1), TypeError, "wraps an optax transformation.*got float"),
+        (lambda: zero(persist_below=-1), ValueError, "persist_below counts elements"),
+        (lambda: zero(persist_below=1e5), TypeError, "persist_below counts elements"),
+        (lambda: zero(persist_below=True), TypeError, "persist_below counts elements"),
+        (lambda: step(skip_nonfinite="no"), TypeError, r"skip_nonfinite=\) is True or False, not 'no'"),
+        (lambda: step(leaf_norms="no"), TypeError, r"leaf_norms=\) is True or False, not 'no'"),
+        (lambda: step(accumulate=0), ValueError, "accumulate.*at least 1.*0"),
+        (lambda: step(accumulate=1.5), TypeError, "accumulate.*int"),
+        (lambda: step(max_skips=-1), ValueError, "max_skips.*at least 0"),
+        (lambda: step(timeout="10"), TypeError, "is a number of seconds"),
+        (lambda: step(timeout=0), ValueError, "above 0 seconds"),
+        (lambda: step(compiler_options={1: 2}), TypeError, "compiler_options has .* values are str, bool, int or"),
         (lambda: check_count("n", True, "rows", least=0), TypeError, "n counts rows and must be an int, not True"),
         (lambda: check_count("n", 1.0, "rows", least=0), TypeError, "must be an int, not 1.0"),
         (lambda: check_count("n", 2, "rows", least=3), ValueError, "at least 3, but is 2"),

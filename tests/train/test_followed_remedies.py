@@ -103,6 +103,11 @@ class Tensor:
 # What raises, words of the message, what it says to do.
 OF_BATCHES = {
     "rows": (lambda: step(batch=X[:10]), r"10 rows.*8 devices\. Give a batch of 8 or 16", lambda: step(batch=X[:8])),
+    "rows of microbatches": (
+        lambda: gradient(batch=X, accumulate=3),
+        r"16 rows.*8 devices of 3 microbatches each.*24 parts.*batch of 24 rows",
+        lambda: gradient(batch=np.ones((24, 8), np.float32), accumulate=3),
+    ),
     "few rows": (lambda: gradient(batch=X[:3]), "Give a batch of 8 rows", lambda: gradient(batch=X[:8])),
     "loader": (
         lambda: next(shard_batches([X[:12]], TX)),

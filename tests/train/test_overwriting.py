@@ -177,15 +177,6 @@ def test_values_keep_their_type_and_no_norm_counts_them():
     np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(norms), rtol=1e-6)
 
 
-def test_a_skipped_step_overwrites_nothing():
-    tx = zero(1)
-    state, step = tx.create(VARIABLES), tx.train_step(loss, skip_nonfinite=True)
-    bad = jax.tree.map(lambda x: x.at[0, 0].set(jnp.inf), batches()[0])
-    state, metrics = step(state, bad)
-    assert metrics["skipped"]
-    assert_close(tx.unshard(state.params), VARIABLES)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "accumulate", "options"),

@@ -157,11 +157,3 @@ def donated():
     x = jnp.zeros((), jnp.int32)
     x.delete()
     return x
-
-
-@pytest.mark.parametrize(
-    ("timeout", "error", "message"), [("10", TypeError, "is a number of seconds"), (0, ValueError, "above 0 seconds")]
-)
-def test_what_is_no_time_is_refused(timeout, error, message):
-    with pytest.raises(error, match=message):
-        zero_shard(optax.sgd(1e-2), stage=1).train_step(lambda p, x: 0.0, timeout=timeout)
