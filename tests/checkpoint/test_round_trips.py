@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, saving
-from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.state_leaves import state_leaves
 
 PRECISIONS = {"none": None, "bf16": Precision.bf16(), "fp16": Precision.fp16()}
@@ -359,19 +357,3 @@ def test_stock_orbax_reads_the_arrays(tmp_path):
         args=ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=how, partial_restore=True),
     )
     assert np.array_equal(np.asarray(found["params.w"]), np.arange(2.0**16).reshape(256, 256))
-
-
-def test_saving_needs_no_package_metadata(tmp_path, monkeypatch):
-    """As where the source is on the path, and not installed."""
-    version = metadata.version
-
-    def missing(name):
-        if name == "zerojax":
-            raise metadata.PackageNotFoundError(name)
-        return version(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    state = transformation(1).create({"w": jnp.ones(4)})
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state)
-    assert read_manifest(tmp_path / "step_00000000").made_by["zerojax"] == "0+source"
