@@ -14,7 +14,7 @@ from conftest import fraction, mesh_of
 from small_leaves_child import SHAPES
 
 from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, export_checkpoint, packing, saving
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, export_checkpoint, saving
 from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, digest_line, read_manifest
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
@@ -96,7 +96,7 @@ def test_damage_names_the_one_packed_leaf(packed, leaf, damage):
     damage(path, piece.offset, math.prod(piece.shape) * saved.storage_dtype.itemsize)
     assert_damaged(packed, [(leaf, "packed.0.bin", "has other contents than were written")])
     with pytest.raises(CheckpointError) as caught:  # after it was verified
-        packing.read(packed / NEWEST, saved)
+        arrays.read_packed(packed / NEWEST, saved)
     assert str(caught.value) == f"{leaf} in {path} has other contents than were written."
 
 

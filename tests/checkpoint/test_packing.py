@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from small_leaves_child import KEYS, SHAPES
 
 from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, export_checkpoint, packing, saving
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export_checkpoint, saving
 from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
 from zerojax.checkpoint.manifest import SavedLeaf, digest_line, read_manifest
 
@@ -114,11 +114,11 @@ def test_blocks_of_several_processes_are_one_leaf(tmp_path):
     """Also where those of a process do not follow one another."""
     whole, pieces = np.arange(48, dtype=np.int16).reshape(8, 6), []
     for process, rows in enumerate(([0, 2], [3], [1], [])):
-        blocks = [packing.Block("x", (2 * i, 0), whole[2 * i : 2 * i + 2]) for i in rows]
-        pieces += packing.write(tmp_path / packing.packed_file(process), blocks).get("x", [])
+        boxes = {"x": [((2 * i, 0), whole[2 * i : 2 * i + 2]) for i in rows]}
+        pieces += saving.write_packed(tmp_path / f"packed.{process}.bin", boxes).get("x", [])
     assert len(files_of(tmp_path)) == 3
     leaf = SavedLeaf("x", ("x",), whole.shape, "int16", "replicated", "", pieces=tuple(pieces))
-    assert np.array_equal(packing.read(tmp_path, leaf), whole)
+    assert np.array_equal(arrays.read_packed(tmp_path, leaf), whole)
 
 
 @pytest.mark.slow

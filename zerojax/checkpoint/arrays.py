@@ -1,7 +1,7 @@
 """Write large leaves through orbax, one folder per leaf and one file per shard, and read large and small leaves.
 
 Each process writes its own shards. The folder is an ordinary orbax checkpoint, which stock orbax can read. It has the
-zarr format without OCDBT, so that every file belongs to one leaf. `packing.py` writes the small leaves.
+zarr format without OCDBT, so that every file belongs to one leaf. `saving.py` writes the small leaves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -28,9 +29,8 @@ from etils import epath
 from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
-from zerojax.checkpoint import packing
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
-from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf
+from zerojax.checkpoint.manifest import ARRAYS, Piece, SavedLeaf
 from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.offload.read_ahead import read_ahead
 from zerojax.offload.state_files import shards_of
@@ -185,7 +185,7 @@ def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
     large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
     # Each process reads packed leaves in full, because they are small.
-    whole = lambda one: placed(packing.read(directory, one.saved), one)
+    whole = lambda one: placed(read_packed(directory, one.saved), one)
     arrays = [whole(one) if one.saved.pieces else next(large) for one in requests]
     return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
 
@@ -237,7 +237,7 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
         return part
     target = part[(*map(slice, sizes), ...)]
     if saved.pieces:
-        target[...] = packing.read(directory, saved)[inside]
+        target[...] = read_packed(directory, saved)[inside]
         return part
     try:
         read_files(directory / ARRAYS / saved.folder, inside, target)
@@ -246,6 +246,32 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
     except Exception as error:
         raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
     return part
+
+
+def read_verified(file: IO[bytes], leaf: SavedLeaf, piece: Piece) -> np.ndarray | None:
+    """Return the values of a piece, or None if the file has other bytes than were written."""
+    file.seek(piece.offset)
+    content = file.read(math.prod(piece.shape) * leaf.storage_dtype.itemsize)
+    if hashlib.sha256(content).hexdigest() != piece.sha256:
+        return None
+    return np.frombuffer(content, leaf.storage_dtype).reshape(piece.shape)
+
+
+def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
+    """Read and verify the storage of a packed leaf, all of which its pieces cover."""
+    ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
+    storage = np.empty([max(dim) for dim in zip(*ends, strict=True)], leaf.storage_dtype)
+    for piece, end in zip(leaf.pieces, ends, strict=True):
+        path = directory / piece.file
+        try:
+            with path.open("rb") as file:
+                values = read_verified(file, leaf, piece)
+        except OSError as error:
+            raise CheckpointError(f"{leaf.name} in {path} cannot be read: {in_one_line(error)}") from error
+        if values is None:
+            raise CheckpointError(f"{leaf.name} in {path} has other contents than were written.")
+        storage[tuple(map(slice, piece.start, end))] = values
+    return storage
 
 
 def read_files(folder: Path, box: tuple[slice, ...], out: np.ndarray) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -11,8 +12,8 @@ import weakref
 from pathlib import Path
 from typing import Any, Literal
 
-from zerojax.checkpoint import data_state
 from zerojax.checkpoint import directory as folders
+from zerojax.checkpoint.data_state import encode
 from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, no_zero_state
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
@@ -140,7 +141,7 @@ class Checkpointer:
             if (step % self.every and not force) or (last is not None and last.step == step and last.error is None):
                 return False
             self.wait()
-            text = data_state.dumps(data)
+            text = json.dumps(encode(data))
             self._processes.require_same("save", {"step": step})
             save = Save(self.directory, step, keep=self.keep, processes=self._processes)
             on_auto_mesh(None, save.begin, state, text)

@@ -19,13 +19,8 @@ from zerojax.checkpoint.arrays import is_key
 PLAIN = (str, int, float, bool, type(None))
 
 
-def dumps(data: Any) -> str:
-    """Return data as JSON text. Raise a `TypeError` for a value of an unknown type that is not a pytree node."""
-    return json.dumps(encode(data))
-
-
 def loads(text: str | bytes, template: Any = None) -> Any:
-    """Return the data that `dumps` wrote, in the pytree nodes of a template, or in plain containers without a template.
+    """Return encoded data, in the pytree nodes of a template, or in plain containers without a template.
 
     Raise a `ValueError` if the structure of the template differs from that of the data.
     """
@@ -33,7 +28,10 @@ def loads(text: str | bytes, template: Any = None) -> Any:
 
 
 def encode(data: Any) -> Any:
-    """Encode data as JSON values. Tuples, dicts, bytes and arrays become dicts whose keys name the type."""
+    """Encode data as JSON values. Tuples, dicts, bytes and arrays become dicts whose keys name the type.
+
+    Raise a `TypeError` for a value of an unknown type that is not a pytree node.
+    """
     if isinstance(data, PLAIN):
         return data
     if has_state(data):

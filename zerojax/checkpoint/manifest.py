@@ -67,10 +67,6 @@ class SavedLeaf:
         return jnp.dtype(self.dtype if self.key is None else jnp.uint32)
 
     @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * self.storage_dtype.itemsize
-
-    @property
     def data_shape(self) -> tuple[int, ...]:
         """Return the shape of the stored values without padding, in which a flat leaf has one dim."""
         return (math.prod(self.shape),) if self.kind == "flat" else self.shape

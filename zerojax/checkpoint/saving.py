@@ -1,5 +1,8 @@
 """Run one asynchronous save. Copy the state to host memory, then write, digest and commit it in a thread.
 
+Small leaves are packed: each process writes its small leaves into one file, and the manifest locates each leaf. The
+other leaves are written by `arrays.py`.
+
 All processes take the same four steps, and agree after each step: begin, write, digest, commit. Only the first process
 makes the folder and commits it.
 """
@@ -13,14 +16,15 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
 
 import jax
+import numpy as np
 
-from zerojax.checkpoint import arrays, directory, packing
+from zerojax.checkpoint import arrays, directory
 from zerojax.checkpoint.arrays import is_key
 from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
@@ -36,17 +40,24 @@ from zerojax.checkpoint.manifest import (
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.checkpoint.verifying import damage_in, in_words, lacking
+from zerojax.layout.chunked import Chunked
 from zerojax.offload.lock import Lock, lock_folder
+from zerojax.placement.chunking import joined
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
 
-# A leaf whose storage has at most this many bytes is packed. The limit is low, because the copy delays training.
+# A leaf whose storage has at most this many bytes is packed, because a folder per leaf and a file per shard would cost
+# milliseconds for each leaf. The limit is low, because the copy delays training. OCDBT also packs leaves into few
+# files, but was rejected, because a damaged byte in such a file cannot be traced to a leaf.
 SMALL_BYTES = 64 << 10
 MAX_FOLDER_NAME = 200
 DIGESTS = ".digests."
 # Types of JAX that TensorStore cannot write. TensorStore does write int4 and every floating type.
 UNSAVED = frozenset({"int1", "uint1", "int2", "uint2", "uint4"})
+
+# By leaf, the boxes of its storage that this process writes: the index of a box's first element, and its values.
+Boxes = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
 
 
 class Save:
@@ -88,13 +99,13 @@ class Save:
         self._temporary = self._temporary.with_name(name)
         by_folder = {one.folder: leaves[one.name].array for one in manifest.leaves if one.folder}
         small = {one.name: leaves[one.name].array for one in manifest.leaves if not one.folder and not one.is_empty}
-        failure, finish, blocks = "", None, []
+        failure, finish, packed = "", None, {}
         try:
-            blocks = packing.copied(small)
+            packed = copied(small)
             finish = arrays.write(self._temporary / ARRAYS, by_folder)
         except Exception as error:  # the thread tells the other processes, as it does for its own errors
             failure = in_one_line(error)
-        work = (failure, finish, blocks, manifest, data)
+        work = (failure, finish, packed, manifest, data)
         self.thread = threading.Thread(target=self._finish, args=work, name=f"zerojax save of step {self.step}")
         self.thread.start()
 
@@ -103,11 +114,9 @@ class Save:
         if self.error is not None:
             raise self.error
 
-    def _finish(
-        self, failure: str, finish: Callable[[], None], blocks: list[packing.Block], manifest: Manifest, data: str
-    ) -> None:
+    def _finish(self, failure: str, finish: Callable[[], None], packed: Boxes, manifest: Manifest, data: str) -> None:
         try:
-            self._processes.agree("write a checkpoint", failure or attempt(self._write, finish, blocks, data))
+            self._processes.agree("write a checkpoint", failure or attempt(self._write, finish, packed, data))
             self._processes.agree("digest a checkpoint", attempt(self._digest))
             failure = attempt(self._commit, manifest) if self._processes.is_first else ""
             self._processes.agree("commit a checkpoint", failure)
@@ -126,8 +135,8 @@ class Save:
         if self._mark is not None:
             self._mark.release()  # does nothing a second time
 
-    def _write(self, finish: Callable[[], None], blocks: list[packing.Block], data: str) -> None:
-        self._pieces = packing.write(self._temporary / packing.packed_file(self._processes.index), blocks)
+    def _write(self, finish: Callable[[], None], packed: Boxes, data: str) -> None:
+        self._pieces = write_packed(self._temporary / f"packed.{self._processes.index}.bin", packed)
         finish()
         directory.write_synced(self._temporary / data_file(self._processes.index), data)
 
@@ -184,6 +193,39 @@ class Save:
         except OSError as unread:
             kept = f"The checkpoints that there are cannot be listed: {unread.strerror}"
         return CheckpointError(f"Saving step {self.step} to {root} failed: {in_one_line(error)}\n{kept}.")
+
+
+def copied(leaves: Mapping[str, jax.Array | Chunked]) -> Boxes:
+    """Copy this process's part of named leaves to host memory.
+
+    The chunks of an offloaded leaf are first joined on the devices, one leaf at a time to save device memory.
+    """
+    jax.copy_to_host_async([x for x in leaves.values() if not isinstance(x, Chunked)])
+    return {name: boxes_of(joined(x) if isinstance(x, Chunked) else x) for name, x in leaves.items()}
+
+
+def boxes_of(x: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
+    """Copy an array, or this process's shards with replica ID 0. For PRNG keys, take the key data."""
+    x = jax.random.key_data(x) if is_key(x) else x
+    if x.is_fully_addressable:
+        return [((0,) * x.ndim, np.array(x))]
+    shards = [shard for shard in x.addressable_shards if shard.replica_id == 0]
+    return [(tuple(i.start or 0 for i in shard.index), np.array(shard.data)) for shard in shards]
+
+
+def write_packed(path: Path, packed: Boxes) -> dict[str, list[Piece]]:
+    """Write boxes one after the other into a file, and return each leaf's pieces. Without boxes, write no file."""
+    pieces: dict[str, list[Piece]] = {}
+    if not any(packed.values()):
+        return pieces
+    with path.open("wb") as file:
+        for leaf, boxes in packed.items():
+            for start, values in boxes:
+                raw = values.reshape(-1).view(np.uint8).data
+                piece = Piece(path.name, file.tell(), start, values.shape, hashlib.sha256(raw).hexdigest())
+                pieces.setdefault(leaf, []).append(piece)
+                file.write(raw)
+    return pieces
 
 
 def is_small(one: StateLeaf) -> bool:

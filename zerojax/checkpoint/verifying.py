@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
+from zerojax.checkpoint.arrays import read_verified
 from zerojax.checkpoint.directory import step_name, step_number, steps_in
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, Processes, ReplacedError
 from zerojax.checkpoint.manifest import (
@@ -29,7 +30,6 @@ from zerojax.checkpoint.manifest import (
     plain_file,
     read_manifest,
 )
-from zerojax.checkpoint.packing import read_verified
 
 T = TypeVar("T")
 NAMED = 5
