@@ -100,6 +100,10 @@ class Call(NamedTuple):
     callee: str
     trip_count: int | None
 
+    @property
+    def trips(self) -> int:
+        return 1 if self.trip_count is None else self.trip_count
+
 
 @dataclass(frozen=True)
 class Module:
@@ -111,9 +115,9 @@ class Module:
 
     @cached_property
     def calls(self) -> dict[str, list[Call]]:
-        return {c.name: [call for i in c.instructions for call in self._calls(i)] for c in self.computations.values()}
+        return {c.name: [call for i in c.instructions for call in self.calls_of(i)] for c in self.computations.values()}
 
-    def _calls(self, instruction: Instruction) -> Iterator[Call]:
+    def calls_of(self, instruction: Instruction) -> Iterator[Call]:
         opcode, trips = instruction.opcode, 1
         if opcode not in _CALLERS and not opcode.endswith("-start"):
             return
@@ -147,9 +151,9 @@ class Module:
         for caller in self.callers_first:
             outer = counts[caller]
             for call in self.calls[caller]:
-                earlier, trips = counts[call.callee], 1 if call.trip_count is None else call.trip_count
+                earlier = counts[call.callee]
                 counts[call.callee] = Executions(
-                    earlier.times_if_once + outer.times_if_once * trips,
+                    earlier.times_if_once + outer.times_if_once * call.trips,
                     earlier.known and outer.known and call.trip_count is not None,
                     earlier.conditional or outer.conditional or call.instruction.opcode == "conditional",
                 )

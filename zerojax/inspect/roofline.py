@@ -248,10 +248,6 @@ def _schedule(module: Module, computation: str, products: dict[str, int]) -> tup
     """
     started: dict[str, tuple[str, int]] = {}
     windows: dict[str, int] = {}
-    called: dict[str, list[int]] = {}
-    for call in module.calls[computation]:
-        trips = 1 if call.trip_count is None else call.trip_count
-        called.setdefault(call.instruction.name, []).append(products[call.callee] * trips)
     executed = 0
     for i in module.computations[computation].instructions:
         if i.opcode.endswith(("-update", "-done")) and i.operands[0] in started:
@@ -263,7 +259,7 @@ def _schedule(module: Module, computation: str, products: dict[str, int]) -> tup
             continue
         if i.opcode in _PRODUCTS or (i.opcode == "custom-call" and _LIBRARY.search(i.attributes)):
             executed += 1
-        elif inner := called.get(i.name):
+        elif inner := [products[call.callee] * call.trips for call in module.calls_of(i)]:
             if i.opcode.startswith("fusion"):
                 executed += min(1, sum(inner))
             else:

@@ -138,12 +138,9 @@ class _Streams:
     unslowed: float = 0.0  # until then, collectives slow no product
 
     def computation(self, name: str, *, depth: int) -> None:
-        calls: dict[str, list[Call]] = {}
-        for call in self.module.calls[name]:
-            calls.setdefault(call.instruction.name, []).append(call)
         pending: dict[str, Span] = {}
         for i in self.module.computations[name].instructions:
-            called = calls.get(i.name, [])
+            called = list(self.module.calls_of(i))
             if i.opcode.endswith(("-update", "-done")):
                 span = pending.pop(i.operands[0], None)
                 if span and i.opcode.endswith("-done"):

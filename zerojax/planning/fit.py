@@ -200,14 +200,12 @@ def estimate_candidate(
     if rejection(candidate, space.usable(row.devices)):
         return candidate
     cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
-    device, activations, spared = space.device(row.devices), cost.activations, 0.0
+    device, spared = space.device(row.devices), 0.0
+    row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)
     if space.recompute:
         candidate = dataclasses.replace(candidate, memory="auto")
-        least_peak = dataclasses.replace(row, activations=activations, gathered=cost.gathered).peak
-        assert least_peak is not None
-        more, spared = cost.saved(space.usable(row.devices) - least_peak, device)
-        activations += more
-    row = dataclasses.replace(row, activations=activations, gathered=cost.gathered)
+        more, spared = cost.saved(space.usable(row.devices) - (row.peak or 0), device)
+        row = dataclasses.replace(row, activations=cost.activations + more)
     assert row.peak is not None
     kernels, sending = cost.seconds(device) - spared, sending_seconds(config, layout, device)
     passes = max(kernels, sending) if row.stage == 3 else kernels + sending
@@ -256,13 +254,13 @@ def search(
         for i, candidate in enumerate(ordered):
             try:
                 plan = compile_plan(candidate)
-                fits, peak = plan.fits, plan.peak
+                peak = plan.peak
+                if plan.fits:
+                    chosen = dataclasses.replace(candidate, verdict="chosen")
+                    others = [dataclasses.replace(c, verdict="not preferred") for c in ordered[i + 1 :]]
+                    return Fit(chosen, plan, (*tried, *ordered[:i], chosen, *others, *rejected))
             except DoesNotFit as error:
-                plan, fits, peak = None, False, error.peak
-            if fits and plan is not None:
-                chosen = dataclasses.replace(candidate, verdict="chosen")
-                others = [dataclasses.replace(c, verdict="not preferred") for c in ordered[i + 1 :]]
-                return Fit(chosen, plan, (*tried, *ordered[:i], chosen, *others, *rejected))
+                peak = error.peak
             verdict = f"does not fit: {format_bytes(peak)}, compiled"
             ordered[i] = dataclasses.replace(candidate, peak=peak, verdict=verdict)
         tried += [*ordered, *rejected]

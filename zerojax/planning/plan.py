@@ -108,8 +108,8 @@ class Planner:
             program = program_of_function(step, *arguments)
         compiled = program.compile(batch)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
-        seconds = update_seconds(program.update, compiled, topology, given)
-        noted = compiled._replace(notes=(*compiled.notes, *room_note(program.update, compiled.peak, topology, given)))
+        seconds, notes = of_update(program.update, compiled, topology, given)
+        noted = compiled._replace(notes=(*compiled.notes, *notes))
         return read_plan(noted, topology, given, batch=rows, largest_batch=largest, update=seconds)
 
     @auto_context()
@@ -208,38 +208,30 @@ def as_sequence(given: Any) -> Sequence[Any]:
     return given if isinstance(given, Sequence) else (given,)
 
 
-def update_seconds(update: StreamedUpdate | None, compiled: CompiledStep, topology: str, given: Hardware) -> float:
-    """Return the seconds in which a step updates offloaded state after its gradients. 0 without such state.
+def of_update(
+    update: StreamedUpdate | None, compiled: CompiledStep, topology: str, given: Hardware
+) -> tuple[float, tuple[str, ...]]:
+    """Return the seconds in which a step updates offloaded state after its gradients, and a note on how to save some.
 
-    State crosses the link in both directions at once. Chunks that stay on the device are read and written there.
+    State crosses the link in both directions at once. Chunks that stay on the device are read and written there. The
+    note says how much more of the state the device could keep. Without such state, there are no seconds and no note.
     """
     if update is None or compiled.row is None:
-        return 0.0
-    sizes, kept = offloaded_chunks(update)
-    streamed = (sum(sizes) - kept) / given.to_host(topology) + 2 * kept / given.achievable(topology).bandwidth
-    return max(streamed, (compiled.row.read + compiled.row.written) / given.disk if given.disk else 0.0)
-
-
-def offloaded_chunks(update: StreamedUpdate) -> tuple[list[int], int]:
-    """Return the bytes per device of each chunk of offloaded state, and of all chunks that stay on the device."""
-    plan, groups = update.plan, update.partition.groups
-    sizes = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
-    return sizes, sum(kept_on_device(update.config, plan).values())
-
-
-def room_note(update: StreamedUpdate | None, peak: int, topology: str, given: Hardware) -> tuple[str, ...]:
-    """Return a note that says how much offloaded state the device could keep, and what that saves."""
-    if update is None or (offload := update.config.offload) is None or offload.optimizer != "host":
-        return ()
-    sizes, kept = offloaded_chunks(update)
+        return 0.0, ()
+    plan, groups, link = update.plan, update.partition.groups, given.to_host(topology)
+    chunks = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
+    kept = sum(kept_on_device(update.config, plan).values())
+    on_host = update.config.offload is not None and update.config.offload.optimizer == "host"
+    streamed = (sum(chunks) - kept) / link + 2 * kept / given.achievable(topology).bandwidth
+    seconds = max(streamed, (compiled.row.read + compiled.row.written) / given.disk if given.disk else 0.0)
     # The chunks in flight need memory, too, although activations are free when they do.
-    room = int(given.usable(given.device(topology))) - peak - IN_FLIGHT * max(sizes)
-    if (more := min(room, sum(sizes) - kept)) < min(sizes):
-        return ()
-    return (
+    room = int(given.usable(given.device(topology))) - compiled.peak - IN_FLIGHT * max(chunks)
+    more = min(room, sum(chunks) - kept)
+    if not on_host or more < min(chunks):
+        return seconds, ()
+    return seconds, (
         f"{format_bytes(more)} more of the offloaded state fits on the device. With "
-        f'Offload(update="device", device_bytes={kept + more}), a step takes '
-        f"{format_seconds(more / given.to_host(topology))} less.",
+        f'Offload(update="device", device_bytes={kept + more}), a step takes {format_seconds(more / link)} less.',
     )
 
 
