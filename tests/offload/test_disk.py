@@ -106,15 +106,6 @@ def test_what_was_written_is_read(tmp_path, monkeypatch, direct):
         assert sorted(os.listdir(store.path)) == names
 
 
-def test_a_chunk_changed_in_place_is_written(store):
-    with store.read(0, version=3).result(10) as lease:
-        for array in lease.arrays:
-            array[...] = 5
-        store.write(0, lease.arrays, version=4)
-    with store.read(0, version=4).result(10) as lease:
-        assert all((array == 5).all() for array in lease.arrays)
-
-
 def test_written_arrays_may_be_used_again_at_once(tmp_path):
     scratch = np.zeros(1000, np.float32)
     with opened(tmp_path / "store", SAME, in_flight=1) as store:

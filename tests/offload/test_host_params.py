@@ -78,6 +78,7 @@ SETTINGS = {
     "microbatches": {"accumulate": 2},
     "chunks": {"offload": dataclasses.replace(BOTH, chunk_bytes=128)},
     "update on the host": {"offload": dataclasses.replace(BOTH, update="host", chunk_bytes=128)},
+    "part of the state": {"offload": dataclasses.replace(BOTH, fraction=0.4)},  # parameters go back from either program
     "no prefetch": {"prefetch": 0},
     "prefetch 2": {"prefetch": 2},
     "each leaf alone": {"bucket_bytes": 0},
@@ -93,12 +94,6 @@ SETTINGS = {
 @pytest.mark.parametrize(("setting", "name"), fraction(2, SETTINGS, ["remat_loop", "one_by_one"]))
 def test_every_setting_trains_the_same(setting, name):
     assert_training_is_the_same(LOSSES[name], **SETTINGS[setting])
-
-
-@pytest.mark.slow
-def test_part_of_the_state_on_the_device():
-    """Parameters whose state stays move in the first program, and go back to the host from there."""
-    assert_training_is_the_same(scanned, offload=dataclasses.replace(BOTH, fraction=0.4))
 
 
 def test_parameters_are_in_host_memory_however_they_are_made():

@@ -11,7 +11,6 @@ from conftest import mesh_of
 
 from zerojax import Offload, offload, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
-from zerojax.offload import remat_policy
 from zerojax.offload.folder import DiskError
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
@@ -26,30 +25,6 @@ def loss(params, x):
 
 def on_disk(path, **options):
     return ZERO(offload=Offload(optimizer="disk", path=path, update="device", **options))
-
-
-POLICIES = {
-    "one string": (lambda: remat_policy("b", save="a"), r"Write save=\['a'\]", lambda: remat_policy("b", save=["a"])),
-    "a list": (lambda: remat_policy(["a"]), "spread a list with a star", lambda: remat_policy(*["a"])),
-    "twice": (
-        lambda: remat_policy("a", save=["a"]),
-        "Take each name out of `names` or out of `save`",
-        lambda: (remat_policy("a"), remat_policy("b", save=["a"])),
-    ),
-    "no name": (
-        lambda: remat_policy(),
-        r"Name at least one activation, or use jax\.checkpoint_policies\.save_only_these_names",
-        lambda: (remat_policy("a"), jax.checkpoint_policies.save_only_these_names("a")),
-    ),
-}
-
-
-@pytest.mark.parametrize("case", POLICIES)
-def test_what_a_message_about_policies_says_to_do_works(case):
-    broken, words, mended = POLICIES[case]
-    with pytest.raises((ValueError, TypeError), match=words):
-        broken()
-    assert mended()
 
 
 def test_what_messages_about_folders_of_state_say_to_do_works(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from conftest import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax import zero_shard
 from zerojax.config import Config, Offload
 from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
@@ -167,3 +169,56 @@ def test_parameters_return_in_the_form_in_which_they_came(form):
     tree = storage.unflatten_params([jnp.ones((64, 64)), stored], layout, [leaf(64, 64), of], [None, form])
     assert storage.padded_forms(tree)[1] == form
     np.testing.assert_array_equal(jnp.asarray(tree["w"]), x)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [
+        ([80] * 1000, 8),  # equal layers: an eighth of all shards per program
+        ([8000, *[80] * 1000], 3),  # half of the largest leaf, in full, is more than an eighth of all shards
+        ([8000] * 2, 1),
+        ([], 0),
+    ],
+)
+def test_each_program_makes_a_share_of_the_parameters(sizes, count):
+    leaves = tuple(map(leaf, sizes))
+    found = list(place.groups(leaves))
+    assert list(itertools.chain(*found)) == list(range(len(sizes)))
+    assert len(found) == count
+    most = max([leaf.bytes // 2 for leaf in leaves] + [sum(leaf.local_bytes for leaf in leaves) // 8])
+    assert all(sum(leaves[i].local_bytes for i in group) <= most for group in found if len(group) > 1)
+
+
+def test_a_leaf_with_padding_is_padded_in_storage():
+    assert storage.storage_forms([leaf(79), leaf(80), leaf(81)]) == ((0, 80), None, (0, 88))
+
+
+# No dim is divided by 4 devices.
+ODD = {"w": jnp.sin(jnp.arange(77.0)).reshape(7, 11), "v": jnp.cos(jnp.arange(55.0)).reshape(11, 5)}
+ROWS = jnp.cos(jnp.arange(12 * 7.0)).reshape(12, 7)
+
+
+def loss(p, x):
+    return jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2)
+
+
+def trained(tx, params):
+    state, gradient = tx.init(params), getattr(tx, "value_and_grad", jax.value_and_grad)(loss)
+    for _ in range(2):
+        _, grads = gradient(params, ROWS)
+        assert jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 0])
+def test_padded_parameters_keep_their_form_in_a_loop_of_another_stage(stage):
+    make = functools.partial(zero_shard, optax.adam(1e-2), mesh=mesh_of(4), persist_below=0)
+    given = make(stage=3).shard(ODD)
+    assert all(isinstance(x, Padded) for x in given.values())
+    found = trained(make(stage=stage), given)
+    assert jax.tree.structure(found) == jax.tree.structure(given)
+    for name, x in trained(optax.adam(1e-2), ODD).items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-5, err_msg=name)
