@@ -119,14 +119,7 @@ def decorated(params, batch, act, rate, *, train, name=None, key):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "view", "accumulate"),
-    [
-        pytest.param(1, "global", 1, marks=pytest.mark.slow),
-        (3, "global", 2),
-        pytest.param(3, "device", 1, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("stage", "view", "accumulate"), [(1, "global", 1), (3, "global", 2), (3, "device", 1)])
 def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
     tx = zero_shard(optax.adamw(1e-3), stage=stage, persist_below=10, view=view)
     batch, key = jnp.ones((16, 16)) / 32, jax.random.key(0)

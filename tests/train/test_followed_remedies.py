@@ -109,11 +109,6 @@ OF_BATCHES = {
         lambda: gradient(batch=np.ones((24, 8), np.float32), accumulate=3),
     ),
     "few rows": (lambda: gradient(batch=X[:3]), "Give a batch of 8 rows", lambda: gradient(batch=X[:8])),
-    "loader": (
-        lambda: next(shard_batches([X[:12]], TX)),
-        "Give a batch of 8 or 16 rows",
-        lambda: next(shard_batches([X[:8]], TX)),
-    ),
     "scalar": (
         lambda: gradient(lambda p, b: loss(p, b["x"]) * b["s"], {"x": X, "s": 2.0}),
         r"batch\['s'\].*Pass values that belong to no row as further arguments, after the batch",
@@ -137,19 +132,13 @@ OF_BATCHES = {
     ),
     "tensor": (
         lambda: gradient(batch=Tensor()),
-        r"Convert it with np.asarray\(x\)",
-        lambda: gradient(batch=np.asarray(Tensor())),
+        r"Convert it with np.asarray\(x\), let zerojax.data.shard_batches\(loader, tx\) convert it",
+        lambda: [gradient(batch=x) for x in (np.asarray(Tensor()), next(shard_batches([Tensor()], TX)))],
     ),
-    "tensor of a loader": (
-        lambda: gradient(batch=Tensor()),
-        r"let zerojax.data.shard_batches\(loader, tx\) convert it",
-        lambda: gradient(batch=next(shard_batches([Tensor()], TX))),
-    ),
-    "columns": (lambda: of_a_wide_batch(7), "Give a size of 6 or 8", lambda: of_a_wide_batch(8)),
-    "spec": (
+    "columns": (
         lambda: of_a_wide_batch(7),
-        "or a batch_spec= that does not divide this dim",
-        lambda: of_a_wide_batch(7, GRID(axis="data", batch_spec=P("data"))),
+        "Give a size of 6 or 8.*or a batch_spec= that does not divide this dim",
+        lambda: (of_a_wide_batch(8), of_a_wide_batch(7, GRID(axis="data", batch_spec=P("data")))),
     ),
     "no batch": (
         lambda: TX.value_and_grad(lambda p: loss(p, X))(PARAMS),
@@ -274,7 +263,7 @@ OF_STEPS = {
     ),
     "options in jit": (
         lambda: in_jit(compiler_options={"xla_cpu_enable_fast_math": False}),
-        "Pass the options to the jax.jit that calls the step",
+        r"Pass the options to the jax.jit that calls the step.*xla_cpu_enable_fast_math",
         lambda: jax.jit(TX.train_step(loss), compiler_options={"xla_cpu_enable_fast_math": False}),
     ),
     "memory without a limit": (

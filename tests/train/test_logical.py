@@ -121,11 +121,8 @@ def loss(params, batch):
 BATCH = jax.random.normal(jax.random.key(1), (14, 20))
 
 
-HOST = {"offload": Offload(optimizer="host")}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, pytest.param(HOST, marks=pytest.mark.slow)], ids=["device", "host"])
+@pytest.mark.parametrize("options", [{}, {"offload": Offload(optimizer="host")}], ids=["device", "host"])
 def test_states_and_gradients_are_logical_too(options, stored):
     tx, plain = transformation(**options), optax.adam(1e-2)
     state, _ = tx.train_step(loss)(tx.create(model()), BATCH)
