@@ -15,6 +15,7 @@ from conftest import fraction, quick_or_slow
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from parallel import WAYS, Decoder, loss_of, mesh_for
+from parity import train_plain
 
 from zerojax import collectives, zero_shard
 from zerojax.comm.collectives import LABEL
@@ -46,20 +47,8 @@ def batches(count=3):
 
 @functools.cache
 def on_one_device(way, name):
-    tx, loss = OPTIMIZERS[name], loss_of(model(way))
     params = nn.meta.unbox(jax.jit(init(model(way)))(jax.random.key(0)))
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    losses = []
-    for batch in batches():
-        params, state, value = step(params, state, batch)
-        losses.append(float(value))
+    params, losses = train_plain(OPTIMIZERS[name], loss_of(model(way)), params, batches())
     return losses, jax.device_get(params)
 
 
