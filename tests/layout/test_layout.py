@@ -1,6 +1,6 @@
 """Where leaves live: pure arithmetic, tested for more devices than any machine has."""
 
-import contextlib
+import functools
 import math
 
 import jax
@@ -9,6 +9,8 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from flax import linen as nn
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -104,13 +106,6 @@ def test_state_of_another_shape_than_its_parameter_is_divided_too(mesh):
     assert rows == {(64,): PartitionSpec("data"), (256,): PartitionSpec("data")}
 
 
-def test_a_history_of_parameters_is_divided_like_the_parameter(mesh):
-    state = zero_shard(optax.scale_by_lbfgs(memory_size=3), stage=1, mesh=mesh).init({"w": jnp.ones((64, 256))})
-    specs = {x.shape: x.sharding.spec for x in jax.tree.leaves(state) if x.size > 1000}
-    assert specs[3, 64, 256] == PartitionSpec(None, None, "data")
-    assert specs[64, 256] == PartitionSpec(None, "data")
-
-
 def test_shardings_say_where_live_arrays_are(mesh):
     tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50)
     from_shapes = tx.shardings(jax.eval_shape(awkward_params))
@@ -129,12 +124,6 @@ def test_shapes_go_all_the_way(mesh):
     live = tx.create(awkward_params())
     assert jax.tree.structure(shapes) == jax.tree.structure(live)
     assert jax.tree.map(lambda x: (x.shape, x.sharding), shapes) == jax.tree.map(lambda x: (x.shape, x.sharding), live)
-
-
-def test_unshard_undoes_shard(mesh):
-    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, persist_below=10)
-    back = tx.unshard(tx.shard(awkward_params()))
-    jax.tree.map(np.testing.assert_array_equal, back, awkward_params())
 
 
 def tensor_parallel_mesh():
@@ -160,40 +149,25 @@ def test_another_axis_keeps_its_dim(stage):
     assert held == sum(leaf.local_bytes for leaf in (*plan.layout.params, *plan.state))
 
 
-def test_linen_and_nnx_metadata_name_the_other_axis():
-    from flax import linen as nn
-    from flax import nnx
+RULES = (("mlp", "model"), ("embed", "data"))
 
-    mesh, init = tensor_parallel_mesh(), nn.initializers.lecun_normal()
+
+@pytest.mark.parametrize(
+    ("names", "own", "context"),
+    [((None, "model"), (), ()), (("embed", "mlp"), RULES, ()), (("embed", "mlp"), (), RULES)],
+    ids=["axes", "rules of the box", "rules of the context"],
+)
+def test_metadata_of_linen_and_nnx_names_the_other_axis(names, own, context):
+    """Of logical names, a dim over a data axis is left to the layout."""
+    mesh, init, expected = tensor_parallel_mesh(), nn.initializers.lecun_normal(), PartitionSpec("data", "model")
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=20)
-    dense = nn.Dense(64, kernel_init=nn.with_partitioning(init, (None, "model")))
-    params = tx.init_params(lambda: dense.init(jax.random.key(0), jnp.ones((1, 16)))["params"])
-    assert params["kernel"].value.sharding.spec == PartitionSpec("data", "model")
-    logical = {"sharding_rules": (("mlp", "model"), ("embed", None))}
-    for names, rules in ((("model", None), {}), (("mlp", "embed"), logical)):
-        with jax.set_mesh(mesh):
-            annotated = nnx.with_partitioning(init, names, **rules)
-            layer = nnx.Linear(16, 64, kernel_init=annotated, rngs=nnx.Rngs(0))
-        shapes = jax.eval_shape(lambda: nnx.state(layer, nnx.Param))  # noqa: B023
-        shardings = tx.shardings(shapes).params
-        assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("model", "data")
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_logical_names_are_axes_by_the_rules_in_force(own):
-    """Those that come with a box, or those of the context; a dim over a data axis is left to the layout."""
-    from flax import linen as nn
-    from flax import nnx
-
-    mesh, init, names = tensor_parallel_mesh(), nn.initializers.lecun_normal(), ("embed", "mlp")
-    rules = (("mlp", "model"), ("embed", "data"))
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=20)
-    dense = nn.Dense(64, kernel_init=nn.with_logical_partitioning(init, names, rules=rules if own else None))
+    logical = functools.partial(nn.with_logical_partitioning, rules=own or None)
+    dense = nn.Dense(64, kernel_init=(logical if own or context else nn.with_partitioning)(init, names))
     model = lambda: dense.init(jax.random.key(0), jnp.ones((1, 16)))["params"]
-    with contextlib.nullcontext() if own else nn.logical_axis_rules(rules):
-        assert tx.init_params(model)["kernel"].value.sharding.spec == PartitionSpec("data", "model")
-    local = {"sharding_rules": rules} if own else {}
-    with contextlib.nullcontext() if own else nnx.logical_axis_rules(rules), jax.set_mesh(mesh):
-        layer = nnx.Linear(16, 64, kernel_init=nnx.with_partitioning(init, names, **local), rngs=nnx.Rngs(0))
+    with nn.logical_axis_rules(context):
+        assert tx.init_params(model)["kernel"].value.sharding.spec == expected
+    annotated = nnx.with_partitioning(init, names, **({"sharding_rules": own} if own else {}))
+    with nnx.logical_axis_rules(context), jax.set_mesh(mesh):
+        layer = nnx.Linear(16, 64, kernel_init=annotated, rngs=nnx.Rngs(0))
         shardings = tx.shardings(jax.eval_shape(lambda: nnx.state(layer, nnx.Param))).params
-    assert jax.tree.leaves(shardings["kernel"])[0].spec == PartitionSpec("data", "model")
+    assert jax.tree.leaves(shardings["kernel"])[0].spec == expected
