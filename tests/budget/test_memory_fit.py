@@ -67,8 +67,10 @@ STYLES = {"scan": (scanned, weights(LAYERS)), "blocks": (unrolled, [weights()] *
 STYLES["linen"] = linen, Net().init({"params": jax.random.key(0), "dropout": jax.random.key(0)}, BATCH[:1])
 
 
-def transformation(mesh, **options):
-    return zero_shard(optax.sgd(1e-3), mesh=mesh, **options)
+def made(mesh, style="scan", **options):
+    """A transformation, its loss, and a state."""
+    (loss, params), tx = STYLES[style], zero_shard(optax.sgd(1e-3), mesh=mesh, **{"stage": 3, **options})
+    return tx, loss, tx.create(params)
 
 
 def trained(step, state):
@@ -87,18 +89,15 @@ OLD_CPU = pytest.mark.skipif(OLD, reason="on CPU, jax 0.10 merges both passes of
 @pytest.mark.parametrize(
     ("style", "options", "accumulate"),
     [
-        ("scan", {"stage": 3}, 1),
-        pytest.param("linen", {"stage": 3}, 1, marks=pytest.mark.slow),
-        pytest.param("scan", {"stage": 3, "view": "device"}, 2, marks=pytest.mark.slow),
-        pytest.param(
-            "blocks", {"stage": 3, "offload": Offload(optimizer="host")}, 1, marks=[pytest.mark.slow, OLD_CPU]
-        ),
+        ("scan", {}, 1),
+        pytest.param("linen", {}, 1, marks=pytest.mark.slow),
+        pytest.param("scan", {"view": "device"}, 2, marks=pytest.mark.slow),
+        pytest.param("blocks", {"offload": Offload(optimizer="host")}, 1, marks=[pytest.mark.slow, OLD_CPU]),
     ],
 )
 def test_a_step_fits_and_trains_the_same(mesh, style, options, accumulate):
-    loss, params = STYLES[style]
-    tx = transformation(mesh, **options)
-    plain, state = tx.train_step(loss, accumulate=accumulate), tx.create(params)
+    tx, loss, state = made(mesh, style, **options)
+    plain = tx.train_step(loss, accumulate=accumulate)
     memory = int(0.8 * peak_bytes(plain.lower(state, BATCH).compile()))
     step = tx.train_step(loss, accumulate=accumulate, memory=memory)
     fit = step.memory_fit(state, BATCH)
@@ -107,7 +106,7 @@ def test_a_step_fits_and_trains_the_same(mesh, style, options, accumulate):
     if not OLD:  # otherwise XLA merges a part of both passes, and holds less than predicted
         assert abs(fit.chosen.predicted / fit.chosen.peak - 1) < 0.1
     losses, after = trained(step, state)
-    wanted, params = trained(plain, tx.create(params))
+    wanted, params = trained(plain, tx.create(STYLES[style][1]))
     # Recomputed values are rounded in another order: some ulp of the largest element.
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(params), strict=True):
@@ -117,9 +116,7 @@ def test_a_step_fits_and_trains_the_same(mesh, style, options, accumulate):
 
 @pytest.mark.slow
 def test_with_enough_memory_the_program_is_the_plain_one(mesh):
-    loss, params = STYLES["scan"]
-    tx = transformation(mesh, stage=3)
-    state = tx.create(params)
+    tx, loss, state = made(mesh)
     fit = tx.train_step(loss, memory="1 TB").memory_fit(state, BATCH)
     assert [trial.share for trial in fit.trials] == [1.0]
     assert fit.chosen.peak == peak_bytes(tx.train_step(loss).lower(state, BATCH).compile())
@@ -127,9 +124,8 @@ def test_with_enough_memory_the_program_is_the_plain_one(mesh):
 
 @pytest.mark.slow
 def test_the_programs_that_were_tried_are_the_only_ones_compiled(mesh):
-    loss, params = STYLES["scan"]
-    tx, compiled = transformation(mesh, stage=3), []
-    state = jax.block_until_ready(tx.create(params))
+    tx, loss, state = jax.block_until_ready(made(mesh))
+    compiled = []
     memory = int(0.8 * peak_bytes(tx.train_step(loss).lower(state, BATCH).compile()))
     step = tx.train_step(loss, memory=memory)
     listener = lambda name, seconds, **_: compiled.append(name) if "backend_compile" in name else None
@@ -144,13 +140,10 @@ def test_the_programs_that_were_tried_are_the_only_ones_compiled(mesh):
 
 @pytest.mark.slow
 def test_a_checkpoint_of_the_user_is_respected(mesh):
-    params = STYLES["scan"][1]
-
     def loss(params, x):
         return jnp.mean(jax.lax.scan(jax.checkpoint(lambda x, w: (block(w, x), None)), x, params)[0] ** 2)
 
-    tx = transformation(mesh, stage=3)
-    state = tx.create(params)
+    tx, _, state = made(mesh)
     own = peak_bytes(tx.train_step(loss).lower(state, BATCH).compile())
     assert tx.train_step(loss, memory=own).memory_fit(state, BATCH).chosen.peak == own
     with pytest.raises(ValueError, match=r"are missing.* no blocks whose activations could be recomputed"):
@@ -159,21 +152,19 @@ def test_a_checkpoint_of_the_user_is_respected(mesh):
 
 @pytest.mark.slow
 def test_what_is_missing_is_said(mesh):
-    loss, params = STYLES["scan"]
-    tx = transformation(mesh, stage=3)
+    tx, loss, state = made(mesh)
     with pytest.raises(ValueError, match=r"takes .* per device, of which .* are its arguments.* are missing\. Most"):
-        tx.train_step(loss, memory="10 kB")(tx.create(params), BATCH)
+        tx.train_step(loss, memory="10 kB")(state, BATCH)
 
 
 def test_memory_is_checked_where_it_is_given(mesh):
-    loss, params = STYLES["scan"]
-    tx = transformation(mesh, stage=3)
+    tx, loss, state = made(mesh)
     for memory, error in (("many", ValueError), (0, ValueError), ([1], TypeError)):
         with pytest.raises(error, match=r"train_step\(memory=\)"):
             tx.train_step(loss, memory=memory)
     with pytest.raises(ValueError, match=r'memory="auto".* does not tell how much'):
-        tx.train_step(loss, memory="auto")(tx.create(params), BATCH)
+        tx.train_step(loss, memory="auto")(state, BATCH)
     with pytest.raises(TypeError, match="while it is traced"):
-        jax.jit(tx.train_step(loss, memory="1 GB"))(tx.create(params), BATCH)
+        jax.jit(tx.train_step(loss, memory="1 GB"))(state, BATCH)
     with pytest.raises(ValueError, match="no memory= to fit"):
-        tx.train_step(loss).memory_fit(tx.create(params), BATCH)
+        tx.train_step(loss).memory_fit(state, BATCH)

@@ -34,19 +34,12 @@ FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 
 
 class Block(NamedTuple):
-    """A fenced block of a page.
+    """A fenced block of a page."""
 
-    Attributes:
-        kind: The language that it says it is in.
-        text: Its lines, without their indentation.
-        line: Number of lines before it.
-        follows: Whether only space is between it and the block before.
-    """
-
-    kind: str
-    text: str
-    line: int
-    follows: bool
+    kind: str  # the language that it says it is in
+    text: str  # its lines, without their indentation
+    line: int  # the number of lines before it
+    follows: bool  # whether only space is between it and the block before
 
 
 def blocks_of(page):

@@ -5,10 +5,9 @@ import tomllib
 from pathlib import Path
 
 import yaml
-from typer.testing import CliRunner
+from command_line import run
 
 import zerojax
-from zerojax.cli import app
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,7 +23,7 @@ def test_one_version_everywhere():
     assert newest is not None
     assert cited is not None
     assert newest[1] == cited[1] == PROJECT["version"]
-    assert CliRunner().invoke(app, ["--version"]).output.strip() == zerojax.__version__
+    assert run("--version").output.strip() == zerojax.__version__
 
 
 def test_the_readme_names_the_extras():

@@ -12,6 +12,7 @@ from jax import lax
 
 import zerojax.inspect.collectives as collectives_module
 from zerojax import check, zero_shard
+from zerojax.config import PERSIST_BELOW
 
 OLD = jax.__version_info__ < (0, 11)
 
@@ -21,14 +22,18 @@ def tiny(scan=True):
     return loss, jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((8 * rows, length), jnp.int32)
 
 
-def step_of(tx, loss, params, batch):
-    return tx.train_step(loss), tx.create(params), batch
+SGD = optax.sgd(1e-3)
+
+
+def checked(mesh, loss, params, batch, tx=SGD, **options):
+    tx = zero_shard(tx, mesh=mesh, **{"stage": 3, "persist_below": 1, **options})
+    return check(tx.train_step(loss), tx.create(params), batch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_model_that_keeps_its_contract_has_no_findings(stage, mesh):
-    found = check(*step_of(zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh), *tiny()))
+    found = checked(mesh, *tiny(), optax.adam(1e-3), stage=stage, persist_below=PERSIST_BELOW)
     assert found.ok, found
     assert found.gathered == pytest.approx(found.gathered_formula, rel=0.02)
     assert "no findings" in str(found)
@@ -44,7 +49,7 @@ def test_a_parameter_used_in_many_places_is_named(mesh):
         return batch.mean()
 
     batch = jax.ShapeDtypeStruct((8, 256), jnp.float32)
-    found = check(*step_of(zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, prefetch=0), loss, params, batch))
+    found = checked(mesh, loss, params, batch, optax.adam(1e-3), prefetch=0, persist_below=PERSIST_BELOW)
     assert not found.ok
     text = str(found)
     assert "gathered beyond the contract" in text
@@ -97,8 +102,7 @@ LEAN = {
 @pytest.mark.parametrize("name", LEAN)
 def test_a_stack_stays_sharded_until_its_iteration(name, mesh):
     params, loss = LEAN[name]
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
-    found = check(*step_of(tx, loss, params, X))
+    found = checked(mesh, loss, params, X)
     assert found.ok, found
     assert found.peak < 0.8 * found.floor
 
@@ -107,8 +111,7 @@ def test_a_stack_stays_sharded_until_its_iteration(name, mesh):
 def test_noise_on_a_stack_is_read_row_by_row(mesh):
     """The backward pass computes each changed layer again, so that it is not kept."""
     noisy = lambda p, x: layers(p["st"] + x[0, 0] * jax.random.normal(jax.random.key(0), p["st"].shape), x)
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
-    found = check(*step_of(tx, noisy, STACK, X))
+    found = checked(mesh, noisy, STACK, X)
     assert found.ok, found
 
 
@@ -127,8 +130,7 @@ def test_a_weight_that_something_small_changes_is_not_kept(change, mesh):
                 x = layer(x, change(w))
             return x.mean()
 
-        tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
-        found = check(*step_of(tx, loss, [SQUARE["w"]] * LAYERS, X))
+        found = checked(mesh, loss, [SQUARE["w"]] * LAYERS, X)
         assert found.ok, found
         return found.peak
 
@@ -148,32 +150,24 @@ FAT = {
 @pytest.mark.parametrize("name", FAT)
 def test_what_is_gathered_whole_or_kept_is_named_with_a_remedy(name, mesh):
     params, loss, leaf = FAT[name]
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
-    found = check(*step_of(tx, loss, params, X))
+    found = checked(mesh, loss, params, X)
     assert not found.ok
     assert re.search(rf"{leaf} is gathered whole, or kept .*Scan over a stack", str(found)), found
 
 
-def test_weights_that_every_iteration_needs_are_no_finding(mesh):
-    def loss(p, x):
+def test_weights_that_every_iteration_needs_and_activations_of_their_shape_are_no_finding(mesh):
+    def scanned(p, x):
         w = jnp.tanh(p["w"])
         return lax.scan(lambda x, _: (layer(x, w), None), x, None, length=LAYERS)[0].mean()
 
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
-    assert "gathered whole" not in str(check(*step_of(tx, loss, SQUARE, X)))
-
-
-def test_an_activation_of_a_parameters_shape_is_no_finding(mesh):
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=1)
-    rows = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
-    loss = lambda p, x: layer(layer(x, p["w"]), p["w"]).mean()
-    assert "gathered whole" not in str(check(*step_of(tx, loss, SQUARE, rows)))
+    twice = lambda p, x: layer(layer(x, p["w"]), p["w"]).mean()
+    for loss, rows in ((scanned, X), (twice, SQUARE["w"])):
+        assert "gathered whole" not in str(checked(mesh, loss, SQUARE, rows))
 
 
 def test_a_loss_that_names_an_axis_cannot_be_compared_with_plain_jit(mesh):
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, view="device")
     with pytest.raises(ValueError, match=r"names a mesh axis.*Check it without"):
-        check(*step_of(tx, lambda p, x: lax.pmean(x @ p["w"], "data").sum(), SQUARE, X))
+        checked(mesh, lambda p, x: lax.pmean(x @ p["w"], "data").sum(), SQUARE, X, view="device")
 
 
 def test_a_models_line_is_named_in_a_clone_that_is_called_as_the_library_is():

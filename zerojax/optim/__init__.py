@@ -6,8 +6,8 @@ Read the files in this order:
    copies of narrow parameters.
 2. `traced` makes the update a function of lists, and a list of equations.
 3. `elementwise` finds the leaves whose update is elementwise. These leaves may be flat, or be updated in chunks.
-4. `partition` chooses the state to offload, and divides the update into groups. Offloaded state waits in its place
-   between steps.
+4. `partition` chooses the state to offload, and divides the update into groups. Offloaded state stays on the host or
+   on disk between steps.
 5. `cores` and `owned` choose the matrices that owners compute. A core is the part of a leaf's update that needs the
    full leaf. An owner is the device, or the group of devices, that computes a core.
 6. `plan` runs these analyses once per plan, and makes the plan.
