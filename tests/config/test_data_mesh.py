@@ -10,6 +10,7 @@ import pytest
 from conftest import mesh_of
 from jax.sharding import AxisType, PartitionSpec
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
+from parity import assert_parity
 
 from zerojax import Offload, collectives, report, zero_shard
 from zerojax.config import DataMesh
@@ -115,10 +116,4 @@ def test_a_state_of_another_mesh_is_refused_and_both_meshes_are_named():
 def test_offloaded_chunks_are_of_shards_over_both_axes():
     offload = Offload(optimizer="host", update="host", chunk_bytes=400)
     tx = zero_shard(CLIPPED, stage=3, mesh=mesh_2x4(), axis=AXES, persist_below=50, offload=offload)
-    state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
-    losses = []
-    for batch in awkward_batches(3):
-        state, metrics = step(state, batch)
-        losses.append(float(metrics["loss"]))
-    # the same float32 operations, in another order: a few roundings
-    np.testing.assert_allclose(losses, trained(3, several=False)[1], rtol=1e-5)
+    assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3))
