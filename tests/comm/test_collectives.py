@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.comm.buckets import buckets, flatten, from_rows, to_rows, unflatten
+from zerojax.comm.buckets import buckets, flatten
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.layout.leaf import Leaf
@@ -158,18 +158,6 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     parts = [math.prod(leaf.storage_shape) // (2 if leaf.others else 1) for leaf in leaves]
     assert list(operands_of(jaxpr, "all_gather")) == [sum(parts) // 4]
     assert list(operands_of(jaxpr, "reduce_scatter")) == [sum(parts)]
-
-
-@pytest.mark.parametrize("name", ["first dim", "padded", "flat"])
-def test_rows_are_the_shards_and_the_array_again(name):
-    leaf = leaf_of(name, ("gpu",))
-    value = jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape)
-    rows, storage = to_rows(value, leaf), in_storage(value, leaf)
-    for row, shard in zip(rows, np.split(storage, leaf.shards, axis=leaf.dim or 0), strict=True):
-        np.testing.assert_array_equal(row.reshape(leaf.local_shape), shard)
-    np.testing.assert_array_equal(from_rows(rows, leaf), value)
-    if leaf.kind == "flat":
-        np.testing.assert_array_equal(unflatten(storage, leaf), value)
 
 
 W = Leaf("['w']", (4, 4), np.dtype(np.float32), AXES, 8, "sharded", 0)  # 64 bytes

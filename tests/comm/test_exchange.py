@@ -3,17 +3,13 @@
 import json
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax.comm import processes
-from zerojax.comm.buckets import split, to_rows
 from zerojax.comm.events import EVENTS, Events
 from zerojax.comm.processes import Processes, first_difference, require_same
-from zerojax.layout.leaf import Leaf
 
 RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"), max_size=3), min_size=1, max_size=4)
 
@@ -133,13 +129,3 @@ def test_a_difference_is_one_and_none_is_missed(records, partial):
         for name in differ:
             assert records[reference].get(name) != records[index].get(name)
             assert not partial or (name in records[reference] and name in records[index])
-
-
-def test_a_bucket_is_split_where_it_was_joined():
-    of = lambda *shape: Leaf("", shape, np.dtype("float32"), ("data",), 4, kind="sharded", dim=0)
-    leaves = [of(5, 3), of(8), of(4, 2)]
-    parts = [to_rows(jnp.full(x.shape, i + 1.0), x) for i, x in enumerate(leaves)]
-    found = split(jnp.concatenate(parts, axis=1), leaves)
-    for part, other in zip(parts, found, strict=True):
-        np.testing.assert_array_equal(part, other)
-    assert split(parts[0], leaves[:1])[0] is parts[0]

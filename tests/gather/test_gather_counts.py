@@ -241,29 +241,30 @@ def test_the_working_set_has_the_blocks_that_share_a_gather():
     assert [each.bytes for each in found] == [8 * WEIGHT, 16 * WEIGHT, 20 * WEIGHT]
 
 
-def test_a_tied_embedding_is_gathered_for_the_lookup_and_for_the_head():
-    def fn(p, x):
-        ids = jnp.abs(x).astype(jnp.int32)[:, :3]
-        h = jax.checkpoint(lambda w, h: jnp.tanh(h @ w))(p["w"], p["table"][ids].sum(1))
-        return jnp.mean((h @ p["table"].T) ** 2)
-
-    params = {"table": jnp.ones((4 * SIZE, SIZE)), "w": jnp.ones((SIZE, SIZE))}
-    gathered, scattered = passes(fn, params, {"table": 0, "w": 0}, X)
-    assert gathered == pytest.approx(2)
-    assert scattered <= 2
+def tied(p, x):
+    ids = jnp.abs(x).astype(jnp.int32)[:, :3]
+    h = jax.checkpoint(lambda w, h: jnp.tanh(h @ w))(p["w"], p["table"][ids].sum(1))
+    return jnp.mean((h @ p["table"].T) ** 2)
 
 
-def test_one_layer_of_a_stack_is_gathered_at_a_time():
-    params = {"stack": jnp.ones((4, SIZE, SIZE))}
+def indexed(p, x):
+    for i in range(4):
+        x = jnp.tanh(x @ p["stack"][i])
+    return jnp.mean(x)
 
-    def fn(p, x):
-        for i in range(4):
-            x = jnp.tanh(x @ p["stack"][i])
-        return jnp.mean(x)
 
-    gathered, _ = passes(fn, params, {"stack": 1}, X)
-    # The last stays, and nobody asks for the gradient of the first layer's input.
-    assert gathered == pytest.approx(2 - 2 / 4)
+@pytest.mark.parametrize(
+    ("fn", "shapes", "dims", "gathered"),
+    [
+        (tied, {"table": (4 * SIZE, SIZE), "w": (SIZE, SIZE)}, {"table": 0, "w": 0}, 2),
+        # The last stays, and nobody asks for the gradient of the first layer's input.
+        (indexed, {"stack": (4, SIZE, SIZE)}, {"stack": 1}, 2 - 2 / 4),
+    ],
+)
+def test_each_use_gathers_what_it_reads(fn, shapes, dims, gathered):
+    found, reduced = passes(fn, {name: jnp.ones(shape) for name, shape in shapes.items()}, dims, X)
+    assert found == pytest.approx(gathered)
+    assert reduced <= 2
 
 
 def test_gathers_move_the_type_that_the_model_casts_to():
