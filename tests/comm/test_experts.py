@@ -16,6 +16,7 @@ from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from parity import assert_parity, train_plain
 
 from zerojax import Offload, Wire, collectives, estimate, report, zero_shard
 from zerojax.checkpoint import Checkpointer
@@ -93,15 +94,7 @@ def zero(way, stage, **options):
 
 @functools.cache
 def on_one_device():
-    params, found = parameters(), []
-    state = OPTIMIZER.init(params)
-    gradient = jax.jit(jax.value_and_grad(loss_of()))
-    for x in batches():
-        value, grads = gradient(params, x)
-        updates, state = OPTIMIZER.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        found.append(float(value))
-    return found, params
+    return train_plain(OPTIMIZER, loss_of(), parameters(), batches())
 
 
 def trained(way, tx, **options):
@@ -113,7 +106,7 @@ def trained(way, tx, **options):
 
 
 def assert_exact(tx, found, stored):
-    losses, params = on_one_device()
+    params, losses = on_one_device()
     # Sums over devices are made in another order.
     np.testing.assert_allclose(found, losses, rtol=3e-6)
     same = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=5e-6)
@@ -180,7 +173,7 @@ def test_in_host_memory_too(stage, update, params):
 def test_quantised_over_the_other_axes_alone(stage, options):
     tx = zero("one", stage, wire=Wire(**options, block=8))
     found, state, step = trained("one", tx)
-    np.testing.assert_allclose(found, on_one_device()[0], rtol=1e-3)  # int8 has 7 bits and a sign
+    np.testing.assert_allclose(found, on_one_device()[1], rtol=1e-3)  # int8 has 7 bits and a sign
     moved = collectives(step.lower(state, batches()[0]).compile())
     narrow = [c for c in moved if c.dtype in ("u8", "s8") and c.elements > EXPERTS * WIDTH]
     kinds = {"all-to-all"} | ({"all-gather"} if stage == 3 else set())
@@ -210,7 +203,7 @@ def test_an_evaluation_gathers_experts_over_the_other_axes_alone(monkeypatch):
     tx = zero("one", 3)
     params = tx.create(placed("one", parameters())).params
     found = tx.eval_step(loss_of("one"))(params, batches()[0])
-    np.testing.assert_allclose(found, on_one_device()[0][0], rtol=3e-6)  # sums are made in another order
+    np.testing.assert_allclose(found, on_one_device()[1][0], rtol=3e-6)  # sums are made in another order
     assert over["['up']"] == over["['down']"] == ("data",)
     assert over["['dense']"] == BOTH
 
@@ -266,24 +259,7 @@ def test_an_estimate_and_a_report_count_experts_once(way):
         assert whole[1].params == size
 
 
-@functools.cache
-def example_on_one_device():
-    params, losses = example.init(jax.random.key(0), *SIZES), []
-    state = OPTIMIZER.init(params)
-    gradient = jax.jit(jax.value_and_grad(example.loss_of("gathered", None)))
-    for x in windows():
-        value, grads = gradient(params, x)
-        updates, state = OPTIMIZER.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        losses.append(float(value))
-    return losses, params
-
-
 SIZES = 16, 3, 8
-
-
-def windows():
-    return np.random.default_rng(0).integers(256, size=(2, 16, 9), dtype=np.int32)
 
 
 @pytest.mark.slow
@@ -291,16 +267,12 @@ def test_layers_that_are_scanned_and_under_remat():
     """The example drops no token, so it equals one device, although each device sorts its own tokens."""
     mesh = mesh_for("one")
     tx = zero_shard(OPTIMIZER, stage=3, mesh=mesh, axis=BOTH, expert_axis="expert", persist_below=100)
-    state, step = tx.create(example.placed("parallel", mesh, *SIZES)), tx.train_step(example.loss_of("parallel", mesh))
-    found = []
-    for x in windows():
-        state, metrics = step(state, x)
-        found.append(float(metrics["loss"]))
-    losses, params = example_on_one_device()
-    np.testing.assert_allclose(found, losses, rtol=3e-6)
-    same = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=5e-6)
-    jax.tree.map(same, tx.unshard(state.params), params)
-    moved = collectives(step.lower(state, windows()[0]).compile())
+    windows = np.random.default_rng(0).integers(256, size=(2, 16, 9), dtype=np.int32)
+    params, loss = example.placed("parallel", mesh, *SIZES), example.loss_of("parallel", mesh)
+    gathered = example.loss_of("gathered", None)
+    plain = train_plain(OPTIMIZER, gathered, example.init(jax.random.key(0), *SIZES), windows)
+    assert_parity(tx, loss, params, windows, reference=plain, atol=1e-5)
+    moved = collectives(tx.train_step(loss).lower(tx.create(params), windows[0]).compile())
     of_experts = [c for c in moved if re.search(r"zerojax_\w+\[.*\b(up|down)\b", c.op_name)]
     assert {c.group for c in of_experts} == {(0, 4)}
 

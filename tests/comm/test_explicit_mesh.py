@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from explicit_models import AUTO, EXPLICIT, P
+from explicit_models import mesh_of as explicit_mesh
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from parity import train_plain
 
 import zerojax
@@ -17,20 +19,12 @@ from zerojax import Offload, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.flax import shard_module, value_and_grad
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-P = PartitionSpec
 ADAM = optax.adam(1e-2)
 STEPS = 2
 
 
-def explicit(*kinds):
-    """Eight devices as ("data",) or ("data", "model"), with axes of these kinds."""
-    shape, names = ((8,), ("data",)) if len(kinds) == 1 else ((4, 2), ("data", "model"))
-    return jax.make_mesh(shape, names, axis_types=kinds or (EXPLICIT,))
-
-
 def data_mesh():
-    return explicit(EXPLICIT)
+    return explicit_mesh(EXPLICIT)
 
 
 def context(mesh, on):
@@ -133,7 +127,7 @@ def with_jitted_loop(tx, params):
     ],
 )
 def test_trains_as_on_one_device(kinds, stage, set_mesh, train, expected):
-    mesh = explicit(*kinds)
+    mesh = explicit_mesh(*kinds)
     with context(mesh, set_mesh):
         tx = sharded(mesh, stage)
         found, losses, others = train(tx, given_params(mesh))
@@ -263,7 +257,7 @@ def test_a_loss_that_closes_over_an_explicit_array():
 @pytest.mark.parametrize("train", [with_train_step, with_jitted_loop])
 def test_under_a_mesh_that_a_library_has_set(train, expected):
     """With another axis than the optimizer's. Some libraries call `jax.set_mesh` when they are imported."""
-    tx = sharded(explicit(AUTO))
+    tx = sharded(explicit_mesh(AUTO))
     with jax.set_mesh(jax.make_mesh((8,), ("chains",), axis_types=(AUTO,))):
         found, losses, _ = train(tx, params())
     np.testing.assert_allclose(losses, expected[1], rtol=1e-5)

@@ -117,9 +117,16 @@ CASES = [QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in GRID i
 
 
 @pytest.mark.parametrize(("name", "style", "view", "where"), CASES)
-def test_gradients_equal_one_devices(name, style, view, where):
+def test_gradients_equal_one_devices_and_a_weight_is_gathered_as_often_as_a_plain_one(name, style, view, where):
     """Leaves with padding, whose scale must not come from the padding."""
-    assert_same_gradient(loss_of(QUANTISERS[name], style, where), parameters(style, PADDED), view)
+    loss, params = loss_of(QUANTISERS[name], style, where), parameters(style, PADDED)
+    assert_same_gradient(loss, params, view)
+    usual, found = passes(loss_of(lambda w: w, style), params, view)["float32"], passes(loss, params, view)
+    if name.startswith("scale"):  # The value has eight bits. The scales of rows and columns are gathered, too.
+        assert found.pop("int8") <= 1.02 * usual / 4
+        assert sum(found.values()) <= 0.02
+    else:
+        assert found == {"float32": pytest.approx(usual, rel=0.02)}
 
 
 def in_a_loop_of_microbatches(w, x):
@@ -223,19 +230,6 @@ def test_a_second_derivative_is_refused():
     along = lambda w: jnp.vdot(tx.value_and_grad(loss)(w, X)[1], w)
     with pytest.raises(TypeError, match="second derivative of a loss with a quantised weight"):
         jax.grad(along)(tx.shard(w))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "style", "view", "where"), GRID)
-def test_a_quantised_weight_is_gathered_as_often_as_a_plain_one(name, style, view, where):
-    params = parameters(style)
-    usual = passes(loss_of(lambda w: w, style), params, view)["float32"]
-    found = passes(loss_of(QUANTISERS[name], style, where), params, view)
-    if name.startswith("scale"):  # The value has eight bits. The scales of rows and columns are gathered, too.
-        assert found.pop("int8") <= 1.02 * usual / 4
-        assert sum(found.values()) <= 0.02
-    else:
-        assert found == {"float32": pytest.approx(usual, rel=0.02)}
 
 
 @pytest.mark.slow

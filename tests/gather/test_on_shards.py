@@ -299,7 +299,6 @@ def everything(params, x):
 
 
 OPTIONS = {
-    "plain": {},
     "hybrid": {"axis": ("host", "gpu"), "shard_axis": "gpu"},
     "params_axis": {"axis": ("host", "gpu"), "params_axis": "gpu"},
 }
@@ -311,8 +310,7 @@ OPTIONS = {
     [("global", "scanned", "hybrid", 4), ("device", "unrolled", "params_axis", 1)],
 )
 def test_a_step_is_that_of_one_device(view, style, options, accumulate):
-    sizes = (8,) if options == "plain" else (2, 4)
-    tx = zero_shard(optax.sgd(1.0), stage=3, view=view, persist_below=100, mesh=mesh(*sizes), **OPTIONS[options])
+    tx = zero_shard(optax.sgd(1.0), stage=3, view=view, persist_below=100, mesh=mesh(2, 4), **OPTIONS[options])
     params = parameters(style)
     state = tx.create(jax.tree.map(jnp.copy, params))
     new = tx.unshard(tx.train_step(everything, accumulate=accumulate)(state, X)[0].params)
