@@ -5,7 +5,8 @@ import os
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if "device_count" not in os.environ.get("XLA_FLAGS", ""):  # a process that `several` begins has its own number
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 # XLA:CPU's pool of threads: with one thread a core, two programs in flight can starve each other's collectives.
 os.environ.setdefault("NPROC", "32")
 # Compiling takes far longer than running here. Children of the tests inherit both.
@@ -13,7 +14,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # 2 to 3 times as fast; unknown to later ones
 # Equal programs are compiled once a process and its children: files of a cache are not written at once.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+if "ZEROJAX_TESTS_CACHE" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="zerojax-tests-", ignore_cleanup_errors=True)
     os.environ["ZEROJAX_TESTS_CACHE"] = _cache.name
 os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 import several
 from conftest import mesh_of
 from jax.sharding import AxisType, NamedSharding
-from models import awkward_batches, awkward_loss, awkward_params
+from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from test_round_trips import assert_padding_is_zero, assert_same, logical_leaves, trained, transformation
 
 from zerojax import Offload, Precision, zero_shard
@@ -265,9 +266,48 @@ def test_what_cannot_be_moved_is_named():
         tx.train_step(awkward_loss)(state, awkward_batches(1)[0])
 
 
+def tx_of(devices=None, **options):
+    mesh = jax.make_mesh((2, len(devices or jax.devices()) // 2), ("host", "gpu"), devices=devices)
+    inner = floats_only(optax.adam(1e-2))
+    return zero_shard(inner, mesh=mesh, axis=("host", "gpu"), persist_below=64, **options)
+
+
+def on_host(tx, state):
+    trees = tx.unshard(state.params), tx.unshard(state.opt_state, state.params)
+    return [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(trees)]
+
+
+def move_around(folder):
+    """A state goes around layouts, with half of each process's devices at the end; then what one process cannot do."""
+    half = [d for d in jax.devices() if d.id % 4 < 2]
+    ways = [tx_of(stage=3), tx_of(stage=3, params_axis="gpu"), tx_of(half, stage=3), tx_of(stage=3)]
+    state = ways[0].create(awkward_params())
+    state, _ = ways[0].train_step(awkward_loss)(state, awkward_batches(1)[0])
+    expected = on_host(ways[0], state)
+    for old, new in itertools.pairwise(ways):
+        state = old.reshard(state, to=new)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(on_host(new, state), expected, strict=True))
+    one = zero_shard(optax.adam(1e-2), stage=3, mesh=jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
+    try:
+        ways[-1].reshard(state, to=one)
+    except ValueError as error:
+        print(error)
+
+    # Process 1 has no folder.
+    folder = Path(folder)
+    (folder / "process_1").touch()
+    disk = tx_of(stage=3, offload=Offload(optimizer="disk", path=folder))
+    try:
+        ways[-1].reshard(state, to=disk)
+    except DiskError as error:
+        print(error)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state))
+    print("done")
+
+
 @pytest.mark.slow
 def test_two_processes_move_a_state_together(tmp_path):
-    for out in several.run("reshard_child.py", tmp_path, devices=4):
+    for out in several.run(move_around, tmp_path, devices=4):
         assert "of the processes [0, 1], and the new mesh has devices of the processes [0]" in out
         assert "Process 1: " in out
         assert f"{tmp_path / 'process_1'}" in out

@@ -1,26 +1,128 @@
 """Two processes save and restore together, leave when one of them is told to, and name the one that dies."""
 
+import itertools
+import os
 import signal
+import time
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import several
-from checkpoint_child import state_of, steps_told
 from conftest import mesh_of
+from jax.experimental import multihost_utils
 
 from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer
+from zerojax.checkpoint import Checkpointer, CheckpointError, export, import_params, importing, on_preemption
 from zerojax.checkpoint.manifest import read_manifest
+from zerojax.checkpoint.saving import Save
 
 pytestmark = pytest.mark.slow
+
+
+def parameters():
+    return {"w": jnp.zeros((48, 8)), "b": jnp.zeros(8)}
+
+
+def state_of(tx, step):
+    """A state whose parameters all tell its step, made on the devices."""
+    state = tx.create(jax.eval_shape(parameters))
+
+    def fill(x):
+        part = lambda index: np.full([len(range(*s.indices(n))) for s, n in zip(index, x.shape, strict=True)], step)
+        return jax.make_array_from_callback(x.shape, x.sharding, lambda index: part(index).astype(x.dtype))
+
+    return jax.tree.map(fill, state)
+
+
+def steps_told(state):
+    """The steps that the numbers of a state tell: one, if it is consistent."""
+    parts = (s.data for x in jax.tree.leaves(state) if x.dtype != bool for s in x.addressable_shards)
+    return {int(n) for part in parts for n in np.asarray(part).ravel()}
+
+
+def weights_through_a_mapping(tx, folder):
+    """Two processes export, and import: of what is sharded each reads the half that its devices hold."""
+    params = {"stack": np.arange(2 * 16 * 24.0).reshape(2, 16, 24), "odd": np.arange(45.0).reshape(5, 9)}
+    params = jax.tree.map(np.float32, params | {"scale": 3})
+    mapping = {"h.{i}.w": ("stack", "out in -> in out"), "odd": ("odd", "b a -> a b"), "scale": "scale"}
+    export(tx.shard(params), folder, mapping=mapping)
+    multihost_utils.sync_global_devices("exported")
+    read, view = {}, importing.view
+
+    def counting(header, section, index):
+        x = view(header, section, index)
+        read[section.leaf] = read.get(section.leaf, 0) + x.nbytes
+        return x
+
+    importing.view = counting
+    found = import_params(folder, tx.shard(jax.eval_shape(lambda: params)), mapping=mapping)
+    for name, x in tx.unshard(found).items():
+        np.testing.assert_array_equal(np.asarray(x), params[name])
+    assert read[sorted(params).index("stack")] == params["stack"].nbytes // 2
+
+
+def save_and_restore(tx, directory, index):
+    checkpoints = Checkpointer(directory)
+    for step in (1, 2):
+        checkpoints.save(state_of(tx, step), {"process": index}, step=step)
+    restored = checkpoints.restore(state_of(tx, 0))
+    assert steps_told(restored.state) == {2}
+    assert restored.data == {"process": index}
+    checkpoints.close()
+    weights_through_a_mapping(tx, directory / "weights")
+
+
+def leave(tx, directory):
+    """Train until one of the processes is told to end."""
+    with Checkpointer(directory, every=10**6) as checkpoints, on_preemption() as preemption:
+        for i in itertools.count(1):
+            time.sleep(0.02)
+            stop = preemption.reached(i)
+            if stop:
+                checkpoints.save(state_of(tx, i), step=i, force=True)
+            if i == 1:
+                print("begun", flush=True)
+            if stop:
+                break
+    print("left after step", i, flush=True)
+
+
+def die(tx, directory, index):
+    """The second process dies while saving."""
+    checkpoints = Checkpointer(directory, timeout=5)
+    checkpoints.save(state_of(tx, 1), step=1)
+    checkpoints.wait()
+    if index == 1:
+        Save._write = lambda *args: os._exit(1)
+    checkpoints.save(state_of(tx, 2), step=2)
+    try:
+        checkpoints.wait()
+    except CheckpointError as error:
+        print(error, flush=True)
+    os._exit(0)  # jax.distributed would wait for the one that died
+
+
+def live(folder):
+    tx, folder, index = (
+        zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16),
+        Path(folder),
+        jax.process_index(),
+    )
+    assert tx.config.mesh.size == 4
+    save_and_restore(tx, folder / "lives", index)
+    leave(tx, folder / "preempted")
+    die(tx, folder / "dies", index)
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
     """The folder of two processes that have ended, and what each printed."""
     folder = tmp_path_factory.mktemp("two")
-    children = several.start("checkpoint_child.py", folder)
+    children = several.start(live, folder)
     for child in children:
         while line := child.stdout.readline():  # Gloo prints, too
             if line == "begun\n":

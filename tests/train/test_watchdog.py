@@ -1,5 +1,6 @@
 """A step that takes longer than it may ends its process, which says what it waits for."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -99,9 +100,25 @@ def test_a_healthy_step_is_left_alone_while_its_process(program):
     assert done.returncode == 0, done.stderr
 
 
+def train_with_a_limit(killed=""):
+    """Process 1 hangs in its data, or is killed."""
+    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    step = tx.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), timeout=4)
+    state = tx.create({"w": jnp.ones((4, 16))})
+    for number in range(10):
+        if number == 3 and jax.process_index() == 1:
+            if killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            print("hangs", flush=True)
+            time.sleep(600)
+        state, metrics = step(state, np.ones((8, 4), np.float32))
+        jax.block_until_ready(metrics["loss"])
+        print(f"done {number}", flush=True)
+
+
 @pytest.mark.slow
 def test_one_whose_peer_is_killed_leaves_to_be_started_again():
-    children = several.start("watchdog_child.py", "killed")
+    children = several.start(train_with_a_limit, "killed")
     _, errors = children[0].communicate(timeout=80)  # JAX's shutdown takes 100 s to give up
     assert children[1].wait(10) == -signal.SIGKILL
     assert children[0].returncode == EXIT_STATUS, errors
@@ -119,7 +136,7 @@ def test_a_limit_is_set_where_processes_would_wait_for_each_other(monkeypatch):
 
 @pytest.mark.slow
 def test_it_names_the_process_it_waits_for_and_the_others_end_too():
-    children = several.start("watchdog_child.py")
+    children = several.start(train_with_a_limit)
     begun = time.monotonic()
     out, errors = children[0].communicate(timeout=120)
     assert children[0].returncode == EXIT_STATUS, errors
