@@ -281,14 +281,14 @@ def test_axes_of_each_part_of_the_model_states(shard, params, parts, words):
     mesh = DataMesh.for_stage({"host": 2, "gpu": 4, "model": 3}, AXES, 3, shard, params)
     assert (mesh.params, mesh.grads, mesh.opt_state) == parts
     assert mesh.in_words() == words
-    assert (mesh.workers, mesh.shards) == (8, 8 if "host" in mesh.opt_state else 4)
+    assert mesh.workers == 8
     assert mesh.across == (("host",) if shard or params else ())
     assert (mesh.size(()), mesh.size(("host", "model")), mesh.compiler_axes) == (1, 6, ("model",))
 
 
 def test_stage_0_counts_workers_and_has_nothing_to_replicate():
     mesh = DataMesh.for_stage({"data": 4}, ("data",), 0)
-    assert (mesh.shards, mesh.in_words(), mesh.across) == (4, "axis 'data'", ())
+    assert (mesh.workers, mesh.in_words(), mesh.across) == (4, "axis 'data'", ())
 
 
 def test_entries_of_a_spec_and_their_axes_are_inverses():

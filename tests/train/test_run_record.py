@@ -65,9 +65,9 @@ def test_a_call_is_new_once_for_each_signature():
         (0, x, (jnp.float32(1),)),
         (1, x, ()),
     ]
-    assert [calls.is_first(*call) for call in news] == [True] * len(news)
-    assert [calls.is_first(*call) for call in news] == [False] * len(news)
-    assert calls.is_first(0, x, (jnp.asarray(1.0),)), "a weak type is another type"
+    assert [calls.is_new(*call) for call in news] == [True] * len(news)
+    assert [calls.is_new(*call) for call in news] == [False] * len(news)
+    assert calls.is_new(0, x, (jnp.asarray(1.0),)), "a weak type is another type"
     assert calls.call(jax.jit(lambda a, b: a + b), 1, b=2, is_new=True) == 3
     assert signature_of({"x": x}) == signature_of({"x": x + 1}) != signature_of({"x": x[:4]})
     assert signature_of({"x": x}) != signature_of({"y": x})
@@ -84,7 +84,7 @@ def test_a_new_call_is_compared_with_its_values(step, monkeypatch):
     calls = SameCalls(zero_shard(optax.sgd(1.0), stage=1, mesh=mesh_of(8)).config, "step", {"accumulate": 2})
     assert calls.is_needed
     given = () if step is None else (jax.device_put(jnp.int32(step), jax.devices()[0]),)
-    assert calls.is_first(0, np.ones((8, 2), np.float32), (np.int32(3),), *given)
+    assert calls.is_new(0, np.ones((8, 2), np.float32), (np.int32(3),), *given)
     (topic, record, partial), (again, sums, of_parts) = told
     assert topic == again == "step"
     assert (partial, of_parts) == (False, True)
@@ -95,7 +95,7 @@ def test_a_new_call_is_compared_with_its_values(step, monkeypatch):
         **({} if step is None else {"step": "7"}),
     }
     assert list(sums) == ["the checksum of args[0]"]
-    assert not calls.is_first(0, np.zeros((8, 2), np.float32), (np.int32(3),), *given)
+    assert not calls.is_new(0, np.zeros((8, 2), np.float32), (np.int32(3),), *given)
     assert len(told) == 2
 
 

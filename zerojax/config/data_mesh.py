@@ -76,11 +76,6 @@ class DataMesh:
         """Return the number of data-parallel workers, each of which has one part of the rows of a batch."""
         return self.size(self.batch)
 
-    @property
-    def shards(self) -> int:
-        """Return the number of shards of the optimizer state. At stage 0, return the number of workers instead."""
-        return self.size(self.opt_state or self.batch)
-
     def in_words(self) -> str:
         """Describe the axes over which the stage shards arrays, and the axes over which the stage replicates arrays."""
         rest = tuple(axis for axis in self.batch if self.opt_state and axis not in self.opt_state)

@@ -27,7 +27,7 @@ from zerojax.layout.tree import Layout
 from zerojax.offload.host import to_device
 from zerojax.placement.storage import in_logical_shape
 from zerojax.train.apart import TracedLoss
-from zerojax.train.arguments import batch_shardings, check_args, check_batch, fold_keys
+from zerojax.train.arguments import batch_shardings, check_args, fold_keys
 from zerojax.train.aux import combine, merged, unmarked
 from zerojax.train.loss import at_least_float32, mean_mutable
 from zerojax.train.loss_scaling import unscale
@@ -60,7 +60,6 @@ def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | floa
     uses the scaled loss, and the gradients are divided by `scale`.
     """
     config, layout = view.config, view.layout
-    check_batch(given.batch, config.data, view.accumulate)
     check_trained(layout)
     scale = jnp.asarray(scale, jnp.float32)
     if not view.is_one_loss:

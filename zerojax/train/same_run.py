@@ -123,13 +123,15 @@ class SameCalls:
     def is_needed(self) -> bool:
         return is_of_all(self._config.mesh) and not compat.is_tracing()
 
-    def is_first(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
+    def is_new(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
         """Return whether no earlier call had arguments of these shapes and types. If so, compare them over processes.
 
-        A new value of an argument that is not traced, such as a flag, also counts as new. The batch is compared by
-        shape and type. Further arguments, and `step`, the count of a training state, are compared by value. `known` is
-        a hashable value that identifies the shapes and types of all other arguments.
+        A new value of an argument that is not traced, such as a flag, also counts as new. A traced call never does. The
+        batch is compared by shape and type. Further arguments, and `step`, the count of a training state, are compared
+        by value. `known` is a hashable value that identifies the shapes and types of all other arguments.
         """
+        if compat.is_tracing():
+            return False
         leaves, structure = jax.tree_util.tree_flatten_with_path({"batch": batch, "args": args})
         record = {
             jax.tree_util.keystr(path): f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
@@ -146,9 +148,6 @@ class SameCalls:
             require_same(self._what, {"options": self._options} | at | record | constant)
             require_same_values(self._config, self._what, args=args)
         return True
-
-    def is_new(self, known: Hashable, batch: Any, args: tuple) -> bool:
-        return not compat.is_tracing() and self.is_first(known, batch, args)
 
     def require_same_program(self, lower: Callable[[], Any]) -> None:
         require_same_programs(self._config, self._what, [lower])

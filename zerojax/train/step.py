@@ -166,7 +166,7 @@ class Step:
             return self._within.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
         state = donatable(state)
         plan = state.plan
-        is_new = self._same.is_first(plan, batch, args, state.step)
+        is_new = self._same.is_new(plan, batch, args, state.step)
         parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
         self._placed.first(parts, self.config.data.batch, stacklevel=2)
         number = next(self._calls)  # counted here, because reading `state.step` would wait for the device
