@@ -308,9 +308,7 @@ def params_of_state(state, layout: Layout) -> tuple[int | None, ...]:
     return tuple(next(iter(matches), None) for matches in suffixes)
 
 
-def lay_out_state(
-    state, layout: Layout, policy: LayoutPolicy, *, param_of: tuple[int | None, ...], flat: frozenset[int]
-) -> tuple[Leaf, ...]:
+def lay_out_state(state, layout: Layout, *, param_of: tuple[int | None, ...], flat: frozenset[int]) -> tuple[Leaf, ...]:
     """Lay out the state of any transformation.
 
     A leaf whose last dims have its parameter's shape is sharded like the parameter. Further dims may come first, as in
@@ -324,11 +322,11 @@ def lay_out_state(
         leaf = None if param is None else like_parameter(name, x, layout.grads[param], param in flat)
         others += [] if leaf else [k]
         if leaf is None:
-            leaf = shard_leaf(name, tuple(x.shape), x.dtype, (), policy)
+            leaf = shard_leaf(name, tuple(x.shape), x.dtype, (), layout.policy)
             leaf = dataclasses.replace(leaf, kind="replicated") if leaf.kind == "flat" else leaf
         leaves.append(leaf)
     every = (*leaves, *layout.grads)
-    return keep_whole(every, others, (range(len(every)),), dict(policy.data.sizes))[: len(leaves)]
+    return keep_whole(every, others, (range(len(every)),), dict(layout.policy.data.sizes))[: len(leaves)]
 
 
 def like_parameter(path: str, x, grad: Leaf, may_be_flat: bool) -> Leaf | None:

@@ -9,7 +9,7 @@ count, a schedule, the norm of all gradients). So one device can compute a core.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
@@ -120,8 +120,8 @@ class CoreFinder:
         for e, needed in needs.items():
             for other in needed:
                 users[other].add(e)
-        behind = lambda marked: _reach(reversed(eqns), marked, users)
-        ahead = lambda marked: _reach(eqns, marked, needs)
+        behind = lambda marked: set(jaxprs.reached(marked, needs.__getitem__))
+        ahead = lambda marked: set(jaxprs.reached(marked, users.__getitem__))
         heavy = {e for e in eqns if has_products(all_eqns[e])}
         mixed = {e for e in eqns if e in heavy or not self._is_elementwise(all_eqns[e], leaf.shape)}
         core, more, read = set(), mixed & (behind(heavy) | ahead(heavy)), []
@@ -191,12 +191,3 @@ class CoreFinder:
 
 def has_products(eqn: Any) -> bool:
     return any(jaxprs.facts(e).kind in (Kind.PRODUCT, Kind.DECOMPOSITION) for e in jaxprs.with_inner(eqn))
-
-
-def _reach(eqns: Iterable[int], start: set[int], edges: dict[int, set[int]]) -> set[int]:
-    """Return `start`, and all of `eqns` from which `edges` lead to `start`. `eqns` must list `edges[e]` before `e`."""
-    found: set[int] = set()
-    for e in eqns:
-        if e in start or edges[e] & found:
-            found.add(e)
-    return found

@@ -117,7 +117,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         else leaf
         for i, leaf in enumerate(trained.grads)
     )
-    state_leaves = lay_out_state(state, trained, layout.policy, param_of=param_of, flat=flat)
+    state_leaves = lay_out_state(state, trained, param_of=param_of, flat=flat)
     structure = jax.tree.structure(state)
     leaves = UpdatedLeaves(grads, state_leaves, param_of)
     found = planned_update(FlatUpdate(config, trained, leaves, structure, applies=True))

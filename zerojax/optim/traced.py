@@ -137,17 +137,10 @@ def equations_behind(
 
     `producers` is the result of `producers_of`. The variables in `stop` count as inputs.
     """
-    pending, inputs, eqns = list(outvars), {}, set()
-    while pending:
-        var = pending.pop()
-        if compat.is_literal(var) or var in inputs:
-            continue
-        if var in stop or var not in producers:
-            inputs[var] = None
-        elif (e := producers[var]) not in eqns:
-            eqns.add(e)
-            pending += jaxpr.eqns[e].invars
-    return sorted(eqns), list(inputs)
+    is_made = lambda var: var in producers and var not in stop
+    read = lambda var: jaxprs.variables_in(jaxpr.eqns[producers[var]].invars) if is_made(var) else ()
+    found = jaxprs.reached(jaxprs.variables_in(outvars), read)
+    return sorted({producers[var] for var in found if is_made(var)}), [var for var in found if not is_made(var)]
 
 
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
@@ -224,11 +217,8 @@ def item_of(leaf: Leaf, size: int) -> Leaf:
 def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:
     """Return the equations of `cores`, and all other equations that depend on results of `cores`."""
     inside = {e for core in cores for e in core.eqns}
-    made, late = set(), set()
-    for e, eqn in enumerate(jaxpr.eqns):
-        if e in inside or made.intersection(jaxprs.variables_in(eqn.invars)):
-            made.update(eqn.outvars)
-            late.add(e)
+    made = jaxprs.dependent_on([var for e in inside for var in jaxpr.eqns[e].outvars], jaxpr.eqns)
+    late = {e for e, eqn in enumerate(jaxpr.eqns) if not made.isdisjoint(jaxprs.variables_in(eqn.invars))}
     return inside, late - inside
 
 
