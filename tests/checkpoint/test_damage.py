@@ -9,9 +9,8 @@ import sys
 
 import optax
 import pytest
-from checkpoints import NEWEST, assert_same, files_of, filled, flip, zero
+from checkpoints import NEWEST, SHAPES, assert_same, files_of, filled, flip, zero
 from conftest import fraction, mesh_of
-from small_leaves_child import SHAPES
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, export_checkpoint, saving

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import NEWEST, assert_same, filled, flip
+from checkpoints import NEWEST, SHAPES, assert_same, filled, flip
 from conftest import mesh_of, mounted
-from small_leaves_child import SHAPES
 
 from zerojax import zero_shard
 from zerojax.checkpoint import (

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import several
-from checkpoints import NEWEST, assert_same, files_of, filled, logical_leaves
+from checkpoints import KEYS, NEWEST, SHAPES, assert_same, files_of, filled, logical_leaves
 from conftest import mesh_of
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file
@@ -18,16 +18,6 @@ from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
 from zerojax.checkpoint.manifest import SavedLeaf, digest_line, read_manifest
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
-SHAPES = {
-    "w": ((80, 64), "float32"),  # 20,480 bytes, sharded by dim
-    "odd": ((7, 13), "bfloat16"),  # padded
-    "b": ((12,), "float32"),  # flat
-    "c": ((), "float32"),
-    "none": ((0, 5), "float32"),
-    "large": ((160, 128), "float32"),
-}
-SHAPES = {name: jax.ShapeDtypeStruct(*one) for name, one in SHAPES.items()}
-KEYS = jax.eval_shape(lambda: {"keys": jax.random.split(jax.random.key(0), 3)})
 MUTABLE = {"keys": jax.random.split(jax.random.key(4), 3)}
 
 

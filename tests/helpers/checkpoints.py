@@ -9,6 +9,17 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
 
 NEWEST = "step_00000002"
+# Leaves of which some are packed.
+SHAPES = {
+    "w": ((80, 64), "float32"),  # 20,480 bytes, sharded by dim
+    "odd": ((7, 13), "bfloat16"),  # padded
+    "b": ((12,), "float32"),  # flat
+    "c": ((), "float32"),
+    "none": ((0, 5), "float32"),
+    "large": ((160, 128), "float32"),
+}
+SHAPES = {name: jax.ShapeDtypeStruct(*one) for name, one in SHAPES.items()}
+KEYS = jax.eval_shape(lambda: {"keys": jax.random.split(jax.random.key(0), 3)})
 
 
 def flip(path, offset=0, size=None):
