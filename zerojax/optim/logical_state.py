@@ -12,7 +12,7 @@ else that reads master weights: checkpoints, exports, `reshard` and `ZeroTransfo
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -223,10 +223,10 @@ def current_masters(
         mesh, of = mesh_of(pairs[0][0]), tuple(layouts[i] for i in group)
         if compare:
             wait_if_simulated(mesh, pairs)
-            same = jax.device_get(comparing(mesh, of)(pairs))
+            same = jax.device_get(of_pairs(is_unchanged, mesh, of)(pairs))
             changed = [k for k, on in enumerate(same) if not on]
             group, pairs, of = ([items[k] for k in changed] for items in (group, pairs, of))
-        return dict(zip(group, choosing(mesh, tuple(of))(pairs), strict=True)) if group else {}
+        return dict(zip(group, of_pairs(chosen, mesh, tuple(of))(pairs), strict=True)) if group else {}
 
     # Offloaded leaves are loaded one at a time, because device memory may be too small for all of them.
     for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
@@ -254,30 +254,22 @@ def on_device(x: Any) -> Array:
     return joined(x) if is_chunked(x) else to_device(x.storage if is_padded(x) else x)
 
 
+@functools.lru_cache(maxsize=32)
+def of_pairs(compute: Callable, mesh: Mesh, layouts: tuple[Layouts, ...]) -> Any:
+    """Return a jitted function of pairs `(master, param)` that calls `compute(mesh, layouts, *pair)` for each pair."""
+    return jax.jit(lambda pairs: [compute(mesh, of, *pair) for of, pair in zip(layouts, pairs, strict=True)])
+
+
+def is_unchanged(mesh: Mesh, layouts: Layouts, master: Array, param: Array) -> Bool[Array, ""]:
+    return is_copy(*aligned(mesh, layouts, master, param)).all()
+
+
+def chosen(mesh: Mesh, layouts: Layouts, master: Array, param: Array) -> Array:
+    return to_storage(mesh, current_weight(*aligned(mesh, layouts, master, param)), layouts[0])
+
+
 def aligned(mesh: Mesh, layouts: Layouts, master: Array, param: Array) -> tuple[Array, Array, Any]:
     """Return the arguments of `is_copy`: the master weight, the parameter in its layout, and the stored type."""
     of_master, of_param = layouts
     moved = to_storage(mesh, in_logical_shape(param, of_param), of_master)
     return master, moved.astype(master.dtype), of_param.dtype
-
-
-@functools.lru_cache(maxsize=16)
-def comparing(mesh: Mesh, layouts: tuple[Layouts, ...]) -> Any:
-    """Return a jitted function of pairs `(master, param)` that returns, per pair, whether `param` is unchanged."""
-
-    def same(pairs: Sequence) -> list[Bool[Array, ""]]:
-        found = [aligned(mesh, of, *pair) for of, pair in zip(layouts, pairs, strict=True)]
-        return [is_copy(*one).all() for one in found]
-
-    return jax.jit(same)
-
-
-@functools.lru_cache(maxsize=16)
-def choosing(mesh: Mesh, layouts: tuple[Layouts, ...]) -> Any:
-    """Return a jitted function of pairs `(master, param)` that returns the current master weight of each pair."""
-
-    def chosen(pairs: Sequence) -> list[Array]:
-        found = [current_weight(*aligned(mesh, of, *pair)) for of, pair in zip(layouts, pairs, strict=True)]
-        return [to_storage(mesh, x, leaf) for x, (leaf, _) in zip(found, layouts, strict=True)]
-
-    return jax.jit(chosen)
