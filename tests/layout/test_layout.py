@@ -106,24 +106,18 @@ def test_state_of_another_shape_than_its_parameter_is_divided_too(mesh):
     assert rows == {(64,): PartitionSpec("data"), (256,): PartitionSpec("data")}
 
 
-def test_shardings_say_where_live_arrays_are(mesh):
+def test_shapes_give_the_layout_of_live_arrays(mesh):
     tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50)
-    from_shapes = tx.shardings(jax.eval_shape(awkward_params))
-    state = tx.create(awkward_params())
-    stored = jax.tree.map(
-        lambda x: x.storage if isinstance(x, Padded) else x, state.params, is_leaf=lambda x: isinstance(x, Padded)
-    )
-    assert jax.tree.map(lambda x: x.sharding, stored) == from_shapes.params
-    assert jax.tree.map(lambda x: x.sharding, state.opt_state) == from_shapes.opt_state
-    assert from_shapes.grads["layer"]["w"].spec == PartitionSpec(None, "data")
-
-
-def test_shapes_go_all_the_way(mesh):
-    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50)
-    shapes = tx.create(jax.eval_shape(awkward_params))
+    shardings, shapes = tx.shardings(jax.eval_shape(awkward_params)), tx.create(jax.eval_shape(awkward_params))
     live = tx.create(awkward_params())
     assert jax.tree.structure(shapes) == jax.tree.structure(live)
     assert jax.tree.map(lambda x: (x.shape, x.sharding), shapes) == jax.tree.map(lambda x: (x.shape, x.sharding), live)
+    stored = jax.tree.map(
+        lambda x: x.storage if isinstance(x, Padded) else x, live.params, is_leaf=lambda x: isinstance(x, Padded)
+    )
+    assert jax.tree.map(lambda x: x.sharding, stored) == shardings.params
+    assert jax.tree.map(lambda x: x.sharding, live.opt_state) == shardings.opt_state
+    assert shardings.grads["layer"]["w"].spec == PartitionSpec(None, "data")
 
 
 def tensor_parallel_mesh():
