@@ -27,20 +27,6 @@ class Dense(nn.Module):
         return nn.Dense(13)(nn.relu(nn.Dense(64)(x)))
 
 
-class Noisy(nnx.Module):
-    """Dropout and batch statistics, as most models have."""
-
-    def __init__(self, rngs, rate=0.5):
-        self.inner = nnx.Linear(8, 64, rngs=rngs)
-        self.norm = nnx.BatchNorm(64, rngs=rngs)
-        self.drop = nnx.Dropout(rate, rngs=rngs)
-        self.outer = nnx.Linear(64, 16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.outer(self.drop(nnx.relu(self.norm(self.inner(x)))))
-
-
-SGD = optax.sgd(0.1)
 INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
 
@@ -104,50 +90,6 @@ def test_orbax_saves_a_train_state_as_it_is(tmp_path):
     assert [x.sharding for x in jax.tree.leaves(found.params)] == [x.sharding for x in jax.tree.leaves(state.params)]
 
 
-def nnx_loop(tx, grad, prepare=lambda model: None, steps=3):
-    """The losses, the model and its optimizer after the loop in Flax's own documentation."""
-    model = Noisy(nnx.Rngs(0), rate=0.0)
-    prepare(model)
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model, optimizer, batch):
-        loss, grads = grad(model, batch)
-        optimizer.update(model, grads)
-        return loss
-
-    return [float(step(model, optimizer, X)) for _ in range(steps)], model, optimizer
-
-
-def nnx_loss(model, batch):
-    return jnp.mean(model(batch) ** 2)
-
-
-@functools.cache
-def plain_nnx_losses():
-    return nnx_loop(INNER, nnx.value_and_grad(nnx_loss))[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "count", "tolerance"),
-    [(0, 1, 1e-5), (3, 8, 1e-4)],
-)
-def test_an_nnx_optimizer_runs_unchanged(stage, count, tolerance):
-    """On eight devices GSPMD sees the whole batch: BatchNorm's numbers stay."""
-    losses, *_ = nnx_loop(zero(stage, count), nnx.value_and_grad(nnx_loss))
-    np.testing.assert_allclose(losses, plain_nnx_losses(), rtol=tolerance)
-
-
-def test_a_sharded_module_has_its_shards_alone():
-    model = Noisy(nnx.Rngs(0), rate=0.0)
-    zerojax.flax.shard_module(model, zero(3))
-    optimizer = nnx.Optimizer(model, zero(3), wrt=nnx.Param)
-    assert model.inner.kernel.get_value().sharding.spec == jax.P(None, "data")
-    parameters = 8 * 64 + 64 * 4 + 64 * 16
-    assert report(jax.tree.leaves(nnx.state(optimizer)["opt_state"])).total < 0.14 * 2 * 4 * parameters
-
-
 def test_predicates_know_nnx_parameters_by_one_path(mesh):
     """`nnx.Optimizer` and `shard_module` flatten a module's state to different depths."""
     model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
@@ -164,13 +106,3 @@ def test_predicates_know_nnx_parameters_by_one_path(mesh):
     after = nnx.to_pure_dict(nnx.state(model))
     assert not np.array_equal(after["kernel"], before["kernel"])
     np.testing.assert_array_equal(after["bias"], before["bias"])
-
-
-@pytest.mark.slow
-def test_a_train_state_with_master_weights():
-    tx = zero_shard(SGD, stage=2, mesh=mesh_of(8), persist_below=20, precision=Precision.bf16())
-    plain, loss = plain_linen_loop(SGD)
-    state, found = linen_loop(tx, tx.shard(linen_params()), tx.value_and_grad(linen_loss))
-    np.testing.assert_allclose(found, loss, rtol=2e-2)  # bfloat16 has 8 bits
-    for a, b in zip(jax.tree.leaves(tx.unshard(state.params)), jax.tree.leaves(plain.params), strict=True):
-        np.testing.assert_allclose(np.float32(a), b, atol=1e-2)

@@ -302,7 +302,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
         tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
         # These are copied to the devices later, one after the other, and keep their types.
         later = lambda x, leaf: Deferred(partial(placed_leaf, config, x, leaf), leaf.storage_shape, canonical(x.dtype))
-        wide = [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
+        wide: Any = [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
     else:
         wide = place_params(config, layout, params)
     with contextlib.nullcontext() if files is None else unlocked_on_error(files):
