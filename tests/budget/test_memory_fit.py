@@ -4,9 +4,11 @@ import flax.linen as nn
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import memory_fit
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
 
 import zerojax
 from zerojax import Offload, zero_shard
@@ -168,3 +170,46 @@ def test_memory_is_checked_where_it_is_given(mesh):
         jax.jit(tx.train_step(loss, memory="1 GB"))(state, BATCH)
     with pytest.raises(ValueError, match="no memory= to fit"):
         tx.train_step(loss).memory_fit(state, BATCH)
+
+
+# Absent GPUs
+
+WIDE = 1024
+
+
+def planned(rows, tx_memory, **limits):
+    def loss(params, x):
+        layer = lambda x, w: (x + jax.nn.gelu(x @ w["up"]) @ w["down"], None)
+        return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    tx = zero_shard(optax.sgd(1e-3), stage=3)
+    state = tx.create({"up": shape(LAYERS, WIDE, 4 * WIDE), "down": shape(LAYERS, 4 * WIDE, WIDE)})
+    step = tx.train_step(loss, memory=tx_memory)
+    return zerojax.plan(step, state, shape(rows, 512, WIDE), topology="h100:8", **limits)
+
+
+@aot
+@pytest.mark.slow
+def test_a_step_is_made_to_fit_an_absent_gpu():
+    plain, fitted, smaller = planned(8_192, None), planned(8_192, "auto"), planned(8_192, "auto", memory="30 GB")
+    assert not plain.fits
+    assert any("limit of XLA's scheduler" in note for note in plain.notes)
+    assert smaller.peak < fitted.peak <= 0.76 * fitted.capacity
+    assert smaller.fits
+    assert smaller.usable == 30e9
+    for found in (fitted, smaller):
+        assert any("of the memory" in note for note in found.notes)
+        assert found.blocks[0].calls == LAYERS
+    assert smaller.blocks[0].saved < fitted.blocks[0].saved
+    assert not any("limit of XLA's scheduler" in note for note in smaller.notes)
+
+
+@aot
+@pytest.mark.slow
+def test_a_step_uses_the_memory_and_its_peak_was_predicted():
+    found = memory_fit.fitted("vit", "h200:8")
+    first, chosen = found["trials"][0], found["trials"][found["chosen"]]
+    assert abs(first["predicted"] / first["peak"] - 1) <= 0.1
+    assert 0.85 * found["memory"] <= chosen["peak"] <= found["memory"]
+    assert len(found["trials"]) <= 3

@@ -20,9 +20,8 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.offload.host import pinned_limit
-from zerojax.planning import compat
+from zerojax.planning.compat import MovedMeshes, in_force, kernels_for
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
-from zerojax.planning.named_meshes import MovedMeshes, in_force
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
@@ -166,7 +165,7 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
     def compile_function(batch: Any) -> CompiledStep:
         # The function may name the devices of its arguments. An `AbstractMesh` has none.
-        moved = in_force(MovedMeshes(given, mesh)) if isinstance(given, Mesh) else compat.kernels_for(mesh)
+        moved = in_force(MovedMeshes(given, mesh)) if isinstance(given, Mesh) else kernels_for(mesh)
         with moved, contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
             return CompiledStep(f.lower(placed(state), placed(batch), *placed(args)).compile())
 
