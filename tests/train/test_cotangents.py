@@ -87,10 +87,10 @@ def assert_close(found, expected):
 @pytest.mark.parametrize(
     ("stage", "view", "accumulate", "loss"),
     [
-        (3, "device", 1, mean),
+        (3, "device", MICROBATCHES, mean),
         (3, "global", MICROBATCHES, mean),
         (1, "device", MICROBATCHES, weighted),
-        slow(2, "device", MICROBATCHES, mean),
+        slow(2, "device", 1, mean),
         slow(0, "global", MICROBATCHES, weighted),
         slow(3, "device", 1, weighted),
         slow(3, "global", 1, weighted),
