@@ -1,6 +1,7 @@
 """A step that takes longer than it may ends its process, which says what it waits for."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,100 +19,109 @@ from zerojax import zero_shard
 from zerojax.train import watchdog
 from zerojax.train.watchdog import EXIT_STATUS, limit_of
 
-HANGS = """
-import time, jax, jax.numpy as jnp, numpy as np, optax
-from zerojax import zero_shard
+ROWS = np.ones((8, 4), np.float32)
 
-def loss(params, batch):
-    jax.debug.callback(lambda x: time.sleep(60 * (x > 1)), batch[0, 0])
+
+def mean(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
-tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-step, state = tx.train_step(loss, timeout=1), tx.create({"w": jnp.ones((4, 16))})
-for number in range(5):
-    state, metrics = step(state, np.full((8, 4), number, np.float32))
-jax.block_until_ready(state)
-"""
+
+def begun(loss=mean, **options):
+    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    return tx.train_step(loss, **options), tx.create({"w": jnp.ones((4, 16))})
+
+
+def calling(function):
+    """A loss that calls `function` with the number of the step on the host."""
+
+    def loss(params, batch):
+        jax.debug.callback(function, batch[0, 0])
+        return mean(params, batch)
+
+    return loss
+
+
+def take_steps(loss, **options):
+    step, state = begun(loss, **options)
+    for number in range(5):
+        state, _ = step(state, number * ROWS)
+    jax.block_until_ready(state)
+
+
+def hang():
+    take_steps(calling(lambda x: time.sleep(60 * (x > 1))), timeout=1)
+
+
+def be_late_without_a_limit():
+    """As with several processes, where a step waits for the others."""
+    watchdog.DEFAULT_S, watchdog.is_of_all = 1.0, lambda mesh: True
+    take_steps(calling(lambda x: time.sleep(4 * (x == 1))))
+
+
+def compile_for_a_flag():
+    def loss(params, batch, flag):
+        time.sleep(3)  # while it is traced
+        return mean(params, batch) * (2 if flag else 1)
+
+    step, state = begun(loss, timeout=2)
+    for flag in (False, False, True, True):
+        state, _ = step(state, ROWS, flag)
+        jax.block_until_ready(state)
+
+
+def be_stopped():
+    def stop(x):
+        if x == 2:
+            time.sleep(0.3)  # until this step is watched
+            after = f"import os, signal, time; time.sleep(3); os.kill({os.getpid()}, signal.SIGCONT)"
+            subprocess.Popen([sys.executable, "-c", after])
+            os.kill(os.getpid(), signal.SIGSTOP)
+            for _ in range(5):
+                time.sleep(0.1)  # the first may begin before the process is stopped
+
+    take_steps(calling(stop), timeout=2)
+
+
+def ended(work):
+    """The exit status and the errors of a process that does the work."""
+    (child,) = several.start(work, processes=1)
+    _, errors = child.communicate(timeout=60)
+    return child.returncode, errors
 
 
 def test_a_step_that_hangs_ends_the_process():
-    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == EXIT_STATUS, done.stderr
-    assert "zerojax: step 2 did not end within timeout=1 s on process 0 of 1." in done.stderr
-    assert 'File "<string>", line 6 in <lambda>' in done.stderr  # the stacks of all threads
+    status, errors = ended(hang)
+    assert status == EXIT_STATUS, errors
+    assert "zerojax: step 2 did not end within timeout=1 s on process 0 of 1." in errors
+    assert re.search(r'test_watchdog.py", line \d+ in <lambda>', errors)  # the stacks of all threads
 
 
 @pytest.mark.slow
 def test_a_limit_that_nobody_gave_only_speaks():
-    """As with several processes, where a step waits for the others."""
-    ours = HANGS.replace("timeout=1", "").replace("60 * (x > 1)", "4 * (x == 1)")
-    ours = ours.replace("def loss", "from zerojax.train import watchdog\nwatchdog.DEFAULT_S = 1.0\n"
-                        "watchdog.is_of_all = lambda mesh: True\ndef loss")  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", ours], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "zerojax: step 1 did not end within 1 s on process 0 of 1." in done.stderr
-    assert "did not end within 2 s" in done.stderr
-    assert "Give train_step(timeout=) to end a process whose step hangs" in done.stderr
-
-
-RECOMPILES = """
-import time, jax, jax.numpy as jnp, numpy as np, optax
-from zerojax import zero_shard
-
-def loss(params, batch, flag):
-    time.sleep(3)  # while it is traced
-    return jnp.mean((batch @ params["w"]) ** 2) * (2 if flag else 1)
-
-tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
-for flag in (False, False, True, True):
-    state, metrics = step(state, np.ones((8, 4), np.float32), flag)
-    jax.block_until_ready(state)
-"""
-STOPPED = """
-import os, signal, subprocess, sys, time, jax, jax.numpy as jnp, numpy as np, optax
-from zerojax import zero_shard
-
-def stop(x):
-    if x == 2:
-        time.sleep(0.3)  # until this step is watched
-        after = f"import os, signal, time; time.sleep(3); os.kill({os.getpid()}, signal.SIGCONT)"
-        subprocess.Popen([sys.executable, "-c", after])
-        os.kill(os.getpid(), signal.SIGSTOP)
-        for _ in range(5):
-            time.sleep(0.1)  # the first may begin before the process is stopped
-
-def loss(params, batch):
-    jax.debug.callback(stop, batch[0, 0])
-    return jnp.mean((batch @ params["w"]) ** 2)
-
-tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-step, state = tx.train_step(loss, timeout=2), tx.create({"w": jnp.ones((4, 16))})
-for number in range(4):
-    state, metrics = step(state, np.full((8, 4), number, np.float32))
-    jax.block_until_ready(state)
-"""
+    status, errors = ended(be_late_without_a_limit)
+    assert status == 0, errors
+    assert "zerojax: step 1 did not end within 1 s on process 0 of 1." in errors
+    assert "did not end within 2 s" in errors
+    assert "Give train_step(timeout=) to end a process whose step hangs" in errors
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [RECOMPILES, STOPPED], ids=["compiles for a flag", "is stopped"])
-def test_a_healthy_step_is_left_alone_while_its_process(program):
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+@pytest.mark.parametrize("work", [compile_for_a_flag, be_stopped])
+def test_a_healthy_step_is_left_alone(work):
+    status, errors = ended(work)
+    assert status == 0, errors
 
 
 def train_with_a_limit(killed=""):
     """Process 1 hangs in its data, or is killed."""
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-    step = tx.train_step(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2), timeout=4)
-    state = tx.create({"w": jnp.ones((4, 16))})
+    step, state = begun(timeout=4)
     for number in range(10):
         if number == 3 and jax.process_index() == 1:
             if killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             print("hangs", flush=True)
             time.sleep(600)
-        state, metrics = step(state, np.ones((8, 4), np.float32))
+        state, metrics = step(state, ROWS)
         jax.block_until_ready(metrics["loss"])
         print(f"done {number}", flush=True)
 
@@ -141,7 +151,7 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
     out, errors = children[0].communicate(timeout=120)
     assert children[0].returncode == EXIT_STATUS, errors
     assert "step 3 did not end within timeout=4 s on process 0 of 2" in errors
-    assert "process 1 was last seen in step 2 with <lambda>: process 0 waits for it in a collective" in errors
+    assert "process 1 was last seen in step 2 with mean: process 0 waits for it in a collective" in errors
     assert out.splitlines()[-1] == "done 2"
     _, errors = children[1].communicate(timeout=120)  # ended by jax, whose coordination service is gone
     assert children[1].returncode not in (0, None), errors
@@ -152,25 +162,17 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
 
 @pytest.mark.slow
 def test_steps_in_time_are_left_alone_and_the_thread_ends_with_the_step():
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-    step, state = (
-        tx.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), timeout=0.5),
-        tx.create({"w": jnp.ones((4, 16))}),
-    )
+    step, state = begun(timeout=0.5)
     for _ in range(3):
-        state, metrics = step(state, np.ones((8, 4), np.float32))
+        state, metrics = step(state, ROWS)
         time.sleep(0.3)
     jax.block_until_ready(metrics)
     time.sleep(1)  # no step is in progress, so nothing is late
     (thread,) = [one for one in threading.enumerate() if one.name == "zerojax watchdog"]
+    used = state.replace(step=jnp.copy(state.step))
+    used.step.delete()
     with pytest.raises(ValueError, match="used up"):
-        step(tx.create({"w": jnp.ones((4, 16))}).replace(step=donated()), np.ones((8, 4), np.float32))
+        step(used, ROWS)
     del step
     thread.join(10)
     assert not thread.is_alive()
-
-
-def donated():
-    x = jnp.zeros((), jnp.int32)
-    x.delete()
-    return x
