@@ -199,6 +199,14 @@ def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
+def shard_map_of(eqn, fn: Callable, **options: Any) -> Callable:
+    """Return `jax.shard_map` of a function with `options`, and otherwise with those of a `shard_map` equation."""
+    params = eqn.params
+    specs = {"in_specs": tuple(params["in_specs"]), "out_specs": tuple(params["out_specs"]), "mesh": params["mesh"]}
+    others = {"axis_names": set(params["newly_manual_axes"]), "check_vma": params["check_vma"]}
+    return jax.shard_map(fn, **(specs | others | options))
+
+
 def in_force(eqn):
     """Return `eqn` as if it had been traced on the current mesh. The rest of its context is unchanged."""
     mesh = jax.sharding.get_abstract_mesh()

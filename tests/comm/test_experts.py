@@ -148,24 +148,18 @@ def test_experts_stay_on_their_axis_and_train_as_on_one_device(stage, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "way"), [(2, "all"), (3, "one")])
-def test_in_microbatches_too(stage, way):
-    tx = zero(way, stage)
-    found, state, _ = trained(way, tx, accumulate=2)
+@pytest.mark.parametrize(
+    ("stage", "way", "accumulate", "update", "params"),
+    [(2, "all", 2, None, None), (3, "one", 2, None, None), (2, "one", 1, "host", None), (3, "one", 1, None, "host")],
+)
+def test_in_microbatches_and_in_host_memory_too(stage, way, accumulate, update, params):
+    where = {"optimizer": "host", "params": params, "update": update or "device"}
+    offload = Offload(**where) if update or params else None
+    tx = zero(way, stage, offload=offload)
+    found, state, _ = trained(way, tx, accumulate=accumulate)
     assert_exact(tx, found, state.params)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "update", "params"), [(2, "host", None), (3, "device", "host")])
-def test_in_host_memory_too(stage, update, params):
-    offload = Offload(optimizer="host", params=params, update=update)
-    tx = zero("one", stage, offload=offload)
-    found, state, _ = trained("one", tx)
-    assert_exact(tx, found, state.params)
-    assert state.opt_state[0].mu["up"].sharding.spec[0] == "expert"
-    assert spec_of(state.params["up"])[0] == "expert"
-    kinds = {name: x.sharding.memory_kind for name, x in state.params.items()}
-    assert (kinds["up"] == "pinned_host") == (params is not None)
+    assert {x["up"].sharding.spec[0] for x in (state.opt_state[0].mu, state.params)} == {WAYS[way][0]}
+    assert (state.params["up"].sharding.memory_kind == "pinned_host") == (params is not None)
 
 
 @pytest.mark.slow

@@ -170,12 +170,7 @@ def test_initialises_with_the_callers_explicit_code():
         for found in (stored, traced, shapes):
             assert_sharded(found, tx.shardings(stored).params)
         np.testing.assert_allclose(tx.unshard(traced)["w"], draw(key)["w"], rtol=1e-6)
-
-
-def test_state_made_in_a_program_of_the_callers():
-    mesh = data_mesh()
-    tx = sharded(mesh)
-    assert_sharded(jax.jit(tx.create)(params()).opt_state, tx.shardings(params()).opt_state)
+    assert_sharded(jax.jit(tx.create)(params()).opt_state, tx.shardings(params()).opt_state)  # outside of `set_mesh`
 
 
 @pytest.mark.slow

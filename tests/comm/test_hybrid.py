@@ -141,72 +141,58 @@ def test_in_mixed_precision_it_trains_as_over_all_devices():
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-2)  # 8 bits, summed in another order
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_device_holds_what_one_of_a_single_host_does(stage):
-    state = zero(stage).create(awkward_params())
-    alone = zero_shard(OPTIMIZERS["adamw"], stage=stage, mesh=mesh_of(4), persist_below=BELOW)
-    one_host = alone.create(awkward_params())
-    assert report(state).bytes == report(one_host).bytes
-    assert set(report(state).per_device.values()) == set(report(one_host).per_device.values())
-    on_paper = estimate(
-        awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS["shards"]
-    )
-    assert held(on_paper[stage]) == held_by(state)
-
-
 PADDED = {"w": 16 * 24, "tied": 24 * 13, "frozen": 8 * 13, "uneven": 13 * 8}
-
-
-def held(row):
-    return row.params, row.opt_state
 
 
 def held_by(state):
     return tuple(report(state).bytes[part] for part in ("params", "opt_state"))
 
 
-def test_parameters_are_sharded_within_a_host_and_all_else_over_all_devices():
-    state = zero(way="params").create(awkward_params())
-    everything = zero(way="all").create(awkward_params())
-    assert held_by(state)[1] == held_by(everything)[1]
-    # a quarter of each parameter that is sharded, padded for eighths; the others in full
-    assert held_by(state)[0] == 4 * (sum(PADDED.values()) // 4 + 4 + 3 + 1)
-    on_paper = estimate(
-        awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS["params"]
-    )
-    assert held(on_paper[3]) == held_by(state)
+@pytest.mark.parametrize(
+    ("stage", "way"), quick_or_slow([(1, "shards"), (2, "shards"), (3, "shards"), (3, "params")], [(3, "params")])
+)
+def test_a_device_holds_what_one_of_a_single_host_does_or_its_part_of_the_state(stage, way):
+    state = zero(stage, way=way).create(awkward_params())
+    row = estimate(awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS[way])[
+        stage
+    ]
+    assert (row.params, row.opt_state) == held_by(state)
+    if way == "shards":
+        one_host = zero_shard(OPTIMIZERS["adamw"], stage=stage, mesh=mesh_of(4), persist_below=BELOW)
+        alone = report(one_host.create(awkward_params()))
+        assert report(state).bytes == alone.bytes
+        assert set(report(state).per_device.values()) == set(alone.per_device.values())
+    else:
+        assert held_by(state)[1] == held_by(zero(way="all").create(awkward_params()))[1]
+        # a quarter of each parameter that is sharded, padded for eighths; the others in full
+        assert held_by(state)[0] == 4 * (sum(PADDED.values()) // 4 + 4 + 3 + 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
-def test_only_shards_of_gradients_cross_hosts(view):
-    tx = zero(view=view)
-    made = tx.train_step(awkward_loss), tx.create(awkward_params()), awkward_batches(1)[0]
-    compiled = made[0].lower(*made[1:]).compile()
-    moved = collectives(compiled)
-    assert {c.group for c in moved.of("all-gather", "reduce-scatter")} == {(0, 1, 2, 3)}
-    across = sum(c.elements for c in moved.of("all-reduce") if c.group == (0, 4))
-    scattered = moved.moved("reduce-scatter").elements  # padding included
-    assert 0 < across <= scattered / 4
-    # the loss, and what is persistent
-    assert sum(c.elements for c in moved.of("all-reduce") if c.group_size == 8) <= 20
-    assert view == "device" or check(*made).ok
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
-def test_a_quarter_is_reduce_scattered_across_hosts_and_a_quarter_gathered(view):
-    tx = zero(way="params", view=view)
-    made = tx.train_step(awkward_loss), tx.create(awkward_params()), awkward_batches(1)[0]
-    compiled = made[0].lower(*made[1:]).compile()
-    moved = collectives(compiled)
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("way", ["shards", "params"])
+def test_only_shards_of_gradients_cross_hosts(way, view):
+    """All-reduced, or reduce-scattered; a quarter of the parameters is then gathered once, after the update."""
+    made = (tx := zero(way=way, view=view)).train_step(awkward_loss), tx.create(awkward_params()), awkward_batches(1)[0]
+    moved = collectives(made[0].lower(*made[1:]).compile())
     inside, across, everywhere = (0, 1, 2, 3), (0, 4), tuple(range(8))
     count = lambda kind, group: sum(c.elements for c in moved.of(kind) if tuple(sorted(c.group)) == group)
-    assert count("reduce-scatter", across) == count("reduce-scatter", inside) // 4 > 0
-    assert count("all-gather", across) == sum(PADDED.values()) // 4  # once, after the update
-    assert count("reduce-scatter", everywhere) + count("all-gather", everywhere) <= 40  # what is persistent
-    assert {tuple(sorted(c.group)) for c in moved.of("all-gather", "reduce-scatter")} == {inside, across, everywhere}
-    assert count("all-reduce", across) == 0
+    within = count("reduce-scatter", inside)  # padding included
+    if way == "shards":
+        assert {c.group for c in moved.of("all-gather", "reduce-scatter")} == {inside}
+        assert 0 < count("all-reduce", across) <= within / 4
+    else:
+        assert count("reduce-scatter", across) == within // 4 > 0
+        assert count("all-gather", across) == sum(PADDED.values()) // 4
+        assert {tuple(sorted(c.group)) for c in moved.of("all-gather", "reduce-scatter")} == {
+            inside,
+            across,
+            everywhere,
+        }
+        assert count("all-reduce", across) == 0
+    # the loss, and what is persistent
+    assert count("all-reduce", everywhere) <= 20
+    assert count("reduce-scatter", everywhere) + count("all-gather", everywhere) <= 40
     assert view == "device" or check(*made).ok
 
 

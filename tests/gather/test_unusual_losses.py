@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from conftest import quick_or_slow
+from jax.sharding import AxisType, PartitionSpec
 
 from zerojax import Offload, Precision, zero_shard
 
@@ -59,15 +60,6 @@ STACK = {
 }
 
 
-def layers(params, rows):
-    """Loops that read the same layers at each iteration: the last one, one past the end, and one of their own."""
-    stack, apply = params["stack"], jax.checkpoint(lambda h, w: jnp.tanh(h @ w))
-    for length in (1, 2):
-        rows, _ = jax.lax.scan(lambda h, _: (apply(h, stack[-1]), None), rows, None, length=length)
-    rows = jax.lax.fori_loop(0, 3, lambda i, h: apply(apply(h, stack[i]), stack[jnp.int32(7)]), rows)
-    return jnp.mean(rows**2)
-
-
 def narrow(params, rows, dtype=jnp.float8_e5m2):
     """Products with float8 copies of parameters, in a loop and outside."""
     step = lambda h, w: (jnp.tanh(h @ w.astype(dtype).astype(h.dtype)), None)
@@ -75,13 +67,10 @@ def narrow(params, rows, dtype=jnp.float8_e5m2):
     return jnp.mean(rows**2)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("loss", [narrow, layers])
-def test_global_view_at_stage_3_is_one_device(loss, mesh):
-    """A gradient that is rounded to float8 is rounded once it is summed, as on one device."""
+def test_a_gradient_that_is_rounded_to_float8_is_rounded_once_it_is_summed(mesh):
     tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=0)
-    expected = jax.jit(jax.value_and_grad(loss))(STACK, ROWS)
-    found, grads = tx.value_and_grad(loss)(tx.shard(STACK), ROWS)
+    expected = jax.jit(jax.value_and_grad(narrow))(STACK, ROWS)
+    found, grads = tx.value_and_grad(narrow)(tx.shard(STACK), ROWS)
     chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -131,3 +120,30 @@ def test_a_gradient_through_eval_step_is_that_of_its_function(offload, mesh):
     chex.assert_trees_all_close((found, (tx.unshard(grads), *others)), (expected, pull(weights)), rtol=1e-5, atol=1e-6)
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(lambda p: call(p, ROWS, teacher), (tx.shard(params),), (tx.shard(params),))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("view", ["global", "device"])
+def test_a_shard_map_over_another_axis_within_the_model(view):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    whole, columns = PartitionSpec(), PartitionSpec(None, "model")
+
+    def plain(params, batch):
+        return jnp.tanh(batch @ params["w"]).sum() / batch.shape[0]
+
+    def loss(params, batch):
+        part = jax.shard_map(
+            lambda w, x: jax.lax.psum(jnp.tanh(x @ w).sum(), "model"),
+            mesh=mesh if view == "global" else jax.sharding.get_abstract_mesh(),
+            in_specs=(columns, whole),
+            out_specs=whole,
+            axis_names={"model"},
+            check_vma=False,
+        )
+        return part(params["w"], batch) / batch.shape[0]
+
+    params, rows = {"w": jax.random.normal(jax.random.key(1), (16, 32))}, jax.random.normal(jax.random.key(0), (16, 16))
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=20, view=view)
+    found, grads = tx.value_and_grad(loss)(tx.shard(params), rows)
+    expected = jax.jit(jax.value_and_grad(plain))(params, rows)
+    chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=2e-6)

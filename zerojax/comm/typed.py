@@ -159,17 +159,10 @@ class _Evaluation:
         return self.known[key][1]
 
     def _shard_map(self, eqn: Any, values: Sequence) -> Sequence:
-        params, manual = eqn.params, eqn.params["newly_manual_axes"]
-        jaxpr, consts = compat.opened(params["jaxpr"])
-        inner = dataclasses.replace(self, mesh=_with_manual(self.mesh, manual), known={})
-        return jax.shard_map(
-            lambda *values: tuple(inner.evaluate(jaxpr, to_auto(list(consts)), values)),
-            mesh=jax.sharding.get_abstract_mesh(),
-            in_specs=tuple(params["in_specs"]),
-            out_specs=tuple(params["out_specs"]),
-            axis_names=set(manual),
-            check_vma=params["check_vma"],
-        )(*values)
+        jaxpr, consts = compat.opened(eqn.params["jaxpr"])
+        inner = dataclasses.replace(self, mesh=_with_manual(self.mesh, eqn.params["newly_manual_axes"]), known={})
+        run = lambda *values: tuple(inner.evaluate(jaxpr, to_auto(list(consts)), values))
+        return compat.shard_map_of(eqn, run, mesh=jax.sharding.get_abstract_mesh())(*values)
 
     def _custom_rule(self, eqn: Any, values: Sequence) -> Sequence:
         """Evaluate a call of a `jax.custom_jvp` or `jax.custom_vjp`. Its derivative is traced when it is needed.

@@ -51,14 +51,7 @@ def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]])
     partial = lambda i, spec: PartitionSpec(spec_entry(wanted[i]), *spec) if i in chains else spec
     out_specs = [partial(i, spec) for i, spec in enumerate(specs)]
     with eqn.ctx.manager:
-        results = jax.shard_map(
-            run,
-            mesh=params["mesh"],
-            in_specs=tuple(params["in_specs"]),
-            out_specs=out_specs,
-            axis_names=set(params["newly_manual_axes"]),
-            check_vma=params["check_vma"],
-        )(*values)
+        results = compat.shard_map_of(eqn, run, out_specs=out_specs)(*values)
     return results, frozenset(chains)
 
 

@@ -10,7 +10,7 @@ computable on one device's part of its operands (`parts.dims_after`).
 
 import dataclasses
 from collections.abc import Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +154,7 @@ def without_ravels(jaxpr: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequ
     `leaves` has the layouts of the first arguments, and None for those that are not sharded. A jaxpr without such
     reductions is returned unchanged.
     """
+    # Until it is reduced, a flattened value is evaluated as an array in the shape of the parameter.
     uses, ravels = jaxprs.uses_of(jaxpr)[0], set()
     weights = {var for var, leaf in zip(jaxpr.invars, leaves, strict=False) if leaf is not None}
     for eqn in jaxpr.eqns:
@@ -166,35 +167,28 @@ def without_ravels(jaxpr: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequ
         return jaxpr, ()
 
     def rule(eqn, values):
-        own = [x.array if isinstance(x, _Flat) else x for x in values]
         if any(v in ravels for v in eqn.outvars):
-            return [_Flat(own[0])]
-        shapes = {x.array.shape for x in values if isinstance(x, _Flat)}
+            return values
+        whole = [x.ndim > a.aval.ndim if jnp.ndim(x) else False for x, a in zip(values, eqn.invars, strict=True)]
+        shapes = {x.shape for x, on in zip(values, whole, strict=True) if on}
         if not shapes:
             return None
         dims, name = tuple(range(len(next(iter(shapes))))), eqn.primitive.name
-        if len(shapes) == 1 and all(isinstance(x, _Flat) or not jnp.ndim(x) for x in values):
+        if len(shapes) == 1 and all(on or not jnp.ndim(x) for x, on in zip(values, whole, strict=True)):
             if jaxprs.facts(eqn).elementwise:
-                return [_Flat(x) for x in compat.evaluate_one(eqn, own)]
+                return compat.evaluate_one(eqn, values)
             if name in REDUCTIONS:
-                return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": dims}), own)
-            if name == "dot_general" and all(isinstance(x, _Flat) for x in values):
+                return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": dims}), values)
+            if name == "dot_general" and all(whole):
                 numbers = ((dims, dims), ((), ()))
-                return compat.evaluate_one(eqn.replace(params={**eqn.params, "dimension_numbers": numbers}), own)
-        return compat.evaluate_one(eqn, list(map(_flattened, values)))
+                return compat.evaluate_one(eqn.replace(params={**eqn.params, "dimension_numbers": numbers}), values)
+        return compat.evaluate_one(eqn, [x.ravel() if on else x for x, on in zip(values, whole, strict=True)])
 
-    run = lambda *args: list(map(_flattened, jaxprs.evaluate(jaxpr, (), args, rule)))
+    def run(*args):
+        pairs = zip(jaxprs.evaluate(jaxpr, (), args, rule), jaxpr.outvars, strict=True)
+        return [x.ravel() if jnp.ndim(x) > atom.aval.ndim else x for x, atom in pairs]
+
     return compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
-
-
-class _Flat(NamedTuple):
-    """A flattened array, in its own shape."""
-
-    array: jax.Array
-
-
-def _flattened(x: Any) -> Any:
-    return x.array.ravel() if isinstance(x, _Flat) else x
 
 
 def _may_be_flat(eqn: Any) -> bool:

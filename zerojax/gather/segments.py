@@ -24,7 +24,7 @@ import abc
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -192,11 +192,16 @@ class Segment(abc.ABC):
         """Return whether the derivative may be nonlinear in the cotangents, as that of a `jax.custom_vjp` may be."""
         return any(compat.name_of(eqn) == "custom_vjp_call" for eqn in jaxprs.equations(self.jaxpr))
 
-    def pulled(self, pull: Callable, cotangents: Sequence, passes: Passes, comm: Collectives) -> tuple[list, list]:
-        """Call `pull(comm, cotangents)`. It runs once per worker, in device view, if a cotangent has partial sums."""
-        avals = [self.jaxpr.outvars[i].aval for i in passes.active_results]
-        given = lambda x, aval: x.sum(0) if self.has_rule and x.ndim > aval.ndim else x
-        return comm.each_worker(pull, [*map(given, cotangents, avals)], [aval.shape for aval in avals])
+    def pulled(
+        self, residuals: BlockResiduals, gathered: Sequence, given: Sequence, comm: Collectives, sums: Sums, zero=None
+    ) -> tuple[list, list]:
+        """Call `Passes.pull`. It runs once per worker, in device view, if a cotangent has partial sums."""
+        passes: Passes = residuals.passes.value
+        kept, avals = (residuals.others, residuals.saved), [self.jaxpr.outvars[i].aval for i in passes.active_results]
+        given = [x.sum(0) if self.has_rule and x.ndim > a.ndim else x for x, a in zip(given, avals, strict=True)]
+        pull = lambda comm, cotangents: passes.pull(comm, gathered, *kept, cotangents, zero, sums=sums)
+        with self.naming(passes, "transpose"):
+            return comm.each_worker(pull, given, [aval.shape for aval in avals])
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""
@@ -267,10 +272,7 @@ class BlockSegment(Segment):
         makes_none = self.computes or all(jaxprs.facts(eqn).adds_no_zeros for eqn in jaxprs.equations(self.jaxpr))
         zero = None if makes_none else comm.zero_after(cotangents, passes.result_rows)
         sums = Sums.of(self.summed_later(gathers, grads), comm.experts(param.leaf for param in self.params))
-        kept = residuals.others, residuals.saved
-        pull = lambda comm, cotangents: passes.pull(comm, gathered, *kept, cotangents, zero, sums=sums)
-        with self.naming(passes, "transpose"):
-            to_params, to_others = self.pulled(pull, cotangents, passes, comm)
+        to_params, to_others = self.pulled(residuals, gathered, cotangents, comm, sums, zero)
         to_others = gathers.finish(to_others)
         grads.add_others([self.others[i] for i in passes.active_others], to_others)
         exposed, waits = not gathers.is_hidden_after, not gathers.ends_group
@@ -296,10 +298,7 @@ class PlainSegment(BlockSegment):
         if cotangents is None:
             return
         sums = Sums(tuple(i for i in passes.active_others if self.others[i] in grads.summed_later))
-        kept = residuals.others, residuals.saved
-        pull = lambda comm, cotangents: passes.pull(comm, (), *kept, cotangents, sums=sums)
-        with self.naming(passes, "transpose"):
-            _, to_others = self.pulled(pull, cotangents, passes, gathers.options.comm)
+        _, to_others = self.pulled(residuals, (), cotangents, gathers.options.comm, sums)
         for index, cotangent in zip(passes.active_others, to_others, strict=True):
             grads.add_input(self.others[index], cotangent)
 

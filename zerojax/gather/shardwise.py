@@ -184,14 +184,13 @@ class Shardwise:
         partial sums, whose sum over all devices is the derivative. If `cotangent` has one more dim in front, with one
         partial sum per group of devices, the cotangents of parameters have this dim, too.
         """
-        if cotangent.ndim > len(self.leaf.shape):
+        if cotangent.ndim == len(self.leaf.shape):
+            found = self._pulled(comm, env, cotangent)
+        else:
             pulled = jax.vmap(lambda part: self._pulled(comm, env, part), spmd_axis_name=comm.across(self.leaf))
-            found = pulled(cotangent)
-            return {
-                v: x if leaf is not None else (x.sum(0) if linear else x.max(0))
-                for (v, leaf, linear), x in zip(self._results(), found, strict=True)
-            }
-        return dict(zip((v for v, _, _ in self._results()), self._pulled(comm, env, cotangent), strict=True))
+            triples = zip(pulled(cotangent), self._results(), strict=True)
+            found = [x if leaf is not None else x.sum(0) if linear else x.max(0) for x, (_, leaf, linear) in triples]
+        return dict(zip((v for v, _, _ in self._results()), found, strict=True))
 
     def _results(self) -> list[tuple[Any, Leaf | None, bool]]:
         """Return, for each result of `_derivative`, `(operand, layout of the operand, whether the result is linear)`.
