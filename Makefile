@@ -15,10 +15,10 @@ BIN := $(VENV)/bin
 # What jax 0.12 has already and will use by default, and JAX's checks of those who use it.
 NEXT := JAX_REMAT3=1 JAX_CUSTOM_VJP3=1 JAX_CUSTOM_JVP3=1 JAX_ENABLE_CHECKS=1 JAX_NUMPY_DTYPE_PROMOTION=strict
 # The engine: constructs, derivative rules, loops and remat, and the exact numbers of gathers, bytes and FLOPs.
-ENGINE := $(patsubst %,tests/gather/test_%.py,alike constructs derivatives gather_counts loop merged narrow \
+ENGINE := $(patsubst %,tests/gather/test_%.py,alike constructs derivatives gather_counts merged narrow \
 	on_shards paired random_programs residuals rules tiled unusual_losses yardstick)
 # Not together with those: with jax_remat3 and a policy, JAX itself leaves a tracer behind.
-LEAKS := $(patsubst %,tests/gather/test_%.py,constructs derivatives loop)
+LEAKS := $(patsubst %,tests/gather/test_%.py,constructs derivatives)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test next lint format docs dist wheel clean
