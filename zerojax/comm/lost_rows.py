@@ -8,7 +8,8 @@ import warnings
 from typing import Any
 
 from zerojax import compat
-from zerojax.dims.follow import LARGE, Follower
+from zerojax.dims import Follower
+from zerojax.dims.guess import LARGE
 
 
 def warn_of_kernels(follower: Follower | None, record: list[str]) -> None:

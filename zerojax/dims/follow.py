@@ -14,7 +14,6 @@ from zerojax.dims.kernels import own_rows
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, joined, stacked, states_of, unstacked
 
 RULES = {**moves.RULES, **indexing.RULES}
-LARGE = 1 << 16  # Smaller operands and gradients cost too little to warn about them.
 _ROUNDS = 4  # A loop's body is analysed until the states of its carry no longer change, but at most this often.
 
 
@@ -47,7 +46,9 @@ class Follower:
         for eqn in jaxpr.eqns:
             states = states_of(eqn.invars, found)
             for var, state in zip(eqn.outvars, self.through(eqn, states, context), strict=True):
-                found[var] = NOWHERE if state is None and _is_nowhere(var) else state
+                shape = getattr(var.aval, "shape", None)
+                is_bare = shape == () or 0 in (shape or ())  # a scalar or an empty array cannot have one entry per row
+                found[var] = NOWHERE if state is None and is_bare else state
                 found[var] = at(0) if var in drawn else found[var]
                 made[var] = eqn
         if self.guesses and not drawn and (drawn := guess.drawn(jaxpr, given, found)):
@@ -96,7 +97,7 @@ class Follower:
         name = compat.name_of(eqn)
         if (split := own_rows(eqn, states, self.count)) is not None:
             return [at(dim) for dim in split.out_dims]
-        if self.count > 1 and guess.is_undivided(eqn, states, LARGE):
+        if self.count > 1 and guess.is_undivided(eqn, states):
             self.undivided.setdefault(compat.line_of(eqn), eqn)
         if name == "shard_map":
             if self.axes.isdisjoint(eqn.params["newly_manual_axes"]):
@@ -168,9 +169,3 @@ class Follower:
         for other in found[1:]:
             outs = [self._joined(*pair) for pair in zip(outs, other, strict=True)]
         return outs if states[0] is not None and not states[0].places else [UNKNOWN] * len(outs)
-
-
-def _is_nowhere(var: Any) -> bool:
-    """Return whether a value cannot have one entry per row, because it is a scalar or empty."""
-    shape = getattr(var.aval, "shape", None)
-    return shape == () or 0 in (shape or ())

@@ -20,6 +20,8 @@ from zerojax.dims.moves import guessed_dot
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, one_per_dim
 from zerojax.primitives import ROWS, Facts, Kind
 
+LARGE = 1 << 16  # Smaller operands and gradients cost too little to warn about them.
+
 
 def guessed(eqn: Any, states: Sequence[State], found: Sequence[State], context: Context) -> list[State]:
     """Replace each unknown state in `found`, the states of the results of `eqn`, by a guess where the shapes allow one.
@@ -121,12 +123,12 @@ def _contains(eqn: Any, wanted: Callable[[Facts], bool]) -> bool:
     return any(wanted(jaxprs.facts(one)) for one in jaxprs.with_inner(eqn))
 
 
-def is_undivided(eqn: Any, states: Sequence[State], least: int) -> bool:
-    """Return whether every device runs `eqn` on all rows, and an operand with rows has at least `least` elements."""
+def is_undivided(eqn: Any, states: Sequence[State]) -> bool:
+    """Return whether every device runs `eqn` on all rows, and an operand with rows is large."""
     sizes = (
         atom.aval.size for atom, state in zip(eqn.invars, states, strict=True) if state is not None and state.places
     )
-    return jaxprs.facts(eqn).is_opaque and any(size >= least for size in sizes)
+    return jaxprs.facts(eqn).is_opaque and any(size >= LARGE for size in sizes)
 
 
 def declared(eqn: Any, states: Sequence[State], context: Context) -> list[State]:

@@ -198,10 +198,6 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
     return Places(frozenset(p for p in places if p.dim not in given.uniform), given.uniform)
 
 
-def _per_key(eqn: Any, states: Sequence[State], context: Context) -> State:
-    return batched(_of_arrays(eqn, states), _ndim(eqn.outvars[0]))
-
-
 def _ndim(atom: Any) -> int:
     return len(atom.aval.shape)
 
@@ -290,7 +286,9 @@ RULES: dict[str, PlaceRule] = {
     **dict.fromkeys(of_kind(Kind.IDENTITY), lambda eqn, states, context: list(states)),
     **dict.fromkeys(of_kind(Kind.REDUCTION), reduction),
     **dict.fromkeys(of_kind(Kind.ALONG), along),
-    **dict.fromkeys(of_kind(Kind.KEYS), _per_key),
+    **dict.fromkeys(
+        of_kind(Kind.KEYS), lambda eqn, states, context: batched(_of_arrays(eqn, states), _ndim(eqn.outvars[0]))
+    ),
     **dict.fromkeys(of_kind(Kind.WINDOW), window),
     **dict.fromkeys(of_kind(Kind.DECOMPOSITION), decomposition),
     "rev": along,

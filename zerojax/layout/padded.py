@@ -54,24 +54,19 @@ class Padded:
 
     def __post_init__(self):
         """Raise a ValueError if `storage` is an array of numbers that lacks a dim of the storage shape."""
-        if not is_number_array(self.storage):
-            if isinstance(self.storage, jax.Array | jax.ShapeDtypeStruct):  # bools and keys are padded, too
-                self._keep_extent()
+        is_number = is_number_array(self.storage)
+        if not is_number and not isinstance(self.storage, jax.Array | jax.ShapeDtypeStruct):
             return
         found = tuple(self.storage.shape)
-        self._keep_extent()
-        if not has_dims(found, self._storage_shape) and not compat.is_sum_over_tree():
+        if self.extent is None and len(found) == len(self.shape):  # bools and keys are padded, too
+            object.__setattr__(self, "extent", found[self.dim])
+        if is_number and not has_dims(found, self._storage_shape) and not compat.is_sum_over_tree():
             raise ValueError(
                 f"A parameter of shape {list(self.shape)} is padded to {list(self._storage_shape)} in storage, and a "
                 f"function that was mapped over the tree gave an array of shape {list(found)} for it. Such a function "
                 f"sees the padding too, so its result is not that of the parameter. Map it over zerojax.logical(tree), "
                 f"whose leaves are arrays without padding."
             )
-
-    def _keep_extent(self) -> None:
-        found = tuple(self.storage.shape)
-        if self.extent is None and len(found) == len(self.shape):
-            object.__setattr__(self, "extent", found[self.dim])
 
     @property
     def _storage_shape(self) -> tuple[int, ...]:

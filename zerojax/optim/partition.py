@@ -223,7 +223,7 @@ def partition(
     shapes of some parameters. `owned` has the cores of all groups that owners compute.
     """
     units, chunkings = offloaded.units, offloaded.chunkable
-    shared_scalars = Dependencies.of(traced, units, offloaded.params_on_disk).shared_scalars
+    shared_scalars = Dependencies.of(traced, offloaded).shared_scalars
     traces_of = chunk_traces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
@@ -319,13 +319,13 @@ class Dependencies:
     shared_scalars: frozenset
 
     @classmethod
-    def of(cls, traced: TracedUpdate, units: dict[int, Unit], params_on_disk: Collection[int] = ()) -> Dependencies:
+    def of(cls, traced: TracedUpdate, state: OffloadedState) -> Dependencies:
         """Find the dependencies in one pass over the equations. A parameter on disk counts as offloaded."""
         scalars: set = set()
-        reads = traced.reads.items()
+        units, reads = state.units, traced.reads.items()
         offloaded = {v: frozenset((units[k],)) for v, (kind, k) in reads if kind == STATE and k in units}
         params = {v: frozenset((i,)) for v, (kind, i) in reads if kind == PARAM}
-        offloaded |= {v: of for v, of in params.items() if not of.isdisjoint(params_on_disk)}
+        offloaded |= {v: of for v, of in params.items() if not of.isdisjoint(state.params_on_disk)}
         for eqn in traced.jaxpr.eqns:
             needs_offloaded, needs_params = (union(known, eqn.invars) for known in (offloaded, params))
             for var in eqn.outvars:
@@ -339,21 +339,20 @@ class Dependencies:
         return cls(offloaded, params, frozenset(scalars))
 
 
-def groups_of(
-    traced: TracedUpdate, units: dict[int, Unit], depends: Dependencies, params_on_disk: Collection[int] = ()
-) -> list[list[int]]:
+def groups_of(traced: TracedUpdate, state: OffloadedState) -> list[list[int]]:
     """Return the indices of the results of each group with offloaded state.
 
     A group also updates every parameter that it reads. If another group updated the parameter, the old value might be
     overwritten before it is read.
     """
+    depends, units = Dependencies.of(traced, state), state.units
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     units_of: list[set] = [{i} for i in range(num_params)]
     units_of += [{units[k]} if k in units else set() for k in range(traced.num_state)]
     offloaded = [union(depends.offloaded, [var]) for var in outvars]
     touched = [units_of[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
     active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}
-    active.update(params_on_disk)
+    active.update(state.params_on_disk)
     fresh = active
     while fresh:  # if an active result reads a parameter, the parameter's update becomes active
         fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active
@@ -364,21 +363,13 @@ def groups_of(
 
 def connected(sets: Sequence[Collection]) -> list[list[int]]:
     """Group `sets` that overlap, directly or through other sets. Return the indices of the sets in each group."""
-    parent: dict[Any, Any] = {}
-
-    def root(x):
-        while parent.setdefault(x, x) != x:
-            x = parent[x]
-        return x
-
-    for elements in sets:
-        first, *others = elements
-        for x in (first, *others):
-            parent[root(x)] = root(first)
-    groups: dict[Any, list[int]] = {}
+    holders: dict[Any, list[int]] = {}
     for n, elements in enumerate(sets):
-        groups.setdefault(root(next(iter(elements))), []).append(n)
-    return list(groups.values())
+        for x in elements:
+            holders.setdefault(x, []).append(n)
+    overlapping = lambda n: [m for x in sets[n] for m in holders.pop(x, ())]
+    is_new = lambda n: not holders.keys().isdisjoint(sets[n])  # no group has taken the elements
+    return [sorted(jaxprs.reached([n], overlapping)) for n in range(len(sets)) if is_new(n)]
 
 
 def chunk_traces(

@@ -23,7 +23,7 @@ from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_stat
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.owned import OwnedUpdate, owned_update
-from zerojax.optim.partition import Dependencies, OffloadedState, Partition, groups_of, merged, partition
+from zerojax.optim.partition import OffloadedState, Partition, groups_of, merged, partition
 from zerojax.optim.traced import FlatUpdate, TracedUpdate, UpdatedLeaves
 from zerojax.optim.transformation import Describe, TransformationError
 from zerojax.placement.storage import shapes
@@ -181,10 +181,8 @@ class PlannedUpdate:
     @functools.cached_property
     def _with_offloaded(self) -> list[list[int]]:
         """Return the indices of the results of each group with offloaded state."""
-        units, on_disk = self.offloaded.units, self.offloaded.params_on_disk
-        if not units and not on_disk:
-            return []
-        return groups_of(self.traced, units, Dependencies.of(self.traced, units, on_disk), on_disk)
+        some = self.offloaded.units or self.offloaded.params_on_disk
+        return groups_of(self.traced, self.offloaded) if some else []
 
     @functools.cached_property
     def owned(self) -> OwnedUpdate:
