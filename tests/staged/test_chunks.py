@@ -1,8 +1,9 @@
-"""Parameters on disk: a stack of layers has one chunk per layer, everything else has chunks of `chunk_bytes`."""
+"""Parameters on disk: a stack has a chunk per layer, of which a loop reads one per iteration, or is refused by name."""
 
 import jax
 import jax.numpy as jnp
-from disk_models import LOSSES, batch_of, model_params, on_disk
+import pytest
+from disk_models import LOSSES, batch_of, layer, model_params, on_disk
 
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.state_files import StateFiles
@@ -66,3 +67,57 @@ def test_chunks_are_copied_before_the_program_of_the_use_before_is_waited_for(tm
         assert events.index(("wait", n)) > events.index(("launch", n + 1))
         if n + 1 in uses:
             assert events.index(("launch", n)) < events.index(("copy", n + 1)) < events.index(("wait", n))
+
+
+def squares(x, params):
+    return jnp.mean((x @ params["embed"].T) ** 2)
+
+
+def of_a_scan_in_remat(params, batch):
+    run = jax.checkpoint(lambda stack, x: jax.lax.scan(lambda x, weights: (layer(weights, x), None), x, stack)[0])
+    return squares(run(params["layers"], params["embed"][batch["tokens"]]), params)
+
+
+def of_microbatches(params, batch):
+    rows = batch["tokens"].reshape(2, -1, *batch["tokens"].shape[1:])
+    total, _ = jax.lax.scan(lambda sum, t: (sum + LOSSES["loop"](params, batch | {"tokens": t}), None), 0.0, rows)
+    return total / 2
+
+
+def of_a_stack_that_is_carried(params, batch):
+    def step(carry, _):
+        w, x = carry
+        return (0.9 * w, x + jnp.tanh(x @ w[0]) @ w[0].T), None
+
+    start = params["layers"]["w"], params["embed"][batch["tokens"]]
+    return squares(jax.lax.scan(step, start, length=2)[0][1], params)
+
+
+def of_a_stack_that_the_loss_makes(params, batch):
+    x, stack = params["embed"][batch["tokens"]], jnp.stack([params["layers"]["w"][i] for i in range(2)])
+    return squares(jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w) @ w.T, None), x, stack)[0], params)
+
+
+def of_a_stack_that_is_sharded_over_its_layers(params, batch):
+    x = params["embed"][batch["tokens"]]
+    return squares(jax.lax.scan(lambda x, w: (x * jnp.tanh(w), None), x, params["embed"])[0], params)
+
+
+STACK = r"\['layers'\]\['w'\]"
+REFUSED = {
+    of_a_scan_in_remat: STACK,
+    of_microbatches: STACK,
+    of_a_stack_that_is_carried: STACK,
+    of_a_stack_that_the_loss_makes: STACK,
+    of_a_stack_that_is_sharded_over_its_layers: r"\['embed'\]",
+}
+
+
+@pytest.mark.parametrize("loss", REFUSED)
+def test_a_stack_that_is_not_read_one_layer_per_iteration_is_refused(tmp_path, loss):
+    tx = on_disk(tmp_path, devices=2)
+    state = tx.create(model_params())
+    with pytest.raises(ValueError, match=rf"A loop reads params{REFUSED[loss]}, but not one layer per iteration"):
+        tx.train_step(loss)(state, batch_of())
+    with pytest.raises(ValueError, match=r"put jax\.checkpoint around one layer"):
+        tx.eval_step(loss)(state.params, batch_of())

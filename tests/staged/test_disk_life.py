@@ -14,7 +14,7 @@ from models import awkward_batches, awkward_loss, awkward_params
 from safetensors.numpy import load_file
 
 import zerojax
-from zerojax import Precision, zero_shard
+from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -40,7 +40,9 @@ def begun(path, **options):
 
 
 def on_host(tx, state):
-    return jax.device_get((tx.unshard(state.params), tx.unshard(state.opt_state, state.params)))
+    """The weights from which the next update starts, and the optimizer's state, without master weights."""
+    weights, opt_state = tx.weights(state.params, state.opt_state), tx.unshard(state.opt_state, state.params)
+    return jax.device_get((tx.unshard(weights), getattr(opt_state, "inner", opt_state)))
 
 
 def assert_same(found, wanted):
@@ -53,29 +55,56 @@ def unpacked(monkeypatch):
     monkeypatch.setattr(saving, "SMALL_BYTES", 300)
 
 
-@pytest.mark.parametrize("host_bytes", [pytest.param(None, marks=pytest.mark.slow), "150 kB"])
-def test_a_checkpoint_is_copied_without_the_devices_while_training_goes_on(tmp_path, unpacked, monkeypatch, host_bytes):
-    tx, step, state = begun(tmp_path / "run", host_bytes=host_bytes)
+@pytest.mark.parametrize(
+    ("host_bytes", "precision"),
+    [
+        pytest.param(None, None, marks=pytest.mark.slow),
+        ("150 kB", None),
+        pytest.param(None, "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_is_copied_without_the_devices_while_training_goes_on(
+    tmp_path, unpacked, monkeypatch, host_bytes, precision
+):
+    """And it restores into any layout, from disk to memory and back, where training goes on as it would have."""
+    options = {"precision": Precision.bf16()} if precision else {}
+    tx, step, state = begun(tmp_path / "run", host_bytes=host_bytes, **options)
     wanted = on_host(tx, state)
+    on_host_memory = Offload(optimizer="host", params="host", update="device")
+    ways = {
+        "disk": on_disk(tmp_path / "again", devices=2, **options),
+        "three": on_disk(tmp_path / "three", devices=3, **options),
+        "host": sharded(offload=on_host_memory, **options),
+        "stage 1": stage_1(**options),
+        "stage 3": sharded(**options),
+    }
     with Checkpointer(tmp_path / "saved") as saved:
         with monkeypatch.context() as patched:
-            patched.setattr(StateFiles, "receive", None)  # no chunk is loaded onto a device
+            if not precision:  # master weights are compared with the parameters on the devices
+                patched.setattr(StateFiles, "receive", None)  # no chunk is loaded onto a device
             saved.save(state, step=1)
-        for seed in (1, 2):
-            state, _ = step(state, batch_of(seed))
+        state, _ = step(state, batch_of(1))
+        after = on_host(tx, state)
+        state, _ = step(state, batch_of(2))
         saved.wait()
-        ways = {"disk": on_disk(tmp_path / "again", devices=3), "stage 3": sharded(), "stage 1": stage_1()}
-        for other in ways.values():
+        for name, other in ways.items():
             like = other.create(jax.eval_shape(model_params))
             with monkeypatch.context() as patched:
                 patched.setattr(restoring, "replaced", None)  # no leaf on disk is read onto the devices
                 restored = saved.restore(like).state
             assert_same(on_host(other, restored), wanted)
+            if name == "disk":
+                restored, _ = other.train_step(LOSS)(restored, batch_of(1))
+                assert_same(on_host(other, restored), after)
+        state = saved.restore(state).state
+        assert_same(on_host(tx, state), wanted)
+        saved.save(restored, step=2)  # from memory
+        saved.wait()
         assert_same(on_host(tx, saved.restore(state).state), wanted)
 
 
-def stage_1():
-    return zero_shard(optax.adamw(1e-2), stage=1, mesh=mesh_of(2), persist_below=64)
+def stage_1(**options):
+    return zero_shard(optax.adamw(1e-2), stage=1, mesh=mesh_of(2), persist_below=64, **options)
 
 
 @pytest.mark.slow
