@@ -37,11 +37,11 @@ def zero(stage, count, tx=None, **options):
     return zero_shard(tx or sgd(), stage=stage, mesh=mesh_of(count), persist_below=50, **options)
 
 
-def run(tx, loss, params, batches, *, start=None, args=(), **options):
+def run(tx, loss, params, batches, *, start=None, **options):
     """`(state, metrics of every step)`; `start` is the mutable state's."""
     state, step, found = tx.create(params, mutable=start), tx.train_step(loss, **options), []
     for batch in batches:
-        state, metrics = step(state, batch, *args)
+        state, metrics = step(state, batch)
         found.append(jax.device_get(metrics))
     return state, found
 
@@ -444,84 +444,42 @@ def test_the_norm_is_that_of_the_mean_gradient(stage, count):
 # Mutable state and aux
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.BatchNorm(use_running_average=False, momentum=0.9)(nn.Dense(32)(x))
-        return nn.Dense(13)(nn.relu(x))
-
-
-def net_loss(params, stats, batch):
-    out, new = Net().apply({"params": params, "batch_stats": stats}, batch, mutable=["batch_stats"])
-    return jnp.mean(out**2), new["batch_stats"], {"largest": jnp.max(out)}
-
-
-@pytest.mark.slow
 @on_the_grid("accumulate", [1, 2])
-def test_batch_statistics_are_updated_and_averaged(stage, count, accumulate):
-    """Plainly, in device view: each device's microbatches one after the other, then the mean over the devices."""
+def test_mutable_state_is_updated_by_microbatches_and_averaged_over_devices(stage, count, accumulate):
+    """In device view: each device's microbatches one after the other, then the mean over the devices."""
+
+    def loss(params, seen, batch):
+        return seen * jnp.mean(batch) + 0 * params["w"].sum(), 0.9 * seen + batch.max(), {"largest": batch.max()}
+
     batches = [jax.random.normal(jax.random.key(i), (48, 8)) for i in range(2)]
-    variables = Net().init(jax.random.key(0), batches[0])
-    tx = sgd()
-    params, stats, opt = variables["params"], variables["batch_stats"], tx.init(variables["params"])
-    largest = []
-
-    @jax.jit
-    def rows_grads(params, stats, rows):
-        def objective(p):
-            value, new, aux = net_loss(p, stats, rows)
-            return value, (new, aux)
-
-        return jax.value_and_grad(objective, has_aux=True)(params)
-
+    first = seen = 0.5
+    losses, largest = [], []
     for batch in batches:
-        grads, ends, tops = [], [], []
-        for rows in jnp.split(batch, count):
-            running = stats
-            for part in jnp.split(rows, accumulate):
-                (_, (running, aux)), g = rows_grads(params, running, part)
-                grads.append(g)
-                tops.append(float(aux["largest"]))
-            ends.append(running)
-        mean = lambda *xs: sum(xs) / len(xs)
-        stats = jax.tree.map(mean, *ends)
-        updates, opt = tx.update(jax.tree.map(mean, *grads), opt, params)
-        params = optax.apply_updates(params, updates)
-        largest.append(np.mean(tops))
-    sharded = zero(stage, count, view="device")
-    state, found = run(
-        sharded,
-        net_loss,
-        variables["params"],
-        batches,
-        start=variables["batch_stats"],
-        mutable=True,
-        has_aux=True,
-        accumulate=accumulate,
-    )
-    close(sharded, state, params)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state.mutable, stats)
+        parts, running, values = np.reshape(batch, (count, accumulate, -1)), np.full(count, seen), []
+        for n in range(accumulate):
+            values.append(running * parts[:, n].mean(-1))
+            running = 0.9 * running + parts[:, n].max(-1)
+        seen = running.mean()
+        losses.append(np.mean(values))
+        largest.append(parts.max(-1).mean())
+    options = {"mutable": True, "has_aux": True, "accumulate": accumulate}
+    tx, params = zero(stage, count, view="device"), {"w": jnp.ones((8, 24))}
+    state, found = run(tx, loss, params, batches, start=jnp.float32(first), **options)
+    np.testing.assert_allclose(state.mutable, seen, rtol=1e-5)
     np.testing.assert_allclose([m["aux"]["largest"] for m in found], largest, rtol=1e-5)
+    np.testing.assert_allclose([m["loss"] for m in found], losses, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_dropout_differs_between_microbatches_and_devices(stage, mesh):
+def test_dropout_differs_between_microbatches_and_devices(stage):
     def loss(params, batch, key):
         return jnp.mean(batch * params["w"]), {"draw": jax.random.uniform(key)}
 
-    draws = {}
+    tx, params, draws = zero(stage, 8, view="device"), {"w": jnp.ones(())}, {}
     for accumulate in (1, 2):
-        tx = zero_shard(sgd(), stage=stage, mesh=mesh, view="device")
-        _, (metrics,) = run(
-            tx,
-            loss,
-            {"w": jnp.ones(())},
-            [jnp.ones(16)],
-            args=(jax.random.key(3),),
-            has_aux=True,
-            accumulate=accumulate,
-        )
-        draws[accumulate] = float(metrics["aux"]["draw"])
+        gradient = tx.value_and_grad(loss, has_aux=True, accumulate=accumulate)
+        (_, aux), _ = gradient(params, jnp.ones(16), jax.random.key(3))
+        draws[accumulate] = float(aux["draw"])
     keys = [jax.random.fold_in(jax.random.key(3), i) for i in range(8)]
     both = [jax.random.uniform(jax.random.fold_in(key, m)) for key in keys for m in range(2)]
     np.testing.assert_allclose(draws[1], np.mean([jax.random.uniform(key) for key in keys]), rtol=1e-6)
