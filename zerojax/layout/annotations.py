@@ -16,7 +16,8 @@ import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax.config import DataMesh, LeafMask
-from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
+from zerojax.config.data_mesh import axes_of
+from zerojax.layout.leaf import restricted
 from zerojax.layout.padded import Padded, is_padded
 
 NAME = "_overwrite_with_gradient"
@@ -30,7 +31,6 @@ def partition_metadata(params) -> list:
     """
 
     def names(node) -> tuple | None:
-        # Look at the class, because a user's node may return a value for any attribute, or raise any error.
         if hasattr(type(node), "get_partition_spec"):
             spec = node.get_partition_spec()
             logical = hasattr(node, "rules")
@@ -45,9 +45,16 @@ def partition_metadata(params) -> list:
     return [spec for node in nodes for spec in expand(node)]
 
 
+def metadata_of(node: Any) -> dict:
+    """Return the metadata of an NNX Variable, or an empty dict."""
+    # Look at the class, because a user's node may return a value for any attribute, or raise any error.
+    metadata = node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None
+    return metadata if isinstance(metadata, dict) else {}
+
+
 def axes_of_variable(node: Any, key: str) -> tuple:
     """Return the mesh axes per dim that an NNX Variable names under `key`. For any other node, return ()."""
-    metadata = (node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None) or {}
+    metadata = metadata_of(node)
     spec = metadata.get(key) or ()
     flax = sys.modules.get("flax.core.spmd")
     rules = dict((*(flax.get_logical_axis_rules() if flax else ()), *(metadata.get("sharding_rules") or ())))
@@ -79,11 +86,7 @@ def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
     if not any(spec):
         spec = metadata
     # Flax's metadata may also name other data axes, and axes that this mesh does not have.
-    known = {*data.compiler_axes, *data.experts}
-    kept = [spec_entry(tuple(axis for axis in entry_axes(entry) if axis in known)) for entry in spec]
-    while kept and not kept[-1]:
-        kept.pop()
-    return tuple(kept)
+    return tuple(restricted(spec, {*data.compiler_axes, *data.experts}))
 
 
 def overwritten_leaves(

@@ -171,9 +171,7 @@ class Leaf:
         entries = list(self.others) + [None] * (len(self.shape) - len(self.others))
         if self.dim is not None:
             entries[self.dim] = spec_entry(self.axes)
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        return PartitionSpec(*without_last_nones(entries))
 
     @property
     def other_spec(self) -> PartitionSpec:
@@ -185,10 +183,19 @@ class Leaf:
 
     def spec_over(self, axes: tuple[str, ...]) -> PartitionSpec:
         """Return the `PartitionSpec` with only some axes, for `shard_map` over these axes."""
-        entries = [spec_entry(tuple(axis for axis in entry_axes(entry) if axis in axes)) for entry in self.spec]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return PartitionSpec(*entries)
+        return PartitionSpec(*restricted(self.spec, axes))
+
+
+def without_last_nones(entries: Iterable) -> list:
+    kept = list(entries)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return kept
+
+
+def restricted(entries: Iterable, axes: Collection[str]) -> list:
+    """Return the entries of a `PartitionSpec` with only the mesh axes that are in `axes`."""
+    return without_last_nones(spec_entry(tuple(a for a in entry_axes(entry) if a in axes)) for entry in entries)
 
 
 def replace_at(items: tuple, index: int, value) -> tuple:

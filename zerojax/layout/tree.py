@@ -22,7 +22,7 @@ from zerojax.layout.annotations import (
     overwritten_leaves,
     partition_metadata,
 )
-from zerojax.layout.leaf import CachedHash, Leaf, keep_whole, shard_extent
+from zerojax.layout.leaf import CachedHash, Leaf, keep_whole, shard_extent, without_last_nones
 from zerojax.layout.padded import is_padded
 
 UNSAFE = frozenset({"int1", "uint1", "int2", "uint2"})
@@ -115,10 +115,7 @@ def is_stored_as(x: Any, leaf: Leaf) -> bool:
     sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return sharding is None
-    spec = list(sharding.spec)
-    while spec and spec[-1] is None:
-        spec.pop()
-    return PartitionSpec(*spec) == leaf.spec
+    return PartitionSpec(*without_last_nones(sharding.spec)) == leaf.spec
 
 
 def lay_out(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ import numpy as np
 from zerojax import compat
 from zerojax.comm.mesh import replicated
 from zerojax.config import Config, LayoutPolicy
+from zerojax.config.data_mesh import axes_of
 from zerojax.config.precision import common_dtype
-from zerojax.layout.annotations import overwritten_leaves
+from zerojax.layout.annotations import metadata_of, overwritten_leaves
 from zerojax.layout.chunked import Chunking, is_chunked
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import is_padded
@@ -65,10 +66,7 @@ def seen_in(state: PyTree) -> dict[str, tuple]:
 def as_returned(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     """Convert `state`, or a tree of its shardings, to the form that `init` and `update` return."""
     others = tuple(leaf.others for leaf in plan.layout.params)
-    names = {
-        name for entries in others for entry in entries for name in (entry if isinstance(entry, tuple) else [entry])
-    }
-    others = others if names - {None, *config.user_mesh.explicit_axes} else ()
+    others = others if {*axes_of(*others)} - {*config.user_mesh.explicit_axes} else ()
     visible = overwritten_leaves((), plan.layout.paths, shapes(plan.layout.grads), overwrite=config.overwrite)
     hidden = tuple(i for i in plan.layout.overwritten if i not in visible)
     labelled = relabelled(plan, state)
@@ -112,17 +110,10 @@ def rechunked(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
 
 def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
     """Return the state with Flax annotations that describe the layouts of the state, and not of the parameters."""
+    is_annotated = lambda x: bool(metadata_of(x).get("out_sharding"))
     nodes, treedef = jax.tree.flatten(state, is_leaf=lambda x: is_chunked(x) or is_annotated(x))
     new = [x.copy(out_sharding=leaf.spec) if is_annotated(x) else x for x, leaf in zip(nodes, plan.state, strict=True)]
     return jax.tree.unflatten(treedef, new)
-
-
-def is_annotated(x: Any) -> bool:
-    """Return whether a node is a Flax variable with an annotation of its sharding."""
-    # Look at the type, because an object of a user's class may return something for any attribute.
-    has_metadata = callable(getattr(type(x), "get_metadata", None))
-    metadata = x.get_metadata() if has_metadata else None
-    return isinstance(metadata, dict) and bool(metadata.get("out_sharding"))
 
 
 def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
