@@ -114,28 +114,15 @@ def check_trained(layout: Layout) -> None:
 
 def view_gradients(view: View, given: LossInputs, scale: Array) -> Gradients:
     """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
-    comm, weighted, traced = view.comm, view.loss.weighted, view.traced_loss(given)
-    factor = None
+    comm, traced, factor = view.comm, view.traced_loss(given), None
     if view.accumulate == 1:
         returned, grads, factor, values = view.value_and_grad(given, scale, traced)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
         returned, grads, mutable, values = accumulate_microbatches(view, given, scale, traced)
-    total, weights, aux, _ = returned
-    if weighted:
-        with jax.named_scope(names.MEAN):
-            sums = total.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
-            total, weight, below = comm.over_workers(lax.psum, sums)
-        weights_valid = (weight > 0) & (below == 0)
-        # Replace an invalid sum of weights by NaN, so that loss and gradients become NaN and cannot be used by mistake.
-        weight = jnp.where(weights_valid, weight, jnp.nan)
-        factor = (1.0 if factor is None else factor) / weight / scale
-    else:
-        with jax.named_scope(names.MEAN):
-            total = comm.over_workers(lax.psum, total.sum())
-        weight, weights_valid = view.microbatches, jnp.array(True)
-        factor = 1 / (scale * view.divisor) if view.accumulate == 1 else 1 / scale
+    totals, weights, aux, _ = returned
+    mean, weight, factor, weights_valid = mean_loss(view, totals, weights, factor, scale)
     grads, cotangents = grads[: len(view.differentiable)], grads[len(view.differentiable) :]
     if view.reduces_across_once:
         grads = view.comm.reduce_across(grads, [view.reduced(k) for k in view.differentiable])
@@ -151,9 +138,35 @@ def view_gradients(view: View, given: LossInputs, scale: Array) -> Gradients:
         aux, rows = combine(aux, weights, weight, comm, view.rows_of)
     squares = sums_of_squares(grads, view.grads, comm)
     mutable, values = mean_mutable(mutable, comm), comm.over_workers(lax.pmax, values)
-    with jax.named_scope(names.MEAN):
-        mean = total / (weight if weighted else view.divisor)
     return Gradients(mean, grads, aux, rows, mutable, weights_valid, squares, values)
+
+
+@jax.named_scope(names.MEAN)
+def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, scale: Array):
+    """Combine the losses of all microbatches and devices.
+
+    Args:
+        view: The view.
+        totals: The loss, or the total of a weighted loss, of each microbatch of this device.
+        weights: The weight of each.
+        factor: The factor that `View.value_and_grad` returned for the only microbatch. None if there are several.
+        scale: The loss scale.
+
+    Returns:
+        `(loss, weight, factor, weights_valid)`: the mean loss, the sum of all weights, the factor by which the sums of
+        gradients are multiplied, and whether the weights are valid. If they are not, the others are NaN.
+    """
+    comm = view.comm
+    if not view.loss.weighted:
+        total = comm.over_workers(lax.psum, totals.sum())
+        factor = 1 / (scale * view.divisor) if view.accumulate == 1 else 1 / scale
+        return total / view.divisor, view.microbatches, factor, jnp.array(True)
+    sums = totals.sum(), weights.sum(), (weights < 0).sum(dtype=weights.dtype)
+    total, weight, below = comm.over_workers(lax.psum, sums)
+    valid = (weight > 0) & (below == 0)
+    # Replace an invalid sum of weights by NaN, so that loss and gradients become NaN and cannot be used by mistake.
+    weight = jnp.where(valid, weight, jnp.nan)
+    return total / weight, weight, (1.0 if factor is None else factor) / weight / scale, valid
 
 
 def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced: TracedLoss | None):

@@ -22,6 +22,7 @@ from zerojax.staged.sources import OnDisk
 from zerojax.staged.state import on_disk
 from zerojax.train.arguments import batch_shardings, fold_keys
 from zerojax.train.checked import checked
+from zerojax.train.gradients import mean_loss
 from zerojax.train.loss import Returned, at_least_float32
 from zerojax.train.reduction import check_reduction
 from zerojax.train.step_program import StepProgram
@@ -47,10 +48,11 @@ class LossAndGrads(NamedTuple):
 
     returned: list[Returned]  # the values that the loss returned in each microbatch, without the mutable state
     resident: list  # per differentiable parameter, the sum of its reduced gradients; None for a parameter on disk
-    loss: Array  # the mean loss
-    factor: Array  # the factor that turns sums over microbatches into the gradients of the mean loss
-    weights_valid: Array  # whether no weight is negative and their sum is positive
     mutable: PyTree  # the mutable state that the last microbatch returned
+    loss: Array  # the mean loss; for this and what follows see `mean_loss`
+    weight: Array
+    factor: Array
+    weights_valid: Array
 
 
 class StagedLoss:
@@ -62,7 +64,7 @@ class StagedLoss:
         self.disk = on_disk(program.config, plan.layout)
         self._microbatch = jax.jit(self._inputs, static_argnums=3)
         self._begin = jax.jit(self._cotangent)
-        self._end = jax.jit(self._factor)
+        self._end = jax.jit(self._mean)
         self._reduce = jax.jit(self._reduced)
 
     def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
@@ -111,7 +113,7 @@ class StagedLoss:
                 shares.append(share)
                 if m == last:
                     end = self._end([x.total for x in returned], [x.weight for x in returned], shares, scale)
-                gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[1] if end else None)
+                gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[2] if end else None)
                 others = wait_if_simulated(mesh, one.backward(cotangent))
                 gradients.end()
                 sums = wait_if_simulated(mesh, self._reduce(others, share, sums))
@@ -119,7 +121,7 @@ class StagedLoss:
             reader.close()
         assert end is not None
         assert sums is not None
-        return LossAndGrads(returned, sums, end[0], end[1], end[2], mutable)
+        return LossAndGrads(returned, sums, mutable, *end)
 
     def _inputs(self, mutable: PyTree, batch: PyTree, args: tuple, number: int) -> tuple:
         """Return the loss's arguments after the parameters for one microbatch. Traced under jit."""
@@ -139,17 +141,9 @@ class StagedLoss:
         share = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
         return cotangent / share, share
 
-    def _factor(self, totals: list, weights: list, shares: list, scale: Array) -> tuple[Array, Array, Array]:
-        """Return `(loss, factor, weights_valid)` of a `LossAndGrads`."""
-        view, total = self.view, jnp.stack(totals).sum()
-        if not view.loss.weighted:
-            return total / view.divisor, jnp.asarray(1 / scale, jnp.float32), jnp.array(True)
-        each = jnp.stack(weights)
-        weight = each.sum()
-        valid = (weight > 0) & ((each < 0).sum() == 0)
-        weight = jnp.where(valid, weight, jnp.nan)
-        factor = (1.0 if view.accumulate > 1 else shares[0]) / weight / scale
-        return total / weight, factor, valid
+    def _mean(self, totals: list, weights: list, shares: list, scale: Array) -> tuple:
+        share = shares[0] if len(shares) == 1 else None
+        return mean_loss(self.view, jnp.stack(totals), jnp.stack(weights), share, scale)
 
     def _reduced(self, others: dict[int, Array], share: Array, sums: list | None) -> list:
         """Reduce a microbatch's gradients of parameters on the devices, and add them to the earlier `sums`."""

@@ -164,7 +164,4 @@ class StagedStep:
         if view.is_one_loss:
             return unmarked(jax.tree.map(lambda x: x[0], stacked))
         weights = jnp.stack([x.weight for x in found.returned])
-        total = weights.sum() if view.loss.weighted else view.microbatches
-        if view.loss.weighted:
-            total = jnp.where(found.weights_valid, total, jnp.nan)
-        return merged(*combine(stacked, weights, total, view.comm, view.rows_of))
+        return merged(*combine(stacked, weights, found.weight, view.comm, view.rows_of))
