@@ -1,4 +1,4 @@
-"""The pages in docs/: their programs run and print what they say, and they name what there is."""
+"""README and the pages in docs/: their programs run and print what they say, and they name what there is."""
 
 import ast
 import contextlib
@@ -96,6 +96,26 @@ def test_the_programs_of_a_page_run(name, tmp_path, monkeypatch):
     exec(compile(GIVEN.get(name, ""), f"given for docs/{name}", "exec"), scope)
     run_page(name, scope)
     exec(compile(AFTERWARDS.get(name, ""), f"after docs/{name}", "exec"), scope)
+
+
+TWO_STEPS = """
+ losses = []
+ for seed in range(2):
+     params, opt_state, loss = step(params, opt_state, rows(seed))
+     losses.append(float(loss))
+"""
+
+
+def test_the_readmes_program_prints_what_it_says(tmp_path, monkeypatch):
+    """And its loop gives the same losses before and after the change."""
+    blocks = list(blocks_of((ROOT / "README.md").read_text()))
+    [loop], [program], [printed] = ([b for b in blocks if b.kind == kind] for kind in ("diff", "python", "text"))
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    assert run(program.text, "README.md", program.line, scope) == printed.text
+    loop = loop._replace(text=loop.text + TWO_STEPS)
+    before, after = (run_side(way, loop, "README.md", dict(scope)) for way in "-+")
+    np.testing.assert_allclose(after, before, rtol=1e-5)
 
 
 def test_blocks_say_what_they_are():

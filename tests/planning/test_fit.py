@@ -1,7 +1,7 @@
 """The search for what fits: it chooses the cheapest that the check lets pass, and says why not the others."""
 
 import dataclasses
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +25,6 @@ HOST = Offload(optimizer="host")
 MB = 1e6
 
 
-class Cost(NamedTuple):
-    """What a compiled gradient would cost."""
-
-    activations: int
-    gathered: int
-    time: float
-
-    def seconds(self, device):
-        return self.time
-
-
 @dataclasses.dataclass
 class Model:
     """A loss of known cost: activations and time are linear in the rows."""
@@ -47,17 +36,9 @@ class Model:
     def cost(self, config, layout, rows):
         count = rows.shape[0]
         gathered = PARAMS["w"].size * 4 if config.stage == 3 else 0
-        return Cost(int(count * self.row_bytes), gathered, self.fixed_seconds + count * self.row_seconds)
-
-
-class Compiled(NamedTuple):
-    peak: int
-    usable: int
-    topology: str = "h200:8"
-
-    @property
-    def fits(self):
-        return self.peak <= self.usable
+        seconds = self.fixed_seconds + count * self.row_seconds
+        activations = int(count * self.row_bytes)
+        return SimpleNamespace(activations=activations, gathered=gathered, seconds=lambda device: seconds)
 
 
 def searched(
@@ -77,7 +58,8 @@ def searched(
 
     def compile_plan(candidate):
         compiled.append(candidate)
-        return Compiled(peak(candidate), memory)
+        found = peak(candidate)
+        return SimpleNamespace(peak=found, usable=memory, fits=found <= memory, topology="h200:8")
 
     config = config or Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
     space = SearchSpace("h200", stages, offloads, rows, Hardware(memory, **hardware))
@@ -175,11 +157,19 @@ def test_the_fewest_devices_are_found():
 def test_the_compiled_step_decides():
     first = searched(2000 * MB, rows=(8,))[0].chosen
     judge = lambda candidate: int(5000 * MB) if candidate.variant == first.variant else candidate.peak
-    fit, compiled = searched(2000 * MB, rows=(8,), peak=judge)
-    assert [c.variant for c in compiled] == [first.variant, fit.chosen.variant]
-    assert fit.chosen.variant != first.variant
-    refused = fit.tried[0]
-    assert (refused.variant, refused.verdict) == (first.variant, "does not fit: 5 GB, compiled")
+
+    def refuse(candidate):
+        if candidate.variant == first.variant:
+            raise DoesNotFit("too large", peak=5000 * MB)
+        return candidate.peak
+
+    for peak in (judge, refuse):  # a plan that does not fit, or a step with memory= that cannot be made to fit
+        fit, compiled = searched(2000 * MB, rows=(8,), peak=peak)
+        assert [c.variant for c in compiled] == [first.variant, fit.chosen.variant]
+        assert fit.chosen.variant != first.variant
+        refused = fit.tried[0]
+        assert (refused.variant, refused.peak) == (first.variant, 5000 * MB)
+        assert refused.verdict == "does not fit: 5 GB, compiled"
 
 
 def test_what_is_estimated_a_little_too_large_is_compiled_all_the_same():
@@ -266,18 +256,6 @@ def test_fewest_gpus_of_a_transformation_with_types_of_its_own():
         assert fit.plan.peak <= memory
         assert "bf16" in {c.dtype for c in fit.plan.collectives} or fit.chosen.devices == 1
     assert found[40 * MB].chosen.devices < found[12 * MB].chosen.devices
-
-
-def test_a_candidate_that_cannot_be_fitted_is_passed_over():
-    def refused_first(candidate):
-        if candidate.offload is None:
-            raise DoesNotFit("too large", peak=500)
-        return 100
-
-    fit, _ = searched(2000 * MB, stages=(3,), rows=(8,), peak=refused_first)
-    assert fit.chosen.placement == "host"
-    (refused,) = (c for c in fit.tried if c.offload is None)
-    assert (refused.peak, refused.verdict) == (500, "does not fit: 500 B, compiled")
 
 
 @aot
