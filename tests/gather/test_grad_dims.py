@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zerojax.gather.grad_dims import orders
+from zerojax.gather.evaluate import orders
 
 USES = {
     "dense": (lambda w, x: x @ w, (4, 6), (2, 3, 4), (1, 0)),

@@ -1,9 +1,11 @@
 """Run bare Pallas kernels on each device's own rows, if `dims.kernels` proves that their rows are independent.
 
-The compiler cannot divide a kernel. Outside of a `shard_map`, each device would gather and run all rows.
+The compiler cannot divide a kernel. Outside of a `shard_map`, each device gathers and runs all rows of any other
+kernel. Warnings name the user's line, so Python shows each of them once.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,3 +77,15 @@ def _has_kernel(eqn: Any) -> bool:
     return eqn.primitive.name == "pallas_call" or any(
         _has_kernel(inner) for body in compat.inner_jaxprs(eqn) for inner in body.eqns
     )
+
+
+def warn_of_kernels(follower: Follower | None, record: list[str]) -> None:
+    """Warn about kernels that every device runs on all rows. Replace the contents of `record` by the warnings."""
+    record[:] = [
+        f"`{eqn.primitive.name}` at {compat.line_of(eqn) or 'an unknown line'} runs all rows of the batch on every "
+        "device, and its operands are gathered for that: the compiler cannot divide it. Put it into a jax.shard_map "
+        'over the data axes, for example jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P("data"))'
+        for eqn in ([] if follower is None else follower.undivided.values())
+    ]
+    for words in record:
+        warnings.warn(f"{words}.", stacklevel=2)

@@ -11,6 +11,8 @@ If nothing is known, it takes any summed dim that the workers divide. Sums over 
 """
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -23,9 +25,9 @@ from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
 from zerojax.comm import worker_sums
-from zerojax.comm.lost_rows import warn_of_gradient
 from zerojax.config.data_mesh import dim_spec
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
+from zerojax.dims.guess import LARGE
 from zerojax.primitives import Kind
 
 # The name scope of a sum in a gradient's computation, if the analysis does not know whether the sum is over rows.
@@ -153,10 +155,17 @@ def evaluate(
 
 def _constrain_sums(jaxpr: Any, results: list, grads: Sequence[int], states: Sequence[State], alike: Callable) -> None:
     for i in (i for i in grads if not isinstance(results[i], PartialSum)):
-        state = states[i]
-        if state is None:
-            warn_of_gradient(results[i].shape, next(eqn for eqn in jaxpr.eqns if jaxpr.outvars[i] in eqn.outvars))
-        elif not state.places:
+        state, shape = states[i], results[i].shape
+        if state is None and math.prod(shape) >= LARGE:
+            eqn = next(eqn for eqn in jaxpr.eqns if jaxpr.outvars[i] in eqn.outvars)
+            warnings.warn(  # It names the user's line, so Python shows it once.
+                f"The compiler all-reduces a gradient of shape {shape}, computed at "
+                f"{compat.line_of(eqn) or 'an unknown line'}, because zerojax cannot find the rows of the batch there. "
+                "If a kernel or callback computes it, put that into a jax.shard_map over the data axes. Otherwise call "
+                "zerojax.rows(x, dim) on the activations that the parameter is multiplied with.",
+                stacklevel=2,
+            )
+        elif state is not None and not state.places:
             results[i] = alike(results[i])
 
 

@@ -32,7 +32,6 @@ A program runs:
     segments        (the methods)
     equal           lets equal segments share their passes, and keeps the names of each
     evaluate        runs equations on parameters that were gathered in a narrower type
-    grad_dims       finds the order of dims in which a gradient is computed
 
 Loops:
     loop            sorts the operands of a scan over layers, and gathers for one iteration
@@ -52,7 +51,6 @@ Details that a first reading can skip:
     clusters        finds the equations that share a gather with an earlier use of their parameter
     per_layer       moves computations on whole layers into the loop that gathers these layers
     merged          merges equations that compute the same value
-    unrolled        unrolls scans over layers, for parameters on disk
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           runs a loop over tiles of a sequence as one block
 """

@@ -9,7 +9,6 @@ from typing import Any
 
 from zerojax import compat, jaxprs
 from zerojax.gather import evaluate
-from zerojax.gather.grad_dims import orders
 from zerojax.gather.segments import Gathered, PlainSegment, Segment
 from zerojax.gather.sharded_param import ShardedParam
 
@@ -46,7 +45,7 @@ def assembled(
         results = list(draft.gathers) or [v for v in computed if v in final or readers.get(v, set()) - {index}]
         part = compat.part_of(jaxpr, eqns, [*used, *others], results)
         line = compat.line_of(draft.eqns[0]) if draft.eqns else ""
-        demands = zip(used, evaluate.demanded(part, used), orders(part, used), strict=True)
+        demands = zip(used, evaluate.demanded(part, used), evaluate.orders(part, used), strict=True)
         uses = tuple(params[v].used(line, dtype, order) for v, dtype, order in demands)
         # Later segments read `results[i]` of the jaxpr by its key, `keys[i]`.
         keys = tuple(Gathered(v, index) for v in draft.gathers) or tuple(results)

@@ -1,14 +1,20 @@
 """Evaluate a jaxpr on parameters that were gathered in a narrower type than the jaxpr expects.
 
-`assembly` asks `demanded` for the type in which each use casts its parameter. Segments and scans call `evaluate`.
+`assembly` asks `demanded` for the type in which each use casts its parameter, and `orders` for the order of dims in
+which each use computes the parameter's gradient. Segments and scans call `evaluate`.
 
 A model may keep float32 parameters and compute in bfloat16. It then casts each parameter somewhere in a layer, often
 inside the layer's remat. Casting the shard before the gather halves the bytes. A `Narrow` is a gathered value that has
 already been cast. The equation of the cast returns it unchanged, and any other equation gets it widened.
+
+JAX computes the gradient of `w` in `x @ w` as a product, and transposes the product to the order of `w`. If a
+reduce-scatter follows, the compiler may fold that transpose into the product and pick a slower kernel for it, or copy
+the full gradient. So the gradient is reduce-scattered with its dims in the product's order (`orders`), and only the
+shard is transposed.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -116,3 +122,36 @@ def _body(eqn, index: int):
         carried = loop.consts <= index < loop.consts + loop.carry
         return None if carried else compat.opened(loop.body)[0]
     return compat.inlined_body(eqn)
+
+
+def orders(jaxpr, variables: Sequence) -> list[tuple[int, ...]]:
+    """Return, for each variable, the order of dims in which its gradient is computed; `()` for an unchanged order."""
+    uses, _ = jaxprs.uses_of(jaxpr)
+    choices = [_orders(var, uses) for var in variables]
+    return [next(iter(orders)) if len(orders) == 1 else () for orders in choices]
+
+
+def _orders(var, uses: Mapping) -> set[tuple[int, ...]]:
+    """Return the orders of dims in which the uses of a variable compute its gradient."""
+    orders: set[tuple[int, ...]] = set()
+    for eqn, index in uses.get(var, ()):
+        if eqn.primitive.name == "dot_general":
+            orders.add(_of_product(eqn, index))
+        elif eqn.primitive.name == "convert_element_type":
+            orders |= _orders(eqn.outvars[0], uses)
+        elif (body := compat.inlined_body(eqn)) is not None:
+            orders |= _orders(body.invars[index], jaxprs.uses_of(body)[0])
+        else:
+            orders.add(())
+    return orders
+
+
+def _of_product(eqn, index: int) -> tuple[int, ...]:
+    """Return the order of an operand's dims in the operand's gradient, or `()` if the order is unchanged."""
+    # The gradient has the batch dims, then the free dims, then the contracted dims in the order of the other operand.
+    contracted, batch = eqn.params["dimension_numbers"]
+    pairs = sorted(zip(contracted[1 - index], contracted[index], strict=True))
+    summed = [dim for _, dim in pairs]
+    free = [dim for dim in range(len(eqn.invars[index].aval.shape)) if dim not in (*batch[index], *summed)]
+    order = (*batch[index], *free, *summed)
+    return () if order == tuple(sorted(order)) else order

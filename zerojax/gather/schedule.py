@@ -247,13 +247,9 @@ class GradScheduler:
 
     def add_input(self, var: Any, cotangent: jax.Array) -> None:
         """Add the cotangent of a segment's input. It is summed over the workers unless it is among `summed_later`."""
-        partial = var not in self.summed_later and cotangent.ndim > self._rank(var)
+        rank = (var if hasattr(var, "aval") else var.var).aval.ndim
+        partial = var not in self.summed_later and cotangent.ndim > rank
         self.add(var, cotangent.sum(0) if partial else cotangent)
-
-    @staticmethod
-    def _rank(key: Any) -> int:
-        """Return the number of dims of a variable, or of a value that was gathered for later segments."""
-        return (key if hasattr(key, "aval") else key.var).aval.ndim
 
     @jax.named_scope(names.SHARDS)
     def add_params(
@@ -311,13 +307,9 @@ class GradScheduler:
         self._stacks.append((param, stack))
         return len(self._stacks) - 1
 
-    def drain(self) -> None:
-        """Accumulate all gradients except the gradients of stacks."""
+    def finish(self) -> None:
         while self._queue or self._waiting:
             self.settle(self.due, flush=True)
-
-    def finish(self) -> None:
-        self.drain()
         for param, stack in self._stacks:
             # The layers are on dim 0, and partial sums per group on dim 1. A parameter's gradient has the groups first.
             stack = jnp.moveaxis(stack, 0, stack.ndim - len(param.leaf.shape))

@@ -35,7 +35,7 @@ class ShardedParam:
     wide: np.dtype  # the type that the jaxpr expects of the gathered value
     slices: tuple = ()  # equations to apply to the shard, in order
     layer: int | None = None  # the index of the layer, if this is a layer of a scan's stack
-    # The order of dims in which the use computes the gradient (`grad_dims`). `()` is the parameter's order.
+    # The order of dims in which the use computes the gradient (`evaluate.orders`). `()` is the parameter's order.
     order: tuple[int, ...] = ()
     # Whether this is a result of a `shardwise` equation instead of a parameter. If it is gathered in a narrower type,
     # it loses no precision, and its cotangent keeps the wide type.

@@ -21,7 +21,7 @@ from jax import lax
 from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.comm.lost_rows import warn_of_kernels
+from zerojax.comm.own_rows import warn_of_kernels
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
 from zerojax.gather import (
