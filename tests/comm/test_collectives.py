@@ -12,11 +12,11 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.comm.buckets import buckets, flatten
+from zerojax.comm.buckets import buckets
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.global_collectives import GlobalCollectives
+from zerojax.comm.mesh import in_storage_shape
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad
 
 AXES = ("host", "gpu")
 SIZES = {"host": 2, "gpu": 4}
@@ -33,12 +33,6 @@ def leaf_of(name, axes, dtype=jnp.float32):
     if name == "replicated":
         kind = name
     return Leaf(f"['{name}']", shape, np.dtype(dtype), axes, shards, kind, dim)
-
-
-def in_storage(value, leaf):
-    if leaf.kind == "flat":
-        return flatten(value, leaf)
-    return value if leaf.dim is None else pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
 
 
 def mapped(fn, in_specs, out_specs):
@@ -71,7 +65,7 @@ def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, b
     found = jax.jit(reduced(Collectives(AXES, bucket_bytes), leaves, exposed), compiler_options=QUICK)(stacks)
     for leaf, stack, x in zip(leaves, stacks, found, strict=True):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), x.ndim)
-        np.testing.assert_array_equal(x, in_storage(stack.sum(0), leaf), err_msg=leaf.path)
+        np.testing.assert_array_equal(x, in_storage_shape(stack.sum(0), leaf), err_msg=leaf.path)
 
 
 @pytest.mark.quick(1)
@@ -81,7 +75,7 @@ def test_gathered_shards_are_the_array_they_came_from(name, bucket_bytes):
     leaves = LEAVES[name]
     comm = Collectives(AXES, bucket_bytes)
     arrays = [jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape) for leaf in leaves]
-    stored = [in_storage(*pair) for pair in zip(arrays, leaves, strict=True)]
+    stored = [in_storage_shape(*pair) for pair in zip(arrays, leaves, strict=True)]
 
     def local(shards):
         comm.check(shards, leaves)
@@ -140,7 +134,7 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     comm = GlobalCollectives(("gpu",), mesh=mesh())
     arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
     shards = [
-        jax.device_put(in_storage(x, leaf), NamedSharding(mesh(), leaf.spec))
+        jax.device_put(in_storage_shape(x, leaf), NamedSharding(mesh(), leaf.spec))
         for x, leaf in zip(arrays, leaves, strict=True)
     ]
 
@@ -152,7 +146,7 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     full, sums = jax.jit(there_and_back)(*shards)
     for leaf, array, gathered, reduced in zip(leaves, arrays, full, sums, strict=True):
         np.testing.assert_array_equal(gathered, array)
-        np.testing.assert_array_equal(reduced, in_storage(10 * array, leaf))
+        np.testing.assert_array_equal(reduced, in_storage_shape(10 * array, leaf))
         assert reduced.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), reduced.ndim)
     jaxpr = jax.make_jaxpr(there_and_back)(*shards).jaxpr
     parts = [math.prod(leaf.storage_shape) // (2 if leaf.others else 1) for leaf in leaves]

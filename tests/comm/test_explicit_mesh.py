@@ -1,14 +1,12 @@
 """Meshes with Explicit axes: the same numbers, on the caller's mesh, under `jax.set_mesh` or not."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
-from explicit_models import AUTO, EXPLICIT, P
+from explicit_models import AUTO, EXPLICIT, P, context
 from explicit_models import mesh_of as explicit_mesh
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -25,10 +23,6 @@ STEPS = 2
 
 def data_mesh():
     return explicit_mesh(EXPLICIT)
-
-
-def context(mesh, on):
-    return jax.set_mesh(mesh) if on else contextlib.nullcontext()
 
 
 def params():

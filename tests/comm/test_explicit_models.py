@@ -1,7 +1,5 @@
 """Models written for Explicit axes (`out_sharding`, `reshard`, `typeof`): what plain jit gives on the same mesh."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +13,7 @@ from explicit_models import (
     WIDE,
     P,
     assert_equals_plain_jit,
+    context,
     mesh_of,
     product,
     zero,
@@ -23,10 +22,6 @@ from explicit_models import (
 from zerojax import Rows, compat
 from zerojax.dims import NOWHERE, Follower, at
 from zerojax.inspect.collectives import collectives
-
-
-def context(mesh, on):
-    return jax.set_mesh(mesh) if on else contextlib.nullcontext()
 
 
 @pytest.mark.slow

@@ -210,6 +210,7 @@ MORE = {
     "first": first,
 }
 QUICK = [
+    ("L1", "unrolled", "global"),
     ("maximum", "unrolled", "global"),
     ("derivatives", "unrolled", "global"),
     ("log of padding", "unrolled", "device"),
@@ -228,8 +229,10 @@ def test_a_term_of_parameters_is_exact_and_shares_the_gathers_of_the_model(name,
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     assert_gradient(tx.unshard(grads), expected[1])
     assert_padding_is_zero(grads)
-    gathered, reduced, _ = moved(compiled)
+    gathered, reduced, count = moved(compiled)
     assert gathered <= 1.02 * without[0]
+    if name == "L1":  # One collective serves all reductions. XLA may even combine it with the loss's own.
+        assert count <= without[2] + 2
     # The mean and the variance of each column, and their cotangents. They are 16% of a matrix with only 25 rows.
     columns = sum(x.size // x.shape[-2] for x in LEAVES(parameters("scanned")["layers"]))
     assert name in MORE or reduced <= 1.02 * without[1] + 4 * 4 * columns * (name == "standardised")
@@ -284,13 +287,6 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
     assert reduced <= 1.1 * sum(x.nbytes for x in LEAVES(adapters))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("view", VIEWS)
-def test_one_collective_serves_all_reductions(view):
-    """XLA may even combine it with the loss's own."""
-    assert moved(compiled_gradient(REDUCTIONS["L1"], "unrolled", view))[2] <= moved_without("unrolled", view)[2] + 2
-
-
 def everything(params, x):
     """A loss with reductions, values of whole parameters and changed weights together."""
     weights = jax.tree.map(lambda w: standardised(w) / (w.shape[-2] ** 0.5), params)
@@ -298,19 +294,14 @@ def everything(params, x):
     return base(weights, x) + 0.1 * penalty + optax.global_norm(params)
 
 
-OPTIONS = {
-    "hybrid": {"axis": ("host", "gpu"), "shard_axis": "gpu"},
-    "params_axis": {"axis": ("host", "gpu"), "params_axis": "gpu"},
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("view", "style", "options", "accumulate"),
-    [("global", "scanned", "hybrid", 4), ("device", "unrolled", "params_axis", 1)],
+    ("view", "style", "option", "accumulate"),
+    [("global", "scanned", "shard_axis", 4), ("device", "unrolled", "params_axis", 1)],
 )
-def test_a_step_is_that_of_one_device(view, style, options, accumulate):
-    tx = zero_shard(optax.sgd(1.0), stage=3, view=view, persist_below=100, mesh=mesh(2, 4), **OPTIONS[options])
+def test_a_step_is_that_of_one_device(view, style, option, accumulate):
+    hybrid = {"mesh": mesh(2, 4), "axis": ("host", "gpu"), option: "gpu"}
+    tx = zero_shard(optax.sgd(1.0), stage=3, view=view, persist_below=100, **hybrid)
     params = parameters(style)
     state = tx.create(jax.tree.map(jnp.copy, params))
     new = tx.unshard(tx.train_step(everything, accumulate=accumulate)(state, X)[0].params)

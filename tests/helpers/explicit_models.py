@@ -1,5 +1,6 @@
 """Models written for Explicit axes, and the same ones without a word about shardings."""
 
+import contextlib
 import functools
 
 import jax
@@ -19,6 +20,11 @@ def mesh_of(*kinds):
     """Eight devices as ("data",), or as ("data", "model"), with axes of these kinds."""
     shape, names = ((8,), ("data",)) if len(kinds) == 1 else ((4, 2), ("data", "model"))
     return jax.make_mesh(shape, names, axis_types=kinds)
+
+
+def context(mesh, on):
+    """`jax.set_mesh`, or nothing."""
+    return jax.set_mesh(mesh) if on else contextlib.nullcontext()
 
 
 class Model:
