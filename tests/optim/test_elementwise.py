@@ -23,6 +23,24 @@ def flat(tx):
     return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, PARAMS, layout.grads, param_of)}
 
 
+def per_leaf(fn):
+    """A stateless transformation that applies `fn` to each leaf."""
+    return optax.stateless(lambda updates, params: jax.tree.map(fn, updates))
+
+
+def warmup(count):
+    """A `while` is no elementwise primitive, but its scalar result is the same for every element."""
+    return jax.lax.while_loop(lambda rate: rate * count > 1, lambda rate: rate / 2, 0.1)
+
+
+def needs_value(updates, state, params=None, *, value):
+    return jax.tree.map(lambda g: g * value, updates), state
+
+
+def measuring(measure):
+    return optax.chain(optax.snapshot("measured", measure), optax.adam(1e-3))
+
+
 @pytest.mark.parametrize(
     ("tx", "expected"),
     [
@@ -47,15 +65,20 @@ def flat(tx):
         (optax.centralize(), {"vector", "scalar"}),
         (optax.apply_if_finite(optax.adam(1e-3), 3), set()),
         (optax.normalize_by_update_norm(), SMALL),
+        (per_leaf(lambda g: g * (g / 2).sum()), SMALL),  # padding adds zero to this sum, and to the next two
+        (per_leaf(lambda g: g * (g**2).sum()), SMALL),
+        (per_leaf(lambda g: g * jnp.where(g > 1, g, 0.0).sum()), SMALL),
+        (optax.sgd(warmup), SMALL),
+        (optax.stateless(lambda u, _: {**u, "vector": u["vector"] * u["scalar"]}), {"matrix", "scalar"}),
+        (optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), needs_value), set()),
+        (measuring(lambda u: jnp.mean(u["matrix"])), {"vector", "scalar"}),  # the state must have logical shapes
+        (measuring(lambda u: u["matrix"][0]), {"vector", "scalar"}),
+        (measuring(lambda u: jnp.max(u["vector"]) + u["scalar"]), {"matrix"}),
+        (measuring(optax.tree.norm), SMALL),
     ],
 )
 def test_the_leaves_found(tx, expected):
     assert flat(tx) == expected
-
-
-def per_leaf(fn):
-    """A stateless transformation that applies `fn` to each leaf."""
-    return optax.stateless(lambda updates, params: jax.tree.map(fn, updates))
 
 
 @pytest.mark.parametrize(
@@ -80,32 +103,6 @@ def test_what_is_not_elementwise_is_refused(fn):
     assert flat(per_leaf(fn)) == set()
 
 
-@pytest.mark.parametrize(
-    "fn", [lambda g: g * (g / 2).sum(), lambda g: g * (g**2).sum(), lambda g: g * jnp.where(g > 1, g, 0.0).sum()]
-)
-def test_a_sum_to_which_padding_adds_zero_is_a_scalar(fn):
-    assert flat(per_leaf(fn)) == SMALL
-
-
-def test_a_loop_over_scalars_may_compute_the_learning_rate():
-    """A `while` is no elementwise primitive, but its scalar result is the same for every element."""
-    warmup = lambda count: jax.lax.while_loop(lambda rate: rate * count > 1, lambda rate: rate / 2, 0.1)
-    assert flat(optax.sgd(warmup)) == SMALL
-
-
-def test_leaves_that_see_each_other_are_refused():
-    swap = optax.stateless(lambda u, _: {**u, "vector": u["vector"] * u["scalar"]})
-    assert flat(swap) == {"matrix", "scalar"}
-
-
-def test_what_cannot_be_traced_keeps_leaves_whole():
-    def needs_value(updates, state, params=None, *, value):
-        return jax.tree.map(lambda g: g * value, updates), state
-
-    tx = optax.GradientTransformationExtraArgs(lambda p: optax.EmptyState(), needs_value)
-    assert flat(tx) == set()
-
-
 @pytest.mark.parametrize("rate", [1e-3, 0.0])
 def test_a_traced_hyperparameter_makes_no_difference(rate):
     """A factory may be called with one under `jax.jit`, as `optax.inject_hyperparams` calls it: init has no tracer."""
@@ -113,19 +110,6 @@ def test_a_traced_hyperparameter_makes_no_difference(rate):
     traced = []
     jax.make_jaxpr(lambda rate: traced.append(flat(tx(rate))) or rate)(rate)
     assert traced == [flat(tx(jnp.asarray(rate)))] == [SMALL]
-
-
-@pytest.mark.parametrize(
-    ("measure", "expected"),
-    [
-        (lambda u: jnp.mean(u["matrix"]), {"vector", "scalar"}),
-        (lambda u: u["matrix"][0], {"vector", "scalar"}),
-        (lambda u: jnp.max(u["vector"]) + u["scalar"], {"matrix"}),
-        (optax.tree.norm, SMALL),
-    ],
-)
-def test_what_the_state_measures_of_a_leaf_is_of_its_logical_shape(measure, expected):
-    assert flat(optax.chain(optax.snapshot("measured", measure), optax.adam(1e-3))) == expected
 
 
 @pytest.mark.quick(1)
