@@ -34,13 +34,16 @@ def assert_parity(
     params: Any,
     batches: Sequence[Any],
     *,
-    accumulate: int = 1,
     atol: float = 2e-6,
     reference: tuple[Any, list[float]] | None = None,
+    **options: Any,
 ) -> None:
-    """Train with `tx` and with plain optax, and compare losses and parameters, up to `atol` of the largest value."""
+    """Train with `tx` and with plain optax, and compare losses and parameters, up to `atol` of the largest value.
+
+    `options` are those of the sharded `train_step`.
+    """
     expected, losses = reference or train_plain(tx.config.tx, loss_fn, params, batches)
-    state, step = tx.create(params), tx.train_step(loss_fn, accumulate=accumulate)
+    state, step = tx.create(params), tx.train_step(loss_fn, **options)
     for batch, loss in zip(batches, losses, strict=True):
         state, metrics = step(state, batch)
         np.testing.assert_allclose(float(metrics["loss"]), loss, rtol=1e-5, err_msg="loss")

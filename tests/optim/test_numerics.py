@@ -46,12 +46,6 @@ def run(tx, loss, params, batches, *, start=None, **options):
     return state, found
 
 
-def close(tx, state, expected, atol=2e-6):
-    """Parameters equal, relative to each leaf's largest magnitude: a few units of float32 rounding."""
-    for a, b in zip(jax.tree.leaves(tx.unshard(state.params)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=atol * max(1.0, float(np.max(np.abs(b), initial=0))))
-
-
 # Accumulation
 
 
@@ -150,11 +144,9 @@ def weighted_reference():
 
 @on_the_grid("accumulate", [1, 2])
 def test_a_weighted_mean_is_exact_over_devices_and_microbatches(stage, count, accumulate):
-    tx = zero(stage, count)
-    expected, losses = weighted_reference()
-    state, found = run(tx, weighted_loss, awkward_params(), masked_batches(), weighted=True, accumulate=accumulate)
-    np.testing.assert_allclose([m["loss"] for m in found], losses, rtol=1e-5)
-    close(tx, state, expected)
+    given = weighted_loss, awkward_params(), masked_batches()
+    options = {"weighted": True, "accumulate": accumulate}
+    assert_parity(zero(stage, count), *given, reference=weighted_reference(), **options)
 
 
 def test_weighted_aux_is_weighted(mesh):
