@@ -39,12 +39,11 @@ WATCHED = "open fsync rename mkdir unlink rmdir scandir pwritev preadv pwrite".s
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EMFILE", "EACCES")}
 LIMITS = ["RLIMIT_FSIZE", "permission"]  # of the system: of the libraries' own calls, too
 OF_SEVERAL = [*ERRORS, *LIMITS, "slow", "clock", "none", "second writer", "lock lost", "stopped"]  # processes
-OF_ONE = ["RLIMIT_NOFILE", "reader", "foreign lock", "forked", "SIGINT", "SIGTERM"]  # without handles gloo ends it
+OF_ONE = ["RLIMIT_NOFILE", "SIGINT", "SIGTERM"]  # without handles gloo ends it
 FAULTS = [*OF_SEVERAL, *OF_ONE]
 SMALL = [0, 200, 1 << 16]  # bytes below which leaves are packed: none, some, all
 NOBODY, HANGS_S = 65534, 600
 PARENT = os.getpid()  # imports this, and forks
-THEIRS = "theirs"
 FOREIGN = ["notes.txt", ".tmp-mywork/x", ".old-mine/x", "step_notes/x", "step_00000001.bak/x"]
 
 
@@ -161,8 +160,6 @@ class Run:
             for name in FOREIGN:
                 (self.path / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.path / name).write_text(name)
-        if self.index == 0 and is_foreign(self.path / ".lock"):  # the life before was ended while it was there
-            (self.path / ".lock").unlink()
         self.checkpoints = Checkpointer(self.path, keep=2, timeout=HANGS_S)
         if self.checkpoints.latest() is None:
             self.state, self.i = self.tx.create(parameters()), 0
@@ -243,15 +240,9 @@ class Run:
                 stack.callback(self.path.chmod, 0o755)
             if fault in ("second writer", "lock lost"):
                 between = lambda: self.write_beside(fault == "lock lost")
-            if fault == "foreign lock":
-                stack.enter_context(self.foreign_lock())
-            if fault == "forked":
-                stack.enter_context(self.forked())
             if here and fault == "stopped":  # as by a debugger, or a frozen machine
                 pauses = f"sleep {delay:.2f}; kill -STOP {os.getpid()}; sleep {2 * delay:.2f}; kill -CONT {os.getpid()}"
                 stack.callback(subprocess.Popen(["sh", "-c", pauses]).wait)
-            if fault == "reader":
-                stack.enter_context(self.read_beside())
             preemption = stack.enter_context(on_preemption([signal.SIGTERM]))
             if fault.startswith("SIG"):
                 timer = threading.Timer(delay, os.kill, (os.getpid(), getattr(signal, fault)))
@@ -287,56 +278,6 @@ class Run:
             return
         raise AssertionError("two writers")
 
-    @contextlib.contextmanager
-    def foreign_lock(self):
-        """`.lock` is a link to a file of someone else's, or one of theirs, which nobody may write to."""
-        lock, notes = self.path / ".lock", self.path / FOREIGN[0]
-        lock.unlink(missing_ok=True)
-        linked = self.rng.random() < 0.5
-        lock.symlink_to(notes) if linked else lock.write_text(THEIRS)
-        yield
-        refused = raised(lambda: Checkpointer(self.path))
-        assert "so no run of zerojax wrote it" in str(refused), refused
-        assert notes.read_text() == FOREIGN[0]
-        assert linked or lock.read_text() == THEIRS
-        lock.unlink()
-
-    @contextlib.contextmanager
-    def forked(self):
-        """A worker of a data loader lives on while the run closes its folder and opens it again."""
-        run = os.getpid()
-        if not (child := os.fork()):
-            while os.getppid() == run:
-                time.sleep(0.1)
-            time.sleep(3)  # the run was killed, and the next one begins meanwhile
-            os._exit(0)
-        try:
-            yield
-            raised(self.checkpoints.wait)
-            self.checkpoints.close()
-            self.checkpoints = Checkpointer(self.path, keep=2, timeout=HANGS_S)
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-    @contextlib.contextmanager
-    def read_beside(self):
-        done, wrong = threading.Event(), []
-
-        def read():
-            while not done.is_set():
-                with contextlib.suppress(CheckpointError):
-                    restored = Checkpointer(self.path, read_only=True).restore(self.like)
-                    if self.digest(restored.state) != self.reference[restored.step]:
-                        wrong.append(restored.step)
-
-        reader = threading.Thread(target=lambda: wrong.append(error) if (error := raised(read)) else None)
-        reader.start()
-        yield
-        done.set()
-        reader.join()
-        assert not wrong, wrong
-
     def round(self, number):
         if self.i + 3 > STEPS:
             self.checkpoints.close()
@@ -344,7 +285,7 @@ class Run:
             self.epoch += 1
             self.open()
         fault, lost = self.rng.choice(self.faults), True
-        reopened = fault in ("lock lost", "foreign lock") or self.rng.random() < 0.3
+        reopened = fault == "lock lost" or self.rng.random() < 0.3
         print(f"round {number}: {fault} after step {self.i}", flush=True)
         with contextlib.suppress(KeyboardInterrupt) if fault == "SIGINT" else contextlib.nullcontext():
             lost = self.disturbed(fault)  # an interrupt may come as late as where the fault is disarmed
@@ -375,10 +316,6 @@ class Run:
 
     def end(self, number, frame):
         self.preempted = True
-
-
-def is_foreign(lock):
-    return lock.is_symlink() or (lock.exists() and lock.read_bytes() == THEIRS.encode())
 
 
 def raised(work):
