@@ -23,7 +23,7 @@ from explicit_models import (
 )
 from jax.sharding import NamedSharding
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.comm.typed import TypedFunction, typed_mesh
 from zerojax.config import with_auto_axes
 
@@ -175,21 +175,10 @@ def test_types_become_constraints():
         h = jnp.einsum("bd,df->bf", batch["x"], jnp.tanh(params["up"]), out_sharding=P("data", "model"))
         return jnp.mean(jnp.tanh(jnp.tanh(h).T)) + jnp.sum(jax.sharding.reshard(params["down"], P()))
 
-    expected = [P("data", "model"), P("model", "data"), P(None, None)]
     jaxpr, _ = compat.opened(evaluated(mesh, loss, params, batch))
-    assert [as_entries(spec) for spec in constraints(jaxpr)] == [as_entries(spec) for spec in expected]
-
-
-def as_entries(spec):
-    return [entry[0] if isinstance(entry, tuple) else entry for entry in spec]
-
-
-def constraints(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            yield eqn.params["sharding"].spec
-        for inner in compat.inner_jaxprs(eqn):
-            yield from constraints(inner)
+    specs = [e.params["sharding"].spec for e in jaxprs.equations(jaxpr) if e.primitive.name == "sharding_constraint"]
+    found = [[entry[0] if isinstance(entry, tuple) else entry for entry in spec] for spec in specs]
+    assert found == [["data", "model"], ["model", "data"], [None, None]]
 
 
 def test_what_plain_jit_refuses_runs_as_on_auto_axes():

@@ -257,21 +257,19 @@ def test_the_axes_are_said():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("make", "error", "message"),
     [
-        ({"shard_axis": ()}, ValueError, r"shard_axis=\(\) must name at least one mesh axis"),
-        ({"shard_axis": 0}, TypeError, "shard_axis= names one mesh axis"),
+        (lambda: zero(way="all", shard_axis=()), ValueError, r"shard_axis=\(\) must name at least one mesh axis"),
+        (lambda: zero(way="all", shard_axis=0), TypeError, "shard_axis= names one mesh axis"),
+        (
+            lambda: estimate(awkward_params(), devices=8, params_axis="gpu"),
+            ValueError,
+            "params_axis names axis 'gpu', over which no rows are divided",
+        ),
+        (lambda: estimate(awkward_params(), devices="h200:x"), ValueError, "Unknown topology 'h200:x'"),
+        (lambda: estimate(awkward_params(), tx=zero()), TypeError, "Give the transformation that zero_shard wraps"),
     ],
 )
-def test_what_names_no_axis_is_refused(options, error, message):
+def test_what_names_no_axis_or_cannot_be_laid_out_is_refused(make, error, message):
     with pytest.raises(error, match=message):
-        zero(way="all", **options)
-
-
-def test_an_estimate_refuses_what_it_cannot_lay_out():
-    with pytest.raises(ValueError, match="params_axis names axis 'gpu', over which no rows are divided"):
-        estimate(awkward_params(), devices=8, params_axis="gpu")
-    with pytest.raises(ValueError, match="Unknown topology 'h200:x'"):
-        estimate(awkward_params(), devices="h200:x")
-    with pytest.raises(TypeError, match="Give the transformation that zero_shard wraps"):
-        estimate(awkward_params(), tx=zero())
+        make()
