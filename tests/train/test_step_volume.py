@@ -42,9 +42,11 @@ def test_a_step_moves_as_much_as_the_paper_says(stage, name, count):
 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [3, 2, pytest.param(1, marks=pytest.mark.slow)])
-def test_nothing_but_gathers_scatters_and_scalars(stage):
+def test_each_matrix_has_its_collectives_and_small_leaves_share_one(stage):
     found = collectives(compiled_step(stage))
     assert {c.kind for c in found} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert len(found.of("reduce-scatter")) == DEPTH + 1
+    assert len(found.of("all-gather")) == gathers(stage) + 1
     # loss, weight and one square sum for each leaf of the norm in clipping and in the metrics
     assert found.of("all-reduce").moved().elements <= 2 + 2 * 3 * DEPTH
 
@@ -112,14 +114,6 @@ def test_gradients_of_convolutions_are_reduce_scattered_too(groups):
     found = collectives(tx.train_step(loss).lower(tx.create(params), batch).compile())
     assert found.moved("reduce-scatter").elements == params["kernel"].size
     assert found.moved("all-reduce").elements <= 4
-
-
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_small_leaves_share_one_bucket(stage):
-    found = collectives(compiled_step(stage))
-    # each weight matrix has collectives of its own, all small leaves one of each together
-    assert len(found.of("reduce-scatter")) == DEPTH + 1
-    assert len(found.of("all-gather")) == gathers(stage) + 1
 
 
 @pytest.mark.slow
