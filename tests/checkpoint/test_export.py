@@ -56,19 +56,6 @@ def test_floats_are_cast_to_the_type_chosen(tmp_path):
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), cast)
 
 
-@pytest.mark.parametrize(("stage", "count"), [(3, 3), (0, 1)])
-def test_import_reads_into_any_layout(stage, count, tmp_path):
-    export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
-    tx = transformation(stage, count, Precision.bf16())
-    like = tx.create(jax.eval_shape(awkward_params))
-    found, expected = tx.create(import_params(tmp_path / "out", like)), tx.create(PARAMS)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert x.sharding == y.sharding
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-    plain = import_params(tmp_path / "out", jax.eval_shape(awkward_params))
-    jax.tree.map(np.testing.assert_array_equal, plain, PARAMS)
-
-
 def test_past_the_limit_files_are_divided_and_indexed(tmp_path):
     written = export(transformation(3).create(PARAMS), tmp_path / "out", file_bytes=1500)
     assert len(written) > 2
@@ -77,6 +64,7 @@ def test_past_the_limit_files_are_divided_and_indexed(tmp_path):
     assert set(index["weight_map"]) == set(EXPECTED)
     found = {name: load_file(tmp_path / "out" / file)[name] for name, file in index["weight_map"].items()}
     assert_equal(found, EXPECTED)
+    jax.tree.map(np.testing.assert_array_equal, import_params(tmp_path / "out", jax.eval_shape(awkward_params)), PARAMS)
 
 
 def test_the_host_holds_about_one_leaf(tmp_path):

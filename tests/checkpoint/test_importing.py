@@ -149,15 +149,18 @@ def test_a_checkpoint_is_exported_by_a_mapping_too(tmp_path, mesh):
     assert "does not define WRONG" in failed.stderr
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, Precision.bf16()), (3, None)])
-def test_narrow_files_are_widened(stage, precision, tmp_path):
+@pytest.mark.parametrize(("stage", "count", "precision"), [(1, 8, Precision.bf16()), (3, 3, None), (0, 1, None)])
+def test_narrow_files_are_widened(stage, count, precision, tmp_path):
     tensors = {name: x.astype(jnp.bfloat16) for name, x in TENSORS.items() if ".out." in name}
     save_file(tensors, tmp_path / "model.safetensors")
     expected = {name: np.asarray(PARAMS["blocks"][name], jnp.bfloat16).astype(np.float32) for name in ("out", "bias")}
-    tx = transformation(stage, precision=precision)
+    tx = transformation(stage, count, precision)
     like = tx.create(jax.eval_shape(lambda: expected))
     mapping = {"h.{i}.out.weight": ("out", "e (h d) -> h d e"), "h.{i}.out.bias": "bias"}
     state = tx.create(import_params(tmp_path, like, mapping=mapping))
+    for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(tx.create(expected)), strict=True):
+        assert x.sharding == y.sharding
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
     export(state, tmp_path / "out")
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
 
