@@ -60,7 +60,7 @@ def verify(
 ) -> None:
     """Check every file of the checkpoints in DIRECTORY against its digest."""
     with errors_in_one_line(as_json):
-        from zerojax.checkpoint.verifying import verify_steps
+        from zerojax.checkpoint.manifest import verify_steps
 
         intact = verify_steps(directory, step)
     text = "\n".join(f"step {number}: intact" for number in intact)

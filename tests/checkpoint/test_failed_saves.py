@@ -28,9 +28,9 @@ from zerojax.checkpoint import (
     DamagedError,
     arrays,
     directory,
+    manifest,
     restoring,
     saving,
-    verifying,
 )
 from zerojax.checkpoint.saving import Save, saved_leaves
 from zerojax.checkpoint.state_leaves import StateLeaf
@@ -389,7 +389,7 @@ def reader(one_step, state):
 
 @pytest.mark.parametrize("when", ["verified", "read", "after"])
 def test_a_step_that_vanishes_while_it_is_read_is_said(reader, state, monkeypatch, when):
-    where, name = (verifying, "damage_in") if when == "verified" else (restoring, "read_leaves")
+    where, name = (manifest, "damage_in") if when == "verified" else (restoring, "read_leaves")
     work = getattr(where, name)
 
     def vanishing(*args, **options):
@@ -412,14 +412,14 @@ def test_a_step_that_vanishes_while_it_is_read_is_said(reader, state, monkeypatc
 )
 def test_a_step_that_vanishes_is_not_the_end_of_it(reader, state, monkeypatch, look):
     """The writer has a newer one by then; here, one that is there already."""
-    damage_in = verifying.damage_in
+    damage_in = manifest.damage_in
 
     def vanish(folder, *args):
         if folder.name == NEWEST:
             shutil.rmtree(folder)
         return damage_in(folder, *args)
 
-    monkeypatch.setattr(verifying, "damage_in", vanish)
+    monkeypatch.setattr(manifest, "damage_in", vanish)
     assert look(reader, state) == [1]
 
 

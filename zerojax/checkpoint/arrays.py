@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
-from zerojax.checkpoint.manifest import ARRAYS, Piece, SavedLeaf
+from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf, read_verified
 from zerojax.layout.chunked import Chunked, Chunking
 from zerojax.offload.read_ahead import read_ahead
 from zerojax.offload.state_files import shards_of
@@ -248,15 +247,6 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
     return part
 
 
-def read_verified(file: IO[bytes], leaf: SavedLeaf, piece: Piece) -> np.ndarray | None:
-    """Return the values of a piece, or None if the file has other bytes than were written."""
-    file.seek(piece.offset)
-    content = file.read(math.prod(piece.shape) * leaf.storage_dtype.itemsize)
-    if hashlib.sha256(content).hexdigest() != piece.sha256:
-        return None
-    return np.frombuffer(content, leaf.storage_dtype).reshape(piece.shape)
-
-
 def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
     """Read and verify the storage of a packed leaf, all of which its pieces cover."""
     ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
@@ -278,7 +268,7 @@ def read_files(folder: Path, box: tuple[slice, ...], out: np.ndarray) -> None:
     """Read a box of a large leaf from its files, which are uncompressed zarr, into an array of the box's shape.
 
     TensorStore reads every file as a whole, even for a small part of it. So a leaf that is read in chunks would be read
-    many times, and host memory would hold a whole shard in addition to each chunk. `verifying.py` has checked the form
+    many times, and host memory would hold a whole shard in addition to each chunk. `manifest.py` has checked the form
     and the size of all files.
     """
     chunks = tuple(json.loads((folder / ".zarray").read_text())["chunks"])

@@ -15,9 +15,9 @@ from typing import Any, Literal
 from zerojax.checkpoint import directory as folders
 from zerojax.checkpoint.data_state import encode
 from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, no_zero_state
+from zerojax.checkpoint.manifest import newest_verified, reading, retried, verify_steps
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
-from zerojax.checkpoint.verifying import newest_verified, reading, retried, verify_steps
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import check_count, check_word
 from zerojax.offload.lock import DiskError, Lock, lock

@@ -23,11 +23,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
-from zerojax.checkpoint.manifest import SavedLeaf
+from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
-from zerojax.checkpoint.verifying import existing_step, reading, verified
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.layout.chunked import is_chunked
 from zerojax.layout.leaf import Leaf

@@ -32,14 +32,16 @@ from zerojax.checkpoint.manifest import (
     Manifest,
     Piece,
     SavedLeaf,
+    damage_in,
     data_file,
     digest,
+    in_words,
+    lacking,
     leaf_of,
     made_by,
     write_manifest,
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
-from zerojax.checkpoint.verifying import damage_in, in_words, lacking
 from zerojax.layout.chunked import Chunked
 from zerojax.offload.lock import Lock, lock_folder
 from zerojax.placement.chunking import joined
