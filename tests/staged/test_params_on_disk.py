@@ -187,15 +187,8 @@ def test_parameters_are_initialised_into_files(tmp_path):
     state = tx.create(params)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), model_params())
     assert_close(jax.device_get(tx.unshard(state.params)), jax.device_get(narrow), atol=0)
-    assert_close(masters_of(tx, state), model_params(), atol=0)
-
-
-def masters_of(tx, state):
-    master = getattr(state.opt_state, "master", None)
-    found = tx.unshard(state.params)
-    if master is not None:
-        found = tx.unshard(tx.as_params(master, state.params))
-    return jax.device_get(found)
+    masters = tx.unshard(tx.weights(state.params, state.opt_state))
+    assert_close(jax.device_get(masters), model_params(), atol=0)
 
 
 WIDE, DEEP = 24, 3

@@ -14,30 +14,20 @@ from zerojax.config.data_mesh import in_words
 
 
 @contextlib.contextmanager
-def unusable_named(mesh: Mesh | None, **trees: Any) -> Iterator[None]:
+def unusable_named(mesh: Mesh | None, *, donates: bool = False, **trees: Any) -> Iterator[None]:
     """Replace JAX's error about an unusable array by an error that names the array.
 
     The arrays are checked only after an error. `mesh` is the mesh of the transformation, or None to accept arrays on
-    any mesh. `trees` are the arguments by name.
+    any mesh. `trees` are the arguments by name. If the call `donates` them, deleted arrays are not named.
     """
     try:
         yield
     except (RuntimeError, ValueError) as error:
         for name, tree in trees.items():
+            if donates:
+                tree = jax.tree.map(lambda x: None if isinstance(x, jax.Array) and x.is_deleted() else x, tree)
             if problem := problem_of(mesh, name, tree):
                 raise ValueError(problem) from error
-        raise
-
-
-@contextlib.contextmanager
-def elsewhere_named(mesh: Mesh, state: Any) -> Iterator[None]:
-    """Replace JAX's error about incompatible devices by an error that names the array of the state on other devices."""
-    try:
-        yield
-    except ValueError as error:
-        live = jax.tree.map(lambda x: None if isinstance(x, jax.Array) and x.is_deleted() else x, state)
-        if problem := problem_of(mesh, "state", live):
-            raise ValueError(problem) from error
         raise
 
 

@@ -19,7 +19,7 @@ from zerojax.layout.chunked import Chunked, Chunking, concrete_mesh
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import Lease
-from zerojax.offload.state_files import LeafFiles, StateFiles, host_shards, number_of
+from zerojax.offload.state_files import LeafFiles, StateFiles, number_of
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -120,7 +120,7 @@ class ModelFiles(StateFiles):
         array.copy_to_host_async()
         self._copying.append((k, n, array))
         if len(self._copying) > COPYING:
-            self._write(*self._copying.popleft())
+            super().write(*self._copying.popleft())
 
     def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
         """Begin to pass a chunk's shards to `put`; see `StateFiles.copy`. A chunk in host memory is passed at once."""
@@ -135,10 +135,7 @@ class ModelFiles(StateFiles):
 
     def copy_all(self) -> None:
         while self._copying:
-            self._write(*self._copying.popleft())
-
-    def _write(self, k: int, n: int, array: Array) -> None:
-        self.write_shards(k, n, host_shards(array))
+            super().write(*self._copying.popleft())
 
     def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
         """Copy a chunk's shards to a buffer, and begin to write them; see `StateFiles.write_shards`."""

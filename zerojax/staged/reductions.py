@@ -27,12 +27,13 @@ from zerojax.streaming.host_update import evaluate_as
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-_COMBINED: Mapping[str, Callable] = {
-    "reduce_sum": jnp.add,
-    "reduce_max": jnp.maximum,
-    "reduce_min": jnp.minimum,
-    "reduce_and": jnp.logical_and,
-    "reduce_or": jnp.logical_or,
+# For each reduction, the function that reduces a chunk, and the function that joins the values of two chunks.
+_REDUCTIONS: Mapping[str, tuple[Callable, Callable]] = {
+    "reduce_sum": (jnp.sum, jnp.add),
+    "reduce_max": (jnp.max, jnp.maximum),
+    "reduce_min": (jnp.min, jnp.minimum),
+    "reduce_and": (jnp.all, jnp.logical_and),
+    "reduce_or": (jnp.any, jnp.logical_or),
 }
 
 
@@ -43,6 +44,7 @@ class Cut:
     var: Any  # the variable of the scalar
     grad: int  # the index of the gradient among those of the trained parameters
     jaxpr: Any  # the equations that compute the scalar from the gradient
+    reduce: Callable  # the function that reduces a chunk
     combine: Callable  # the function that joins the values of two chunks
 
     def of_chunk(self, chunk: Array) -> Array:
@@ -50,9 +52,7 @@ class Cut:
         *eqns, last = self.jaxpr.eqns
         before = compat.part_of(self.jaxpr, eqns, self.jaxpr.invars, last.invars)
         (x,) = evaluate_as(before, (), [chunk.astype(self.jaxpr.invars[0].aval.dtype)], chunk.shape)
-        reduced = {"reduce_sum": jnp.sum, "reduce_max": jnp.max, "reduce_min": jnp.min}
-        reduced |= {"reduce_and": jnp.all, "reduce_or": jnp.any}
-        return reduced[last.primitive.name](jnp.broadcast_to(x, chunk.shape))
+        return self.reduce(jnp.broadcast_to(x, chunk.shape))
 
 
 class Reductions:
@@ -100,7 +100,7 @@ class Reductions:
     def _cut(self, last: Any, grad: int, producers: dict) -> Cut | None:
         """Return the cut that ends with an equation. None: it is no reduction over all dims, or reads other values."""
         jaxpr = self.equations.jaxpr
-        if last.primitive.name not in _COMBINED or last.outvars[0].aval.shape:
+        if last.primitive.name not in _REDUCTIONS or last.outvars[0].aval.shape:
             return None
         eqns, inputs = equations_behind(jaxpr, producers, last.outvars)
         (*before, _), root = (ordered := [jaxpr.eqns[e] for e in eqns]), inputs[0]
@@ -112,7 +112,7 @@ class Reductions:
         if len(inputs) > 1 or not elementwise:
             return None
         part = compat.part_of(jaxpr, ordered, inputs, last.outvars)
-        return Cut(last.outvars[0], grad, part, _COMBINED[last.primitive.name])
+        return Cut(last.outvars[0], grad, part, *_REDUCTIONS[last.primitive.name])
 
 
 def _finished(leaf: Leaf, dim: int, cuts: list[Cut], grad: Array, factor: Array) -> tuple[Array, list[Array]]:

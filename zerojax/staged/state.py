@@ -152,15 +152,13 @@ def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
     """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
     leaf, chunking, sharding = files.leaves[i]
     if is_chunked(x) and x.chunking == chunking and x.store is not None:
-        source = x.store.files
-        source.require(*x.chunks)
-        for n in range(len(chunking.extents)):
-            files.write(i, n, source.receive(x.store.k, n, source.read(x.store.k, n), "device").astype(leaf.dtype))
-        return
-    # Unlike `placed_leaf`, do not copy an array that is already in place.
-    stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [leaf])[0], sharding)
-    for n, chunk in enumerate(chunks_of(stored.astype(leaf.dtype), leaf, chunking)):
-        files.write(i, n, jax.block_until_ready(chunk))
+        chunks = (x.store.load_chunk(*x.chunks, n) for n in range(len(chunking.extents)))
+    else:
+        # Unlike `placed_leaf`, do not copy an array that is already in place.
+        stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [leaf])[0], sharding)
+        chunks = chunks_of(stored, leaf, chunking)
+    for n, chunk in enumerate(chunks):
+        files.write(i, n, jax.block_until_ready(chunk.astype(leaf.dtype)))
 
 
 def shapes_on_disk(params: PyTree) -> PyTree:

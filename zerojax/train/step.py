@@ -19,7 +19,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.optim.state_forms import check_state
 from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import in_storage
-from zerojax.placement.unusable import elsewhere_named
+from zerojax.placement.unusable import unusable_named
 from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
@@ -189,7 +189,7 @@ class Step:
         if is_new and not self.config.params_on_disk:
             self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
         annotated = jax.profiler.StepTraceAnnotation("train", step_num=number)
-        with annotated, elsewhere_named(self.config.mesh, state):
+        with annotated, unusable_named(self.config.mesh, donates=True, state=state):
             if self.config.params_on_disk:
                 return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
             jitted = self._fitted(state, rows, args)
