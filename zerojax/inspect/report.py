@@ -177,7 +177,7 @@ def report(state: Any, tx: Any = None) -> Report:
 
 
 def measured(state: Any, tx: Any) -> Report:
-    plan = planned(state, tx)
+    plan, data = planned(state, tx)
     elsewhere: dict[str, Misplaced] = {}
     rows: list[Row] = []
     for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored_node)[0]:
@@ -195,13 +195,13 @@ def measured(state: Any, tx: Any) -> Report:
             )
         shape = tuple(array.leaf.shape if isinstance(array, Chunked) else x.shape)
         whole = jax.tree_util.keystr(path)
-        if whole in plan.leaves and (found := misplaced(plan.leaves[whole], x, plan.data)):
+        leaf, note = plan.get(whole, (None, ""))
+        if leaf is not None and (found := misplaced(leaf, x, data)):
             elsewhere[whole] = found
-            note = "; ".join(filter(None, (plan.notes[whole], str(found))))
-        else:
-            note = plan.notes.get(whole) or note_from_array(x, array)
-        sizes = place_of(array), device_bytes(array), kept_bytes(array)
-        rows.append(Row(part, inner, keys, shape, x.dtype, *sizes, global_bytes(array), describe(array), note))
+            note = "; ".join(filter(None, (note, str(found))))
+        sizes = place_of(array), device_bytes(array), kept_bytes(array), global_bytes(array)
+        texts = describe(array), note or note_from_array(x, array)
+        rows.append(Row(part, inner, keys, shape, x.dtype, *sizes, *texts))
     of_state = getattr(state, "plan", None)
     matrices, groups = getattr(of_state, "matrices", None), str(getattr(of_state, "groups", ""))
     return Report(tuple(rows), str(matrices or ""), groups, elsewhere, getattr(tx, "compiled_with", ()))
@@ -274,52 +274,49 @@ def name_of(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """The plan of the leaves of a tree."""
-
-    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)  # the layout of each leaf, by its path
-    notes: dict[str, str] = dataclasses.field(default_factory=dict)  # why a leaf is not sharded or trained, by path
-    data: tuple[str, ...] = ()  # the mesh axes that divide the batch
+# The layout of each leaf of a tree, and why the leaf is not sharded or trained, by the path of the leaf.
+Planned = dict[str, tuple[Leaf, str]]
 
 
-def planned(state: Any, tx: Any = None) -> Planned:
-    """Return the plan of the leaves of a tree, or an empty `Planned` if the plan is not known.
+def planned(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]:
+    """Return the plan of the leaves of a tree, which is empty if it is not known, and the axes that divide the batch.
 
     `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, it may also be
     parameters or an optimizer state.
     """
     if isinstance(plan := getattr(state, "plan", None), ShardingPlan):
-        return of_plan(plan, {"params": ".params", "opt_state": ".opt_state"})
+        return of_plan(plan, params=".params", opt_state=".opt_state")
     config = getattr(tx if tx is not None else getattr(state, "tx", None), "config", None)
     if not isinstance(config, Config):
-        return Planned()
+        return {}, ()
     has = state.__contains__ if isinstance(state, Mapping) else lambda name: hasattr(state, name)
     if has("params") and has("opt_state"):
         get = state.__getitem__ if isinstance(state, Mapping) else lambda name: getattr(state, name)
         at = "[{!r}]" if isinstance(state, Mapping) else ".{}"
         opt_state = at.format("opt_state") + ".state" * isinstance(get("opt_state"), Annotated)
-        return of_plan(make_plan(config, get("params")), {"params": at.format("params"), "opt_state": opt_state})
+        return of_plan(make_plan(config, get("params")), params=at.format("params"), opt_state=opt_state)
     if tx is None:
-        return Planned()
+        return {}, ()
     keyed = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored_node)
     paths = [jax.tree_util.keystr(path) for path, _ in keyed]
     for plan in config.plans.values():
         if paths and as_planned(plan, state) is not state and paths == [leaf.path for leaf in plan.state]:
-            return of_plan(plan, {"opt_state": ""})
-    return of_plan(make_plan(config, state), {"params": ""})
+            return of_plan(plan, opt_state="")
+    return of_plan(make_plan(config, state), params="")
 
 
-def of_plan(plan: ShardingPlan, prefixes: dict[str, str]) -> Planned:
-    """Index the leaves of a plan by their paths in a tree. `prefixes` has the paths of `"params"` and `"opt_state"`."""
-    of_part = {"params": plan.layout.params, "opt_state": plan.state}
-    parts = {at: of_part[part] for part, at in prefixes.items()}
-    leaves = {at + leaf.path: leaf for at, found in parts.items() for leaf in found}
-    notes = {path: note_from_layout(leaf) for path, leaf in leaves.items()}
-    for i, leaf in enumerate(plan.layout.params if "params" in prefixes else ()):
-        path, why = prefixes["params"] + leaf.path, plan.layout.why_not_trained(i)
-        notes[path] = "; ".join(filter(None, (notes[path], leaf.sent, "" if why in leaf.reason else why)))
-    return Planned(leaves, notes, plan.layout.policy.data.batch)
+def of_plan(
+    plan: ShardingPlan, *, params: str | None = None, opt_state: str | None = None
+) -> tuple[Planned, tuple[str, ...]]:
+    """Index the leaves of a plan by their paths in a tree, which has parameters and optimizer state at these paths."""
+    found: Planned = {}
+    for i, leaf in enumerate(plan.layout.params if params is not None else ()):
+        why = plan.layout.why_not_trained(i)
+        notes = note_from_layout(leaf), leaf.sent, "" if why in leaf.reason else why
+        found[f"{params}{leaf.path}"] = leaf, "; ".join(filter(None, notes))
+    for leaf in plan.state if opt_state is not None else ():
+        found[f"{opt_state}{leaf.path}"] = leaf, note_from_layout(leaf)
+    return found, plan.layout.policy.data.batch
 
 
 def note_from_layout(leaf: Leaf) -> str:

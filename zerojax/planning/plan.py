@@ -180,7 +180,7 @@ class Planner:
                 "plan.fit chooses among data axes only, and batch_spec= of tx divides dims over others. Fit without "
                 "it, or compare plans of several meshes: zerojax.plan(step, state, batch, topology=...)."
             )
-        shapes, row = logical_shapes(params, keep_shardings=False), with_rows(batch, 1)
+        shapes, row = logical_shapes(params), with_rows(batch, 1)
 
         def compile_plan(candidate: Candidate) -> Plan:
             topology, resized = space.topology(candidate.devices), with_rows(batch, candidate.rows)

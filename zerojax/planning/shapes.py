@@ -41,14 +41,9 @@ def on_mesh(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(move, tree)
 
 
-def logical_shapes(params: Any, *, keep_shardings: bool) -> Any:
-    """Return the logical shapes of parameters, with or without the shardings over the model's mesh axes."""
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = named_sharding(x) if keep_shardings and not is_padded(x) else None
-        return jax.ShapeDtypeStruct(x.shape, canonical(x.dtype), sharding=sharding)
-
-    return jax.tree.map(shape, params, is_leaf=is_padded)
+def logical_shapes(params: Any) -> Any:
+    """Return the logical shapes of parameters, without their shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)), params, is_leaf=is_padded)
 
 
 def rows_of(batch: Any) -> int | None:
