@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import fraction
+from conftest import fraction, quick_or_slow
 from jax import lax
 from jax.sharding import AxisType
 
@@ -93,10 +93,10 @@ def transformed(stage, view, options="plain", **more):
     return zero_shard(optax.sgd(1.0), stage=stage, view=view, mesh=mesh(*sizes), **more)
 
 
-def stepped(tx, loss, accumulate=1):
+def stepped(tx, loss, **options):
     """The gradient by which a step changes the parameters."""
     params = parameters()
-    state, _ = tx.train_step(loss, accumulate=accumulate)(tx.create(jax.tree.map(jnp.copy, params)), X, STRENGTH)
+    state, _ = tx.train_step(loss, **options)(tx.create(params), X, STRENGTH)
     return jax.tree.map(jnp.subtract, params, tx.unshard(state.params))
 
 
@@ -117,15 +117,12 @@ QUICK = [
     (2, "device", "plain", 1, "low rank"),
 ]
 GRID = fraction(8, (1, 2), ("global", "device"), OPTIONS, (1, 4), LOSSES)
-CASES = [
-    pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in dict.fromkeys([*QUICK, *GRID])
-]
 
 
-@pytest.mark.parametrize(("stage", "view", "options", "accumulate", "name"), CASES)
+@pytest.mark.parametrize(("stage", "view", "options", "accumulate", "name"), quick_or_slow([*QUICK, *GRID], QUICK))
 def test_a_step_is_that_of_one_device(stage, view, options, accumulate, name):
     tx = transformed(stage, view, options)
-    assert_gradient(stepped(tx, LOSSES[name], accumulate), expected(name))
+    assert_gradient(stepped(tx, LOSSES[name], accumulate=accumulate), expected(name))
 
 
 @pytest.mark.slow
@@ -143,9 +140,7 @@ def test_a_weighted_and_scaled_step_is_that_of_one_device(view):
         return x.shape[0] * everything(params, x, strength), 1.0 * x.shape[0]
 
     scale = Precision(compute=jnp.float32, loss_scale=2.0**8)
-    tx = transformed(2, view, precision=scale)
-    state, _ = tx.train_step(weighted, weighted=True, accumulate=4)(tx.create(parameters()), X, STRENGTH)
-    found = jax.tree.map(jnp.subtract, parameters(), tx.unshard(state.params))
+    found = stepped(transformed(2, view, precision=scale), weighted, weighted=True, accumulate=4)
     assert_gradient(found, expected("everything"), 1e-4)
 
 
@@ -166,10 +161,8 @@ def cost(name, stage, view, options, accumulate):
 COSTS = fraction(4, (1, 2), ("global", "device"), OPTIONS, (1, 4), REDUCED)
 
 
-@pytest.mark.parametrize(
-    ("stage", "view", "options", "accumulate", "name"),
-    [pytest.param(*case, marks=() if case == COSTS[0] else pytest.mark.slow) for case in COSTS],
-)
+@pytest.mark.quick(1)
+@pytest.mark.parametrize(("stage", "view", "options", "accumulate", "name"), COSTS)
 @pytest.mark.usefixtures("optimized")
 def test_a_device_computes_its_shard_and_moves_nothing_for_it(stage, view, options, accumulate, name):
     case = stage, view, options, accumulate

@@ -72,7 +72,6 @@ class Loss:
         return parts if len(parts) > 1 else loss
 
     def __post_init__(self):
-        """Check the reduction."""
         check_word("reduction", self.reduction, (None, "mean", "sum"))
         if self.weighted and self.reduction is not None:
             raise ValueError(

@@ -47,11 +47,6 @@ class ScalingState:
     nonfinite: Bool[Array, " trained"]
     weights_invalid: Bool[Array, ""]  # whether a step was skipped because weights were negative or summed to zero
 
-    def reset_skips(self) -> ScalingState:
-        """Return a copy without the record of skipped steps. The loss scale is unchanged."""
-        zeros = jax.tree.map(jnp.zeros_like, (self.skips, self.nonfinite, self.weights_invalid))
-        return dataclasses.replace(self, skips=zeros[0], nonfinite=zeros[1], weights_invalid=zeros[2])
-
 
 def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
     """Return the `ScalingState` for step 0. `trained` is the number of trained parameters."""

@@ -108,7 +108,9 @@ class ZeroState:
 
     def reset_skips(self) -> ZeroState:
         """Return a copy without the record of skipped steps, to continue after an error. Keep the loss scale."""
-        return self.replace(scaling=self.scaling.reset_skips())
+        record = ("skips", "nonfinite", "weights_invalid")
+        zeros = {name: jnp.zeros_like(getattr(self.scaling, name)) for name in record}
+        return self.replace(scaling=dataclasses.replace(self.scaling, **zeros))
 
     def replace(self, **changes: Any) -> ZeroState:
         """Return a copy with some fields replaced.
