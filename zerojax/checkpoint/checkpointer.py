@@ -99,8 +99,7 @@ class Checkpointer:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._lock = lock(self.directory)
-            for name, outcome in folders.clean(self.directory).items():
-                log.warning("%s in %s, which a killed run left, %s.", name, self.directory, outcome)
+            folders.clean(self.directory)
         except (OSError, DiskError) as error:
             # A `DiskError` means that another run has the lock, or another program wrote `.lock`.
             remedy = " Checkpointer(..., read_only=True) restores beside it." * isinstance(error, DiskError)

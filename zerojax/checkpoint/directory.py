@@ -9,6 +9,7 @@ step_00000200.aside   a checkpoint that was renamed because the run went back to
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
 import re
@@ -22,6 +23,8 @@ from typing import Any
 
 from zerojax.offload import folder
 from zerojax.offload import lock as locks
+
+log = logging.getLogger("zerojax.checkpoint")
 
 STEP = re.compile(r"step_(\d{8,4000})", re.ASCII)
 ASIDE = re.compile(r"step_\d{8,}\.aside(-\d+)?", re.ASCII)
@@ -58,32 +61,31 @@ def steps_in(directory: Path) -> list[int]:
     return sorted(step for name, step in steps if name == step_name(step))  # no save names a folder step_000000001
 
 
-def clean(directory: Path) -> dict[str, str]:
+def clean(directory: Path) -> None:
     """Remove the folders of killed saves. If a killed save was replacing a checkpoint, restore the old checkpoint.
 
     The caller holds the directory's lock. Locked folders stay, because another run may still write if the lock file was
-    deleted. Return the outcome for each folder, by name.
+    deleted. Log the outcome for each folder.
     """
-    outcomes = {}
     for entry in sorted(directory.iterdir()):
         if not OURS.fullmatch(entry.name):
             continue
         try:
             if entry.is_symlink() or not entry.is_dir():
-                outcomes[entry.name] = "is no folder that a save made: it stays"
+                outcome = "is no folder that a save made: it stays"
             elif entry.name.startswith(OLD) and not (final := directory / entry.name.removeprefix(OLD)).exists():
                 os.rename(entry, final)
-                outcomes[entry.name] = "was put back"
+                outcome = "was put back"
             elif is_locked(entry):
-                outcomes[entry.name] = "may be another run's that is writing it: it stays"
+                outcome = "may be another run's that is writing it: it stays"
             else:
                 remove(entry)
                 if entry.exists():
                     shutil.rmtree(entry)  # raises the error that `remove` ignored
-                outcomes[entry.name] = "was removed"
+                outcome = "was removed"
         except OSError as error:
-            outcomes[entry.name] = f"cannot be removed ({error.strerror}): it stays"
-    return outcomes
+            outcome = f"cannot be removed ({error.strerror}): it stays"
+        log.warning("%s in %s, which a killed run left, %s.", entry.name, directory, outcome)
 
 
 def temporary_name(step: int) -> str:
@@ -130,18 +132,16 @@ def free_aside(directory: Path, step: int) -> str:
     return free
 
 
-def rename_later_steps(directory: Path, step: int) -> list[str]:
-    """Rename the checkpoints of later steps, so that `step` is the newest. Return the new names.
+def rename_later_steps(directory: Path, step: int) -> None:
+    """Rename the checkpoints of later steps, so that `step` is the newest.
 
     Later steps exist if the run restored an earlier step, by choice or because the later checkpoints are damaged.
     """
-    renamed = []
     for later in steps_in(directory):
         if later > step:
             free = free_aside(directory, later)
             os.rename(directory / step_name(later), directory / free)
-            renamed.append(free)
-    return renamed
+            log.warning("%s: the run went back to before it and saved step %d.", free, step)
 
 
 def prune(directory: Path, keep: int | None) -> None:

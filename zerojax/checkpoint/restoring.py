@@ -102,20 +102,13 @@ def read_state(
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
     restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
-        if is_read_by_chunk(saved, wanted):
+        if not is_chunked(wanted.array):
+            continue
+        if saved.dtype == wanted.dtype and "flat" not in (saved.kind, wanted.leaf.kind) and not saved.is_empty:
             restored[wanted.name] = filled(wanted.array, functools.partial(arrays.read_box, folder, saved))
-        elif is_chunked(wanted.array):  # one leaf at a time, because device memory may be too small for all
+        else:  # one leaf at a time, because device memory may be too small for all
             restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
     return restored
-
-
-def is_read_by_chunk(saved: SavedLeaf, wanted: StateLeaf) -> bool:
-    """Return whether a leaf is read into host memory, or into files, chunk by chunk.
-
-    The leaf must be offloaded and have the saved type. Neither the leaf nor the saved leaf can be flat.
-    """
-    has_same_form = "flat" not in (saved.kind, wanted.leaf.kind) and saved.dtype == wanted.dtype
-    return is_chunked(wanted.array) and has_same_form and not saved.is_empty
 
 
 def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:

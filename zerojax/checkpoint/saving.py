@@ -177,8 +177,7 @@ class Save:
         write_manifest(manifest, self._temporary)
         directory.sync(Path(folder) for folder, _, _ in os.walk(self._temporary))
         root = self._temporary.parent
-        for name in directory.rename_later_steps(root, self.step):
-            log.warning("%s: the run went back to before it and saved step %d.", name, self.step)
+        directory.rename_later_steps(root, self.step)
         directory.commit(self._temporary, self.step)
         if failure := attempt(directory.prune, root, self._keep):
             log.warning("Older checkpoints in %s could not be removed: %s", root, failure)
