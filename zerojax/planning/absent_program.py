@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.budget.blocks import Blocks
 from zerojax.budget.table import describe
 from zerojax.comm.explicit import auto_context
+from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
@@ -46,9 +47,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
 
     If the step has `memory="auto"`, it is compiled to take at most `usable` bytes per device.
     """
-    check_planned(step, state)
-    mesh = absent_mesh_like(step.config.user_mesh, topology, axes=step.config.axis)
-    config = dataclasses.replace(step.config, user_mesh=mesh)
+    config, shapes = moved_to(topology, step, state)
     options = step.options
     if options.memory == "auto":
         options = dataclasses.replace(options, memory=usable)
@@ -58,8 +57,7 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     # Without `reduction`, the loss would also be traced for all rows, and its blocks would be those of all rows.
     reduction = step.program.loss.reduction if step.program.loss.weighted else step.program.loss.reduction or "mean"
     loss = dataclasses.replace(step.program.loss, fn=observed, reduction=reduction)
-    moved, shapes = Step(config, loss, options), state_shapes(ZeroTransformation.of(config), state)
-    accumulate = options.accumulate
+    moved, accumulate = Step(config, loss, options), options.accumulate
     row = estimate_stage(config, shapes.plan, accumulate)
     known = (
         *shapes.plan.update_in_words,
@@ -91,8 +89,12 @@ def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: s
     return AbsentProgram(compile_step, config.data.workers * accumulate, update)
 
 
-def check_planned(step: Step, state: Any) -> None:
-    """Raise an error if `state` is not the state of `step`, or if `step` is not one program."""
+def moved_to(topology: str | None, step: Step, state: Any) -> tuple[Config, ZeroState]:
+    """Return the configuration of `step` for the GPUs of `topology`, and the shapes of `state` on their mesh.
+
+    If `topology` is None, the mesh is the step's. Raise an error if `state` is not the state of `step`, or if `step` is
+    not one program.
+    """
     if step.config.params_on_disk:
         raise NotImplementedError(
             'With Offload(params="disk") a step is many programs, and plan and check compile one. zerojax.estimate '
@@ -104,15 +106,15 @@ def check_planned(step: Step, state: Any) -> None:
             f"A step of train_step needs its ZeroState, not {type(state).__name__}. Make the state with "
             f"tx.create(params); shapes are enough: tx.create(jax.eval_shape(init))."
         )
-
-
-def state_shapes(tx: ZeroTransformation, state: ZeroState) -> ZeroState:
-    """Return the shapes of `state`, with shardings on the mesh of `tx`. `state` may be on any other mesh."""
-    mesh, layout = tx.config.mesh, state.plan.layout
+    config, layout = step.config, state.plan.layout
+    if topology is not None:
+        mesh = absent_mesh_like(config.user_mesh, topology, axes=config.axis)
+        config = dataclasses.replace(config, user_mesh=mesh)
     # Users give parameters to `create` in logical shapes, sharded only over the mesh axes of the model.
-    over_others = lambda leaf: NamedSharding(mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None
+    over_others = lambda leaf: NamedSharding(config.mesh, PartitionSpec(*leaf.others)) if any(leaf.others) else None
     params = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=over_others(leaf)) for leaf in layout.grads]
-    return tx.create(jax.tree.unflatten(layout.treedef, params), mutable=abstract(state.mutable))
+    logical = jax.tree.unflatten(layout.treedef, params)
+    return config, ZeroTransformation.of(config).create(logical, mutable=abstract(state.mutable))
 
 
 def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:

@@ -96,12 +96,11 @@ class PlainGradient:
         key = (layout.compute, layout.trained, kinds, types)
         if key not in self._costs:
             with in_force(OnOneDevice(self._mesh, config.axis)):
-                self._costs[key] = self._compile(config, layout, rows)
+                self._costs[key] = self._compile(config, layout, rows, types)
         return self._costs[key]
 
-    def _compile(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
+    def _compile(self, config: Config, layout: Layout, rows: Any, types: tuple) -> GradientCost:
         """Compile the gradient. Stages and meshes that accumulate the same gradients share one program."""
-        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
         gathered = program_of(config, layout, self.loss, rows, self.args)
         sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
         accumulated = frozenset(sharded - gathered.stacks)

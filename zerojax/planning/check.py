@@ -17,19 +17,17 @@ from zerojax.comm.explicit import auto_context, to_auto, with_types
 from zerojax.comm.partial_sums import ROWS_UNKNOWN
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config, Wire
-from zerojax.gpus.topology import absent_mesh_like
 from zerojax.inspect.collectives import CompiledCollectives
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.pieces import FREE, Piece, pieces
 from zerojax.inspect.roofline import kernels, overlap, product_flops
-from zerojax.planning.absent_program import check_planned, state_shapes
+from zerojax.planning.absent_program import moved_to
 from zerojax.planning.compat import MovedMeshes, in_force
 from zerojax.planning.contract import Checked, Contract, contract_of
 from zerojax.planning.shapes import abstract
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
-from zerojax.transformation import ZeroTransformation
 
 MIB = 2**20
 MOST_CAUSES = 5
@@ -152,12 +150,8 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     """
     if not isinstance(step, Step):
         raise TypeError(f"check takes (step, state, batch), with a step of tx.train_step, not {type(step).__name__}.")
-    check_planned(step, state)
-    config, accumulate = step.config, step.options.accumulate
-    if topology is not None:
-        mesh = absent_mesh_like(config.user_mesh, topology, axes=config.axis)
-        config = dataclasses.replace(config, user_mesh=mesh)
-    moved, shapes = step.under(config), state_shapes(ZeroTransformation.of(config), state)
+    config, shapes = moved_to(topology, step, state)
+    moved, accumulate = step.under(config), step.options.accumulate
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
     with contextlib.nullcontext() if topology is None else in_force(MovedMeshes(step.config.mesh, config.mesh)):
         compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
@@ -171,7 +165,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
     peak, contract = peak_bytes(compiled), contract_of(checked)
     floor = peak - memory_analysis(compiled).temp_size_in_bytes + contract.temporary
     module = read(compiled)
-    hiding, flops = overlap(compiled), product_flops(kernels(module))
+    hiding, flops = overlap(module), product_flops(kernels(module))
     found = [*along_data(pieces(module), config)]
     moved = exchanged(found, contract.reduced, contract.sizes)
     plain = exchanged(along_data(pieces(contract.plain), config), contract.gradients, contract.sizes)
