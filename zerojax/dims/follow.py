@@ -2,7 +2,7 @@
 
 In the engine and `comm.partial_sums`, the followed dim has the rows of a batch, and each trace has one `Follower`. A
 gradient is a sum over any dim, so a wrong dim costs time there and not correctness. So the `Follower` guesses where the
-rules give up. In `optim.dims`, the followed dim has the matrices of a stack. Computing on shards needs a proof.
+rules give up. In `optim.owned`, the followed dim has the matrices of a stack. Computing on shards needs a proof.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
