@@ -42,7 +42,7 @@ class AbsentProgram(NamedTuple):
     update: StreamedUpdate | None = None  # the update of offloaded state, if the device updates it
 
 
-def program_of_step(step: Step, state: Any, batch: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
+def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
     """Return the program of `step` for the GPUs of `topology`. The shapes in `state` are resharded for these GPUs.
 
     If the step has `memory="auto"`, it is compiled to take at most `usable` bytes per device.

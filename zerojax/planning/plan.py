@@ -101,12 +101,12 @@ class Planner:
                 "batches, and largest_batch=True compares batches at equal activations. Plan the step without one of "
                 "them."
             )
-        usable, arguments = given.usable(device), (state, batch, args, topology)
         if isinstance(step, Step):
-            program = program_of_step(step, *arguments, int(given.fitted(device)))
+            program = program_of_step(step, state, args, topology, int(given.fitted(device)))
         else:
-            program = program_of_function(step, *arguments)
+            program = program_of_function(step, state, batch, args, topology)
         compiled = program.compile(batch)
+        usable = given.usable(device)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds, notes = of_update(program.update, compiled, topology, given)
         noted = compiled._replace(notes=(*compiled.notes, *notes))
