@@ -131,13 +131,10 @@ def test_an_unknown_stage(stage):
         (lambda: Offload(optimizer="host", params="disk"), ValueError, "Give optimizer='disk'"),
         (lambda: Offload(optimizer="host", update="cpu"), ValueError, r"Offload\(update=\) is one of"),
         (lambda: Offload(optimizer="host", chunk_bytes=0), ValueError, "no size of at least 1 bytes"),
-        (lambda: Offload(optimizer="host", fraction="auto"), ValueError, "needs budget="),
-        (lambda: Offload(optimizer="host", fraction="auto", budget=0), ValueError, "no size of at least 1 bytes"),
         (lambda: Offload(optimizer="host", fraction=True), ValueError, "number from 0 to 1"),
         (lambda: Offload(optimizer="host", fraction="half"), ValueError, "number from 0 to 1"),
         (lambda: Offload(optimizer="host", fraction=-0.01), ValueError, "number from 0 to 1"),
         (lambda: Offload(optimizer="host", fraction=1.01), ValueError, "number from 0 to 1"),
-        (lambda: Offload(optimizer="host", budget=1), ValueError, 'without fraction="auto"'),
         (lambda: Offload(optimizer="host", path="f"), ValueError, "Give both, or neither"),
         (lambda: Offload(optimizer="disk"), ValueError, "contradicts itself"),
         (lambda: Offload(optimizer="disk", path=""), ValueError, "names no folder"),
@@ -172,8 +169,8 @@ def test_what_an_option_cannot_be_is_refused(make, error, message):
 
 
 def test_sizes_are_numbers_or_text():
-    offload = Offload(optimizer="host", chunk_bytes="64 KB", fraction="auto", budget="1.5 GiB")
-    assert (offload.chunk_bytes, offload.budget) == (64_000, 3 << 29)
+    offload = Offload(optimizer="host", chunk_bytes="64 KB", device_bytes="1.5 GiB")
+    assert (offload.chunk_bytes, offload.device_bytes) == (64_000, 3 << 29)
     assert zero_shard(optax.sgd(0.1), stage=1, bucket_bytes="4 MiB").config.bucket_bytes == 4 << 20
     assert Offload(optimizer="host", chunk_bytes=32e6).chunk_bytes == 32_000_000
     for wrong in ("64 KB/s", "-1 MB", "four MB", True, None, float("inf")):
@@ -195,7 +192,6 @@ def test_the_last_values_that_fit_are_taken():
     for reduce in ("int4", "int8"):
         assert Wire(reduce=reduce, rounding="stochastic", block=2).over is None
     Offload(optimizer="host", chunk_bytes=1, fraction=0)
-    Offload(optimizer="host", fraction="auto", budget=1)
     Offload(optimizer="disk", path=".", fraction=1)
     DynamicScale(initial=1.0, growth_interval=1, hysteresis=1, factor=LARGEST_SCALE, floor=1.0)
     DynamicScale(initial=LARGEST_SCALE)

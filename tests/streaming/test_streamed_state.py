@@ -384,24 +384,6 @@ def test_a_fraction_stays_on_the_device(fraction):
         assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain("adamw"))
 
 
-def test_a_budget_decides_the_fraction():
-    parameters = sum(x.nbytes for x in jax.tree.leaves(awkward_params()))
-
-    def created(budget):
-        tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction="auto", budget=budget))
-        state = tx.create(awkward_params())
-        grads = sum(part.local_bytes for part in state.plan.grads)
-        return state, sum(report(state).bytes[part] for part in ("params", "opt_state")) + grads
-
-    roomy, _ = created(10**9)
-    assert not chunks(roomy)
-    some, bytes_there = created(parameters + 1200)
-    assert 0 < len(chunks(some)) < 8
-    assert bytes_there <= parameters + 1200
-    with pytest.raises(ValueError, match=r"chunks in flight need \d+ bytes per device"):
-        created(parameters)
-
-
 def test_patterns_and_predicates_choose_leaves():
     for where in (("layer/*",), lambda path, leaf: path == "layer/w"):
         state = zero(optax.adamw(1e-2), 2, offload=offload(where=where)).create(jax.eval_shape(awkward_params))

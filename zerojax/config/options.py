@@ -33,10 +33,7 @@ class Offload:
             few layers at a time. None: all parameters stay on the device.
         update: Where the optax update runs. `"device"`: chunks of the state are copied to the device and back.
             `"host"`: gradients are sent to the host, and new parameters back.
-        fraction: The fraction of the optimizer state's bytes that is offloaded, from 0 to 1. `"auto"`: the smallest
-            fraction with which the model states fit into `budget`.
-        budget: For `fraction="auto"`: the bytes per device for parameters, gradients, optimizer state and chunks in
-            transfer, such as `"60 GB"`. Activations do not count.
+        fraction: The fraction of the optimizer state's bytes that is offloaded, from 0 to 1.
         where: The parameters whose state may be offloaded: `where(path, leaf) -> bool`, as for `Precision.keep`, or
             shell patterns such as `("*/kernel",)`. None: all.
         path: For `optimizer="disk"`: the folder for the files. Each process creates a folder inside it.
@@ -61,8 +58,7 @@ class Offload:
     optimizer: Literal["host", "disk"] | None = None
     params: Literal["host", "disk"] | None = None
     update: Literal["device", "host"] = "device"
-    fraction: float | Literal["auto"] = 1.0
-    budget: Any = None
+    fraction: float = 1.0
     where: Callable[[str, Any], bool] | tuple[str, ...] | None = None
     path: str | os.PathLike | None = None
     chunk_bytes: Any = CHUNK_BYTES
@@ -79,7 +75,9 @@ class Offload:
             why = "offloads parameters without their optimizer state" if self.params else "offloads nothing"
             given = f"params={self.params!r}" if self.params else ""
             raise ValueError(f'Offload({given}) {why}. Give optimizer="host" or optimizer="disk".')
-        self._check_fraction()
+        fraction = self.fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real) or not 0 <= fraction <= 1:
+            raise ValueError(f"Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1.")
         self._check_params()
         self._check_device_bytes()
         if (self.path is not None) != (self.optimizer == "disk"):
@@ -127,18 +125,6 @@ class Offload:
                 f"that the device updates, and here optimizer={self.optimizer!r} and update={self.update!r}. Give "
                 f'optimizer="host" and update="device", or fraction= instead of device_bytes=.'
             )
-
-    def _check_fraction(self) -> None:
-        fraction = self.fraction
-        if fraction == "auto":
-            if self.budget is None:
-                raise ValueError('Offload(fraction="auto") needs budget=, the bytes per device for model states.')
-            object.__setattr__(self, "budget", parse_bytes("Offload(budget=)", self.budget, least=1))
-            return
-        if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real) or not 0 <= fraction <= 1:
-            raise ValueError(f'Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1, or "auto".')
-        if self.budget is not None:
-            raise ValueError('Offload(budget=) has no effect without fraction="auto". Give both, or neither.')
 
     def covers(self, path: str, leaf: Any) -> bool:
         """Return whether `where` lets the state of a parameter be offloaded.

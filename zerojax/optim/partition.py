@@ -70,7 +70,7 @@ class OffloadedState:
         units, sizes = self._candidates, {}
         for k, unit in units.items():
             sizes[unit] = sizes.get(unit, 0) + self.leaves.state[k].local_bytes
-        room, kept = self._room_on_device(sum(sizes.values())), set()
+        room, kept = round(sum(sizes.values()) * (1 - self._offload.fraction)), set()
         for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], str(item[0]))):
             if size <= room:
                 kept.add(unit)
@@ -100,34 +100,6 @@ class OffloadedState:
     def _offload(self) -> Offload:
         assert self.config.offload is not None
         return self.config.offload
-
-    def _room_on_device(self, total: int) -> int:
-        """Return how many bytes of state each device keeps, of the `total` bytes per device that may be offloaded.
-
-        Raises:
-            ValueError: If the arrays that must stay on the device, and the chunks in flight, exceed the budget.
-        """
-        offload = self._offload
-        if offload.fraction != "auto":
-            return round(total * (1 - offload.fraction))
-        assert offload.budget is not None
-        state, grads = self.leaves.state, self.leaves.grads
-        fixed = sum(leaf.local_bytes for leaf in (*self.trained.params, *grads))
-        fixed += sum(leaf.local_bytes for k, leaf in enumerate(state) if k not in self._candidates)
-        if fixed + total <= offload.budget:
-            return total
-        chunks = [0] * len(grads)
-        for k, unit in self._candidates.items():
-            if isinstance(unit, int):
-                chunks[unit] += min(state[k].local_bytes, offload.chunk_bytes)
-        fixed += IN_FLIGHT * max(chunks, default=0)
-        if fixed > offload.budget:
-            raise ValueError(
-                f"Offload(budget={offload.budget}) is too small: parameters, gradients, state that is too small to be "
-                f"offloaded, and the chunks in flight need {fixed} bytes per device. Give a larger budget, a smaller "
-                f"chunk_bytes, stage 3, or more devices."
-            )
-        return offload.budget - fixed
 
     @functools.cached_property
     def chunkable(self) -> dict[int, Chunking]:
