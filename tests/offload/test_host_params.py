@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import disk_models
 import jax
 import jax.numpy as jnp
@@ -34,13 +35,6 @@ def trained(tx, loss, steps=2, **options):
     return state, found
 
 
-def assert_same(found, wanted):
-    """Bit for bit: where parameters are changes nothing that is computed."""
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    for (path, have), want in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(np.asarray(have), np.asarray(want), err_msg=jax.tree_util.keystr(path))
-
-
 def kinds(params):
     found = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="/"): x.sharding.memory_kind for path, x in found}
@@ -59,8 +53,8 @@ def assert_training_is_the_same(loss, steps=2, accumulate=1, offload=BOTH, **opt
     have, found = trained(on_host, loss, steps, accumulate=accumulate)
     want, wanted = trained(on_device, loss, steps, accumulate=accumulate)
     assert_on_host(have.params)
-    assert_same(on_host.unshard(have.params), on_device.unshard(want.params))
-    assert_same(found, wanted)
+    chex.assert_trees_all_equal(on_host.unshard(have.params), on_device.unshard(want.params))
+    chex.assert_trees_all_equal(found, wanted)
     first = on_host.unshard(on_host.shard(model_params()))
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), on_host.unshard(have.params), first)))
 
@@ -100,7 +94,7 @@ def test_parameters_are_in_host_memory_however_they_are_made():
     tx, params = sharded(BOTH), model_params()
     for made in (tx.init_params(lambda: params), tx.shard(params), tx.shard(jax.tree.map(np.asarray, params))):
         assert_on_host(made)
-        assert_same(tx.unshard(made), params)
+        chex.assert_trees_all_equal(tx.unshard(made), params)
     shapes = jax.eval_shape(lambda: params)
     assert_on_host(tx.shard(shapes))
     assert_on_host(tx.create(shapes).params)
@@ -119,13 +113,13 @@ def test_state_made_from_parameters_on_the_host_is_their_own():
     assert_on_host(first.params)
     wide = tx.unshard(tx.init_params(lambda: params))
     second = tx.create(tx.init_params(lambda: params))
-    assert_same(tx.unshard(first.params), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
-    assert_same(wide, params)
+    chex.assert_trees_all_equal(tx.unshard(first.params), jax.tree.map(lambda x: x.astype(jnp.bfloat16), params))
+    chex.assert_trees_all_equal(wide, params)
     masters = [[x for x in jax.tree.leaves(s.opt_state) if x.ndim] for s in (first, second)]
-    assert_same(*masters)
+    chex.assert_trees_all_equal(*masters)
     kept = tx.shard(second.params)
     jax.tree.map(lambda x: x.delete(), second.params)
-    assert_same(tx.unshard(kept), tx.unshard(first.params))
+    chex.assert_trees_all_equal(tx.unshard(kept), tx.unshard(first.params))
 
 
 @pytest.mark.slow
@@ -135,9 +129,9 @@ def test_what_is_frozen_stays_where_and_as_it_is():
     state, _ = trained(tx, scanned)
     assert_on_host(state.params)
     found, params = tx.unshard(state.params), model_params()
-    assert_same(found["layers"]["w"], params["layers"]["w"])
+    chex.assert_trees_all_equal(found["layers"]["w"], params["layers"]["w"])
     on_device, _ = trained(sharded(STATE, trainable=frozen), scanned)
-    assert_same(found, tx.unshard(on_device.params))
+    chex.assert_trees_all_equal(found, tx.unshard(on_device.params))
     assert (found["embed"] != params["embed"]).any()
 
 
@@ -148,7 +142,7 @@ def test_a_skipped_step_leaves_parameters_bit_for_bit():
     state, metrics = step(tx.create(model_params()), rows)
     assert metrics["skipped"]
     assert_on_host(state.params)
-    assert_same(tx.unshard(state.params), model_params())
+    chex.assert_trees_all_equal(tx.unshard(state.params), model_params())
 
 
 @pytest.mark.slow
@@ -168,7 +162,7 @@ def test_a_loop_written_by_hand():
 
     on_host = run(sharded(BOTH))
     assert_on_host(on_host)
-    assert_same(jax.tree.map(np.asarray, on_host), jax.tree.map(np.asarray, run(sharded(STATE))))
+    chex.assert_trees_all_equal(jax.tree.map(np.asarray, on_host), jax.tree.map(np.asarray, run(sharded(STATE))))
 
 
 def transfers(jaxpr, loops=0):
