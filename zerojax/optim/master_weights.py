@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -40,12 +39,16 @@ class MasterState(NamedTuple):
     master: PyTree  # the master weights; `optax.MaskedNode()` for a parameter that is itself stored in the wide type
 
 
-def with_master(tx: optax.GradientTransformation, stored: Sequence[Any]) -> optax.GradientTransformationExtraArgs:
-    """Wrap a transformation so that it updates master weights. Its `update` returns new parameters, not increments.
+def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
+    """Return the user's transformation, wrapped to update master weights if the configuration has them.
 
-    `stored` has the type in which each parameter is stored, or None for a parameter without a master weight.
+    With master weights, its `update` returns new parameters, not increments.
     """
-    inner = with_extra_args(tx)
+    inner = with_extra_args(config.tx)
+    if not config.has_master_weights:
+        return inner
+    narrow = zip(trained.params, narrow_leaves(trained), strict=True)
+    stored = [leaf.dtype if on else None for leaf, on in narrow]  # None: a parameter without a master weight
 
     def kept(params):
         leaves, tree = jax.tree.flatten(params)
@@ -64,14 +67,6 @@ def with_master(tx: optax.GradientTransformation, stored: Sequence[Any]) -> opta
         return moved, MasterState(inner_state, kept(moved))
 
     return optax.GradientTransformationExtraArgs(init, update)  # pyright: ignore[reportArgumentType]
-
-
-def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
-    """Return the user's transformation, wrapped to update master weights if the configuration has them."""
-    if not config.has_master_weights:
-        return with_extra_args(config.tx)
-    narrow = zip(trained.params, narrow_leaves(trained), strict=True)
-    return with_master(config.tx, [leaf.dtype if on else None for leaf, on in narrow])
 
 
 def current_weight(master: Array, param: Array, stored: Any) -> Array:
