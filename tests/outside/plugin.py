@@ -81,7 +81,8 @@ class Wrapping:
         space, path = module.__dict__, module.__file__
         waiting = dict.fromkeys(self.names, self.view)
         waiting |= {name: functools.partial(self.then, self.place) for name in self.placed}
-        waiting |= {name: functools.partial(Renumbered, version=version) for name, version in self.versions.items()}
+        renumbered = lambda module, version: types.SimpleNamespace(**vars(module) | {"__version__": version})
+        waiting |= {name: functools.partial(renumbered, version=version) for name, version in self.versions.items()}
         for statement in tree.body:
             exec(compile(ast.Module([statement], []), path, "exec", dont_inherit=True), space)
             for name in waiting.keys() & space.keys():
@@ -105,17 +106,6 @@ class View(types.ModuleType):
     def __getattr__(self, name):
         module, wrapping = self.__dict__["_seen"]
         return wrapping.view(getattr(module, name))
-
-
-class Renumbered(types.ModuleType):
-    """A module under another version."""
-
-    def __init__(self, module, version):
-        super().__init__(module.__name__)
-        self.__version__, self._module = version, module
-
-    def __getattr__(self, name):
-        return getattr(self._module, name)
 
 
 class OutsideModule(pytest.Module):

@@ -31,16 +31,12 @@ def partitioned(fn, rule, *, shared=0, sums=0):
     """
     whole = custom_partitioning(fn)
 
-    def divided(mesh, args, results):
-        args, results = jax.tree.leaves(args), jax.tree.leaves(results)
-        rows = rows_of(args[0], mesh)
-        full = NamedSharding(mesh, PartitionSpec())
-        ins = [rows] * (len(args) - shared) + [full] * shared
-        outs = [rows] * (len(results) - sums) + [full] * sums
-        return ins, outs, rows.spec[0] if rows.spec else None
-
     def partition(mesh, args, results):
-        ins, outs, axes = divided(mesh, args, results)
+        args, tree = jax.tree.leaves(args), jax.tree.structure(results)
+        rows, full = rows_of(args[0], mesh), NamedSharding(mesh, PartitionSpec())
+        axes = rows.spec[0] if rows.spec else None
+        ins = [rows] * (len(args) - shared) + [full] * shared
+        outs = [rows] * (tree.num_leaves - sums) + [full] * sums
 
         def local(*values):
             found = fn(*values)
@@ -50,7 +46,6 @@ def partitioned(fn, rule, *, shared=0, sums=0):
                 found[-sums:] = [lax.psum(x, axes) for x in found[-sums:]]
             return found[0] if single else tuple(found)
 
-        tree = jax.tree.structure(results)
         return mesh, local, jax.tree.unflatten(tree, outs), tuple(ins)
 
     whole.def_partition(partition=partition, sharding_rule=rule)
@@ -64,7 +59,14 @@ def with_vjp(op, fwd, bwd):
     return op
 
 
-def _partitioned_flash(forward, backward):
+def _partitioned_flash(of_rule):
+    """Attention under `custom_partitioning`; `of_rule` gives a rule in the form that JAX is told it in."""
+    q = "b t h d"
+    forward = partitioned(kernels.flash_forward, of_rule(f"{q}, b s h d, b s h d -> {q}, b h t"))
+    backward = partitioned(
+        kernels.flash_backward, of_rule(f"{q}, b s h d, b s h d, {q}, b h t, {q} -> {q}, b s h d, b s h d")
+    )
+
     def fwd(q, k, v):
         o, lse = forward(q, k, v)
         return o, (q, k, v, o, lse)
@@ -72,18 +74,8 @@ def _partitioned_flash(forward, backward):
     return with_vjp(lambda *args: forward(*args)[0], fwd, lambda kept, g: tuple(backward(*kept, g)))
 
 
-_Q = "b t h d"
-flash_by_rule = _partitioned_flash(
-    partitioned(kernels.flash_forward, f"{_Q}, b s h d, b s h d -> {_Q}, b h t"),
-    partitioned(kernels.flash_backward, f"{_Q}, b s h d, b s h d, {_Q}, b h t, {_Q} -> {_Q}, b s h d, b s h d"),
-)
-flash_by_function = _partitioned_flash(
-    partitioned(kernels.flash_forward, lambda *_: f"{_Q}, b s h d, b s h d -> {_Q}, b h t"),
-    partitioned(
-        kernels.flash_backward,
-        lambda *_: f"{_Q}, b s h d, b s h d, {_Q}, b h t, {_Q} -> {_Q}, b s h d, b s h d",
-    ),
-)
+flash_by_rule = _partitioned_flash(lambda rule: rule)
+flash_by_function = _partitioned_flash(lambda rule: lambda *_: rule)
 _gelu = partitioned(kernels.gelu, "b t d -> b t d")
 _gelu_backward = partitioned(lambda x, g: jax.vjp(kernels.gelu, x)[1](g)[0], "b t d, b t d -> b t d")
 gelu_by_rule = with_vjp(_gelu, lambda x: (_gelu(x), x), lambda x, g: (_gelu_backward(x, g),))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from layout_programs import ATTENTION, MLP, ROW_MLP, attention, over_layers, stacked, unrolled
+from layout_programs import ATTENTION, MLP, PAIRS, ROW_MLP, SERIES, TOKENS, attention, over_layers, stacked, unrolled
 from registry import (
     HEAD,
     HEADS,
@@ -22,9 +22,6 @@ from registry import (
 )
 
 EXPERTS, NODES, EDGES, LATENT = 16, 32, 60, 56
-TOKENS = ids(ROWS, TIME + 1)
-SERIES = {"x": (ROWS, TIME, WIDTH), "y": ids(ROWS)}
-PAIRS = {"x": (MANY, WIDTH), "y": (MANY, WIDTH)}
 ENCODER = {"layers": unrolled(MLP), "head": (OUT, WIDTH)}
 ROW_ENCODER = {"layers": unrolled(ROW_MLP), "head": (WIDTH, OUT)}
 KEY = (jax.eval_shape(jax.random.key, 0),)

@@ -121,10 +121,13 @@ def by_jit(name: str) -> Cost:
     return cost_of(compiled, params)
 
 
+def leaves_of(name: str) -> list[Any]:
+    return jax.tree.leaves(TABLE[name].shapes()[0])
+
+
 def sent_once(name: str) -> float:
     """Bytes that a device sends to gather all parameters once, or to reduce-scatter all gradients."""
-    params, _, _ = TABLE[name].shapes()
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) * (DEVICES - 1) / DEVICES
+    return sum(x.size * x.dtype.itemsize for x in leaves_of(name)) * (DEVICES - 1) / DEVICES
 
 
 def exchanged(name: str) -> float:
@@ -148,24 +151,19 @@ def limits(name: str, stage: int) -> list[Limit]:
     flops = Limit("FLOPs", found.flops, MOST_FLOPS, plain.flops)
     memory = Limit("memory", found.temporary, MOST_MEMORY, plain.temporary)
     if name in PUBLISHED:
+        small = sum(x.size * x.dtype.itemsize for x in leaves_of(name) if x.size < PERSIST_BELOW)
         full, passes = 2 * sent_once(name) * DEVICES / (DEVICES - 1), found.gathered
         return [
             flops,
             memory._replace(slack=full) if stage == 3 else memory,
             Limit("passes", passes if stage == 3 else 0, MOST_PASSES, sent_once(name)),
-            Limit("beyond", found.beyond, 2, small_leaves(name), slack),
+            Limit("beyond", found.beyond, 2, small, slack),
         ]
     device = by_zerojax(name, stage, "device")
     beyond = Limit("beyond", found.beyond, 1, device.beyond, slack)
     moved = Limit("moved", found.moved, MOST_MOVED, device.moved, slack)
     # At stage 3 the memory is for the gathered parameters, too, and has tests of its own.
     return [flops, *([memory] if stage < 3 else []), beyond, moved]
-
-
-def small_leaves(name: str) -> int:
-    """Bytes of the leaves that stay replicated."""
-    params, _, _ = TABLE[name].shapes()
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params) if x.size < PERSIST_BELOW)
 
 
 def over(program: Any, stage: int, limits: list[Limit], causes: Counter) -> list[str]:

@@ -1,5 +1,7 @@
 """Programs as public repositories write them, which each line of the table names; written anew from their structure."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +16,7 @@ from registry import (
     VOCABULARY,
     WIDTH,
     Allowed,
+    enter,
     ids,
     norm,
     program,
@@ -83,22 +86,13 @@ def diffused(p, batch, remat):
 DIT = {"time": (32, WIDTH), "cond": (WIDTH, WIDTH), "head": (WIDTH, WIDTH)}
 
 
-@program("Published", {**DIT, "layers": stacked(MODULATED)}, DIFFUSED)
-def dit_scan(p, batch):
-    """facebookresearch/DiT: layers scanned, the condition read by each"""
-    return diffused(p, batch, False)
-
-
-@program("Published", {**DIT, "layers": stacked(MODULATED)}, DIFFUSED)
-def dit_remat(p, batch):
-    """the same under `jax.checkpoint`"""
-    return diffused(p, batch, True)
-
-
-@program("Published", {**DIT, "layers": unrolled(MODULATED)}, DIFFUSED)
-def dit_unrolled(p, batch):
-    """the same, unrolled"""
-    return diffused(p, batch, False)
+for name, layers, remat, about in (
+    ("dit_scan", stacked(MODULATED), False, "facebookresearch/DiT: layers scanned, the condition read by each"),
+    ("dit_remat", stacked(MODULATED), True, "the same under `jax.checkpoint`"),
+    ("dit_unrolled", unrolled(MODULATED), False, "the same, unrolled"),
+):
+    loss = functools.partial(diffused, remat=remat)
+    enter(name, "Published", loss, {**DIT, "layers": layers}, DIFFUSED, about)
 
 
 CROSS = {"query": (WIDTH, HEADS, HEAD), "kv": (WIDTH, 2, HEADS, HEAD), "back": (HEADS, HEAD, WIDTH)}
