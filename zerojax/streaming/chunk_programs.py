@@ -89,9 +89,7 @@ class ProgramKey:
         return params, state, list(map(shape, self.resident)), list(map(shape, self.grads))
 
 
-def update_on_device(
-    config: Config, key: ProgramKey, *, donate: bool = True, options: dict[str, Any] | None = None
-) -> Callable:
+def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, jit: Callable = jax.jit) -> Callable:
     """Return a jitted function that updates a chunk on the device.
 
     It is called as `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`. If the step is
@@ -102,7 +100,7 @@ def update_on_device(
         key: The properties of the program.
         donate: Whether the first three arguments are donated. XLA then needs less memory, but may have to copy the
             state, because a kernel reads the old state after another kernel has replaced it.
-        options: The compiler options of the program.
+        jit: `jax.jit`, with the compiler options of the program.
     """
     full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
 
@@ -130,29 +128,29 @@ def update_on_device(
         params = write_params(config, key, params, new_params, start, skipped)
         return params, new_state[:num_state], new_state[num_state:]
 
-    return jax.jit(run, donate_argnums=(0, 1, 2) if donate else (), compiler_options=options)
+    return jit(run, donate_argnums=(0, 1, 2) if donate else ())
 
 
-def chunks_for_host(config: Config, key: ProgramKey, *, options: dict[str, Any] | None = None) -> Callable:
+def chunks_for_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
     """Return a function `f(params, grads, start) -> (params, grads)` that slices the chunks for a host update."""
 
     def run(params, grads, start):
         params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
         return params, slice_chunks(config, key, grads, key.grads, start)
 
-    return jax.jit(run, compiler_options=options)
+    return jit(run)
 
 
-def params_from_host(config: Config, key: ProgramKey, *, options: dict[str, Any] | None = None) -> Callable:
+def params_from_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
     """Return a function `f(params, new, start, skipped) -> params` that writes updated chunks and donates `params`."""
-    return jax.jit(functools.partial(write_params, config, key), donate_argnums=0, compiler_options=options)
+    return jit(functools.partial(write_params, config, key), donate_argnums=0)
 
 
 def gather_params(
-    config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf], *, options: dict[str, Any] | None = None
+    config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf], *, jit: Callable = jax.jit
 ) -> Callable:
     """Return a function `f(shards) -> params` that gathers updated, donated shards into the layouts `targets`."""
-    return jax.jit(lambda shards: gather(config, shards, leaves, targets), donate_argnums=0, compiler_options=options)
+    return jit(lambda shards: gather(config, shards, leaves, targets), donate_argnums=0)
 
 
 def slice_chunks(

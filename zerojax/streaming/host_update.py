@@ -20,11 +20,11 @@ from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE
 from zerojax.streaming.chunk_programs import ProgramKey
 
 
-def update_on_host(config: Config, key: ProgramKey, *, options: dict[str, Any] | None = None) -> Callable:
+def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
     """Return a function `f(params, grads, state, shared, consts) -> (params, state)` that updates a chunk on the host.
 
-    The results overwrite operands of the same type. New parameters have the type in which they are stored. The function
-    is compiled with the compiler's `options`.
+    The results overwrite operands of the same type. New parameters have the type in which they are stored. `jit` is
+    `jax.jit`, with the compiler options of the function.
     """
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
@@ -49,7 +49,7 @@ def update_on_host(config: Config, key: ProgramKey, *, options: dict[str, Any] |
     same_type = all(x.dtype == dtype for x, dtype in zip(key.params, key.stored_dtypes, strict=True))
     outputs = shardings[: len(key.params)], shardings[len(key.params) :]
     donated = (overwritten, 2) if same_type else 2
-    return jax.jit(run, donate_argnums=donated, out_shardings=outputs, compiler_options=options)
+    return jit(run, donate_argnums=donated, out_shardings=outputs)
 
 
 def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:

@@ -73,8 +73,8 @@ class StreamedUpdate:
         self.plan = plan
         self.update = None if config.offload is None else config.offload.update
         self.partition = partitioned_update(config, plan)
-        options = dict(compiler_options) or None
-        self.program = functools.cache(lambda make, *given, **how: make(config, *given, **how, options=options))
+        jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
+        self.program = functools.cache(lambda make, *given, **how: make(config, *given, **how, jit=jit))
         self.key = functools.cache(lambda g, length: ProgramKey.of(plan, self.partition.groups[g], length))
         self._compiled: dict[Any, Callable] = {}
 
