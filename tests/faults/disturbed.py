@@ -38,7 +38,7 @@ STEPS = 40
 WATCHED = "open fsync rename mkdir unlink rmdir scandir pwritev preadv pwrite".split()
 ERRORS = {name: getattr(errno, name) for name in ("ENOSPC", "EIO", "EMFILE", "EACCES")}
 LIMITS = ["RLIMIT_FSIZE", "permission"]  # of the system: of the libraries' own calls, too
-OF_SEVERAL = [*ERRORS, *LIMITS, "slow", "clock", "none", "second writer", "lock lost", "stopped"]  # processes
+OF_SEVERAL = [*ERRORS, *LIMITS, "slow", "clock", "none", "lock lost", "stopped"]  # processes
 OF_ONE = ["RLIMIT_NOFILE", "SIGINT", "SIGTERM"]  # without handles gloo ends it
 FAULTS = [*OF_SEVERAL, *OF_ONE]
 SMALL = [0, 200, 1 << 16]  # bytes below which leaves are packed: none, some, all
@@ -238,8 +238,8 @@ class Run:
             elif here and fault == "permission":
                 between = lambda: self.path.chmod(0o555)
                 stack.callback(self.path.chmod, 0o755)
-            if fault in ("second writer", "lock lost"):
-                between = lambda: self.write_beside(fault == "lock lost")
+            if fault == "lock lost":
+                between = self.write_beside
             if here and fault == "stopped":  # as by a debugger, or a frozen machine
                 pauses = f"sleep {delay:.2f}; kill -STOP {os.getpid()}; sleep {2 * delay:.2f}; kill -CONT {os.getpid()}"
                 stack.callback(subprocess.Popen(["sh", "-c", pauses]).wait)
@@ -266,17 +266,10 @@ class Run:
         self.synced += 1  # of several processes it is asked with numbers that grow
         return preemption.reached(self.synced)
 
-    def write_beside(self, unlocked):
-        if unlocked:
-            if self.index == 0:
-                (self.path / ".lock").unlink(missing_ok=True)
-            Checkpointer(self.path).close()
-            return
-        try:
-            Checkpointer(self.path)
-        except CheckpointError:
-            return
-        raise AssertionError("two writers")
+    def write_beside(self):
+        if self.index == 0:
+            (self.path / ".lock").unlink(missing_ok=True)
+        Checkpointer(self.path).close()
 
     def round(self, number):
         if self.i + 3 > STEPS:
