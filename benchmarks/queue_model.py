@@ -120,7 +120,7 @@ def record(streamed: StreamedUpdate, passes: float, steps: int = 1) -> list[list
         pending: Any = {i: np.float32(0) for group in partition.groups for i in group.params}
         grads: Any = dict.fromkeys(partition.grads, np.float32(0))
         skipped: Any = np.bool_(False)
-        params, shared = [None] * len(plan.layout.params), [None] * partition.num_shared
+        params, shared = [None] * len(plan.layout.params), [None] * len(partition.shared_shapes)
         inputs = UpdateInputs(params, pending, state, grads, shared, skipped)
         threads: Any = None  # only updates on the host use threads
         with mock.patch("zerojax.streaming.stores.to_memory", copy):
