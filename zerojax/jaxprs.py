@@ -73,9 +73,8 @@ def run(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 def evaluate_call(eqn: Any, values: Sequence, rule: Rule) -> list:
     """Evaluate the body of a call or a remat in place, under the call's name. `rule` is as in `evaluate`."""
-    body = compat.params_of(eqn)["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)
     with names.inside_call(eqn):
-        return evaluate(*compat.opened(body), values, rule)
+        return evaluate(*compat.opened(compat.evaluated(eqn)), values, rule)
 
 
 def as_jax_values(consts: Sequence) -> list:

@@ -22,9 +22,9 @@ class Draft:
     gathers: tuple = ()  # variables to gather for later segments; a draft with such variables has no `eqns`
     # for each variable that an earlier segment gathers, the `Gathered` value to read instead
     reads: Mapping = dataclasses.field(default_factory=dict)
-    # Equations of another segment that this segment computes again, because their results are cheap or not computed
-    # yet. They are not among this segment's results.
-    again: list = dataclasses.field(default_factory=list)
+    # Equations of another segment that this segment computes again, as keys, because their results are cheap or not
+    # computed yet. They are not among this segment's results.
+    again: dict = dataclasses.field(default_factory=dict)
 
 
 def assembled(

@@ -146,9 +146,9 @@ class Joined(NamedTuple):
 
     root: Any  # the variable of the only parameter from which the equation's operands are computed
     place: int  # the index of the block's draft
-    # Equations on values that are alike on all devices. The block computes them again, because the segment that
-    # computes them runs later.
-    again: Sequence
+    # Equations on values that are alike on all devices, as keys. The block computes them again, because the segment
+    # that computes them runs later.
+    again: dict
 
 
 @dataclasses.dataclass
@@ -201,6 +201,6 @@ class Clusters:
                 of_params = any(v in self.params or v in self.repeated for v in jaxprs.variables_in(made.invars))
                 if of_params or var in self.roots or not is_plain(made):
                     return None
-                again[id(made)] = made
+                again[made] = None
                 pending += jaxprs.variables_in(made.invars)
-        return Joined(root, place, list(again.values()))
+        return Joined(root, place, again)

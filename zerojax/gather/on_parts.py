@@ -67,10 +67,6 @@ class Layer(Division):
 
     index: Any
 
-    @classmethod
-    def at(cls, index: Any, length: int) -> "Layer":
-        return cls(length, 1, length, (), index)
-
     @property
     def start(self) -> Any:
         return self.index

@@ -1,4 +1,4 @@
-"""Find the reductions of parameters that can be computed on shards. The rule "reduction" asks `chain_of`.
+"""Find the reductions of parameters that can be computed on shards. The rule "reduction" asks `Analysis.chain`.
 
 A penalty such as `jnp.sum(w**2)` needs no gather. Each device reduces its shard, and one small collective combines the
 results. The equations that compute the operand of the reduction are its chain. They read parameters, and values that
@@ -29,7 +29,7 @@ _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 class Chain:
     """The inputs and equations that a segment needs to compute an equation on shards."""
 
-    again: dict  # equations on values that are alike on all devices, by `id`, which the segment computes again
+    again: dict  # equations on values that are alike on all devices, which the segment computes again, as keys
     reads: list  # variables that are alike on all devices, and that the segment reads
     is_link: bool  # whether the equation belongs to the chain of reductions, whose segments repeat it
 
@@ -91,8 +91,26 @@ class Analysis:
             return UNKNOWN if dim is None else dim
         return None if var in self.alike else UNKNOWN
 
-    def inputs(self, eqn: Any) -> tuple[dict, list]:
-        """Return `Chain.again` and `Chain.reads` of an equation that shards can compute."""
+    def chain(self, eqn: Any) -> Chain | None:
+        """Return the chain of `eqn` if devices can compute `eqn` on their shards, or None.
+
+        `eqn` is a reduction, or belongs to the chain of reductions, because only they read its result.
+        """
+        name = eqn.primitive.name
+        is_link = name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
+        if eqn.effects or not (is_link or name in REDUCTIONS or name == "dot_general"):
+            return None
+        (dim, *_) = self.dims(eqn)
+        if dim == UNKNOWN:
+            return None
+        if dim is not None and not is_link:
+            # Every device gets the whole result of a reduction, so it must be small.
+            division, largest = self.divisions[eqn.outvars[0]], max(a.aval.size for a in eqn.invars)
+            if name not in REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
+                return None
+        return Chain(*self._inputs(eqn), is_link=is_link and dim is not None)
+
+    def _inputs(self, eqn: Any) -> tuple[dict, list]:
         again, reads, small = {}, [], max(atom.aval.size for atom in eqn.invars) // _SMALL
 
         def behind(var):
@@ -103,7 +121,7 @@ class Analysis:
                 return jaxprs.variables_in(self.repeated[var].invars)
             # A broadcast would be as large as the parameter, and small values are cheap.
             elif made is not None and self._is_cheap(made, small):
-                again[id(made)] = made
+                again[made] = None
                 return jaxprs.variables_in(made.invars)
             else:
                 reads.append(var)
@@ -125,26 +143,6 @@ class Analysis:
         by_element, is_small = jaxprs.facts(eqn).elementwise, eqn.outvars[0].aval.size <= small
         of_broadcasts = all(v in self.made and self.made[v].primitive.name == "broadcast_in_dim" for v in reads)
         return is_small if eqn.primitive.name in _MOVES else by_element and (is_small or of_broadcasts)
-
-
-def chain_of(analysis: Analysis, eqn: Any) -> Chain | None:
-    """Return the chain of `eqn` if devices can compute `eqn` on their shards, or None.
-
-    `eqn` is a reduction, or belongs to the chain of reductions, because only they read its result (`Chain.is_link`).
-    """
-    name = eqn.primitive.name
-    is_link = name in OF_SHARDS and analysis.reduced.issuperset(eqn.outvars)
-    if eqn.effects or not (is_link or name in REDUCTIONS or name == "dot_general"):
-        return None
-    (dim, *_) = analysis.dims(eqn)
-    if dim == UNKNOWN:
-        return None
-    if dim is not None and not is_link:
-        # Every device gets the whole result of a reduction, so it must be small.
-        division, largest = analysis.divisions[eqn.outvars[0]], max(a.aval.size for a in eqn.invars)
-        if name not in REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
-            return None
-    return Chain(*analysis.inputs(eqn), is_link=is_link and dim is not None)
 
 
 def without_ravels(jaxpr: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequence]:

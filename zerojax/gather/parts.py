@@ -53,10 +53,7 @@ def flat(closed: Any, first: int = 0) -> Any:
         if eqn.primitive.name == "reshard":  # JAX adds `reshard` to cotangents. In a `shard_map` it changes nothing.
             return values
         body = compat.evaluated_body(eqn)
-        if body is None or compat.constvars_of(body):
-            return None
-        consts = next((compat.opened(p)[1] for p in compat.params_of(eqn).values() if compat.is_jaxpr(p)), ())
-        return jaxprs.evaluate(body, consts, values, rule)
+        return None if body is None or compat.constvars_of(body) else jaxprs.evaluate(body, (), values, rule)
 
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     return jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, rule))(*map(bare, jaxpr.invars))

@@ -332,7 +332,7 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
 
     def iteration(carries, slices):
         index, slices = slices
-        rows, layer = dict(zip(scanned, slices, strict=True)), Layer.at(index, analysis.length)
+        rows, layer = dict(zip(scanned, slices, strict=True)), Layer(analysis.length, 1, analysis.length, (), index)
         # Not `lax.expand_dims`: behind a broadcast, the backward pass could not compute a changed layer again.
         given = [*(lax.reshape(rows[v], (1, *rows[v].shape)) for v in stacks), *map(value, others)]
         found = dict(zip(host.targets, evaluate_parts(jaxpr, given, dims, layer), strict=True))

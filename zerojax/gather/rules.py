@@ -15,16 +15,11 @@ from typing import Any, NamedTuple
 from zerojax import compat, jaxprs
 from zerojax.gather.assembly import Draft
 from zerojax.gather.clusters import Clusters, Joined, is_plain, only_scales
-from zerojax.gather.on_shards import Analysis, Chain, chain_of
+from zerojax.gather.on_shards import Analysis, Chain
 from zerojax.gather.reduced import ReducedSegment
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment
-from zerojax.gather.sharded_param import (
-    OF_STACKS,
-    ShardedParam,
-    extended,
-    scanned_over,
-)
+from zerojax.gather.sharded_param import OF_STACKS, ShardedParam, extended, scanned_over
 from zerojax.gather.shardwise import Shardwise, shardwise_p
 
 
@@ -38,6 +33,10 @@ class Site(NamedTuple):
     eqn: Any
     reads: list
     touched: list
+
+    @property
+    def size(self) -> int:
+        return max((var.aval.size for var in self.touched), default=0)
 
 
 class Decisions:
@@ -114,7 +113,7 @@ class Decisions:
 
     def reducible(self, site: Site) -> Chain | None:
         """Return what a segment needs to compute an equation on shards, if the equation is part of a reduction."""
-        chain = chain_of(self.analysis, site.eqn) if self._reduces else None
+        chain = self.analysis.chain(site.eqn) if self._reduces else None
         # Statistics that only change a weight (a norm) are computed where the weight is gathered anyway.
         if chain is None or all(self._only_scales(end, site) for end in self.analysis.ends(site.eqn)):
             return None
@@ -132,7 +131,7 @@ class Decisions:
             self.drafts.append(Draft(ReducedSegment.of, []))
         draft = self.drafts[places[0]]
         draft.eqns.append(site.eqn)
-        draft.again += [eqn for key, eqn in chain.again.items() if key not in map(id, draft.again)]
+        draft.again |= chain.again
         self._uniform.update(site.eqn.outvars)
         self._made_in |= dict.fromkeys(site.eqn.outvars, places[0])
 
@@ -150,14 +149,12 @@ class Decisions:
 
     def is_of_params_alone(self, site: Site) -> bool:
         """Return whether an equation without effects reads parameters, and small values that all devices have."""
-        size = max((var.aval.size for var in site.touched), default=0)
-        return is_plain(site.eqn) and all(self._is_of_params(var, size) for var in site.reads)
+        return is_plain(site.eqn) and all(self._is_of_params(var, site.size) for var in site.reads)
 
     def _only_scales(self, eqn: Any, site: Site) -> bool:
         """Return whether the result of `eqn`, which is at `site` or later, only scales weights; see `only_scales`."""
-        size = max((var.aval.size for var in site.touched), default=0)
         following = self._jaxpr.eqns[site.index + 1 :]
-        return only_scales(following, eqn, lambda var: self._is_of_params(var, size), self._final)
+        return only_scales(following, eqn, lambda var: self._is_of_params(var, site.size), self._final)
 
     def is_expanded(self, site: Site) -> bool:
         """Return whether an equation multiplies small factors into a large matrix that only changes weights."""
@@ -225,7 +222,7 @@ class Decisions:
     def join_block(self, site: Site, block: Joined) -> None:
         draft = self.drafts[block.place]
         draft.eqns.append(site.eqn)
-        draft.again += [eqn for eqn in block.again if id(eqn) not in map(id, draft.again)]
+        draft.again |= block.again
         self.clusters.roots |= dict.fromkeys(site.eqn.outvars, block.root)
         self._made_in |= dict.fromkeys(site.eqn.outvars, block.place)
 
