@@ -130,10 +130,9 @@ def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: M
 
         def of_moving(*some):
             found = run(replace_items(values, moving, some))
-            wanted, rest = [found[k] for k in active], [x for k, x in enumerate(found) if k not in active]
-            return (wanted, rest) if others else wanted
+            return [found[k] for k in active], [x for k, x in enumerate(found) if others and k not in active]
 
-        found, pull, *rest = jax.vjp(of_moving, *(values[i] for i in moving), has_aux=others)
+        found, pull, rest = jax.vjp(of_moving, *(values[i] for i in moving), has_aux=True)
         return *found, *jax.tree.leaves(rest), *pull(list(args[len(atoms) :]))
 
     return jax.make_jaxpr(both)(*map(bare, [*atoms, *active.values()]))
