@@ -82,11 +82,6 @@ def with_state(mutable):
     return TX.train_step(with_mutable, mutable=True).trace(TX.create(SHAPES, mutable=mutable), X)
 
 
-def looking_ahead(tx):
-    both = lambda p: optax.LookaheadParams(p, p)
-    return jax.eval_shape(lambda p: tx.update(p, tx.init(both(p)), both(p)), SHAPES)
-
-
 def of_a_wide_batch(columns, tx=TILED):
     return gradient(lambda p, x: loss(p, x.mean(1)), np.ones((8, columns, 8), np.float32), tx=tx)
 
@@ -300,11 +295,6 @@ OF_STEPS = {
         lambda: updated(lambda p: p | {"b": p["w"]}),
         r"grads\['b'\] has shape \[8, 8\], but its parameter has \[8\].*Pass gradients of these parameters",
         updated,
-    ),
-    "a part of the parameters": (
-        lambda: looking_ahead(zero_shard(optax.lookahead(optax.sgd(0.1), 2, 0.5), stage=3, mesh=mesh_of(8))),
-        r"let it wrap zero_shard: optax\.lookahead\(zero_shard\(tx, \.\.\.\), \.\.\.\)",
-        lambda: looking_ahead(optax.lookahead(TX, 2, 0.5)),
     ),
 }
 CASES = {

@@ -90,13 +90,6 @@ def test_transformations_of_jax_go_through_storage(stored):
     chex.assert_trees_all_equal(zerojax.logical(same), model())
 
 
-@pytest.mark.parametrize("over", [optax.tree.norm, optax.tree.min, lambda tree: optax.tree.vdot(tree, tree)])
-def test_reductions_over_a_tree_take_logical_parameters(stored, over):
-    np.testing.assert_allclose(over(zerojax.logical(stored)), over(model()), rtol=1e-6)
-    with pytest.raises(ValueError, match=r"zerojax\.logical"):
-        over(stored)
-
-
 STATISTICS = (jnp.mean, jnp.min, jnp.std, jnp.size, lambda x: jnp.mean(jnp.cos(x)), jnp.argmax)
 
 

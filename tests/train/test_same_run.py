@@ -1,6 +1,5 @@
 """Processes that differ are all told in which way, before one of them trains on."""
 
-import importlib.metadata
 import os
 import re
 
@@ -26,7 +25,6 @@ SAID = {
     "learning_rate": PROGRAM.format("step with loss"),
     "learning_rate_in_the_state": VALUES.format("create a state", r"opt_state.hyperparams\['learning_rate'\]"),
     "factor_in_the_loss": PROGRAM.format("step with <lambda>"),
-    "function_in_the_loss": PROGRAM.format("step with <lambda>"),
     "static_flag": STEP.format("<lambda>") + r"constant arguments is \[True\], not \[False\]",
     "key_of_dropout": STEP.format("<lambda>") + r"the checksum of args\[0\] is ",
     "initial_key": VALUES.format("initialise parameters", r"args\[0\]"),
@@ -37,8 +35,6 @@ SAID = {
     "interval_of_saves": r"ValueError: The processes do not open .*alike\. " + LAST + "every is 11, not 10",
     "step_of_restore": r"ValueError: The processes do not restore alike\. " + LAST + "step is 2, not 1",
     "flag_of_xla": BEGIN + r"XLA_FLAGS is .*--xla_allow_excess_precision=false.*, not ",
-    "option_of_jax": BEGIN + r"jax_default_matmul_precision is 'highest', not None",
-    "version_of_optax": BEGIN + r"optax is \S+\.post1, not ",
     "evaluation": PROGRAM.format("evaluate <lambda>"),
     "gradient": PROGRAM.format("differentiate <lambda>"),
     "update": PROGRAM.format("update"),
@@ -87,10 +83,6 @@ def learning_rate_in_the_state():
 
 def factor_in_the_loss():
     train(loss=lambda params, batch: loss(params, batch) * (1.0 + last()))
-
-
-def function_in_the_loss():
-    train(loss=lambda params, batch: jnp.sum((jnp.sin, jnp.cos)[last()](batch @ params["w"])))
 
 
 def static_flag():
@@ -149,23 +141,6 @@ def flag_of_xla():
         begin()
     finally:
         os.environ["XLA_FLAGS"] = before
-
-
-def option_of_jax():
-    jax.config.update("jax_default_matmul_precision", "highest" if last() else None)
-    try:
-        begin()
-    finally:
-        jax.config.update("jax_default_matmul_precision", None)
-
-
-def version_of_optax():
-    version = importlib.metadata.version
-    importlib.metadata.version = lambda name: version(name) + ".post1" * (name == "optax" and last())
-    try:
-        begin()
-    finally:
-        importlib.metadata.version = version
 
 
 def evaluation():
