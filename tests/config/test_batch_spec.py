@@ -105,7 +105,6 @@ def test_evaluation_divides_what_divides():
         (P("data", "model"), ValueError, r"names axis 'model', and the axes of the mesh are \('data', 'sequence'\)"),
         (P("sequence"), ValueError, r"does not divide dim 0 over axis 'data'.*Begin it with 'data'"),
         (P(None, "sequence"), ValueError, "does not divide dim 0 over axis 'data'"),
-        (P(), ValueError, "does not divide dim 0"),
         (P("data", "data"), ValueError, "names an axis twice"),
     ],
 )

@@ -86,6 +86,9 @@ def changed_states(tx):
     yield state.replace(params={"w": jnp.ones((32, 8))}), r"params\['w'\] is float32\[32, 8\].*float32\[16, 8\]"
     yield state.replace(params={"w": PARAMS["w"].astype(jnp.bfloat16)}), r"params\['w'\] is bfloat16"
     yield other.create(PARAMS), "made for stage 1 on 8 devices.*the step is for stage 3 on 8"
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    other = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=10)
+    yield other.create(PARAMS), "made for stage 3 .*'model': 2.*step is for stage 3 .*{'data': 8}"
     frozen = zero_shard(optax.adamw(1e-3), stage=3, persist_below=10, trainable=lambda path, _: path != "v")
     yield frozen.create(PARAMS | {"v": PARAMS["w"]}), r"precision= or trainable= than the step: params\['v'\] frozen"
     moved = state.replace(params=jax.device_put(state.params, jax.devices()[1]))

@@ -62,16 +62,6 @@ def test_shards_are_over_both_axes_and_the_batch_too():
         tx.value_and_grad(lambda params, x: jnp.mean(x @ params["w"]))({"w": jnp.ones((24, 64))}, jnp.ones((10, 24)))
 
 
-def test_a_stage_is_a_preset_of_what_is_sharded():
-    presets = [DataMesh.for_stage({"data": 8}, ("data",), stage) for stage in range(4)]
-    assert [(bool(x.params), bool(x.grads), bool(x.opt_state)) for x in presets] == [
-        (False, False, False),
-        (False, False, True),
-        (False, True, True),
-        (True, True, True),
-    ]
-
-
 def test_a_plan_is_made_of_shapes_and_prints_every_leaf(mesh):
     config = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=50).config
     plan = make_plan(config, jax.eval_shape(awkward_params))
@@ -97,19 +87,6 @@ def test_create_plans_once(mesh, monkeypatch):
     planned = len(traces)
     tx.create(awkward_params())
     assert planned < len(traces) <= 2 * planned  # what owners compute is remembered
-
-
-def test_a_state_of_another_mesh_is_refused_and_both_meshes_are_named():
-    params = {"w": jnp.ones((8, 4))}
-    meshes = [
-        jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:count])
-        for sizes, count in (((2, 2), 4), ((2, 1), 2))
-    ]
-    state, step = (zero_shard(optax.adam(1e-3), stage=1, mesh=mesh) for mesh in meshes)
-    with pytest.raises(ValueError, match=r"made for stage 1 .*'model': 2.*step is for stage 1 .*'model': 1"):
-        step.train_step(lambda p, x: jnp.mean(x @ p["w"])).lower(
-            state.create(jax.eval_shape(lambda: params)), jax.ShapeDtypeStruct((4, 8), jnp.float32)
-        )
 
 
 @pytest.mark.slow

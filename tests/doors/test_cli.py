@@ -9,7 +9,7 @@ import pytest
 from command_line import run
 from typer.testing import CliRunner
 
-from zerojax import estimate
+from zerojax import doctor, estimate
 from zerojax.cli import app, main
 from zerojax.planning.hardware import Hardware
 
@@ -38,9 +38,6 @@ def params():
     from later import NOTHING
     return {"w": jnp.zeros((WIDTH, 100_000))}
 
-def linen():
-    return nn.Dense(WIDTH).init(jax.random.key(0), jnp.zeros((1, 64)))
-
 def nnx_module():
     from flax import nnx
     return nnx.Linear(64, WIDTH, rngs=nnx.Rngs(0))
@@ -49,12 +46,7 @@ def broken():
     return {"w": jnp.zeros((2, 3)) @ jnp.zeros((2, 3))}
 
 dense = nn.Dense(WIDTH)
-
-def made_nnx():
-    from flax import nnx
-    return nnx.Linear(64, WIDTH, rngs=nnx.Rngs(0))
-
-made = made_nnx()
+made = nnx_module()
 tx = optax.sgd(1.0)
 
 def no_tx():
@@ -100,14 +92,7 @@ def test_a_number_of_parameters():
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("params", 25_600_000),
-        ("linen", 16_640),
-        ("own", 16_640),
-        ("nnx_module", 16_640),
-        ("made", 16_640),
-    ],
+    ("name", "parameters"), [("params", 25_600_000), ("own", 16_640), ("nnx_module", 16_640), ("made", 16_640)]
 )
 def test_a_model_in_a_file(name, parameters, models):
     assert estimated(f"{models}:{name}")["parameters"] == parameters
@@ -130,7 +115,7 @@ def test_the_users_own_optimizer_precision_and_offload(models):
         (("many",), "is no number of parameters"),
         (("-5e9",), "at least 1 is required"),
         (("nowhere.py:f",), "There is no file nowhere.py"),
-        (("{models}:absent",), "does not define absent; it defines Wide, own, params, linen"),
+        (("{models}:absent",), "does not define absent; it defines Wide, own, params, nnx_module"),
         (("{models}:broken",), "cannot be traced: TypeError"),
         (("{models}:dense",), "dense cannot be traced: "),
         (("{models}:leaving",), "models.py cannot be used: it exits with 3"),
@@ -207,8 +192,6 @@ def test_the_doctor_passes_a_healthy_machine(tmp_path):
 
 @pytest.mark.slow
 def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
-    from zerojax import doctor
-
     def wrong(*names):
         raise RuntimeError("gradients differ")
 
@@ -225,8 +208,6 @@ def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
 
 def test_the_doctor_says_when_a_disk_of_parameters_is_the_limit(tmp_path, monkeypatch):
     """Adam moves 40 bytes per float32 parameter: 8 + 16 are read, and 16 are written."""
-    from zerojax import doctor
-
     monkeypatch.setattr(doctor, "chunk_bandwidths", lambda path: (2e9, 1e9))
     said = doctor.disk_bandwidth(tmp_path)
     assert "writes 2 GB/s, reads 1 GB/s" in said
@@ -235,8 +216,6 @@ def test_the_doctor_says_when_a_disk_of_parameters_is_the_limit(tmp_path, monkey
 
 
 def test_a_time_is_the_median_of_the_rounds_after_a_warm_up(monkeypatch):
-    from zerojax import doctor
-
     clock = iter([0, 1, 1, 3, 3, 103, 103, 107, 107, 115])  # 1, 2, 100, 4 and 8 seconds
     monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
     calls = []
@@ -245,8 +224,6 @@ def test_a_time_is_the_median_of_the_rounds_after_a_warm_up(monkeypatch):
 
 
 def test_bandwidths_count_the_bytes_of_each_device(monkeypatch):
-    from zerojax import doctor
-
     monkeypatch.setattr(doctor, "ELEMENTS", 1 << 10)
     monkeypatch.setattr(doctor, "timed", lambda work: work() is None or 2.0)
     assert doctor.bandwidths()[1] == {"host_link": 4 * 1024 / 2}
@@ -254,8 +231,6 @@ def test_bandwidths_count_the_bytes_of_each_device(monkeypatch):
 
 
 def test_the_doctor_does_not_wait_long_for_a_slow_disk(tmp_path, monkeypatch):
-    from zerojax import doctor
-
     written, write = [], doctor.DiskStore.write
     monkeypatch.setattr(doctor.DiskStore, "write", lambda *args, **given: (written.append(1), write(*args, **given)))
     monkeypatch.setattr(doctor, "MOST_SECONDS", 0)
