@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoints import assert_same
 from conftest import mesh_of
 from jax.experimental import multihost_utils
 from models import awkward_params
@@ -30,30 +31,23 @@ def transformation(stage, count=8, precision=None):
     return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(count), persist_below=64, precision=precision)
 
 
-def assert_equal(found, expected):
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert (found[name].shape, found[name].dtype) == (x.shape, x.dtype), name
-        assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes(), name
-
-
 @pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_exported_parameters_are_the_logical_ones(stage, precision, tmp_path):
     """Padding is gone, and master weights are written, not their narrow copies."""
     state = transformation(stage, precision=precision).create(PARAMS)
     assert export(state, tmp_path / "out") == [tmp_path / "out" / "model.safetensors"]
-    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), EXPECTED)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), EXPECTED)
     with Checkpointer(tmp_path / "saved") as checkpoints:
         checkpoints.save(state)
     export_checkpoint(tmp_path / "saved", tmp_path / "from")
-    assert_equal(load_file(tmp_path / "from" / "model.safetensors"), EXPECTED)
+    assert_same(load_file(tmp_path / "from" / "model.safetensors"), EXPECTED)
 
 
 def test_floats_are_cast_to_the_type_chosen(tmp_path):
     export(transformation(3).create(PARAMS), tmp_path / "out", dtype=jnp.bfloat16)
     cast = {k: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for k, x in EXPECTED.items()}
-    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), cast)
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), cast)
 
 
 def test_past_the_limit_files_are_divided_and_indexed(tmp_path):
@@ -63,7 +57,7 @@ def test_past_the_limit_files_are_divided_and_indexed(tmp_path):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in EXPECTED.values())
     assert set(index["weight_map"]) == set(EXPECTED)
     found = {name: load_file(tmp_path / "out" / file)[name] for name, file in index["weight_map"].items()}
-    assert_equal(found, EXPECTED)
+    assert_same(found, EXPECTED)
     jax.tree.map(np.testing.assert_array_equal, import_params(tmp_path / "out", jax.eval_shape(awkward_params)), PARAMS)
 
 

@@ -7,8 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import several
 from checkpoints import NEWEST, SHAPES, assert_same, filled, flip
 from conftest import mesh_of, mounted
 
@@ -250,35 +249,27 @@ def test_an_interrupt_while_waiting_does_not_forget_the_save(tmp_path, state, go
     assert checkpoints.steps() == [1]
 
 
-CHILD = """
-import sys
-import jax.numpy as jnp, optax
-from zerojax import zero_shard
-from zerojax.checkpoint import Checkpointer
-from zerojax.checkpoint.saving import Save
-import time
-
-write = Save._write
-Save._write = lambda *args: (time.sleep(1), write(*args))
-if sys.argv[2] == "fails":
-    Save._digest = lambda self: 1 / 0
-checkpoints = Checkpointer(sys.argv[1])
-checkpoints.save(zero_shard(optax.sgd(1.0), stage=0).create({"w": jnp.ones(4)}), step=3)
-"""
+def save_and_leave(folder, how):
+    write = Save._write
+    Save._write = lambda *args: (time.sleep(1), write(*args))
+    if how == "fails":
+        Save._digest = lambda self: 1 / 0
+    Checkpointer(folder).save(state_of(), step=3)
 
 
 @pytest.mark.parametrize(
     ("how", "error"), [("works", ""), pytest.param("fails", "ZeroDivisionError", marks=pytest.mark.slow)]
 )
 def test_a_save_under_way_at_exit_is_finished(tmp_path, how, error):
-    done = subprocess.run([sys.executable, "-c", CHILD, tmp_path, how], capture_output=True, text=True, check=False)
+    (done,) = several.start(save_and_leave, tmp_path, how, processes=1)
+    _, errors = done.communicate(timeout=600)
     assert done.returncode == (120 if error else 0)
     if error:
-        assert "Saving step 3 " in done.stderr
-        assert error in done.stderr
+        assert "Saving step 3 " in errors
+        assert error in errors
     else:
         assert Checkpointer(tmp_path, read_only=True).verify() == [3]
-        assert not done.stderr
+        assert not errors
 
 
 def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
