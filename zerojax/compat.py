@@ -8,12 +8,14 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 - With `jax_remat3`, `jax_custom_vjp3` or `jax_custom_jvp3` (jax 0.12), `jax.checkpoint`, `checkpoint_name` and custom
   derivatives are one primitive with an object (`HiPrim`) as its parameter. `name_of` and `params_of` hide that.
 - Up to 0.11, `compute_on` returns a context manager. From 0.12, it takes the function to run.
+- The functions of JAX and optax that sum over the leaves of a tree have moved to other modules.
 """
 
 import dataclasses
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -325,3 +327,23 @@ def coordination_client() -> Any:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+# Functions that sum an expression over the leaves of a tree, by module. Zeros in a leaf do not change the sum.
+SUMS_OVER_TREES = {
+    "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
+    "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
+}
+
+
+def is_sum_over_tree() -> bool:
+    """Return whether a function of `SUMS_OVER_TREES` makes the calling pytree node, which then holds a term of the sum.
+
+    A `Padded` node calls this function when it is made, because it sees only the result of a mapped function, and not
+    the function. If the node raised an error here, optax could not compute a norm of padded leaves.
+    """
+    frame = sys._getframe(1)
+    between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # the frames of the node and of jax.tree.map
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in SUMS_OVER_TREES.get(frame.f_globals.get("__name__", ""), ())

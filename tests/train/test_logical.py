@@ -90,6 +90,15 @@ def test_transformations_of_jax_go_through_storage(stored):
     chex.assert_trees_all_equal(zerojax.logical(same), model())
 
 
+def test_sums_to_which_zeros_add_nothing_stay_those_of_optax(stored):
+    np.testing.assert_allclose(optax.tree.norm(stored), optax.tree.norm(model()), rtol=1e-6)
+    np.testing.assert_allclose(optax.tree.vdot(stored, stored), optax.tree.vdot(model(), model()), rtol=1e-6)
+    clipped, _ = optax.clip_by_global_norm(0.5).update(stored, optax.EmptyState())
+    np.testing.assert_allclose(optax.tree.norm(clipped), 0.5, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"zerojax\.logical"):
+        optax.tree.min(stored)
+
+
 STATISTICS = (jnp.mean, jnp.min, jnp.std, jnp.size, lambda x: jnp.mean(jnp.cos(x)), jnp.argmax)
 
 
