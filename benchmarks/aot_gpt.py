@@ -245,7 +245,7 @@ def figures(
     own = [one for one in moved if one not in beside]
     inside = [one for one in own if one not in across]
     waits = waits_by_cause(module, gpu)
-    expected = Expected.of(module, moved, Rates().of(gpu, Topology.parse(topology).kind))
+    expected = Expected.of(module, moved, Rates().of(Topology.parse(topology)))
     least = roofline(module, moved, gpu)
     kernels, operations = least.kernels, least.operations
     float8 = sum(count for dtype, count in operations.items() if dtype.startswith("f8"))
@@ -282,8 +282,7 @@ def figures(
 
 def compare_kernels(styles: Sequence[str], ways: Sequence[str], *, topology: str, **options) -> dict[str, dict]:
     """Return, for each style, the kernels that the first way has beyond each other way, at achievable rates."""
-    named = Topology.parse(topology)
-    gpu, found = Rates().of(Device.of(named), named.kind), {}
+    gpu, found = Rates().of(Topology.parse(topology)), {}
     for style in styles:
         with kernels_for(absent_mesh(topology)):
             texts = {way: build(style, way, topology=topology, **options).compiled.as_text() for way in ways}

@@ -36,7 +36,7 @@ from jax import lax
 from llama import Config, Llama, next_token_loss
 
 from zerojax import Precision, plan, zero_shard
-from zerojax.gpus.devices import USABLE, Device
+from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.offload import remat_policy
 from zerojax.planning.plan import largest_that_fits
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, help="peaks at these lengths; nothing is searched")
     parser.add_argument("--out", type=pathlib.Path, help="write the figures to this JSON file")
     args = parser.parse_args()
-    usable, rows = USABLE * Device.of(Topology.parse(args.topology)).memory, []
+    usable, rows = Device.of(Topology.parse(args.topology)).usable(None), []
     for way in args.ways:
         peaks = {}
 

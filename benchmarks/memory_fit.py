@@ -31,7 +31,7 @@ from remat_budget import HEADS, MODELS, TOKENS, WIDTH
 import zerojax
 from zerojax import zero_shard
 from zerojax.budget import blocks
-from zerojax.gpus.devices import SCHEDULED, USABLE, Device
+from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 
 LAYERS, SCANNED = 6, 24
@@ -69,7 +69,7 @@ def fitted(name: str, topology: str) -> dict:
     """Fit one model into the memory of the GPUs of a topology."""
     block, shapes, scan = MODELS[name]
     device = Device.of(Topology.parse(topology))
-    memory = int(USABLE * SCHEDULED * device.memory)  # as a plan takes for "auto"
+    memory = device.fitted(None)  # as a plan takes for "auto"
     rows = 8 * int(ROWS[name] * memory / 107e9)
     tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=absent_mesh(topology))
     marked = zerojax.block(block)

@@ -185,11 +185,12 @@ def plan(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with errors_in_one_line(as_json):
         from zerojax import user_code
+        from zerojax.gpus.devices import Rates
+        from zerojax.gpus.topology import Topology
         from zerojax.planning import plan as plans
-        from zerojax.planning.hardware import Hardware
         from zerojax.planning.shapes import rows_of, with_rows
 
-        Hardware(rates=rates).achievable(topology)  # fails before the file is run
+        Rates.parse(rates).of(Topology.parse(topology))  # fails before the file is run
         if batch is not None and batch < 1:
             raise ValueError(f"--batch {batch}: a batch of at least 1 row is required.")
         step, state, rows, *args = user_code.load_program(file, options or ())

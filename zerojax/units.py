@@ -1,6 +1,7 @@
 """Format bytes, FLOPs and seconds as text with three digits and a unit, and parse sizes."""
 
 import math
+import numbers
 import re
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
@@ -47,7 +48,7 @@ def parse_bytes(argument: str, given: float | str, *, least: int = 0) -> int:
         TypeError: If `given` is neither a number nor text.
         ValueError: If the text is not a size, or the number is below `least` or not finite.
     """
-    if isinstance(given, bool) or not isinstance(given, int | float | str):
+    if isinstance(given, bool) or not isinstance(given, numbers.Real | str):
         raise TypeError(f'{argument} is a number of bytes or a size such as "1 GiB", not {given!r}.')
     if isinstance(given, str):
         found = _SIZE.fullmatch(given)

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from zerojax import doctor, estimate
 from zerojax.cli import app, main
-from zerojax.planning.hardware import Hardware
+from zerojax.gpus.devices import Rates
+from zerojax.gpus.topology import Topology
 
 MODELS = """
 from __future__ import annotations
@@ -178,7 +179,7 @@ def test_the_doctor_passes_a_healthy_machine(tmp_path):
     assert set(measured) >= {"device", "products", "memory", "link", "host_link"}
     assert min(measured["products"]["bf16"], measured["memory"], measured["link"], measured["host_link"]) > 0
     with pytest.raises(ValueError, match="measured on 'cpu', and this plan is for h200"):
-        Hardware(rates=measured).achievable("h200:8")
+        Rates.parse(measured).of(Topology.parse("h200:8"))
     results = {finding["name"]: finding["result"] for finding in findings}
     assert results["devices"] == "8 x cpu (cpu)"
     assert "pinned_host" in results["memory kinds"]

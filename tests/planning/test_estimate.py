@@ -166,18 +166,16 @@ def test_parameters_on_disk():
     assert (row.params, row.grads, row.opt_state, row.backward) == (0, 0, 4, 0)  # Adam's count
     assert row.disk == 18 * elements
     assert (row.read, row.written) == ((3 * 2 + 4 + 12) * elements, (4 + 2 + 12) * elements)
-    assert found.offload_seconds(3, link=25e9, disk=3e9) == pytest.approx(40 * elements / 3e9)
     twice = estimate(7.5e9, devices=8, stages=(3,), accumulate=2, offload=offload)[3]
     assert (twice.read - row.read, twice.written - row.written) == ((2 * 2 + 4) * elements, 4 * elements)
 
 
-def test_offloaded_state_is_counted_and_takes_the_time_of_the_link_or_the_disk():
+def test_offloaded_state_is_counted():
     host = estimate(7.5e9, devices=8, offload=Offload(optimizer="host"))
-    assert host.offload_seconds(3, link=25e9) == pytest.approx(12 * 7.5e9 / 8 / 25e9, rel=1e-6)
+    assert (host[3].host, host[3].disk) == (12 * 7_500_000_000 // 8, 0)
     disk = estimate(7.5e9, devices=8, offload=Offload(optimizer="disk", path="anywhere"))
-    assert disk.offload_seconds(3, link=25e9, disk=3e9) == pytest.approx(2 * 12 * 7.5e9 / 8 / 3e9, rel=1e-6)
     row = disk[3]
-    assert row.disk == 12 * 7_500_000_000 // 8
+    assert row.disk == row.read == row.written == 12 * 7_500_000_000 // 8
     assert (row.master, row.host, row.opt_state) == (0, 0, 4)
     pair = {name: np.zeros((64, 64), np.float32) for name in "ab"}
     half = estimate(pair, persist_below=1, offload=Offload(optimizer="host", fraction=0.5))[2]

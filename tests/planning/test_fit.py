@@ -12,11 +12,10 @@ from absent_gpus import aot
 
 from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
-from zerojax.gpus.devices import HOST_LINKS, Device
+from zerojax.gpus.devices import HOST_LINKS, Device, Rates
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.planning import plan as planner
 from zerojax.planning.fit import COST_RESOLUTION, MOST_ROWS, PEAK_MARGIN, SearchSpace, search
-from zerojax.planning.hardware import Hardware
 from zerojax.train.fitting import DoesNotFit
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}  # 67 MB, and 134 MB of moments
@@ -51,7 +50,7 @@ def searched(
     offloads=(None, HOST),
     rows=None,
     config=None,
-    **hardware,
+    rates=None,
 ):
     """`(fit, candidates that were compiled)`."""
     compiled = []
@@ -62,7 +61,7 @@ def searched(
         return SimpleNamespace(peak=found, usable=memory, fits=found <= memory, topology="h200:8")
 
     config = config or Config(optax.adam(1e-3), 0, abstract_mesh(8, ("data",)))
-    space = SearchSpace("h200", stages, offloads, rows, Hardware(memory, **hardware))
+    space = SearchSpace("h200", stages, offloads, rows, memory, Rates.parse(rates))
     losses = losses or {"loss": Model(4 * MB)}
     return search(config, losses, PARAMS, BATCH, space=space, counts=counts, compile_plan=compile_plan), compiled
 
@@ -290,8 +289,8 @@ def test_steps_that_recompute_fit_where_none_does_without():
         ({"gpu": "h900"}, ValueError, "the GPUs known are"),
         ({"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
         ({"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
-        ({"memory": 0}, ValueError, "memory= is in bytes of one GPU and must be above 0"),
-        ({"host_link": -50e9}, ValueError, "host_link= is in bytes per second of one GPU"),
+        ({"memory": 0}, ValueError, "memory=0 is no size of at least 1 bytes"),
+        ({"rates": {"host_link": -50e9}}, ValueError, "host_link must be a number above 0, per second, not -5"),
         ({"rows": np.float32(8)}, TypeError, "must be an int"),
         ({"rows": (8, 0)}, ValueError, "rows counts rows of the global batch and must be at least 1"),
         ({"rows": (8.5,)}, TypeError, "must be an int"),

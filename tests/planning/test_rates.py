@@ -1,6 +1,7 @@
 """Achievable rates: the usual shares of a GPU's peak rates, or what was measured on such a GPU."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,22 +9,25 @@ import pytest
 from command_line import run
 
 from zerojax.doctor import device_rates, slowdown
-from zerojax.gpus.devices import Links, kind_of
+from zerojax.gpus.devices import Device, Links, Rates, kind_of
+from zerojax.gpus.topology import Topology
 from zerojax.planning.compiled_plan import CompiledStep, read_plan
 from zerojax.planning.fit import SearchSpace
-from zerojax.planning.hardware import Hardware
 
 MEASURED = {"device": "NVIDIA H200", "products": {"bf16": 7e14}, "memory": 4e12, "link": 3.5e11, "slowdown": 0.25}
 
 
+H200 = Topology.parse("h200:8")
+
+
 @pytest.mark.parametrize(("kind", "bf16", "link"), [("h200", 794.5e12, 360e9), ("b200", 1745e12, 720e9)])
 def test_usual_rates_are_published_shares_of_the_peak(kind, bf16, link):
-    given = Hardware()
-    peak, usual = given.device(f"{kind}:8"), given.achievable(f"{kind}:8")
+    gpus = Topology.parse(f"{kind}:8")
+    peak, usual = Device.of(gpus), Rates().of(gpus)
     assert usual.rates["bf16"] == pytest.approx(bf16, rel=1e-3)
     assert usual.links == (pytest.approx(link), pytest.approx(40e9))
     assert (usual.bandwidth, usual.memory, usual.slowdown, peak.slowdown) == (peak.bandwidth, peak.memory, 0.35, 0)
-    assert f"usual rates of {kind}" in given.rates.described(kind)
+    assert f"usual rates of {kind}" in Rates().described(kind)
 
 
 def test_what_the_doctor_measured_replaces_the_usual_rates(tmp_path):
@@ -31,22 +35,27 @@ def test_what_the_doctor_measured_replaces_the_usual_rates(tmp_path):
     values = MEASURED | {"host_link": 4e10}
     found = [{"name": name, "result": "", "ok": True, "measured": {name: value}} for name, value in values.items()]
     file.write_text(json.dumps([{"name": "python", "result": "3.13", "ok": True}, *found]))
-    given = Hardware(rates=file)
-    device, usual = given.achievable("h200:8"), Hardware().achievable("h200:8")
+    given = Rates.parse(file)
+    device, usual = given.of(H200), Rates().of(H200)
     assert (device.rates["bf16"], device.rates["f32"]) == (7e14, usual.rates["f32"])
     assert (device.bandwidth, device.links, device.slowdown) == (4e12, Links(3.5e11, usual.links.network), 0.25)
-    assert (given.to_host("h200:8"), Hardware(rates=file, host_link=1e10).to_host("h200:8")) == (4e10, 1e10)
-    said = given.rates.described("h200")
+    assert (device.host_link, usual.host_link, device.disk) == (4e10, 5e10, math.inf)
+    said = given.described("h200")
     assert said.startswith("Achievable rates were measured on NVIDIA H200: products, memory, link, slowdown.")
     assert said.endswith("Usual: network 80% of peak.")
-    assert given.device("h200:8") == Hardware().device("h200:8")  # peak rates stay
+
+
+def test_a_dict_without_a_device_is_of_the_topologys_gpu():
+    given = Rates.parse({"link": 2e11, "network": 1e10, "host_link": 2e10, "disk": 3e9})
+    device = given.of(H200)
+    assert (device.links, device.host_link, device.disk) == (Links(2e11, 1e10), 2e10, 3e9)
+    assert given.described("h200").startswith("Achievable rates are given: link, network. Usual: products 80% of peak")
 
 
 def test_a_plan_prints_both_times_and_which_rates_it_uses():
     compiled = jax.jit(lambda x: x @ x).lower(jnp.zeros((512, 512), jnp.float32)).compile()
-    found = read_plan(
-        CompiledStep(compiled), "h200:1", Hardware(rates=MEASURED | {"products": {"f32": 1e12}}), batch=None
-    )
+    rates = Rates.parse(MEASURED | {"products": {"f32": 1e12}})
+    found = read_plan(CompiledStep(compiled), "h200:1", batch=None, rates=rates)
     assert found.expected.roofline.products == pytest.approx(2 * 512**3 / 1e12)
     assert found.expected_seconds == found.expected.seconds == pytest.approx(2 * 512**3 / 1e12)
     assert found.roofline.products == pytest.approx(2 * 512**3 / 494.7e12, rel=1e-3)
@@ -57,17 +66,17 @@ def test_a_plan_prints_both_times_and_which_rates_it_uses():
 
 
 def test_a_fit_compares_at_peak_rates_or_at_those_that_were_measured():
-    space = lambda given: SearchSpace("h200", (3,), (None,), (8,), given)
-    usual, measured = Hardware(), Hardware(rates=MEASURED)
-    assert space(usual).device(8) == usual.device("h200:8")
-    assert space(measured).device(8) == measured.achievable("h200:8")
+    space = lambda given: SearchSpace("h200", (3,), (None,), (8,), None, given)
+    assert space(Rates()).device(8) == Device.of(H200)
+    for given in (Rates.parse(MEASURED), Rates.parse({"link": 1e9})):
+        assert space(given).device(8) == given.of(H200)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (MEASURED | {"speed": 1}, "unknown rate: speed. Known are device, products"),
-        ({"link": 1e9}, "does not name the device on which it was measured"),
+        (MEASURED | {"device": 200}, "device must be a name such as 'NVIDIA H200', not 200"),
         (MEASURED | {"link": 0}, "link must be a number above 0, per second, not 0"),
         (MEASURED | {"products": 7e14}, "products must be FLOP/s by type"),
         (MEASURED | {"products": {"bf16": -1}}, "products bf16 must be a number above 0"),
@@ -82,7 +91,7 @@ def test_a_fit_compares_at_peak_rates_or_at_those_that_were_measured():
 )
 def test_wrong_rates_are_refused_by_name(given, said):
     with pytest.raises(ValueError, match=said):
-        Hardware(rates=given).achievable("h200:8")
+        Rates.parse(given).of(H200)
 
 
 def test_the_command_refuses_rates_before_it_runs_the_file(tmp_path):
@@ -91,6 +100,14 @@ def test_the_command_refuses_rates_before_it_runs_the_file(tmp_path):
     outcome = run("plan", "nowhere.py", "--rates", file)
     assert outcome.exit_code == 2
     assert "has no measured rates. Write the file with `zerojax doctor --json`" in outcome.output
+
+
+@pytest.mark.parametrize(("measured", "said"), [({"link": 1e9}, "does not name the device"), ({}, "no measured rates")])
+def test_a_file_names_its_device_and_has_rates(tmp_path, measured, said):
+    file = tmp_path / "doctor.json"
+    file.write_text(json.dumps([{"name": "x", "result": "", "ok": True, "measured": measured}]))
+    with pytest.raises(ValueError, match=said):
+        Rates.parse(file)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.gpus.topology import KINDS, Topology, target_config
+from zerojax.units import parse_bytes
 
 # Element types for which matrix units have rates, by their numbers in XLA (xla_data.proto).
 TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf16", "19": "f8e5m2", "20": "f8e4m3fn"}
@@ -57,8 +59,7 @@ HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
 PRODUCTS = {"a100-80": 271.2 / 312, "b200": 1745 / 2250, "h100": 794.5 / 989, "h200": 794.5 / 989}
 LINK_SHARE = 0.8
 SLOWDOWN = 0.35
-POSITIVE = ("memory", "link", "network", "host_link")  # bytes per second
-NAMES = ("device", "products", *POSITIVE, "slowdown")
+POSITIVE = ("memory", "link", "network", "host_link", "disk")  # bytes per second
 EXCESS = 1.05  # clocks above the data sheet's are no reason to refuse a measurement
 MEASURE = "Write the file with `zerojax doctor --json` on a machine with the GPUs"
 
@@ -78,15 +79,14 @@ class Device:
     scalar: float  # FLOP/s in float32 outside the matrix units
     links: Links  # link bandwidths
     per_host: int  # the number of GPUs in a host
+    host_link: float  # bytes per second in each direction between the GPU and its host
+    disk: float = math.inf  # bytes per second that the GPU's share of the disk reads and writes, together
     slowdown: float = 0.0  # the share of its time by which a product slows during a collective; 0 at peak rates
 
     @classmethod
-    def of(cls, topology: Topology, *, link: float | None = None, network: float | None = None) -> Device:
-        """Return the GPU of a topology. `link` and `network`, in bytes per second, replace the figures of `LINKS`."""
-        for name, given in (("link", link), ("network", network)):
-            if given is not None and not given > 0:
-                raise ValueError(f"{name} is what a GPU sends, in bytes per second, and must be above 0, not {given}.")
-        text, usual = target_config(topology.kind), LINKS[topology.kind]
+    def of(cls, topology: Topology) -> Device:
+        """Return the GPU of a topology, at peak rates."""
+        text = target_config(topology.kind)
         figure = lambda name: float(re.search(rf"\b{name}: ([\d.]+)", text)[1])  # pyright: ignore[reportOptionalSubscript]
         cores = figure("core_count")
         units = text[text.index("matrix_unit_description") :]
@@ -100,9 +100,18 @@ class Device:
                 if key in TYPES
             },
             scalar=2e9 * figure("clock_rate_ghz") * figure("fpus_per_core") * cores,
-            links=Links(link or usual.link, network or usual.network),
+            links=LINKS[topology.kind],
             per_host=topology.per_host,
+            host_link=HOST_LINKS[topology.kind],
         )
+
+    def usable(self, memory: float | str | None) -> int:
+        """Return the bytes that a program may use: `memory`, such as `"72 GB"`, or the usual share if it is None."""
+        return int(USABLE * self.memory) if memory is None else parse_bytes("memory", memory, least=1)
+
+    def fitted(self, memory: float | str | None) -> int:
+        """Return the bytes into which a step with `memory="auto"` is fitted; see `SCHEDULED`."""
+        return min(self.usable(memory), int(USABLE * SCHEDULED * self.memory))
 
     def rate(self, dtype: str) -> float:
         """Return the FLOP/s of products of an HLO type, or the scalar rate if no matrix unit supports the type."""
@@ -122,15 +131,16 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What one GPU achieves. A figure that was not measured is None, and its usual share of the peak rate counts."""
+    """What one GPU achieves. A figure that is not given is None, and its usual share of the peak rate counts."""
 
-    device: str = ""  # the GPU, as JAX calls it, such as `"NVIDIA H200"`; empty: nothing was measured
+    device: str = ""  # the GPU, as JAX calls it, such as `"NVIDIA H200"`; empty: the GPU of the topology
     # FLOP/s of matrix products, by the HLO type of the operands, such as `"bf16"`
     products: Mapping[str, float] = dataclasses.field(default_factory=dict)
     memory: float | None = None  # bytes per second that memory reads and writes
     link: float | None = None  # bytes per second that a GPU sends in a collective within its host
     network: float | None = None  # bytes per second that a GPU sends in a collective between hosts
     host_link: float | None = None  # bytes per second in each direction between the GPU and its host
+    disk: float | None = None  # bytes per second that the GPU's share of the disk reads and writes, together
     # the share of its time by which a product takes longer while a collective runs, such as 0.35
     slowdown: float | None = None
 
@@ -145,13 +155,14 @@ class Rates:
         if not isinstance(values, Mapping | None):
             raise ValueError(f"{where} must be a path or a dict of measured rates, not a {type(values).__name__}.")
         values = dict(values or {})
-        if unknown := [str(name) for name in values if name not in NAMES]:
-            raise ValueError(f"{where} has an unknown rate: {', '.join(unknown)}. Known are {', '.join(NAMES)}.")
+        if unknown := [str(name) for name in values if name not in cls.__annotations__]:
+            known = ", ".join(cls.__annotations__)
+            raise ValueError(f"{where} has an unknown rate: {', '.join(unknown)}. Known are {known}.")
         products = values.get("products", {})
         if not isinstance(products, Mapping):
             raise ValueError(f"{where}: products must be FLOP/s by type, such as {{'bf16': 7.9e14}}, not {products!r}.")
-        if values and not (isinstance(values.get("device"), str) and values["device"]):
-            raise ValueError(f"{where} does not name the device on which it was measured. {MEASURE}.")
+        if not isinstance(values.get("device", ""), str):
+            raise ValueError(f"{where}: device must be a name such as 'NVIDIA H200', not {values['device']!r}.")
         numbers = {f"products {dtype}": rate for dtype, rate in products.items()}
         numbers |= {name: values[name] for name in POSITIVE if values.get(name) is not None}
         for name, number in numbers.items():
@@ -161,8 +172,9 @@ class Rates:
             raise ValueError(f"{where}: slowdown is a share of a product's time, such as 0.35, not {slowdown!r}.")
         return cls(**values)
 
-    def of(self, device: Device, kind: str) -> Device:
-        """Return the description of a GPU of a kind at achievable rates."""
+    def of(self, topology: Topology) -> Device:
+        """Return the GPU of a topology, at achievable rates."""
+        device, kind = Device.of(topology), topology.kind
         if self.device and kind_of(self.device) != kind:
             raise ValueError(f"The rates were measured on {self.device!r}, and this plan is for {kind}. {MEASURE}.")
         if unknown := [dtype for dtype in self.products if dtype not in device.rates]:
@@ -186,6 +198,8 @@ class Rates:
             rates={dtype: share * rate for dtype, rate in device.rates.items()} | dict(self.products),
             scalar=share * device.scalar,
             links=Links(self.link or LINK_SHARE * links.link, self.network or LINK_SHARE * links.network),
+            host_link=self.host_link or device.host_link,
+            disk=self.disk or math.inf,
             slowdown=SLOWDOWN if self.slowdown is None else self.slowdown,
         )
 
@@ -204,7 +218,8 @@ class Rates:
         if not measured:
             return f"Achievable rates are the usual rates of {kind}: {assumed}."
         rest = f" Usual: {assumed}." if assumed else ""
-        return f"Achievable rates were measured on {self.device}: {', '.join(measured)}.{rest}"
+        origin = f"were measured on {self.device}" if self.device else "are given"
+        return f"Achievable rates {origin}: {', '.join(measured)}.{rest}"
 
 
 def _is_number(given: Any) -> bool:
@@ -225,4 +240,6 @@ def _read(path: Path) -> dict[str, Any]:
             values |= found
     if set(values) <= {"device"}:
         raise ValueError(f"rates={str(path)!r} has no measured rates. {MEASURE}.")
+    if not values.get("device"):
+        raise ValueError(f"rates={str(path)!r} does not name the device on which it was measured. {MEASURE}.")
     return values

@@ -8,20 +8,19 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from zerojax.budget.table import BlockMemory, rows_of
-from zerojax.gpus.devices import SCHEDULED, USABLE, Device
+from zerojax.gpus.devices import SCHEDULED, USABLE, Device, Rates
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
 from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.roofline import Roofline, overlap, roofline
 from zerojax.inspect.timeline import Expected, simulate
-from zerojax.planning.hardware import Hardware
 from zerojax.planning.stage_bytes import StageEstimate
 from zerojax.units import format_bytes, format_seconds
 
 DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "expected_seconds")
 EXPECTED = ("seconds", "exposed", "waits", "slowed")
 MOST_WAITS = 3
-USUAL = Hardware()
+USUAL = Rates()
 TIMES = {"matrix products": "products", "memory traffic": "memory", "kernels": "kernels"}
 TIMES |= {"communication": "communication", "of which exposed": "exposed"}
 # The part of memory that an argument of a step belongs to, by prefix of the argument's name in the program.
@@ -61,8 +60,8 @@ class Plan:
         host: Bytes per device in host memory, as `estimate` computes them.
         disk: Bytes per device on disk, as `estimate` computes them.
         update: The seconds per step after the gradients, in which offloaded state is copied to the device, updated and
-            copied back: its bytes at the rate of `host_link=` in each direction, and of `disk=` if it is given. 0 if
-            all state stays on the device, or if the host updates the state.
+            copied back: its bytes at the rate `host_link` in each direction, and at the rate `disk` if it is given. 0
+            if all state stays on the device, or if the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function.
@@ -226,14 +225,16 @@ class CompiledStep(NamedTuple):
 def read_plan(
     step: CompiledStep,
     topology: str,
-    hardware: Hardware = USUAL,
     *,
+    memory: float | str | None = None,
+    rates: Rates = USUAL,
     batch: int | None,
     largest_batch: int | None = None,
     update: float = 0.0,
 ) -> Plan:
     """Read a plan from a compiled step. See `Plan` for the arguments."""
-    device, achievable, gpus = hardware.device(topology), hardware.achievable(topology), Topology.parse(topology)
+    gpus = Topology.parse(topology)
+    device = Device.of(gpus)
     module, analysis = read(step.program), memory_analysis(step.program)
     moved = overlap(module)
     figures = roofline(module, moved, device)
@@ -249,11 +250,11 @@ def read_plan(
         batch=batch,
         memory=kept | memory_by_part(module, analysis, step.parts),
         capacity=device.memory,
-        usable=int(hardware.usable(device)),
+        usable=device.usable(memory),
         collectives=moved,
         roofline=figures,
-        expected=Expected.of(module, moved, achievable),
-        rates=hardware.rates.described(gpus.kind),
+        expected=Expected.of(module, moved, rates.of(gpus)),
+        rates=rates.described(gpus.kind),
         waits=waits_by_cause(module, device),
         sent_formula=step.sent_formula,
         host=step.row.host if step.row else 0,

@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 
 from zerojax.config import Config, Offload, check_count
-from zerojax.gpus.devices import Device
+from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
-from zerojax.planning.hardware import Hardware
 from zerojax.planning.shapes import abstract, with_rows
 from zerojax.planning.stage_bytes import StageEstimate, axes_that_stay, estimate_stage, sent_bytes
 from zerojax.train.fitting import DoesNotFit
@@ -123,7 +122,8 @@ class SearchSpace:
     stages: Sequence[int]
     offloads: Sequence[Offload | None]
     rows: Sequence[int] | None
-    hardware: Hardware
+    memory: float | str | None
+    rates: Rates
     recompute: bool = False
 
     def __post_init__(self):
@@ -136,16 +136,16 @@ class SearchSpace:
             )
 
     def device(self, count: int) -> Device:
-        """Return the description of one GPU among `count` GPUs: at measured rates if they are given, else at peak."""
-        hardware, topology = self.hardware, self.topology(count)
-        return hardware.achievable(topology) if hardware.rates.device else hardware.device(topology)
+        """Return the description of one GPU among `count` GPUs: at `rates` if they are given, else at peak."""
+        topology = Topology.parse(self.topology(count))
+        return Device.of(topology) if self.rates == Rates() else self.rates.of(topology)
 
     def topology(self, count: int) -> str:
         return f"{self.gpu}:{count}"
 
     def usable(self, count: int) -> float:
-        hardware = self.hardware
-        return hardware.fitted(self.device(count)) if self.recompute else hardware.usable(self.device(count))
+        device = self.device(count)
+        return device.fitted(self.memory) if self.recompute else device.usable(self.memory)
 
     @property
     def combinations(self) -> list[tuple[int, Offload | None]]:
@@ -210,7 +210,7 @@ def estimate_candidate(
     kernels, sending = cost.seconds(device) - spared, sending_seconds(config, layout, device)
     passes = max(kernels, sending) if row.stage == 3 else kernels + sending
     update = 2 * row.resident / device.bandwidth
-    transfers = (row.host + row.disk) / space.hardware.to_host(space.topology(row.devices))
+    transfers = (row.host + row.disk) / device.host_link
     seconds = passes + update + transfers
     return dataclasses.replace(candidate, peak=row.peak, seconds=seconds / rows)
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import Device, Rates
+from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.optim.partition import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
-from zerojax.planning.activations import LossOptions, PlainGradient, split_options
+from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
-from zerojax.planning.hardware import Hardware, HardwareOptions
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.streaming.stores import chunk_bytes, kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
@@ -36,13 +36,6 @@ UNEVEN_ROWS = (
 )
 
 
-class FitOptions(LossOptions, HardwareOptions, total=False):
-    """Rows of the batch to try, whether layers may recompute activations, the loss's options, and the GPU's figures."""
-
-    rows: int | Sequence[int] | None
-    recompute: bool
-
-
 class Planner:
     """The function `plan`. It is an object, so that it can have the attribute `fit`."""
 
@@ -54,7 +47,8 @@ class Planner:
         *args: Any,
         topology: str = "h200:8",
         largest_batch: bool = False,
-        **hardware: Unpack[HardwareOptions],
+        memory: float | str | None = None,
+        rates: Any = None,
     ) -> Plan:
         """Compile a step for GPUs that this machine need not have, and return its memory and time. Nothing is run.
 
@@ -70,29 +64,30 @@ class Planner:
             topology: The GPUs, such as `"h200:8"`, `"h100:64"`, `"h100:8x8"` (eight hosts of eight), `"a100-80:16"` or
                 `"b200:8"`.
             largest_batch: Whether to search for the largest batch that fits. This takes four to eight compilations.
-            **hardware: `memory`: bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its
-                memory). A step with `memory="auto"` is fitted into these bytes, or into 76% of the memory if that is
-                less, because of the limit of XLA's scheduler. All other options are bytes per second. `link`: sent by a
-                GPU within its host (default: NVLink). `network`: sent by a GPU to other hosts (default: its network
-                adapter). `host_link`: in each direction between a GPU and its host (default: PCIe). `disk`: read and
-                written by a GPU's share of the disk, together. `host_link` and `disk` count only with
-                offloaded state. Without `disk`, the time of the disk is left out. `rates`: achievable
-                rates, as a dict, or as the path of a file that `zerojax doctor --json` wrote on such a GPU (default:
-                the usual shares of the peak rates).
+            memory: Bytes of a device that the program may take, such as `"72 GB"` (default: 95% of its memory). A step
+                with `memory="auto"` is fitted into these bytes, or into 76% of the memory if that is less, because of
+                the limit of XLA's scheduler.
+            rates: Achievable rates: the path of a file that `zerojax doctor --json` wrote on such a GPU, or a dict
+                with some of these names. In bytes per second: `link`, sent by a GPU within its host; `network`, sent by
+                a GPU to other hosts; `host_link`, in each direction between a GPU and its host; `disk`, read and
+                written by a GPU's share of the disk, together; `memory`, read and written. `products`: FLOP/s by type.
+                `slowdown`: the share by which collectives slow products. `device`: the GPU, as JAX calls it. By
+                default, rates have their usual shares of the peak rates, and the time of the disk is left out.
 
         Returns:
             A `Plan`, which prints as tables.
 
         Raises:
             TypeError: If `step` cannot be lowered, the state of a step is not a `ZeroState`, or an option is unknown.
-            ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch, a speed
-                is not above 0, `rates` has no rates or those of another GPU, or the leaves of the batch have different
-                numbers of rows (for a step, or with `largest_batch`).
+            ValueError: If the topology is unknown, a mesh does not fit it, the devices do not divide the batch,
+                `memory` or a rate is not above 0, `rates` has unknown rates or those of another GPU, or the leaves of
+                the batch have different numbers of rows (for a step, or with `largest_batch`).
             NotImplementedError: If the parameters are on disk.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        given = Hardware(**hardware)
-        device, rows = given.device(topology), rows_of(batch)
+        gpus = Topology.parse(topology)
+        rates, device, rows = Rates.parse(rates), Device.of(gpus), rows_of(batch)
+        achievable, usable = rates.of(gpus), device.usable(memory)
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         if largest_batch and isinstance(step, Step) and step.options.memory is not None:
@@ -102,15 +97,15 @@ class Planner:
                 "them."
             )
         if isinstance(step, Step):
-            program = program_of_step(step, state, args, topology, int(given.fitted(device)))
+            program = program_of_step(step, state, args, topology, device.fitted(memory))
         else:
             program = program_of_function(step, state, batch, args, topology)
         compiled = program.compile(batch)
-        usable = given.usable(device)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
-        seconds, notes = of_update(program.update, compiled, topology, given)
+        seconds, notes = of_update(program.update, compiled, achievable, usable)
         noted = compiled._replace(notes=(*compiled.notes, *notes))
-        return read_plan(noted, topology, given, batch=rows, largest_batch=largest, update=seconds)
+        figures = {"memory": memory, "rates": rates, "update": seconds}
+        return read_plan(noted, topology, batch=rows, largest_batch=largest, **figures)
 
     @auto_context()
     def fit(
@@ -124,7 +119,12 @@ class Planner:
         devices: int | None = 8,
         stages: int | Sequence[int] = tuple(STAGES),
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
-        **options: Unpack[FitOptions],
+        rows: int | Sequence[int] | None = None,
+        recompute: bool = False,
+        has_aux: bool = False,
+        weighted: bool = False,
+        memory: float | str | None = None,
+        rates: Any = None,
     ) -> Fit:
         """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
@@ -146,12 +146,14 @@ class Planner:
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several, except with parameters on disk. None is no offload. The
                 compiled plan counts parameters in host memory as device memory.
-            **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
-                are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
-                a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
-                activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `link`, `network`,
-                `host_link`, `disk`, `rates`. Without `rates`, costs are at peak rates. `host_link` counts with every
-                offload. As for `train_step`: `has_aux`, `weighted`.
+            rows: Rows of the global batch, one number or several; numbers that the devices do not divide are ignored.
+                By default, rows start at one per device, and double while a row gets 2% cheaper and a candidate fits.
+            recompute: If True, steps get `memory="auto"`, so that their layers save as many activations as fit. Then no
+                loss with remat is needed.
+            has_aux: As for `train_step`.
+            weighted: As for `train_step`.
+            memory: As for a plan.
+            rates: As for a plan. Without `rates`, costs are at peak rates. `host_link` counts with every offload.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates.
@@ -168,11 +170,10 @@ class Planner:
         counts = device_counts(devices)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
-        loss_options, hardware = split_options(options)
-        row_counts = None if (rows := hardware.pop("rows", None)) is None else as_sequence(rows)
-        recompute = bool(hardware.pop("recompute", False))
-        choices = as_sequence(stages), as_sequence(offload), row_counts
-        space = SearchSpace(gpu, *choices, Hardware(**hardware), recompute=recompute)
+        loss_options = {"has_aux": has_aux, "weighted": weighted}
+        choices = as_sequence(stages), as_sequence(offload), None if rows is None else as_sequence(rows)
+        space = SearchSpace(gpu, *choices, memory, Rates.parse(rates), recompute=recompute)
+        space.usable(counts[0])  # raises early if memory= or rates= is wrong
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -187,7 +188,7 @@ class Planner:
             chosen = {"user_mesh": absent_mesh(topology, axes=config.axis), "stage": candidate.stage}
             sharded = ZeroTransformation.of(dataclasses.replace(config, offload=candidate.offload, **chosen))
             step = sharded.train_step(losses[candidate.loss], memory=candidate.memory, **loss_options)
-            return self(step, sharded.create(shapes), resized, *args, topology=topology, **hardware)
+            return self(step, sharded.create(shapes), resized, *args, topology=topology, memory=memory, rates=rates)
 
         of_loss = lambda f: PlainGradient(Loss(f, **loss_options), args, gpu, recompute=recompute)
         gradients = {name: of_loss(f) for name, f in losses.items()}
@@ -209,7 +210,7 @@ def as_sequence(given: Any) -> Sequence[Any]:
 
 
 def of_update(
-    update: StreamedUpdate | None, compiled: CompiledStep, topology: str, given: Hardware
+    update: StreamedUpdate | None, compiled: CompiledStep, achievable: Device, usable: int
 ) -> tuple[float, tuple[str, ...]]:
     """Return the seconds in which a step updates offloaded state after its gradients, and a note on how to save some.
 
@@ -218,14 +219,14 @@ def of_update(
     """
     if update is None or compiled.row is None:
         return 0.0, ()
-    plan, groups, link = update.plan, update.partition.groups, given.to_host(topology)
+    plan, groups, link = update.plan, update.partition.groups, achievable.host_link
     chunks = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
     kept = sum(kept_on_device(update.config, plan).values())
     on_host = update.config.offload is not None and update.config.offload.optimizer == "host"
-    streamed = (sum(chunks) - kept) / link + 2 * kept / given.achievable(topology).bandwidth
-    seconds = max(streamed, (compiled.row.read + compiled.row.written) / given.disk if given.disk else 0.0)
+    streamed = (sum(chunks) - kept) / link + 2 * kept / achievable.bandwidth
+    seconds = max(streamed, (compiled.row.read + compiled.row.written) / achievable.disk)
     # The chunks in flight need memory, too, although activations are free when they do.
-    room = int(given.usable(given.device(topology))) - compiled.peak - IN_FLIGHT * max(chunks)
+    room = usable - compiled.peak - IN_FLIGHT * max(chunks)
     more = min(room, sum(chunks) - kept)
     if not on_host or more < min(chunks):
         return seconds, ()
