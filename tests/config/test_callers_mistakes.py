@@ -11,6 +11,7 @@ from zerojax.checkpoint import Checkpointer
 from zerojax.testing import simulate_devices
 
 PARAMS = {"w": jnp.ones((16, 8))}
+ROWS = jnp.ones((8, 16))
 
 
 def mean_square(params, batch):
@@ -69,6 +70,8 @@ def test_what_is_printed_fits_a_screen(tx):
 def test_a_report_needs_arrays(tx):
     with pytest.raises(TypeError, match="step is a ShapeDtypeStruct; report measures live"):
         report(tx.create(jax.eval_shape(lambda: PARAMS)))
+    with pytest.raises(TypeError, match="None has none"):
+        report(None)
 
 
 def test_devices_cannot_be_simulated_too_late(monkeypatch):
@@ -93,25 +96,21 @@ def changed_states(tx):
     yield frozen.create(PARAMS | {"v": PARAMS["w"]}), r"precision= or trainable= than the step: params\['v'\] frozen"
     moved = state.replace(params=jax.device_put(state.params, jax.devices()[1]))
     yield moved, "was put on 1 of the 8 devices"
+    other = zero_shard(optax.sgd(1e-3), stage=3, persist_below=10)
+    yield other.create(PARAMS), r"another transformation than the step's, whose .* \[0\]\.count beyond"
 
 
 def test_a_state_of_other_parameters_stage_or_mesh(tx):
     for state, message in changed_states(tx):
         with pytest.raises(ValueError, match=message):
-            tx.train_step(mean_square)(state, jnp.ones((8, 16)))
+            tx.train_step(mean_square)(state, ROWS)
 
 
 def test_a_parameter_that_is_no_array(tx):
     with pytest.raises(TypeError, match=r"params\['s'\] is a float, not an array.*jnp\.asarray"):
         tx.create({"s": 1.0})
     with pytest.raises(TypeError, match=r"params\['act'\] is a function, not an array.*eqx\.partition"):
-        tx.value_and_grad(mean_square)({**PARAMS, "act": lambda x: x}, jnp.ones((8, 16)))
-
-
-def test_a_state_of_another_transformation(tx):
-    other = zero_shard(optax.sgd(1e-3), stage=3, persist_below=10)
-    with pytest.raises(ValueError, match=r"another transformation than the step's, whose .* \[0\]\.count beyond"):
-        tx.train_step(mean_square)(other.create(PARAMS), jnp.ones((8, 16)))
+        tx.value_and_grad(mean_square)({**PARAMS, "act": lambda x: x}, ROWS)
 
 
 def decorated(params, batch, act, rate, *, train, name=None, key):
@@ -172,12 +171,6 @@ def test_no_state_for_a_transformation_without_one(mesh):
         adam.update(PARAMS, None)
 
 
-def used_up(tx):
-    state = tx.create(PARAMS)
-    tx.train_step(mean_square)(state, jnp.ones((8, 16)))
-    return state
-
-
 @pytest.mark.quick(4)
 @pytest.mark.parametrize(
     ("call", "named"),
@@ -188,19 +181,14 @@ def used_up(tx):
         (lambda tx, state, folder: report(state.params), r"state\['w'\] was used up"),
         (lambda tx, state, folder: tx.unshard(state.params), r"tree\['w'\] was used up"),
         (lambda tx, state, folder: tx.unshard(state.opt_state), r"tree\[0\]\.\w+(\['w'\])? was used up"),
-        (
-            lambda tx, state, folder: tx.eval_step(mean_square)(state.params, jnp.ones((8, 16))),
-            r"params\['w'\] was used",
-        ),
-        (
-            lambda tx, state, folder: tx.value_and_grad(mean_square)(state.params, jnp.ones((8, 16))),
-            r"params\['w'\] was",
-        ),
+        (lambda tx, state, folder: tx.eval_step(mean_square)(state.params, ROWS), r"params\['w'\] was used"),
+        (lambda tx, state, folder: tx.value_and_grad(mean_square)(state.params, ROWS), r"params\['w'\] was used"),
     ],
 )
 def test_arrays_that_a_step_has_used_up(call, named, mesh, tmp_path):
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
-    state = used_up(tx)
+    state = tx.create(PARAMS)
+    tx.train_step(mean_square)(state, ROWS)
     with pytest.raises(ValueError, match=named + ".*Use the result of that call"):
         call(tx, state, tmp_path)
 
@@ -211,7 +199,7 @@ def test_parameters_of_another_mesh(name, count, mesh):
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=1)
     other = jax.make_mesh((count,), ("fsdp",), devices=jax.devices()[-count:], axis_types=(AxisType.Auto,))
     params = zero_shard(optax.adam(1e-3), stage=3, mesh=other, axis="fsdp", persist_below=1).shard(PARAMS)
-    call = tx.unshard if name == "unshard" else lambda params: getattr(tx, name)(mean_square)(params, jnp.ones((8, 16)))
+    call = tx.unshard if name == "unshard" else lambda params: getattr(tx, name)(mean_square)(params, ROWS)
     words = rf"\['w'\] is on a mesh of {count} devices .*fsdp.*has 8.*'data'.*tx\.unshard"
     with pytest.raises(ValueError, match=words):
         call(params)
@@ -224,9 +212,4 @@ def test_an_error_of_the_function_itself_stays_what_it_is(mesh):
         raise ValueError("mine")
 
     with pytest.raises(ValueError, match=r"^mine\n"):
-        tx.eval_step(fails)(tx.shard(PARAMS), jnp.ones((8, 16)))
-
-
-def test_nothing_to_report():
-    with pytest.raises(TypeError, match="None has none"):
-        report(None)
+        tx.eval_step(fails)(tx.shard(PARAMS), ROWS)

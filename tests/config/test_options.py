@@ -30,6 +30,7 @@ from zerojax.config.precision import LARGEST_SCALE, common_dtype
 
 AXES = ("host", "gpu")
 HOST = Offload(optimizer="host")
+BOTH = Offload(optimizer="host", params="host")
 
 
 def mesh_2x4(kind=AxisType.Auto):
@@ -93,22 +94,14 @@ def test_an_unknown_stage(stage):
         (lambda: config(params_axis=("gpu", "rack")), ValueError, "params_axis names axis 'rack'"),
         (lambda: config(2, params_axis=("gpu",)), ValueError, "needs stage 3: stage 2"),
         (lambda: config(params_axis=("gpu",), shard_axis=("gpu",)), ValueError, "Give one of them"),
-        (
-            lambda: config(params_axis=("gpu",), offload=Offload(optimizer="host", params="host")),
-            ValueError,
-            "shards a parameter like its optimizer state",
-        ),
+        (lambda: config(params_axis=("gpu",), offload=BOTH), ValueError, "shards a parameter like its optimizer state"),
         (lambda: config(prefetch=-1), ValueError, "prefetch counts uses and must be at least 0"),
         (lambda: config(bucket_bytes=-1), ValueError, "bucket_bytes counts bytes and must be at least 0"),
         (lambda: config(precision="bf16"), TypeError, r"precision is a zerojax.Precision.*not 'bf16'"),
         (lambda: config(offload="host"), TypeError, r"offload is a zerojax.Offload.*not 'host'"),
         (lambda: config(wire="int8"), TypeError, r"wire is a zerojax.Wire.*not 'int8'"),
         (lambda: config(0, offload=HOST), ValueError, "Stage 0 shards nothing"),
-        (
-            lambda: config(2, offload=Offload(optimizer="host", params="host")),
-            ValueError,
-            "needs stage 3: at stage 2",
-        ),
+        (lambda: config(2, offload=BOTH), ValueError, "needs stage 3: at stage 2"),
         (lambda: config(0, wire=Wire(reduce="int8")), ValueError, "Stage 0 all-reduces"),
         (lambda: config(2, wire=Wire(gather="int8")), ValueError, "stage 2 stores what it gathers"),
         (lambda: config(shard_axis=("gpu",), wire=Wire(reduce="int8")), ValueError, "rounded once more"),
@@ -184,7 +177,7 @@ def test_the_last_values_that_fit_are_taken():
     for stage in range(4):
         config(stage, persist_below=0, prefetch=0, bucket_bytes=0, matrix_updates="owner", view="device")
     config(1, offload=HOST, wire=Wire(reduce="int8"), shard_axis=())
-    config(3, offload=Offload(optimizer="host", params="host"), shard_axis=("gpu",))
+    config(3, offload=BOTH, shard_axis=("gpu",))
     config(3, params_axis=("gpu",), offload=HOST)
     config(3, shard_axis=("gpu",), wire=Wire(gather="int8", over=AXES))
     for over in (None, "host", AXES):
@@ -305,10 +298,10 @@ def test_a_batch_spec_is_cut_to_the_dims_of_each_leaf():
 
 
 def test_what_a_configuration_derives_from_stage_and_options():
-    narrow, both = Precision.bf16(), Offload(optimizer="host", params="host")
+    narrow = Precision.bf16()
     assert [config(stage).stores_compute_dtype for stage in range(4)] == [True, True, True, False]
     assert all(config(**options).stores_compute_dtype for options in ({"offload": HOST}, {"params_axis": ("gpu",)}))
-    assert (config(offload=both).params_on_host, config(offload=HOST).params_on_host) == (True, False)
+    assert (config(offload=BOTH).params_on_host, config(offload=HOST).params_on_host) == (True, False)
     assert not config().params_on_host
     assert config(2, precision=narrow).has_master_weights
     assert not config(3, precision=narrow).has_master_weights
