@@ -37,20 +37,18 @@ class Wrapping:
         names: Names in the file's namespace, of modules and functions, whose transformations are sharded.
         placed: Functions of the file whose arrays are replicated over the mesh, as parameters of few elements are.
         versions: What versions some modules give, for a file that compares them as text, where "0.12" is before "0.7".
-        options: Arguments of `zero_shard`, without the mesh.
         mesh: Size, axis and type of axis of the mesh.
     """
 
     names: frozenset
     placed: frozenset
     versions: dict[str, str]
-    options: dict
     mesh: tuple[int, str, str]
 
     def sharded(self, result):
         """A transformation is sharded; what makes one is seen through this wrapping; anything else as it is."""
         if isinstance(result, optax.GradientTransformation):
-            return zero_shard(result, mesh=mesh_of(*self.mesh), axis=self.mesh[1], **self.options)
+            return zero_shard(result, mesh=mesh_of(*self.mesh), axis=self.mesh[1], stage=3)
         return self.view(result) if inspect.isfunction(result) else result
 
     def view(self, thing):
@@ -115,7 +113,7 @@ class OutsideModule(pytest.Module):
         given = json.loads(os.environ["ZEROJAX_OUTSIDE"])
         file = given["files"][str(self.path)]
         names, placed = frozenset(file["names"]), frozenset(file["placed"])
-        wrapping = Wrapping(names, placed, file["versions"], given["options"], tuple(given["mesh"]))
+        wrapping = Wrapping(names, placed, file["versions"], tuple(given["mesh"]))
         module = types.ModuleType(f"outside_{self.path.stem}")
         module.__file__ = str(self.path)
         sys.modules[module.__name__] = module  # dataclasses look their module up

@@ -31,7 +31,7 @@ def outcomes_of(suite, folder, *, only=None):
     root = sources.root_of(suite.package)
     files = {str(root / f.path): {"names": f.names, "placed": f.placed, "versions": f.versions} for f in suite.files}
     left_out = {str(root / f.path): [r.tests for r in f.reasons if r.outcome == "left out"] for f in suite.files}
-    asked = {"files": files, "options": suite.options, "mesh": suite.mesh, "left_out": left_out, "only": only}
+    asked = {"files": files, "mesh": suite.mesh, "left_out": left_out, "only": only}
     results = folder / "outcomes.json"
     paths = [str(HERE.parents[1]), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {
