@@ -20,8 +20,8 @@ def loss(params, batch):
     return jnp.mean(jnp.tanh(batch @ params["w"]) @ params["v"]) * params["learning_rate"]
 
 
-def begun(tx, *, stage=3, offload=None, **options):
-    tx = zero_shard(tx, stage=stage, mesh=mesh_of(8), persist_below=8, offload=offload)
+def begun(tx, *, offload=None, **options):
+    tx = zero_shard(tx, stage=3, mesh=mesh_of(8), persist_below=8, offload=offload)
     return tx.train_step(loss, **options), tx.create(PARAMS)
 
 
