@@ -9,12 +9,12 @@ import sys
 
 import optax
 import pytest
-from checkpoints import NEWEST, SHAPES, assert_same, files_of, filled, flip, zero
+from checkpoints import NEWEST, SHAPES, assert_same, files_of, filled, flip, sign, zero
 from conftest import fraction, mesh_of
 
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, export_checkpoint, saving
-from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, digest_line, read_manifest
+from zerojax.checkpoint.manifest import MANIFEST, read_manifest
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
 state_of = functools.partial(filled, TX, SHAPES)
@@ -123,14 +123,6 @@ def replaced(name, make):
     return lambda folder: ((folder / name).unlink(), make(folder / name))
 
 
-def other_manifest(text):
-    def write(folder):
-        (folder / MANIFEST).write_bytes(text)
-        (folder / MANIFEST_DIGEST).write_text(digest_line(text))
-
-    return write
-
-
 FOREIGN = {
     "a link": (linked_outside, "packed.0.bin", "cannot be read: it is no plain file in the checkpoint's folder"),
     "a pipe": (replaced("data.0.json", os.mkfifo), "data.0.json", "it is no plain file"),
@@ -139,8 +131,8 @@ FOREIGN = {
         MANIFEST,
         "cannot be read: it is no plain file",
     ),
-    "the manifest of another program": (other_manifest(b'{"version": "x"}'), MANIFEST, "is no manifest"),
-    "no manifest": (other_manifest(b"[]"), MANIFEST, "is no manifest"),
+    "the manifest of another program": (lambda folder: sign(folder, b'{"version": "x"}'), MANIFEST, "is no manifest"),
+    "no manifest": (lambda folder: sign(folder, b"[]"), MANIFEST, "is no manifest"),
 }
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import several
-from checkpoints import KEYS, NEWEST, SHAPES, assert_same, files_of, filled, logical_leaves
+from checkpoints import KEYS, NEWEST, SHAPES, assert_same, files_of, filled, logical_leaves, rewrite_manifest
 from conftest import mesh_of
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file
@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from zerojax import zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export_checkpoint, saving
 from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
-from zerojax.checkpoint.manifest import SavedLeaf, digest_line, read_manifest
+from zerojax.checkpoint.manifest import SavedLeaf, read_manifest
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
 MUTABLE = {"keys": jax.random.split(jax.random.key(4), 3)}
@@ -59,22 +59,18 @@ def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch
             assert_same(checkpoints.restore(like).state, state)
 
 
-def sign(folder, body):
-    text = json.dumps(body).encode()
-    (folder / "manifest.json").write_bytes(text)
-    (folder / "manifest.sha256").write_text(digest_line(text))
-
-
 def test_a_checkpoint_of_format_1_is_restored(tmp_path, monkeypatch):
     """It has a folder per leaf, and its manifest no pieces."""
     monkeypatch.setattr(saving, "SMALL_BYTES", 0)
     state = filled(TX, SHAPES)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state, step=2)
-    body = json.loads((tmp_path / NEWEST / "manifest.json").read_text()) | {"version": 1}
-    for leaf in body["leaves"]:
-        assert leaf.pop("pieces") == []
-    sign(tmp_path / NEWEST, body)
+
+    def older(body):
+        body["version"] = 1
+        assert all(leaf.pop("pieces") == [] for leaf in body["leaves"])
+
+    rewrite_manifest(tmp_path / NEWEST, older)
     checkpoints = Checkpointer(tmp_path, read_only=True)
     assert checkpoints.verify() == [2]
     assert_same(checkpoints.restore(TX.create(SHAPES)).state, state)
@@ -99,10 +95,8 @@ def test_keys_of_another_implementation_are_named(tmp_path):
     state = TX.create(SHAPES, mutable=MUTABLE)
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(filled(TX, SHAPES).replace(mutable=MUTABLE), step=2)
-    body = json.loads((tmp_path / NEWEST / "manifest.json").read_text())
-    for leaf in body["leaves"]:
-        leaf["key"] = leaf["key"] and "rbg"
-    sign(tmp_path / NEWEST, body)
+    other = lambda body: [leaf.update(key=leaf["key"] and "rbg") for leaf in body["leaves"]]
+    rewrite_manifest(tmp_path / NEWEST, other)
     with pytest.raises(CheckpointError, match=r"mutable\['keys'\] is said to be PRNG keys of rbg, and is not"):
         Checkpointer(tmp_path, read_only=True).restore(state)
 

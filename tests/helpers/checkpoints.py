@@ -1,9 +1,12 @@
 """What several files do to a checkpoint, and expect of it and of its state."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, digest_line
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
 from zerojax.placement.chunking import joined
@@ -34,6 +37,19 @@ def zero(path, offset, size):
     content = bytearray(path.read_bytes())
     content[offset : offset + size] = bytes(len(content[offset : offset + size]))
     path.write_bytes(content)
+
+
+def sign(folder, text):
+    """Give a saved step another manifest, with its digest."""
+    (folder / MANIFEST).write_bytes(text)
+    (folder / MANIFEST_DIGEST).write_text(digest_line(text))
+
+
+def rewrite_manifest(folder, change):
+    """Let a function change what the manifest of a saved step says."""
+    body = json.loads((folder / MANIFEST).read_text())
+    change(body)
+    sign(folder, json.dumps(body).encode())
 
 
 def filled(tx, shapes, step=0, **options):
