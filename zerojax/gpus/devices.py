@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.gpus.topology import KINDS, Topology, target_config
-from zerojax.units import parse_bytes
 
 # Element types for which matrix units have rates, by their numbers in XLA (xla_data.proto).
 TYPES = {"2": "s8", "6": "u8", "10": "f16", "11": "f32", "12": "f64", "16": "bf16", "19": "f8e5m2", "20": "f8e4m3fn"}
@@ -105,11 +104,11 @@ class Device:
             host_link=HOST_LINKS[topology.kind],
         )
 
-    def usable(self, memory: float | str | None) -> int:
-        """Return the bytes that a program may use: `memory`, such as `"72 GB"`, or the usual share if it is None."""
-        return int(USABLE * self.memory) if memory is None else parse_bytes("memory", memory, least=1)
+    def usable(self, memory: int | None) -> int:
+        """Return the bytes that a program may use: `memory`, or the usual share if it is None."""
+        return int(USABLE * self.memory) if memory is None else memory
 
-    def fitted(self, memory: float | str | None) -> int:
+    def fitted(self, memory: int | None) -> int:
         """Return the bytes into which a step with `memory="auto"` is fitted; see `SCHEDULED`."""
         return min(self.usable(memory), int(USABLE * SCHEDULED * self.memory))
 

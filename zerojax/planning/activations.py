@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,18 @@ from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import check_batch, packed
 from zerojax.train.fitting import largest_share
 from zerojax.train.loss import Loss, TypedLoss, on_one_device
+
+
+class LossOptions(TypedDict, total=False):
+    """Options that say what a loss function returns, as for `train_step`."""
+
+    has_aux: bool
+    weighted: bool
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    others = dict(options)
+    return {name: others.pop(name, False) for name in LossOptions.__annotations__}, others
 
 
 @dataclasses.dataclass(frozen=True)

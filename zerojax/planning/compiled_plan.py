@@ -226,7 +226,7 @@ def read_plan(
     step: CompiledStep,
     topology: str,
     *,
-    memory: float | str | None = None,
+    memory: int | None = None,
     rates: Rates = USUAL,
     batch: int | None,
     largest_batch: int | None = None,

@@ -14,7 +14,7 @@ import dataclasses
 import numbers
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from zerojax.comm.mesh import resolve_axes
 from zerojax.config import STAGES, Config, LeafMask, Offload, Precision, Wire, check_count
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.optim.plan import make_plan
-from zerojax.planning.activations import PlainGradient, device_rows
+from zerojax.planning.activations import LossOptions, PlainGradient, device_rows, split_options
 from zerojax.planning.shapes import is_array, named_sharding
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage
 from zerojax.train.loss import Loss
@@ -37,11 +37,9 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-class EstimateOptions(TypedDict, total=False):
-    """What the loss returns, its further arguments, a GPU to compile for, and options of `zero_shard`."""
+class EstimateOptions(LossOptions, total=False):
+    """Further arguments of the loss, a GPU to compile for, and options of `zero_shard`."""
 
-    has_aux: bool
-    weighted: bool
     args: Sequence[Any]
     gpu: str | None
 
@@ -152,14 +150,14 @@ def estimate(
     check_arguments(tx, loss_fn, batch, accumulate, number)
     tx = optax.adam(1e-3) if tx is None else tx
     gpu, args = options.pop("gpu", None), options.pop("args", ())
-    loss_options = {name: options.pop(name, False) for name in ("has_aux", "weighted")}
+    loss_options, others = split_options(options)
     plain = None if loss_fn is None else PlainGradient(Loss(loss_fn, **loss_options), tuple(args), gpu)
     rows, size, trained = [], 0, 0
     for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
         axes = mesh_axes(count)
         params = model_shapes(model) if number is None else vector(number, axes["user_mesh"].size)
         for stage in stages:
-            config = Config(tx, stage, **axes, **config_options(options, number, stage))
+            config = Config(tx, stage, **axes, **config_options(others, number, stage))
             plan = make_plan(config, params)
             layout = plan.layout
             row = estimate_stage(config, plan, accumulate)

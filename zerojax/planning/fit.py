@@ -122,7 +122,7 @@ class SearchSpace:
     stages: Sequence[int]
     offloads: Sequence[Offload | None]
     rows: Sequence[int] | None
-    memory: float | str | None
+    memory: int | None
     rates: Rates
     recompute: bool = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import optax
 
@@ -14,7 +14,7 @@ from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.optim.partition import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
-from zerojax.planning.activations import PlainGradient
+from zerojax.planning.activations import LossOptions, PlainGradient, split_options
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
@@ -23,7 +23,7 @@ from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
 from zerojax.transformation import ZeroTransformation
-from zerojax.units import format_bytes, format_seconds
+from zerojax.units import format_bytes, format_seconds, parse_bytes
 
 MOST_DEVICES = 1024
 # In the search for the largest batch: compilations after which bisection replaces interpolation.
@@ -34,6 +34,15 @@ UNEVEN_ROWS = (
     "{} is searched in rows, but the leaves of this batch have different numbers of rows on dim 0, or no dim 0. Pass "
     "values that belong to no row as further arguments, after the batch."
 )
+
+
+class FitOptions(LossOptions, total=False):
+    """Rows of the batch to try, whether layers may recompute activations, the loss's options, and the GPU's figures."""
+
+    rows: int | Sequence[int] | None
+    recompute: bool
+    memory: float | str | None
+    rates: Any
 
 
 class Planner:
@@ -87,7 +96,8 @@ class Planner:
         """
         gpus = Topology.parse(topology)
         rates, device, rows = Rates.parse(rates), Device.of(gpus), rows_of(batch)
-        achievable, usable = rates.of(gpus), device.usable(memory)
+        achievable, most = rates.of(gpus), parse_memory(memory)
+        usable = device.usable(most)
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
         if largest_batch and isinstance(step, Step) and step.options.memory is not None:
@@ -97,14 +107,14 @@ class Planner:
                 "them."
             )
         if isinstance(step, Step):
-            program = program_of_step(step, state, args, topology, device.fitted(memory))
+            program = program_of_step(step, state, args, topology, device.fitted(most))
         else:
             program = program_of_function(step, state, batch, args, topology)
         compiled = program.compile(batch)
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds, notes = of_update(program.update, compiled, achievable, usable)
         noted = compiled._replace(notes=(*compiled.notes, *notes))
-        figures = {"memory": memory, "rates": rates, "update": seconds}
+        figures = {"memory": most, "rates": rates, "update": seconds}
         return read_plan(noted, topology, batch=rows, largest_batch=largest, **figures)
 
     @auto_context()
@@ -119,12 +129,7 @@ class Planner:
         devices: int | None = 8,
         stages: int | Sequence[int] = tuple(STAGES),
         offload: Offload | Sequence[Offload | None] | None = OFFLOADS,
-        rows: int | Sequence[int] | None = None,
-        recompute: bool = False,
-        has_aux: bool = False,
-        weighted: bool = False,
-        memory: float | str | None = None,
-        rates: Any = None,
+        **options: Unpack[FitOptions],
     ) -> Fit:
         """Find the stage, loss, offload and batch size that fit into memory at the least time per row.
 
@@ -146,14 +151,12 @@ class Planner:
             stages: ZeRO stages to choose from, one or several.
             offload: Offloads to choose from, one or several, except with parameters on disk. None is no offload. The
                 compiled plan counts parameters in host memory as device memory.
-            rows: Rows of the global batch, one number or several; numbers that the devices do not divide are ignored.
-                By default, rows start at one per device, and double while a row gets 2% cheaper and a candidate fits.
-            recompute: If True, steps get `memory="auto"`, so that their layers save as many activations as fit. Then no
-                loss with remat is needed.
-            has_aux: As for `train_step`.
-            weighted: As for `train_step`.
-            memory: As for a plan.
-            rates: As for a plan. Without `rates`, costs are at peak rates. `host_link` counts with every offload.
+            **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
+                are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
+                a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
+                activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `rates`. Without
+                `rates`, costs are at peak rates. `host_link` counts with every offload. As for `train_step`:
+                `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates.
@@ -170,10 +173,12 @@ class Planner:
         counts = device_counts(devices)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
-        loss_options = {"has_aux": has_aux, "weighted": weighted}
-        choices = as_sequence(stages), as_sequence(offload), None if rows is None else as_sequence(rows)
-        space = SearchSpace(gpu, *choices, memory, Rates.parse(rates), recompute=recompute)
-        space.usable(counts[0])  # raises early if memory= or rates= is wrong
+        loss_options, figures = split_options(options)
+        row_counts = None if (rows := figures.pop("rows", None)) is None else as_sequence(rows)
+        recompute = bool(figures.pop("recompute", False))
+        figures |= {"memory": parse_memory(figures.get("memory")), "rates": Rates.parse(figures.get("rates"))}
+        choices = as_sequence(stages), as_sequence(offload), row_counts
+        space = SearchSpace(gpu, *choices, recompute=recompute, **figures)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
@@ -188,7 +193,7 @@ class Planner:
             chosen = {"user_mesh": absent_mesh(topology, axes=config.axis), "stage": candidate.stage}
             sharded = ZeroTransformation.of(dataclasses.replace(config, offload=candidate.offload, **chosen))
             step = sharded.train_step(losses[candidate.loss], memory=candidate.memory, **loss_options)
-            return self(step, sharded.create(shapes), resized, *args, topology=topology, memory=memory, rates=rates)
+            return self(step, sharded.create(shapes), resized, *args, topology=topology, **figures)
 
         of_loss = lambda f: PlainGradient(Loss(f, **loss_options), args, gpu, recompute=recompute)
         gradients = {name: of_loss(f) for name, f in losses.items()}
@@ -203,6 +208,10 @@ def device_counts(devices: int | None) -> list[int]:
         return [2**i for i in range(MOST_DEVICES.bit_length())]
     check_count("devices", devices, "GPUs", least=1)
     return [int(devices)]
+
+
+def parse_memory(given: float | str | None) -> int | None:
+    return None if given is None else parse_bytes("memory", given, least=1)
 
 
 def as_sequence(given: Any) -> Sequence[Any]:
