@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import random
 import re
 import shutil
@@ -163,7 +164,7 @@ def test_a_lease_that_is_released_twice_lends_its_buffer_once(tmp_path):
         lease.release()
         assert not lease.arrays
         store.read(2, version=0).result(10)
-        with pytest.raises(AssertionError, match="all buffers are lent"):
+        with pytest.raises(queue.Empty):
             store.read(3, version=0)
         second.result(10)
 

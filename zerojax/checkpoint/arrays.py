@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -183,9 +183,10 @@ def wait_for(futures: Sequence[Any]) -> None:
 def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
     large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
-    # Each process reads packed leaves in full, because they are small.
-    whole = lambda one: placed(read_packed(directory, one.saved), one)
-    arrays = [whole(one) if one.saved.pieces else next(large) for one in requests]
+    with opener() as open_once:
+        # Each process reads packed leaves in full, because they are small.
+        whole = lambda one: placed(read_packed(directory, one.saved, open_once), one)
+        arrays = [whole(one) if one.saved.pieces else next(large) for one in requests]
     return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
 
 
@@ -236,7 +237,8 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
         return part
     target = part[(*map(slice, sizes), ...)]
     if saved.pieces:
-        target[...] = read_packed(directory, saved)[inside]
+        with opener() as open_once:
+            target[...] = read_packed(directory, saved, open_once)[inside]
         return part
     try:
         read_files(directory / ARRAYS / saved.folder, inside, target)
@@ -247,15 +249,21 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
     return part
 
 
-def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
+@contextlib.contextmanager
+def opener() -> Iterator[Callable[[Path], IO[bytes]]]:
+    """Yield a function that opens each file once, because a file of packed leaves has thousands of them."""
+    with contextlib.ExitStack() as files:
+        yield functools.cache(lambda path: files.enter_context(path.open("rb")))
+
+
+def read_packed(directory: Path, leaf: SavedLeaf, open_once: Callable[[Path], IO[bytes]]) -> np.ndarray:
     """Read and verify the storage of a packed leaf, all of which its pieces cover."""
     ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
     storage = np.empty([max(dim) for dim in zip(*ends, strict=True)], leaf.storage_dtype)
     for piece, end in zip(leaf.pieces, ends, strict=True):
         path = directory / piece.file
         try:
-            with path.open("rb") as file:
-                values = read_verified(file, leaf, piece)
+            values = read_verified(open_once(path), leaf, piece)
         except OSError as error:
             raise CheckpointError(f"{leaf.name} in {path} cannot be read: {in_one_line(error)}") from error
         if values is None:

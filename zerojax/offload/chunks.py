@@ -59,6 +59,13 @@ def aligned_buffer(size: int) -> memoryview:
     return memoryview(memory)
 
 
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    """Copy an array to aligned memory, which JAX's arrays on CPU share instead of copying it again."""
+    copy = np.frombuffer(aligned_buffer(max(1, array.nbytes)), array.dtype, array.size).reshape(array.shape)
+    np.copyto(copy, array)
+    return copy
+
+
 def supports_direct(probe: Path) -> bool:
     """Return whether the file `probe` can be written without the page cache. Remove the file afterwards."""
     try:

@@ -113,9 +113,8 @@ class DiskStore:
     def read(self, index: int, *, version: int) -> Future[Lease]:
         """Begin to read a chunk. The future raises a `DiskStateError` if the version or the checksum is wrong."""
         self._raise_failure()
-        assert not self._to_read.empty(), "all buffers are lent"
         self.bytes_read += self._specs[index].bytes
-        return self._begin(self._begun[index], self._read, index, version, self._to_read.get())
+        return self._begin(self._begun[index], self._read, index, version, self._to_read.get_nowait())
 
     def write(self, index: int, arrays: Sequence[np.ndarray], *, version: int) -> None:
         """Block until a buffer is free, copy a chunk's new state to the buffer, and begin to write the chunk."""
@@ -139,8 +138,8 @@ class DiskStore:
 
         A write of the chunk that begins later waits for the copy. So the copy has the chunk as it is at this call.
         Reads do not wait for copies. A copy has a buffer of its own, so that writes of other chunks do not wait for it.
-        The future raises a `DiskStateError` if the version or the checksum is wrong, and
-        any error of `put`.
+        The future raises a `DiskStateError` if the version or the checksum is wrong, and any error
+        of `put`.
         """
         self._raise_failure()
         self.bytes_read += self._specs[index].bytes

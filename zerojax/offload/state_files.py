@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from zerojax.layout.chunked import Chunking, is_chunked
 from zerojax.layout.leaf import Leaf, replace_at
 from zerojax.offload import folder
-from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.chunks import ChunkSpec, aligned_copy
 from zerojax.offload.disk import DiskStore, Lease, buffer_bytes
 from zerojax.offload.folder import DiskError
 
@@ -99,7 +99,7 @@ class StateFiles:
             # On CPU, an array shares the buffer, even with may_alias=False (jax 0.10.2).
             on_cpu = holders[0][0].platform == "cpu"
             shards = [
-                jax.device_put(data.copy() if on_cpu else data, SingleDeviceSharding(device, memory_kind=kind))
+                jax.device_put(aligned_copy(data) if on_cpu else data, SingleDeviceSharding(device, memory_kind=kind))
                 for data, devices in zip(lease.arrays, holders, strict=True)
                 for device in devices
             ]

@@ -20,9 +20,10 @@ def unusable_named(mesh: Mesh | None, *, donates: bool = False, **trees: Any) ->
     The arrays are checked only after an error. `mesh` is the mesh of the transformation, or None to accept arrays on
     any mesh. `trees` are the arguments by name. If the call `donates` them, deleted arrays are not named.
     """
+    of_arrays = (ValueError,) if donates else (RuntimeError, ValueError)
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except of_arrays as error:
         for name, tree in trees.items():
             if donates:
                 tree = jax.tree.map(lambda x: None if isinstance(x, jax.Array) and x.is_deleted() else x, tree)
