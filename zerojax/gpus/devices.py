@@ -184,8 +184,7 @@ class Rates:
         share, links = PRODUCTS[kind], device.links
         pairs = {f"products {dtype}": (rate, device.rate(dtype)) for dtype, rate in self.products.items()}
         pairs |= {"memory": (self.memory, device.bandwidth), "link": (self.link, links.link)}
-        pairs |= {"network": (self.network, links.network)}
-        for name, (measured, peak) in pairs.items():
+        for name, (measured, peak) in pairs.items():  # a host's network adapters may be faster than usual
             if measured is not None and measured > EXCESS * peak:
                 raise ValueError(
                     f"The rates were not measured on {kind}: {name} is {measured:.3g} per second, and the peak rate of "
