@@ -162,7 +162,7 @@ def test_chunks_cover_each_shard_and_fit_where_an_index_fits(dims, chunk_bytes):
 
 
 def test_an_offloaded_leaf_is_a_node_that_cannot_be_pickled():
-    node = Chunked((), SHARDED, Chunking(0, (4,)), None)
+    node = Chunked(SHARDED, Chunking(0, (4,)), None, ())
     assert (node.shape, node.dtype, is_chunked(node), is_chunked(SHARDED)) == ((16, 7), F32, True, False)
     with pytest.raises(TypeError, match=r"opt_state\['w'\] is offloaded"):
         pickle.dumps(node)

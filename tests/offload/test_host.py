@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, zero_shard
-from zerojax.layout.chunked import Chunked, Chunking
+from zerojax.layout.chunked import Chunked, ChunkedLayout, Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import chunks, close, folder, host, lock
 from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
@@ -189,7 +189,7 @@ def leaf(**options):
 def test_closing_a_state_unlocks_what_is_on_disk_and_only_that():
     closed = []
     files = SimpleNamespace(files=SimpleNamespace(abandon=lambda: closed.append(1)))
-    on_disk, on_host = (Chunked((), leaf(), Chunking(0, (2,)), None, store) for store in (files, None))
+    on_disk, on_host = (Chunked(leaf(), Chunking(0, (2,)), None, (), store) for store in (files, None))
     close({"a": on_host, "b": jnp.ones(2), "c": None})
     assert not closed
     close({"a": on_host, "b": [on_disk, on_disk]})
@@ -204,7 +204,7 @@ def test_replicas_of_a_shard_are_one_entry(mesh):
 
 def test_a_version_is_complete_when_every_chunk_is_written(mesh, tmp_path):
     sharding, chunking = NamedSharding(mesh, PartitionSpec("data")), Chunking(0, (1, 1))
-    files = StateFiles(tmp_path / "state", {5: (leaf(), chunking, sharding)}, in_flight=2)
+    files = StateFiles(tmp_path / "state", {5: ChunkedLayout(leaf(), chunking, sharding)}, in_flight=2)
     assert files.path == tmp_path / "state" / "process_0"
     assert not files.path.exists(), "a folder is made before it is needed"
     parts = [jax.device_put(jnp.full((8, 4), i + 1.0), sharding) for i in range(2)]

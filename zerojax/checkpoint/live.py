@@ -115,21 +115,20 @@ def open_files(nodes: list[Any]) -> None:
     Raises:
         DiskError: On every process, if one of them cannot open its files. Otherwise the others would wait for it.
     """
-    files = {id(node.store.files): node.store.files for node in nodes if is_chunked(node) and node.store is not None}
+    files = dict.fromkeys(x.store.files for x in nodes if is_chunked(x) and x.store is not None)
     if not files:
         return
     problem = ""
     try:
-        for one in files.values():
+        for one in files:
             one.open()
     except DiskError as error:
         problem = str(error)
     answers = enumerate(Processes("reshard").exchange("open the files of the new state", problem))
-    if not (failed := [(i, text) for i, text in answers if text]):
-        return
-    for one in files.values():
-        one.abandon()
-    raise DiskError("\n".join(f"Process {i}: {text}" for i, text in failed) if jax.process_count() > 1 else problem)
+    if failed := [f"Process {i}: {text}" for i, text in answers if text]:
+        for one in files:
+            one.abandon()
+        raise DiskError("\n".join(failed) if jax.process_count() > 1 else problem)
 
 
 def free(nodes: list[Any], *, keep: list[Any]) -> None:

@@ -85,11 +85,20 @@ def row_chunkings_of(leaves: Sequence[Leaf], chunk_bytes: int) -> dict[int, Chun
     }
 
 
+@dataclasses.dataclass(frozen=True)
+class ChunkedLayout:
+    """The layout of an array that is kept in chunks."""
+
+    leaf: Leaf  # the layout of the whole array
+    chunking: Chunking  # the division of each shard into chunks
+    sharding: NamedSharding  # the sharding of the array when it is on the devices
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["chunks"], meta_fields=["leaf", "chunking", "sharding", "store"]
 )
 @dataclasses.dataclass(frozen=True)
-class Chunked:
+class Chunked(ChunkedLayout):
     """An optimizer state leaf in host memory or on disk, or a parameter on disk, in chunks. A pytree node.
 
     `chunks[k]` contains chunk k of every device's shard, so the chunks do not always concatenate to the array.
@@ -97,9 +106,6 @@ class Chunked:
 
     # arrays in host memory; for a leaf on disk, one int32 scalar: the version of its files
     chunks: tuple[Shaped[Array, "*chunk"], ...]
-    leaf: Leaf  # the layout of the whole array
-    chunking: Chunking  # the division of each shard into chunks
-    sharding: NamedSharding  # the sharding of the array when it is on the devices
     store: Any = None  # the store that reads and writes the chunks on disk; None for chunks in host memory
 
     def __reduce__(self):

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import jax.core
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
-from zerojax.layout.chunked import Chunking, is_chunked
-from zerojax.layout.leaf import Leaf, replace_at
+from zerojax.layout.chunked import ChunkedLayout, is_chunked
+from zerojax.layout.leaf import replace_at
 from zerojax.offload import folder
 from zerojax.offload.chunks import ChunkSpec, aligned_copy
 from zerojax.offload.disk import DiskStore, Lease, buffer_bytes
@@ -40,7 +40,7 @@ class StateFiles:
     def __init__(
         self,
         path: str | os.PathLike,
-        leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]],
+        leaves: Mapping[int, ChunkedLayout],
         *,
         in_flight: int,
         name: str = "",
@@ -60,11 +60,11 @@ class StateFiles:
         self._written: set[int] = set()
         self.writes = 0  # a count of the chunks that were written, or are waiting to be
         self._specs: list[ChunkSpec] = []
-        for k, (leaf, chunking, sharding) in leaves.items():
-            for n, shape in enumerate(chunking.chunk_shapes(leaf)):
+        for k, of in leaves.items():
+            for n, shape in enumerate(of.chunking.chunk_shapes(of.leaf)):
                 self._index[k, n] = len(self._specs)
-                array = (sharding.shard_shape(shape), np.dtype(leaf.dtype))
-                self._specs.append(ChunkSpec(f"{leaf.path}#{n}", (array,) * len(shards_of(sharding, shape))))
+                array = (of.sharding.shard_shape(shape), np.dtype(of.leaf.dtype))
+                self._specs.append(ChunkSpec(f"{of.leaf.path}#{n}", (array,) * len(shards_of(of.sharding, shape))))
 
     @property
     def buffer_bytes(self) -> int:
@@ -92,9 +92,9 @@ class StateFiles:
 
     def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
         """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
-        leaf, chunking, sharding = self.leaves[k]
-        shape = chunking.chunk_shape(leaf, chunking.extents[n])
-        holders = shards_of(sharding, shape)
+        of = self.leaves[k]
+        shape = of.chunking.chunk_shape(of.leaf, of.chunking.extents[n])
+        holders = shards_of(of.sharding, shape)
         with reading.result() as lease:
             # On CPU, an array shares the buffer, even with may_alias=False (jax 0.10.2).
             on_cpu = holders[0][0].platform == "cpu"
@@ -104,7 +104,7 @@ class StateFiles:
                 for device in devices
             ]
             jax.block_until_ready(shards)
-        return jax.make_array_from_single_device_arrays(shape, sharding.with_memory_kind(kind), shards)
+        return jax.make_array_from_single_device_arrays(shape, of.sharding.with_memory_kind(kind), shards)
 
     def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
         """Begin to pass the shards of chunk `n` of leaf `k` to `put`. Later writes of the chunk wait for this copy."""
@@ -167,7 +167,7 @@ class LeafFiles:
 
     @property
     def chunks(self) -> int:
-        return len(self.files.leaves[self.k][1].extents)
+        return len(self.files.leaves[self.k].chunking.extents)
 
     def load_chunk(self, version: Any, n: int) -> Array:
         """Load one chunk onto the devices. The files must have this version."""
@@ -208,7 +208,7 @@ class LeafFiles:
 
         Return the new version, as `save` does.
         """
-        boxes = (boxes_of(*self.files.leaves[self.k], n) for n in range(self.chunks))
+        boxes = (boxes_of(self.files.leaves[self.k], n) for n in range(self.chunks))
         return self._write(list(map(read, shards)) for shards in boxes)
 
     def save(self, chunks: Iterable[Array]) -> Int[np.ndarray, ""]:
@@ -271,16 +271,17 @@ def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
     return list(devices.values())
 
 
-def boxes_of(leaf: Leaf, chunking: Chunking, sharding: NamedSharding, n: int) -> list[tuple[slice, ...]]:
+def boxes_of(of: ChunkedLayout, n: int) -> list[tuple[slice, ...]]:
     """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage."""
-    start, length = chunking.chunks[n]
-    indices = sharding.addressable_devices_indices_map(leaf.storage_shape)
+    dim, (start, length) = of.chunking.dim, of.chunking.chunks[n]
+    shape = of.leaf.storage_shape
+    indices = of.sharding.addressable_devices_indices_map(shape)
     boxes = []
-    for devices in shards_of(sharding, leaf.storage_shape):
-        whole = zip(indices[devices[0]] or (), leaf.storage_shape, strict=True)
+    for devices in shards_of(of.sharding, shape):
+        whole = zip(indices[devices[0]] or (), shape, strict=True)
         box = [slice(*one.indices(size)) for one, size in whole]
-        first = box[chunking.dim].start + start
-        boxes.append(replace_at(tuple(box), chunking.dim, slice(first, first + length)))
+        first = box[dim].start + start
+        boxes.append(replace_at(tuple(box), dim, slice(first, first + length)))
     return boxes
 
 

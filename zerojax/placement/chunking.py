@@ -84,7 +84,7 @@ def join_chunks(
 
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
-    return Chunked(tuple(chunks), leaf, chunking, named(config, leaf))
+    return Chunked(leaf, chunking, named(config, leaf), tuple(chunks))
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
@@ -102,7 +102,7 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
         return dataclasses.replace(node, chunks=(node.store.fill(read),))
     where = host_sharding(concrete_mesh(node.sharding), node.sharding.spec)
     shapes = node.chunking.chunk_shapes(node.leaf)
-    boxes = [(box,) for n in range(len(shapes)) for box in boxes_of(node.leaf, node.chunking, node.sharding, n)]
+    boxes = [(box,) for n in range(len(shapes)) for box in boxes_of(node, n)]
     sizes = [math.prod(one.stop - one.start for one in box) * node.dtype.itemsize for (box,) in boxes]
     values = read_ahead(read, boxes, sizes, 2 * max(sizes))
     chunks = tuple(assembled(shape, where, node.dtype, values) for shape in shapes)

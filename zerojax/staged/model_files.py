@@ -6,17 +6,15 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 
 from zerojax.comm.mesh import replicated
-from zerojax.layout.chunked import Chunked, Chunking, concrete_mesh
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.chunked import Chunked, ChunkedLayout, concrete_mesh
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import Lease
 from zerojax.offload.state_files import LeafFiles, StateFiles, number_of
@@ -48,7 +46,7 @@ class ModelFiles(StateFiles):
     def __init__(
         self,
         path: str | os.PathLike,
-        leaves: dict[int, tuple[Leaf, Chunking, NamedSharding]],
+        leaves: Mapping[int, ChunkedLayout],
         *,
         name: str,
         params: int,
@@ -87,20 +85,20 @@ class ModelFiles(StateFiles):
         """Return files for the same parameters, which no run uses yet. `types` are the parameters' types by number."""
         wide = {}
         for k in sorted(self._params):
-            leaf, chunking, sharding = self.leaves[k]
-            wide[k] = dataclasses.replace(leaf, dtype=np.dtype(types[k])), chunking, sharding
+            of = self.leaves[k]
+            wide[k] = dataclasses.replace(of, leaf=dataclasses.replace(of.leaf, dtype=np.dtype(types[k])))
         return ModelFiles(self.root, wide, name=GIVEN, params=len(wide), host_bytes=self._given_bytes)
 
     def nodes(self, *, is_shape: bool = False) -> dict[int, Chunked]:
         """Return a `Chunked` node per parameter, by number. If `is_shape`, nodes contain shapes instead of arrays."""
         found = {}
         for k in sorted(self._params):
-            leaf, chunking, sharding = self.leaves[k]
-            where = replicated(concrete_mesh(sharding))
+            of = self.leaves[k]
+            where = replicated(concrete_mesh(of.sharding))
             version: Any = jax.ShapeDtypeStruct((), np.int32, sharding=where)
             if not is_shape:
                 version = jax.device_put(np.array(self._version, np.int32), where)
-            found[k] = Chunked((version,), leaf, chunking, sharding, LeafFiles(self, k))
+            found[k] = Chunked(of.leaf, of.chunking, of.sharding, (version,), LeafFiles(self, k))
         return found
 
     def read(self, k: int, n: int) -> Future[Lease]:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from zerojax import compat
 from zerojax.comm.mesh import constrain
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.layout.chunked import Chunking, concrete_mesh
-from zerojax.layout.leaf import Leaf, replace_at
+from zerojax.layout.chunked import ChunkedLayout, concrete_mesh
+from zerojax.layout.leaf import replace_at
 from zerojax.placement.chunking import joining, splitting
 
 if TYPE_CHECKING:
@@ -25,13 +24,10 @@ Piece = tuple[int, int]  # the number of a parameter's (or gradient's) files, an
 
 
 @dataclasses.dataclass(frozen=True)
-class OnDisk:
+class OnDisk(ChunkedLayout):
     """How one parameter, or its gradient, is kept on disk."""
 
     index: int  # the number of its files; for a parameter, this is its index among all parameters
-    leaf: Leaf
-    chunking: Chunking
-    sharding: NamedSharding  # the sharding when it is on the devices
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

@@ -41,7 +41,7 @@ def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[
     for i, param in enumerate(layout.params):
         if param.kind == "sharded":
             leaf = _typed(param, types[i].dtype) if types else param
-            found[i] = OnDisk(i, leaf, chunkings[i], named(config, leaf))
+            found[i] = OnDisk(leaf, chunkings[i], named(config, leaf), i)
     return found
 
 
@@ -55,7 +55,7 @@ def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
         if i in params:
             grad = _typed(plan.grads[k], common_dtype(plan.grads[k].dtype, jnp.float32))
             number = len(plan.layout.params) + k
-            found[k] = Trained(params[i], OnDisk(number, grad, params[i].chunking, named(config, grad)))
+            found[k] = Trained(params[i], OnDisk(grad, params[i].chunking, named(config, grad), number))
     return found
 
 
@@ -83,7 +83,7 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int, state_buff
             "fewer elements than persist_below, or no dim that can be sharded. Lower persist_below=, or leave out "
             "params=."
         )
-    leaves = {of.index: (of.leaf, of.chunking, of.sharding) for of in kept}
+    leaves = {of.index: of for of in kept}
     assert not isinstance(offload.host_bytes, str)
     return ModelFiles(
         offload.path, leaves, name=name, params=count, host_bytes=offload.host_bytes, state_buffers=state_buffers
@@ -150,15 +150,15 @@ def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
 
 def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
     """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
-    leaf, chunking, sharding = files.leaves[i]
-    if is_chunked(x) and x.chunking == chunking and x.store is not None:
-        chunks = (x.store.load_chunk(*x.chunks, n) for n in range(len(chunking.extents)))
+    of = files.leaves[i]
+    if is_chunked(x) and x.chunking == of.chunking and x.store is not None:
+        chunks = (x.store.load_chunk(*x.chunks, n) for n in range(len(of.chunking.extents)))
     else:
         # Unlike `placed_leaf`, do not copy an array that is already in place.
-        stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [leaf])[0], sharding)
-        chunks = chunks_of(stored, leaf, chunking)
+        stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [of.leaf])[0], of.sharding)
+        chunks = chunks_of(stored, of.leaf, of.chunking)
     for n, chunk in enumerate(chunks):
-        files.write(i, n, jax.block_until_ready(chunk.astype(leaf.dtype)))
+        files.write(i, n, jax.block_until_ready(chunk.astype(of.leaf.dtype)))
 
 
 def shapes_on_disk(params: PyTree) -> PyTree:

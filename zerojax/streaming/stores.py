@@ -189,7 +189,6 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     assert config.offload.path is not None
     found = enumerate(jax.tree.leaves(state_shapes(config, plan), is_leaf=is_chunked))
     nodes = {k: node for k, node in found if is_chunked(node)}
-    leaves = {k: (node.leaf, node.chunking, node.sharding) for k, node in nodes.items()}
     most = max(len(group.state) for group in partitioned_update(config, plan).groups)
-    files = StateFiles(config.offload.path, leaves, in_flight=IN_FLIGHT * most)
+    files = StateFiles(config.offload.path, nodes, in_flight=IN_FLIGHT * most)
     return {k: dataclasses.replace(node, store=LeafFiles(files, k)) for k, node in nodes.items()}

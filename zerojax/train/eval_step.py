@@ -134,7 +134,7 @@ class StagedFunction:
         layout = layout_of(self._config, shapes_on_disk(params))
         leaves = leaves_of(params)
         files.require(*next(x for x in leaves if is_chunked(x)).chunks)
-        kept = {i: OnDisk(i, x.leaf, x.chunking, x.sharding) for i, x in enumerate(leaves) if is_chunked(x)}
+        kept = {i: OnDisk(x.leaf, x.chunking, x.sharding, i) for i, x in enumerate(leaves) if is_chunked(x)}
         stored = {
             i: storage_leaves([x], [leaf])[0].astype(leaf.dtype)
             for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True))
