@@ -94,8 +94,8 @@ def test_damage_names_the_one_packed_leaf(packed, leaf, damage):
     ((piece,), path) = saved.pieces, packed / NEWEST / "packed.0.bin"
     damage(path, piece.offset, math.prod(piece.shape) * saved.storage_dtype.itemsize)
     assert_damaged(packed, [(leaf, "packed.0.bin", "has other contents than were written")])
-    with pytest.raises(CheckpointError) as caught:  # after it was verified
-        arrays.read_packed(packed / NEWEST, saved)
+    with arrays.opener() as open_once, pytest.raises(CheckpointError) as caught:  # after it was verified
+        arrays.read_packed(packed / NEWEST, saved, open_once)
     assert str(caught.value) == f"{leaf} in {path} has other contents than were written."
 
 
