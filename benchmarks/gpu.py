@@ -198,7 +198,6 @@ class Bench:
         given |= {"only": ["host/device half"]} if self.small else {}
         self.found["check"] = found = self.child("check", limit=self.args.budget, **given)
         self.save()
-        print(f"remat_policy: {found.get('remat_policy')}")
         for row in found.get("rows", ()):
             shown = row.get("error") or ", ".join(f"{k} {row[k]:.2g}" for k in row if k.startswith("to "))
             print(

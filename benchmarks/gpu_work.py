@@ -34,7 +34,6 @@ from zerojax.doctor import bandwidths, timed
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.layout.chunked import is_chunked
-from zerojax.offload import remat_policy
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
 from zerojax.train.step import resident_state
@@ -326,7 +325,7 @@ def planned(notes, *, size, rounds, topology):
 def activations(notes, *, size, rounds, offload):
     """A step whose layers' inputs wait in host memory between the passes, or on the device."""
     policy = (
-        remat_policy(yardstick.LAYER_INPUT)
+        yardstick.offloading(yardstick.LAYER_INPUT)
         if offload
         else jax.checkpoint_policies.save_only_these_names(yardstick.LAYER_INPUT)
     )
@@ -355,12 +354,6 @@ def blocking(notes, *, megabytes, rounds):
 
 def check(notes, *, stages=(1, 2, 3), only=None):
     """Compare stages with every way of offloading, or those of `only`, to plain optax and to no offload."""
-    notes.add(doing="the self-test of remat_policy")
-    try:
-        remat_policy("x")
-        notes.add(remat_policy="passes its self-test")
-    except RuntimeError as error:
-        notes.add(remat_policy=f"refused: {error}")
     init, loss, (rows, length) = yardstick.build("tiny", scan=True)
     keys = jax.random.split(jax.random.key(2), 4)
     batches = [jax.random.randint(key, (rows * max(4, jax.device_count()), length), 0, 128) for key in keys]

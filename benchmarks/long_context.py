@@ -34,11 +34,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from llama import Config, Llama, next_token_loss
+from yardstick import offloading
 
 from zerojax import Precision, plan, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
-from zerojax.offload import remat_policy
 from zerojax.planning.plan import largest_that_fits
 
 LLAMA_8B = Config(
@@ -96,7 +96,7 @@ def blockwise(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 def model_of(way: str, length: int, config: Config) -> Llama:
     """The model with the tiles of a way."""
     loss, mlp = (1 if size is None else -(-length // size) for size in TILES[way])
-    policy = remat_policy("layer_input") if way == "offload" else None
+    policy = offloading("layer_input") if way == "offload" else None
     return Llama(config, loss_tiles=loss, mlp_tiles=mlp, attention=blockwise, policy=policy)
 
 

@@ -16,6 +16,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
 
 LAYER_INPUT = "layer_input"
+
+
+def offloading(*names):
+    """A policy of `jax.checkpoint` that keeps the named activations in host memory between the passes."""
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
 OVERWRITTEN = "_overwrite_with_gradient"  # Flax's collection of the scales and histories of FP8 layers
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +25,6 @@ from zerojax.config import Offload, Precision
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
 from zerojax.offload.host import CAP_VARIABLE, available_bytes, host_kind, host_sharding, pinned_cap, to_memory
-from zerojax.offload.remat import remat_policy
 from zerojax.planning.estimate import estimate
 from zerojax.units import format_bytes
 
@@ -63,7 +63,7 @@ def examine(path: Path) -> Iterator[Finding]:
     yield run_check("link and host memory", bandwidths)
     yield run_check("products and collectives", device_rates)
     yield run_check("update on the host", host_compute)
-    yield run_check("offloaded activations", offloaded_activations)
+    yield run_check("offloaded activations", lambda: offloaded_activations(jax.local_devices()[0]))
     yield run_check(f"disk at {path}", lambda: disk_bandwidth(path))
 
 
@@ -195,8 +195,17 @@ def host_compute() -> str:
     return f"correct, in {host_kind(mesh)} memory"
 
 
-def offloaded_activations() -> str:
-    remat_policy("any_name")
+def offloaded_activations(device: jax.Device) -> str:
+    """Check the memory and the jaxlib that policies of `jax.checkpoint` need to offload activations."""
+    needed, kinds = (0, 11, 2), sorted({memory.kind for memory in device.addressable_memories()})
+    if "pinned_host" not in kinds:  # JAX treats every other kind as device memory, and keeps the activations there
+        raise RuntimeError(f"the devices have the memory kinds {', '.join(kinds) or 'none'}, not pinned_host")
+    found = tuple(int(number) for number in re.findall(r"\d+", version_of("jaxlib") or "0")[:3])
+    if device.platform in ("gpu", "cuda", "rocm") and found < needed:
+        raise RuntimeError(
+            f"this jaxlib reads activations of a scan back in the wrong order (openxla/xla#46231), so gradients would "
+            f"be wrong. Install jaxlib {'.'.join(map(str, needed))} or newer"
+        )
     return "supported here"
 
 

@@ -1,8 +1,10 @@
 """The command line, as a new user would try it: every error is one line and exit status 2."""
 
+import contextlib
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import optax
 import pytest
@@ -193,10 +195,10 @@ def test_the_doctor_passes_a_healthy_machine(tmp_path):
 
 @pytest.mark.slow
 def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
-    def wrong(*names):
+    def wrong(device):
         raise RuntimeError("gradients differ")
 
-    monkeypatch.setattr(doctor, "remat_policy", wrong)
+    monkeypatch.setattr(doctor, "offloaded_activations", wrong)
     monkeypatch.setattr(doctor, "bandwidths", lambda: "1 GB/s")
     monkeypatch.setattr(doctor, "version_of", {"jaxlib": "0.12.0", "jax-cuda13-plugin": "0.11.2"}.get)
     outcome = run("doctor", "--path", tmp_path / "nowhere")
@@ -205,6 +207,22 @@ def test_the_doctor_names_what_is_wrong(tmp_path, monkeypatch):
     assert [line.split()[1] for line in bad] == ["jax-cuda13-plugin", "offloaded", "disk"]
     assert "0.11.2, but jaxlib is 0.12.0: install the same version" in bad[0]
     assert "RuntimeError: gradients differ" in bad[1]
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "jaxlib", "found"),
+    [
+        ("cuda", "pinned_host", "0.11.1", r"openxla/xla#46231.*Install jaxlib 0\.11\.2 or newer"),
+        ("other", "unpinned_host", "0.12.0", "memory kinds unpinned_host, not pinned_host"),
+        ("cuda", "pinned_host", "0.12.0rc1", None),
+        ("tpu", "pinned_host", "0.10.2", None),
+    ],
+)
+def test_the_doctor_knows_where_activations_can_be_offloaded(platform, kind, jaxlib, found, monkeypatch):
+    monkeypatch.setattr(doctor, "version_of", {"jaxlib": jaxlib}.get)
+    device = SimpleNamespace(platform=platform, addressable_memories=lambda: [SimpleNamespace(kind=kind)])
+    with contextlib.nullcontext() if found is None else pytest.raises(RuntimeError, match=found):
+        assert doctor.offloaded_activations(device) == "supported here"
 
 
 def test_the_doctor_says_when_a_disk_of_parameters_is_the_limit(tmp_path, monkeypatch):

@@ -1,8 +1,7 @@
-"""Offloaded activations reach the host and come back in order, or the policy refuses."""
+"""Activations that a policy of JAX offloads reach the host and come back in order."""
 
 import functools
 import itertools
-from types import SimpleNamespace
 
 import flax.linen as nn
 import jax
@@ -15,8 +14,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import compat, jaxprs, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
-from zerojax.offload import remat
-from zerojax.offload.remat import remat_policy
 
 LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
 STYLES = ["scan", "unrolled"]
@@ -58,6 +55,15 @@ def problem(style):
     run = scanned if style == "scan" else unrolled
     params = stack if style == "scan" else [jax.tree.map(lambda w, i=i: w[i], stack) for i in range(LAYERS)]
     return params, batch, lambda wrap: lambda params, x: jnp.mean(run(params, x, wrap) ** 2)
+
+
+def offloading(*names, save=()):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=save,
+        names_which_can_be_offloaded=names,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
 
 
 def wrapping(policy):
@@ -112,7 +118,7 @@ def stacks(fn, *args):
 )
 def test_offloading_leaves_gradients_alone(engine, style, mesh):
     params, batch, loss_of = problem(style)
-    loss = loss_of(wrapping(remat_policy("input", "hidden", save=["kept"])))
+    loss = loss_of(wrapping(offloading("input", "hidden", save=["kept"])))
     params, gradient = differentiated(engine, loss, params, mesh)
     assert_same(jax.jit(gradient)(params, batch), plain_gradients(style))
 
@@ -129,7 +135,7 @@ def differentiated(engine, loss, params, mesh):
 @pytest.mark.parametrize("engine", ["plain", *ENGINES])
 def test_exactly_the_named_activations_go_to_the_host_and_come_back(engine, style, mesh):
     params, batch, loss_of = problem(style)
-    loss = loss_of(wrapping(remat_policy("input", "hidden", save=["kept"])))
+    loss = loss_of(wrapping(offloading("input", "hidden", save=["kept"])))
     params, grad = differentiated(engine, loss, params, mesh)
     sent, back = transfers(grad, params, batch)
     assert set(sent) == set(back) == {WIDTH, HIDDEN}
@@ -144,7 +150,7 @@ def test_exactly_the_named_activations_go_to_the_host_and_come_back(engine, styl
 def test_an_unrolled_layers_activations_have_left_when_the_next_layer_ends(prefetch, mesh):
     params, batch, loss_of = problem("unrolled")
     tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, stage=3, prefetch=prefetch)
-    grad = tx.value_and_grad(loss_of(wrapping(remat_policy("hidden"))))
+    grad = tx.value_and_grad(loss_of(wrapping(offloading("hidden"))))
     closed = jax.make_jaxpr(grad)(tx.shard(params), batch)
     inlined = jax.make_jaxpr(lambda *args: jaxprs.inline_calls(closed.jaxpr, closed.consts, *args))(*closed.in_avals)
     order = list(equations(inlined.jaxpr))  # layers that are alike are calls of one program
@@ -169,59 +175,9 @@ def test_flax_modules_take_the_policy():
     x = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
     params = model(Block).init(jax.random.key(0), x, None)
     grad_of = lambda block: jax.grad(lambda p: jnp.mean(model(block).apply(p, x, None)[0] ** 2))
-    offloaded = grad_of(nn.remat(Block, policy=remat_policy("hidden"), prevent_cse=False))
+    offloaded = grad_of(nn.remat(Block, policy=offloading("hidden"), prevent_cse=False))
     assert_same(jax.jit(offloaded)(params), jax.jit(grad_of(Block))(params))
     assert transfers(offloaded, params) == ([HIDDEN], [HIDDEN])
-
-
-def device(platform, *kinds):
-    memories = [SimpleNamespace(kind=kind) for kind in kinds]
-    return SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
-
-
-@pytest.mark.parametrize("version", ["0.10.2", "0.11.0", "0.11.1"])
-def test_a_jaxlib_that_reads_activations_in_the_wrong_order_is_refused(version):
-    with pytest.raises(RuntimeError, match=rf"jaxlib {version} on the backend 'cuda'.*xla#46231.*0\.11\.2 or newer"):
-        remat.require_offload(device("cuda", "pinned_host"), version)
-    remat.require_offload(device("tpu", "pinned_host"), version)
-
-
-@pytest.mark.parametrize("version", ["0.11.2", "0.11.2+cuda13", "0.12.0rc1", "0.12.0.1", "1.0.0"])
-def test_a_jaxlib_that_is_correct_is_not(version):
-    remat.require_offload(device("cuda", "device", "pinned_host"), version)
-
-
-def test_a_backend_without_pinned_host_memory_is_refused():
-    with pytest.raises(RuntimeError, match=r"'other'.* device, unpinned_host, not pinned_host.*save_only_these_names"):
-        remat.require_offload(device("other", "device", "unpinned_host"))
-    with pytest.raises(
-        RuntimeError, match=r"memory kinds none, not pinned_host\. Keep .*jax\.checkpoint without a policy"
-    ):
-        remat.require_offload(device("other"))
-
-
-@pytest.mark.parametrize(
-    ("names", "save", "error", "text"),
-    [
-        ((), (), ValueError, r"no name to offload.*jax\.checkpoint_policies\.save_only_these_names"),
-        ((), ("a",), ValueError, "no name to offload"),
-        (("",), (), ValueError, "empty"),
-        (("a",), ("",), ValueError, "empty"),
-        ((3,), (), TypeError, r"not 3 \(int\)"),
-        ((["a", "b"],), (), TypeError, "spread a list with a star"),
-        (("a",), (None,), TypeError, r"not None \(NoneType\)"),
-        (("a",), "kept", TypeError, r"Write save=\['kept'\]"),
-        (
-            ("b", "c", "a"),
-            ("a", "b"),
-            ValueError,
-            "'a', 'b' cannot be offloaded and saved.*out of `names` or out of `save`",
-        ),
-    ],
-)
-def test_names_that_make_no_sense_are_refused(names, save, error, text):
-    with pytest.raises(error, match=text):
-        remat_policy(*names, save=save)
 
 
 @pytest.mark.slow
@@ -249,7 +205,7 @@ def test_activations_leave_a_gpus_memory():
         return jax.jit(grad).lower(params, jax.ShapeDtypeStruct((rows, width), "float32")).compile().memory_analysis()
 
     kept = memory(jax.checkpoint_policies.save_only_these_names("input", "inner"))
-    offloaded = memory(remat_policy("input", "inner"))
+    offloaded = memory(offloading("input", "inner"))
     one = (rows // 8) * width * 4
     activations = 2 * LAYERS * one
     assert kept.host_temp_size_in_bytes == 0

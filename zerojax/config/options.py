@@ -77,7 +77,9 @@ class Offload:
             raise ValueError(f'Offload({given}) {why}. Give optimizer="host" or optimizer="disk".')
         fraction = self.fraction
         if isinstance(fraction, bool) or not isinstance(fraction, numbers.Real) or not 0 <= fraction <= 1:
-            raise ValueError(f"Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1.")
+            raise ValueError(
+                f"Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1, or device_bytes= instead."
+            )
         self._check_params()
         self._check_device_bytes()
         if (self.path is not None) != (self.optimizer == "disk"):

@@ -1,14 +1,13 @@
-"""Keep arrays in host memory or on disk: optimizer state, parameters and activations."""
+"""Keep optimizer state and parameters in host memory or on disk."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zerojax.offload.remat import remat_policy
     from zerojax.offload.state_files import close
 
-__all__ = ["close", "remat_policy"]
-MODULES = {"close": ".state_files", "remat_policy": ".remat"}
+__all__ = ["close"]
+MODULES = {"close": ".state_files"}
 
 
 def __getattr__(name: str) -> Any:
