@@ -32,7 +32,7 @@ FLOORS = [
     {"zero"},
     {"planning"},
     {"data", "user_code", "doctor"},
-    {"__init__", "flax", "testing"},
+    {"__init__", "flax"},
     {"cli"},
     {"__main__"},
 ]

@@ -70,10 +70,12 @@ def check_optimizer_sharding(params: Any, data: DataMesh) -> None:
     for path, node in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: bool(named(x))):
         divide = {*data.opt_state, *axes_of(axes_of_variable(node, "out_sharding"))}
         if wrong := [axis for axis in axes_of(named(node)) if axis not in divide]:
+            is_of_mesh = wrong[0] in dict(data.sizes)
+            use = "Use stage=1 or higher with it in axis=" if is_of_mesh else "Name an axis by nnx.logical_axis_rules"
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} has optimizer_sharding={named(node)}, and this zero_shard does "
-                f"not divide its optimizer state over {wrong[0]!r}. Use stage=1 or higher with {wrong[0]!r} in axis=, "
-                f"or drop the annotation."
+                f"not divide its optimizer state over {wrong[0]!r}, "
+                f"{'an axis' if is_of_mesh else 'which is no axis'} of the mesh. {use}, or drop the annotation."
             )
 
 

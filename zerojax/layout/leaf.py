@@ -206,6 +206,7 @@ def replace_items(items: Sequence, indices: Iterable[int], values: Iterable) -> 
     return [*(dict(enumerate(items)) | dict(zip(indices, values, strict=True))).values()]
 
 
+# The most that leaves which stay replicated add to the bytes of a device, as a fraction of them.
 MOST_EXTRA = 0.03
 
 

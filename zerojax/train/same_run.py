@@ -149,13 +149,11 @@ class SameCalls:
             require_same_values(self._config, self._what, args=args)
         return True
 
-    def require_same_program(self, lower: Callable[[], Any]) -> None:
-        require_same_programs(self._config, self._what, [lower])
-
     def call(self, program: Any, *args: Any, is_new: bool, **keywords: Any) -> Any:
         """Call a jitted function. With several processes, compare a new program first, and announce the call."""
         if is_new:
-            self.require_same_program(functools.partial(program.lower, *args, **keywords))
+            lower = functools.partial(program.lower, *args, **keywords)
+            require_same_programs(self._config, self._what, [lower])
         if not self.is_needed:
             return program(*args, **keywords)
         with EVENTS.calling(self._what, self._config.mesh) as call:

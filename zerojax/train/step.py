@@ -26,7 +26,7 @@ from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.fitting import MemoryFit, StepFitting
 from zerojax.train.loss import Loss
 from zerojax.train.loss_scaling import raise_if_stuck
-from zerojax.train.same_run import SameCalls
+from zerojax.train.same_run import SameCalls, require_same_programs
 from zerojax.train.staged_step import StagedStep
 from zerojax.train.state import ZeroState, check_is_state, donatable, ready_state
 from zerojax.train.step_program import JittedStep, Metrics, StepOptions, StepProgram, resident_state
@@ -187,7 +187,8 @@ class Step:
         rows = place_batch(self.config, batch, self.options.accumulate)
         wait_if_simulated(self.config.mesh, state)
         if is_new and not self.config.params_on_disk:
-            self._same.require_same_program(lambda: self._traced(state, rows, args).lower())
+            lower = lambda: self._traced(state, rows, args).lower()
+            require_same_programs(self.config, f"step with {self._name}", [lower])
         annotated = jax.profiler.StepTraceAnnotation("train", step_num=number)
         with annotated, unusable_named(self.config.mesh, donates=True, state=state):
             if self.config.params_on_disk:

@@ -132,8 +132,8 @@ class View:
 
     def _comm(self, bucket_bytes: int, shared_bytes: int = 0) -> Collectives:
         precision = self.config.precision
-        types = None if precision is None else precision.reduce, self.config.wire
-        options = self.config.data.batch, bucket_bytes, *types, self.reduces_across_once, shared_bytes
+        reduce = None if precision is None else precision.reduce
+        options = self.config.data.batch, bucket_bytes, reduce, self.config.wire, self.reduces_across_once, shared_bytes
         is_global = self.config.view == "global"
         return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else Collectives(*options)
 
