@@ -40,6 +40,12 @@ def test_a_step_moves_as_much_as_the_paper_says(stage, name, count):
     assert expected <= (3 if stage == 3 else 2) * (matrices + vectors)
 
 
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_step_moves_what_it_moves_in_device_view(stage):
+    sent = lambda view: collectives(compiled_step(stage, view=view)).moved().sent_elements
+    assert sent("global") == pytest.approx(sent("device"), abs=50)  # scalars
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", [3, 2, pytest.param(1, marks=pytest.mark.slow)])
 def test_each_matrix_has_its_collectives_and_small_leaves_share_one(stage):
