@@ -422,22 +422,27 @@ def test_mutable_state_is_updated_by_microbatches_and_averaged_over_devices(stag
     """In device view: each device's microbatches one after the other, then the mean over the devices."""
 
     def loss(params, seen, batch):
-        return seen * jnp.mean(batch) + 0 * params["w"].sum(), 0.9 * seen + batch.max(), {"largest": batch.max()}
+        value = seen * jnp.mean(batch) * (1 + params["w"].sum())
+        return value, 0.9 * seen + batch.max(), {"largest": batch.max()}
 
     batches = [jax.random.normal(jax.random.key(i), (48, 8)) for i in range(2)]
     first = seen = 0.5
-    losses, largest = [], []
+    losses, largest, w, trace = [], [], 0.0, 0.0
     for batch in batches:
         parts, running, values = np.reshape(batch, (count, accumulate, -1)), np.full(count, seen), []
         for n in range(accumulate):
             values.append(running * parts[:, n].mean(-1))
             running = 0.9 * running + parts[:, n].max(-1)
         seen = running.mean()
-        losses.append(np.mean(values))
+        grad = np.mean(values)
+        losses.append(grad * (1 + 8 * 24 * w))
+        trace = 0.9 * trace + grad
+        w -= 0.1 * trace
         largest.append(parts.max(-1).mean())
     options = {"mutable": True, "has_aux": True, "accumulate": accumulate}
-    tx, params = zero(stage, count, view="device"), {"w": jnp.ones((8, 24))}
+    tx, params = zero(stage, count, view="device"), {"w": jnp.zeros((8, 24))}
     state, found = run(tx, loss, params, batches, start=jnp.float32(first), **options)
+    np.testing.assert_allclose(tx.unshard(state.params)["w"], w, rtol=1e-5)
     np.testing.assert_allclose(state.mutable, seen, rtol=1e-5)
     np.testing.assert_allclose([m["aux"]["largest"] for m in found], largest, rtol=1e-5)
     np.testing.assert_allclose([m["loss"] for m in found], losses, rtol=1e-5, atol=1e-7)
