@@ -175,6 +175,16 @@ def test_changed_parameters_of_a_state_on_disk_count(params, tmp_path):
     assert_same(weights_of(tx, state), jax.tree.map(lambda x: x - np.float32(RATE), expected))
 
 
+def test_a_skipped_step_keeps_changed_parameters():
+    tx = made(1, precision=Precision.fp16(loss_scale=2.0**4))
+    state, step = tx.create(PARAMS), tx.train_step(linear)
+    state, _ = step(state, BATCH)
+    expected = expected_after(clip, weights_of(tx, state), jax.tree.leaves(state.params)[0].dtype)
+    state, metrics = step(changed(state, clip), jnp.inf * BATCH)
+    assert metrics["skipped"]
+    assert_same(weights_of(tx, state), expected)
+
+
 def test_small_numbers_of_float16_are_copies():
     """Also subnormal ones, which `reduce_precision` would flush to zero."""
     tx = made(1, precision=Precision.fp16(loss_scale=1.0))
