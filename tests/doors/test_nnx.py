@@ -263,6 +263,8 @@ def test_a_module_is_born_sharded():
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=100)
     model = zerojax.flax.init_module(lambda key: Annotated(nnx.Rngs(key)), tx, jax.random.key(0))
     assert specs_of("up", model) == {("data", "model")}
+    variables = lambda model: nnx.to_pure_dict(nnx.state(model))
+    assert_close(variables(model), variables(Annotated(nnx.Rngs(0), annotated=False)))
 
 
 def test_a_module_is_born_with_its_other_variables():

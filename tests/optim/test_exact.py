@@ -24,7 +24,7 @@ def check(name, stage, count, **options):
 
 # Every optimizer, stage and count; updates of rows or columns run where these are sharded.
 WHOLE = ("adafactor", "muon")
-QUICK = [("adamw", 1, 8), ("clip-adamw", 3, 3)]
+QUICK = [("adamw", 1, 8), ("clip-adamw", 3, 3), ("reduce-on-plateau", 3, 3)]
 CASES = [(name, 3 if name in WHOLE else i % 4, (8, 3, 2, 1)[i // 2 % 4]) for i, name in enumerate(OPTIMIZERS)]
 
 

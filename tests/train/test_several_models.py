@@ -14,6 +14,7 @@ from jax import lax
 from several_models import EXAMPLES
 
 from zerojax import Offload, collectives, zero_shard
+from zerojax.checkpoint import export, import_params
 from zerojax.flax import shard_module, value_and_grad
 
 DECAY = 0.75
@@ -82,7 +83,7 @@ def on_one_device():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "options"), [(3, {}), (1, {"offload": Offload(optimizer="host")})])
-def test_an_average_of_weights_is_that_of_one_device_and_sharded_as_the_parameters(stage, options):
+def test_an_average_of_weights_is_that_of_one_device_and_sharded_as_the_parameters(stage, options, tmp_path):
     tx = zero(stage, **options)
     state = train(tx, tx.create(PARAMS))
     average = average_of(tx, state)
@@ -90,6 +91,8 @@ def test_an_average_of_weights_is_that_of_one_device_and_sharded_as_the_paramete
     assert_close(tx.eval_step(lambda p, b: b @ p["w"])(average, BATCH), BATCH @ on_one_device()["w"])
     same = lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim)
     assert jax.tree.all(jax.tree.map(same, average, state.params))
+    export(average, tmp_path / "a")
+    assert_close(import_params(tmp_path / "a", PARAMS), on_one_device())
 
 
 def test_the_average_has_parameters_that_are_not_trained():
