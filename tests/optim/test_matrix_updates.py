@@ -221,6 +221,16 @@ def test_master_weights_and_microbatches():
 
 
 @pytest.mark.slow
+def test_a_skipped_step_leaves_everything_as_it_was():
+    tx = owned("shampoo", 3, mesh_of(8))
+    state = tx.create(params())
+    before = jax.device_get(state.opt_state)
+    state, metrics = tx.train_step(loss, skip_nonfinite=True)(state, jnp.full((24, 16), jnp.nan))
+    assert metrics["skipped"]
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, jax.device_get(state.opt_state)))
+
+
+@pytest.mark.slow
 def test_fewer_matrices_than_devices_have_owners_of_several(monkeypatch):
     """As large matrices would: here waiting costs nothing, and products much."""
     monkeypatch.setattr(owned_module, "LATENCY", 0)
