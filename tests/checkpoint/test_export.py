@@ -11,16 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import assert_same
+from checkpoints import assert_same, saved
+from command_line import run
 from conftest import mesh_of
 from jax.experimental import multihost_utils
 from models import awkward_params
 from safetensors.numpy import load_file
-from typer.testing import CliRunner
 
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, export, export_checkpoint, import_params, on_preemption
-from zerojax.cli import app
 
 PARAMS = awkward_params()
 EXPECTED = {"layer.w": PARAMS["layer"]["w"], "layer.bias": PARAMS["layer"]["bias"]}
@@ -38,8 +37,7 @@ def test_exported_parameters_are_the_logical_ones(stage, precision, tmp_path):
     state = transformation(stage, precision=precision).create(PARAMS)
     assert export(state, tmp_path / "out") == [tmp_path / "out" / "model.safetensors"]
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), EXPECTED)
-    with Checkpointer(tmp_path / "saved") as checkpoints:
-        checkpoints.save(state)
+    saved(tmp_path / "saved", state)
     export_checkpoint(tmp_path / "saved", tmp_path / "from")
     assert_same(load_file(tmp_path / "from" / "model.safetensors"), EXPECTED)
 
@@ -89,12 +87,8 @@ def test_a_file_is_full_at_its_limit(tmp_path, limit, files):
 # --- the command line --------------------------------------------------------------------------------------------
 
 
-def command(*args):
-    return CliRunner().invoke(app, [str(x) for x in args])
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def steps(tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved")
     with Checkpointer(directory) as checkpoints:
         for step in (3, 5):
@@ -102,26 +96,26 @@ def saved(tmp_path_factory):
     return directory
 
 
-def test_the_command_line_verifies_and_exports(saved, tmp_path):
-    done = command("verify", saved)
+def test_the_command_line_verifies_and_exports(steps, tmp_path):
+    done = run("verify", steps)
     assert (done.exit_code, done.stdout) == (0, "step 3: intact\nstep 5: intact\n")
-    done = command("export", saved, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
+    done = run("export", steps, tmp_path / "out", "--step", 3, "--dtype", "bfloat16")
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/out/model.safetensors\n"), done.stderr
     assert load_file(tmp_path / "out" / "model.safetensors")["tied"].dtype == jnp.bfloat16
-    assert json.loads(command("verify", saved, "--json").stdout) == {"intact": [3, 5]}
-    written = json.loads(command("export", saved, tmp_path / "again", "--json").stdout)
+    assert json.loads(run("verify", steps, "--json").stdout) == {"intact": [3, 5]}
+    written = json.loads(run("export", steps, tmp_path / "again", "--json").stdout)
     assert written == {"written": [f"{tmp_path}/again/model.safetensors"]}
 
 
-def test_errors_of_the_command_line_are_one_line(saved, tmp_path):
+def test_errors_of_the_command_line_are_one_line(steps, tmp_path):
     cases = {
         ("verify", tmp_path / "nowhere"): "There is no checkpoint in",
-        ("export", saved, tmp_path / "out", "--step", "4"): "no checkpoint of step 4 in",
-        ("export", saved, tmp_path / "out", "--dtype", "float17"): "float17",
-        ("export", saved, saved): "exists already and is not empty",
+        ("export", steps, tmp_path / "out", "--step", "4"): "no checkpoint of step 4 in",
+        ("export", steps, tmp_path / "out", "--dtype", "float17"): "float17",
+        ("export", steps, steps): "exists already and is not empty",
     }
     for args, text in cases.items():
-        done = command(*args)
+        done = run(*args)
         assert done.exit_code == 2
         assert text in done.stderr
         assert done.stderr.startswith("zerojax: ")

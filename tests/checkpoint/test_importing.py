@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoints import saved
+from command_line import run
 from conftest import mesh_of
 from flax import nnx
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
 
 from zerojax import Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, export, import_params, importing
+from zerojax.checkpoint import export, import_params, importing
 from zerojax.checkpoint.manifest import read_manifest
-from zerojax.cli import app
 from zerojax.layout.padded import is_padded
 
 MAPPING = {
@@ -132,19 +132,17 @@ def test_a_checkpoint_is_exported_by_a_mapping_too(tmp_path, mesh):
     rng = np.random.default_rng(0)
     params = {"stack": rng.normal(size=(3, 24, 13)), "small": rng.normal(size=(3, 5)), "bias": rng.normal(size=7)}
     params = {name: x.astype(np.float32) for name, x in params.items()}
-    with Checkpointer(tmp_path / "saved") as checkpoints:
-        checkpoints.save(transformation(1, precision=Precision.bf16()).create(params), step=1)
+    saved(tmp_path / "saved", transformation(1, precision=Precision.bf16()).create(params), step=1)
     kinds = {leaf.name: leaf.kind for leaf in read_manifest(tmp_path / "saved" / "step_00000001").leaves}
     assert (kinds["params['stack']"], kinds["params['small']"]) == ("sharded", "flat")
     names = tmp_path / "names.py"
     names.write_text('MAPPING = {"h.{i}.w": ("stack", "o i -> i o"), "h.{i}.b": "small", "b": "bias"}')
-    run = lambda *args: CliRunner().invoke(app, ["export", str(tmp_path / "saved"), *map(str, args)])
-    done = run(tmp_path / "out", "--mapping", f"{names}:MAPPING")
+    done = run("export", tmp_path / "saved", tmp_path / "out", "--mapping", f"{names}:MAPPING")
     assert done.exit_code == 0, done.stderr
     expected = {"b": params["bias"], **{f"h.{i}.b": x for i, x in enumerate(params["small"])}}
     expected |= {f"h.{i}.w": x.T for i, x in enumerate(params["stack"])}
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), expected)
-    failed = run(tmp_path / "no", "--mapping", f"{names}:WRONG")
+    failed = run("export", tmp_path / "saved", tmp_path / "no", "--mapping", f"{names}:WRONG")
     assert failed.exit_code == 2
     assert "does not define WRONG" in failed.stderr
 

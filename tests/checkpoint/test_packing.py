@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 import several
-from checkpoints import KEYS, NEWEST, SHAPES, assert_same, files_of, filled, logical_leaves, rewrite_manifest
+from checkpoints import KEYS, NEWEST, SHAPES, assert_same, files_of, filled, logical_leaves, rewrite_manifest, saved
 from conftest import mesh_of
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file
@@ -27,14 +27,11 @@ def test_many_small_leaves_make_few_files(tmp_path):
     shapes["large"] = jax.ShapeDtypeStruct((256, 256), "float32")
     tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh_of(8), persist_below=64)
     state = filled(tx, shapes)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state, step=2)
-        checkpoints.wait()
-        files = files_of(tmp_path / NEWEST)
-        assert len(files) <= 60
-        assert "packed.0.bin" in files
-        assert "arrays/params.large/7.0" in files
-        assert_same(checkpoints.restore(tx.create(shapes)).state, state)
+    checkpoints, files = saved(tmp_path, state, step=2), files_of(tmp_path / NEWEST)
+    assert len(files) <= 60
+    assert "packed.0.bin" in files
+    assert "arrays/params.large/7.0" in files
+    assert_same(checkpoints.restore(tx.create(shapes)).state, state)
 
 
 KINDS = {"bits": (5, "int4"), "flags": (9, "bool"), "eighth": (33, "float8_e4m3fn"), "half": (70, "float16")}
@@ -50,28 +47,24 @@ def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch
         return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(count), **trained)
 
     state = filled(make(3, 4), shapes).replace(mutable=MUTABLE)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state, step=2)
-        checkpoints.wait()
-        assert ("packed.0.bin" in files_of(tmp_path / NEWEST)) == packed
-        for stage, count in ((3, 4), (0, 1), (1, 3), (2, 8)):
-            like = make(stage, count).create(shapes, mutable=KEYS)
-            assert_same(checkpoints.restore(like).state, state)
+    checkpoints = saved(tmp_path, state, step=2)
+    assert ("packed.0.bin" in files_of(tmp_path / NEWEST)) == packed
+    for stage, count in ((3, 4), (0, 1), (1, 3), (2, 8)):
+        like = make(stage, count).create(shapes, mutable=KEYS)
+        assert_same(checkpoints.restore(like).state, state)
 
 
 def test_a_checkpoint_of_format_1_is_restored(tmp_path, monkeypatch):
     """It has a folder per leaf, and its manifest no pieces."""
     monkeypatch.setattr(saving, "SMALL_BYTES", 0)
     state = filled(TX, SHAPES)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state, step=2)
+    checkpoints = saved(tmp_path, state, step=2)
 
     def older(body):
         body["version"] = 1
         assert all(leaf.pop("pieces") == [] for leaf in body["leaves"])
 
     rewrite_manifest(tmp_path / NEWEST, older)
-    checkpoints = Checkpointer(tmp_path, read_only=True)
     assert checkpoints.verify() == [2]
     assert_same(checkpoints.restore(TX.create(SHAPES)).state, state)
 
@@ -79,8 +72,7 @@ def test_a_checkpoint_of_format_1_is_restored(tmp_path, monkeypatch):
 def test_a_packed_leaf_is_read_with_numpy_and_exported(tmp_path):
     """As docs/checkpoint.md says."""
     folder, state = tmp_path / NEWEST, filled(TX, SHAPES, 2)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state, step=2)
+    saved(tmp_path, state, step=2)
     manifest = json.loads((folder / "manifest.json").read_text())
     (leaf,) = [leaf for leaf in manifest["leaves"] if leaf["name"] == "params['w']"]
     (piece,) = leaf["pieces"]
@@ -93,12 +85,11 @@ def test_a_packed_leaf_is_read_with_numpy_and_exported(tmp_path):
 
 def test_keys_of_another_implementation_are_named(tmp_path):
     state = TX.create(SHAPES, mutable=MUTABLE)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(filled(TX, SHAPES).replace(mutable=MUTABLE), step=2)
+    checkpoints = saved(tmp_path, filled(TX, SHAPES).replace(mutable=MUTABLE), step=2)
     other = lambda body: [leaf.update(key=leaf["key"] and "rbg") for leaf in body["leaves"]]
     rewrite_manifest(tmp_path / NEWEST, other)
     with pytest.raises(CheckpointError, match=r"mutable\['keys'\] is said to be PRNG keys of rbg, and is not"):
-        Checkpointer(tmp_path, read_only=True).restore(state)
+        checkpoints.restore(state)
 
 
 # --- several processes -------------------------------------------------------------------------------------------
@@ -121,10 +112,7 @@ def save_again(source, target):
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=64)
     state = Checkpointer(source, read_only=True).restore(tx.create(SHAPES, mutable=KEYS)).state
-    with Checkpointer(target) as checkpoints:
-        checkpoints.save(state, step=2)
-        checkpoints.wait()
-        checkpoints.verify()
+    saved(target, state, step=2).verify()
     print("done", flush=True)
 
 
@@ -132,8 +120,7 @@ def save_again(source, target):
 def test_any_number_of_processes_restores_what_any_other_saved(tmp_path):
     """One, then three, then two, then one."""
     state = filled(TX, SHAPES).replace(mutable=MUTABLE)
-    with Checkpointer(tmp_path / "1") as checkpoints:
-        checkpoints.save(state, step=2)
+    saved(tmp_path / "1", state, step=2)
     for source, count in (("1", 3), ("3", 2)):
         target = tmp_path / str(count)
         several.run(save_again, tmp_path / source, target, processes=count)

@@ -13,14 +13,7 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import zero_shard
-from zerojax.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    export,
-    export_checkpoint,
-    import_params,
-    on_preemption,
-)
+from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
 RENAMED = {"kernel": PARAMS["w"], "bias": PARAMS["b"]}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from checkpoints import rewrite_manifest
+from checkpoints import rewrite_manifest, saved
 from conftest import mesh_of
 
 from zerojax import Precision, zero_shard
@@ -24,10 +24,9 @@ def restored(tmp_path):
     """A function that saves a state, if one is given, and restores it into another."""
 
     def restore(before, after, **options):
-        with Checkpointer(tmp_path) as checkpoints:
-            if before is not None:
-                checkpoints.save(before)
-            return checkpoints.restore(after, **options)
+        if before is not None:
+            saved(tmp_path, before)
+        return Checkpointer(tmp_path, read_only=True).restore(after, **options)
 
     return restore
 
@@ -70,10 +69,9 @@ def test_the_state_of_another_kind_of_transformation_is_refused(before, after, n
     ],
 )
 def test_another_program_is_named(before, after, named, tmp_path):
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state_of(before))
-        with pytest.warns(UserWarning, match=rf"something else than that of the wanted state: .*{named}") as found:
-            assert checkpoints.restore(state_of(after)).step == 0
+    checkpoints = saved(tmp_path, state_of(before))
+    with pytest.warns(UserWarning, match=rf"something else than that of the wanted state: .*{named}") as found:
+        assert checkpoints.restore(state_of(after)).step == 0
     assert found[0].filename == __file__
 
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, digest_line
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.chunked import is_chunked
@@ -61,6 +62,13 @@ def filled(tx, shapes, step=0, **options):
         return jax.device_put((numbers % 2 if x.dtype == bool else numbers % 8).astype(x.dtype), x.sharding)
 
     return jax.tree.unflatten(structure, [fill(k, x) for k, x in enumerate(leaves)])
+
+
+def saved(folder, state, data=None, **options):
+    """Save a state, and open the folder for reading."""
+    with Checkpointer(folder) as checkpoints:
+        checkpoints.save(state, data, **options)
+    return Checkpointer(folder, read_only=True)
 
 
 def files_of(folder):

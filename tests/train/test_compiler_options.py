@@ -4,20 +4,14 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from absent_gpus import aot
 from jax.sharding import AxisType
 
 import zerojax
 from zerojax import Offload, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.topology import absent_mesh
 from zerojax.train import step_program
 from zerojax.train.step_program import OVERLAP
-
-HAS_GPUS = installed() and jax.__version_info__ >= (0, 11)
-
-
-def aot(test):
-    return pytest.mark.slow(pytest.mark.skipif(not HAS_GPUS, reason="needs the extra aot, of the newest jax")(test))
-
 
 BATCH = jnp.ones((8, 4))
 LEVEL = {"xla_backend_optimization_level": 0}
@@ -105,6 +99,7 @@ def planned(topology, **options):
 
 
 @aot
+@pytest.mark.slow
 def test_with_hybrid_sharding_two_collectives_run_at_once():
     chosen, plain = planned("h200:2x8"), planned("h200:2x8", compiler_options={})
     assert chosen.compiler_options == {OVERLAP: 2}

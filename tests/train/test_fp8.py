@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absent_gpus import aot
+from checkpoints import saved
 from conftest import mesh_of
 from flax import nnx
 from flax.linen import fp8_ops
@@ -16,8 +18,6 @@ from fp8_models import DEPTH, HIDDEN, WIDTH, fp8, gathered
 
 import zerojax.flax
 from zerojax import Offload, Wire, plan, zero_shard
-from zerojax.checkpoint import Checkpointer
-from zerojax.gpus.topology import installed
 
 X = jax.random.normal(jax.random.key(7), (64, WIDTH))
 OP = functools.partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=3)
@@ -89,11 +89,9 @@ def test_a_run_is_evaluated_saved_and_continued_elsewhere(tmp_path):
     state, step = tx.create(variables), tx.train_step(loss)
     for _ in range(2):
         state, _ = step(state, X)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state)
-    with Checkpointer(tmp_path) as checkpoints:
-        again = checkpoints.restore(tx.create(variables)).state
-        moved = checkpoints.restore(other.create(variables)).state
+    checkpoints = saved(tmp_path, state)
+    again = checkpoints.restore(tx.create(variables)).state
+    moved = checkpoints.restore(other.create(variables)).state
     pair = tx.unshard(state.params), other.unshard(moved.params)
     for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -135,7 +133,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax")
+@aot
 def test_a_plan_counts_float8_products_at_their_rate():
     """Compiled for GPUs that are not there: all products and gathers are float8, and take half of bfloat16's time."""
     batch, plans = jax.ShapeDtypeStruct((8 * 512, 1024), jnp.bfloat16), []
