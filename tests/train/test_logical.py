@@ -121,6 +121,24 @@ def loss(params, batch):
 BATCH = jax.random.normal(jax.random.key(1), (14, 20))
 
 
+def test_a_clip_around_zero_shard_clips_padded_gradients_as_on_one_device(stored):
+    inner = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(7), persist_below=10)
+
+    def trained(tx, gradient, params):
+        @jax.jit
+        def step(params, state):
+            _, grads = gradient(params, BATCH)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return step(*step(params, tx.init(params)))[0]
+
+    clip = optax.clip_by_global_norm(1.0)
+    found = trained(optax.chain(clip, inner), inner.value_and_grad(loss), stored)
+    expected = trained(optax.chain(clip, optax.sgd(0.1)), jax.value_and_grad(loss), model())
+    chex.assert_trees_all_close(zerojax.logical(found), expected, rtol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"offload": Offload(optimizer="host")}], ids=["device", "host"])
 def test_states_and_gradients_are_logical_too(options, stored):
