@@ -9,7 +9,7 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import collectives, zero_shard
-from zerojax.gpus.devices import Device, Links
+from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap
@@ -51,7 +51,7 @@ for short, long in {
     "ROWS_BY_COLUMNS": "lhs_contracting_dims={1}, rhs_contracting_dims={0}",
 }.items():
     SCHEDULE = SCHEDULE.replace(short, long)
-MOVES = 7 / 8 * 2048 * 256 * 2 / H200.links.link
+MOVES = 7 / 8 * 2048 * 256 * 2 / H200.link
 MULTIPLIES = max(2 * 256**3 / H200.rates["bf16"], 3 * 256 * 256 * 2 / H200.bandwidth)
 
 
@@ -90,7 +90,7 @@ def test_a_collective_in_flight_around_a_loop_progresses_during_all_iterations()
 @pytest.mark.parametrize("speed", [1, 1000])
 def test_a_collective_slows_the_products_that_run_meanwhile(speed):
     """A product inside of a longer gather takes half as long again. A shorter gather costs a product a third of it."""
-    fast = dataclasses.replace(H200, slowdown=0.5, links=Links(speed * H200.links.link, H200.links.network))
+    fast = dataclasses.replace(H200, slowdown=0.5, link=speed * H200.link)
     moves, module = MOVES / speed, read(SCHEDULE)
     found = Expected.of(module, overlap(module), fast)
     slowed = 5 * (MULTIPLIES / 2 if speed == 1 else moves / 3)

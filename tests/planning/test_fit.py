@@ -12,7 +12,7 @@ from absent_gpus import aot
 
 from zerojax import Offload, Precision, estimate, plan, zero_shard
 from zerojax.config import Config
-from zerojax.gpus.devices import HOST_LINKS, Device, Rates
+from zerojax.gpus.devices import LINKS, Device, Rates
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.planning import plan as planner
 from zerojax.planning.fit import COST_RESOLUTION, MOST_ROWS, PEAK_MARGIN, SearchSpace, search
@@ -99,20 +99,20 @@ def test_a_step_costs_what_is_computed_sent_updated_and_offloaded():
     kernels, size = 3e-3, 4 * 4096**2
     rows = estimate(PARAMS, tx=optax.adam(1e-3))
     for stage in range(4):
-        sending = (3 if stage == 3 else 2) * size * 7 / 8 / device.links.link
+        sending = (3 if stage == 3 else 2) * size * 7 / 8 / device.link
         passes = max(kernels, sending) if stage == 3 else kernels + sending
         assert seconds[stage, "device"] == pytest.approx(passes + 2 * rows[stage].resident / device.bandwidth)
     moments = 2 * size / 8
     saved = 2 * moments / device.bandwidth
     for stage in (1, 2, 3):
         offloaded = seconds[stage, "host"] - seconds[stage, "device"]
-        assert offloaded == pytest.approx(moments / HOST_LINKS["h200"] - saved)
+        assert offloaded == pytest.approx(moments / LINKS["h200"]["host_link"] - saved)
 
 
 def test_what_stays_within_a_host_goes_over_its_links():
     device, size = Device.of(Topology.parse("h200:64")), 4 * 4096**2
-    inside, across = size * 7 / 8 / device.links.link, size / 8 * 7 / 8 / device.links.network
-    everywhere, within = 3 * size * 63 / 64 / (8 * device.links.network), 3 * inside + 2 * across
+    inside, across = size * 7 / 8 / device.link, size / 8 * 7 / 8 / device.network
+    everywhere, within = 3 * size * 63 / 64 / (8 * device.network), 3 * inside + 2 * across
     cases = [
         ({}, everywhere, 3 / 64),
         ({"shard_axis": ("gpu",)}, within, 3 / 8),

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import DynamicScale, Offload, Precision, check, estimate, plan, report, zero_shard
 from zerojax.gpus import topology
-from zerojax.gpus.devices import Device, Links
+from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import KINDS, Topology
 from zerojax.inspect.hlo import peak_bytes, read
 from zerojax.inspect.roofline import HIGHEST, kernels
@@ -228,7 +228,7 @@ def test_a_ring_over_hosts_uses_all_their_adapters():
     assert eight.ring_bandwidth(range(64)) == 8 * 50e9
     assert eight.ring_bandwidth(range(0, 64, 8)) == 50e9  # the same GPU of every host
     assert Device.of(Topology.parse("h100:8x1")).ring_bandwidth(range(8)) == 50e9
-    assert dataclasses.replace(eight, links=Links(1e9, 1e9)).ring_bandwidth(range(64)) == 1e9
+    assert dataclasses.replace(eight, link=1e9, network=1e9).ring_bandwidth(range(64)) == 1e9
 
 
 def test_topologies_are_parsed_and_no_host_is_without_gpus():

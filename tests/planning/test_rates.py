@@ -9,7 +9,7 @@ import pytest
 from command_line import run
 
 from zerojax.doctor import device_rates, slowdown
-from zerojax.gpus.devices import Device, Links, Rates, kind_of
+from zerojax.gpus.devices import Device, Rates, kind_of
 from zerojax.gpus.topology import Topology
 from zerojax.planning.compiled_plan import CompiledStep, read_plan
 from zerojax.planning.fit import SearchSpace
@@ -25,7 +25,7 @@ def test_usual_rates_are_published_shares_of_the_peak(kind, bf16, link):
     gpus = Topology.parse(f"{kind}:8")
     peak, usual = Device.of(gpus), Rates().of(gpus)
     assert usual.rates["bf16"] == pytest.approx(bf16, rel=1e-3)
-    assert usual.links == (pytest.approx(link), pytest.approx(40e9))
+    assert (usual.link, usual.network) == (pytest.approx(link), pytest.approx(40e9))
     assert (usual.bandwidth, usual.memory, usual.slowdown, peak.slowdown) == (peak.bandwidth, peak.memory, 0.35, 0)
     assert f"usual rates of {kind}" in Rates().described(kind)
 
@@ -38,7 +38,7 @@ def test_what_the_doctor_measured_replaces_the_usual_rates(tmp_path):
     given = Rates.parse(file)
     device, usual = given.of(H200), Rates().of(H200)
     assert (device.rates["bf16"], device.rates["f32"]) == (7e14, usual.rates["f32"])
-    assert (device.bandwidth, device.links, device.slowdown) == (4e12, Links(3.5e11, usual.links.network), 0.25)
+    assert (device.bandwidth, device.link, device.network, device.slowdown) == (4e12, 3.5e11, usual.network, 0.25)
     assert (device.host_link, usual.host_link, device.disk) == (4e10, 5e10, math.inf)
     said = given.described("h200")
     assert said.startswith("Achievable rates were measured on NVIDIA H200: products, memory, link, slowdown.")
@@ -48,7 +48,7 @@ def test_what_the_doctor_measured_replaces_the_usual_rates(tmp_path):
 def test_a_dict_without_a_device_is_of_the_topologys_gpu():
     given = Rates.parse({"link": 2e11, "network": 1e10, "host_link": 2e10, "disk": 3e9})
     device = given.of(H200)
-    assert (device.links, device.host_link, device.disk) == (Links(2e11, 1e10), 2e10, 3e9)
+    assert (device.link, device.network, device.host_link, device.disk) == (2e11, 1e10, 2e10, 3e9)
     assert given.described("h200").startswith("Achievable rates are given: link, network. Usual: products 80% of peak")
 
 

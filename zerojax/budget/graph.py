@@ -157,12 +157,9 @@ def _is_form(eqn: Any) -> bool:
 def _equation(eqn: Any, reads: set[int]) -> Equation:
     flops = flops_of(eqn)
     written = 0 if compat.name_of(eqn) == "name" else bytes_written(eqn)
-    return Equation(tuple(sorted(reads)), flops + _FLOPS_PER_BYTE * written, flops, _is_collective(eqn))
-
-
-def _is_collective(eqn: Any) -> bool:
-    """Return whether other devices take part. To repeat the equation uses the links, not only this device's time."""
-    return any(jaxprs.facts(e).kind is Kind.COLLECTIVE for e in jaxprs.with_inner(eqn))
+    # Repeating a collective would use the links, not only this device's time.
+    is_collective = any(jaxprs.facts(e).kind is Kind.COLLECTIVE for e in jaxprs.with_inner(eqn))
+    return Equation(tuple(sorted(reads)), flops + _FLOPS_PER_BYTE * written, flops, is_collective)
 
 
 def flops_of(eqn: Any) -> int:

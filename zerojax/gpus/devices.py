@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerojax.gpus.topology import KINDS, Topology, target_config
 
@@ -33,27 +33,15 @@ USABLE = 0.95
 SCHEDULED = 0.8
 
 
-class Links(NamedTuple):
-    """Peak bytes per second that one GPU sends to GPUs of its host (`link`) and to other hosts (`network`).
-
-    `network` is the GPU's share of its host's network adapters.
-    """
-
-    link: float
-    network: float
-
-
-# NVLink: half of the figure in the data sheets, which counts both directions. Network: one adapter per GPU, as in DGX
-# A100 (8 x 200 Gbit/s), and in DGX H100, H200 and B200 (8 x 400 Gbit/s).
+# Peak rates of links by the fields of `Device`. NVLink: half of the figure in the data sheets, which counts both
+# directions. Network: one adapter per GPU, as in DGX A100 (8 x 200 Gbit/s), and in DGX H100, H200 and B200
+# (8 x 400 Gbit/s). To the host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
 LINKS = {
-    "a100-80": Links(300e9, 25e9),
-    "b200": Links(900e9, 50e9),
-    "h100": Links(450e9, 50e9),
-    "h200": Links(450e9, 50e9),
+    "a100-80": {"link": 300e9, "network": 25e9, "host_link": 25e9},
+    "b200": {"link": 900e9, "network": 50e9, "host_link": 50e9},
+    "h100": {"link": 450e9, "network": 50e9, "host_link": 50e9},
+    "h200": {"link": 450e9, "network": 50e9, "host_link": 50e9},
 }
-# Bytes per second in each direction between a GPU and its host: 80% of PCIe 4.0 and 5.0 with 16 lanes.
-HOST_LINKS = {"a100-80": 25e9, "b200": 50e9, "h100": 50e9, "h200": 50e9}
-
 # FLOP/s of bfloat16 products that are achieved, over the peak rate. The same share is assumed for other types.
 PRODUCTS = {"a100-80": 271.2 / 312, "b200": 1745 / 2250, "h100": 794.5 / 989, "h200": 794.5 / 989}
 LINK_SHARE = 0.8
@@ -76,7 +64,8 @@ class Device:
     bandwidth: float  # bytes per second that memory reads and writes
     rates: dict[str, float]  # dense FLOP/s of matrix units, by HLO type; `"f32"` is TF32, the default of XLA
     scalar: float  # FLOP/s in float32 outside the matrix units
-    links: Links  # link bandwidths
+    link: float  # bytes per second that the GPU sends to GPUs of its host
+    network: float  # bytes per second that the GPU sends to other hosts, over its share of its host's network adapters
     per_host: int  # the number of GPUs in a host
     host_link: float  # bytes per second in each direction between the GPU and its host
     disk: float = math.inf  # bytes per second that the GPU's share of the disk reads and writes, together
@@ -99,9 +88,8 @@ class Device:
                 if key in TYPES
             },
             scalar=2e9 * figure("clock_rate_ghz") * figure("fpus_per_core") * cores,
-            links=LINKS[topology.kind],
             per_host=topology.per_host,
-            host_link=HOST_LINKS[topology.kind],
+            **LINKS[topology.kind],
         )
 
     def usable(self, memory: int | None) -> int:
@@ -124,8 +112,8 @@ class Device:
         """
         in_host = Counter(device // self.per_host for device in group)
         if len(in_host) <= 1:
-            return self.links.link
-        return min(self.links.link, self.links.network * min(in_host.values()))
+            return self.link
+        return min(self.link, self.network * min(in_host.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +169,9 @@ class Rates:
                 f"The rates of products name {', '.join(unknown)}, a type without matrix units on {kind}. Known are "
                 f"{', '.join(device.rates)}."
             )
-        share, links = PRODUCTS[kind], device.links
+        share = PRODUCTS[kind]
         pairs = {f"products {dtype}": (rate, device.rate(dtype)) for dtype, rate in self.products.items()}
-        pairs |= {"memory": (self.memory, device.bandwidth), "link": (self.link, links.link)}
+        pairs |= {"memory": (self.memory, device.bandwidth), "link": (self.link, device.link)}
         for name, (measured, peak) in pairs.items():  # a host's network adapters may be faster than usual
             if measured is not None and measured > EXCESS * peak:
                 raise ValueError(
@@ -195,7 +183,8 @@ class Rates:
             bandwidth=self.memory or device.bandwidth,
             rates={dtype: share * rate for dtype, rate in device.rates.items()} | dict(self.products),
             scalar=share * device.scalar,
-            links=Links(self.link or LINK_SHARE * links.link, self.network or LINK_SHARE * links.network),
+            link=self.link or LINK_SHARE * device.link,
+            network=self.network or LINK_SHARE * device.network,
             host_link=self.host_link or device.host_link,
             disk=self.disk or math.inf,
             slowdown=SLOWDOWN if self.slowdown is None else self.slowdown,

@@ -280,8 +280,7 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
     sizes = Counter[str]()
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
-        name = re.search(r'op_name="([^"]*)"', i.rest)
-        sizes[part_of(name[1] if name else "", parts)] += sum(array.bytes for array in arrays_of(i.shape))
+        sizes[part_of(i.op_name, parts)] += sum(array.bytes for array in arrays_of(i.shape))
     sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # arguments that the compiler adds, and alignment
     order = dict.fromkeys([*parts.values(), *(part for part in sizes if part not in (TEMPORARY, RESULTS))])
     ordered = {part: sizes[part] for part in order if sizes[part]}

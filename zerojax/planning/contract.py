@@ -21,7 +21,6 @@ from zerojax.gather import WorkingSet
 from zerojax.inspect.hlo import Module, memory_analysis, read
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.tree import Layout
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan
 from zerojax.planning.activations import plain_gradient, program_of
@@ -115,10 +114,9 @@ def is_float(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def sizes_of(layout: Layout) -> dict[str, int]:
-    """Return the elements of each parameter, or of one device's part along other axes that divide it (experts)."""
-    parts = [leaf.along_others(dict(layout.policy.data.sizes)) for leaf in layout.params]
-    return {leaf.path: leaf.size for leaf in parts}
+def size_of(leaf: Leaf, config: Config) -> int:
+    """Return the elements of a parameter, or of one device's part along other axes that divide it (experts)."""
+    return leaf.along_others(dict(config.data.sizes)).size
 
 
 def gathered_elements(checked: Checked) -> int:
@@ -126,21 +124,19 @@ def gathered_elements(checked: Checked) -> int:
 
     After the update, a parameter is gathered in full, or up to its own shard if its gradient has smaller shards.
     """
-    plan, passes = checked.plan, 2 if checked.config.reshard_after_forward else 1
-    sizes = sizes_of(plan.layout)
+    config, plan, passes = checked.config, checked.plan, 2 if checked.config.reshard_after_forward else 1
     sharded = [leaf for leaf in plan.layout.params if is_float(leaf) and leaf.dim is not None]
     updated = [
         grad.size if leaf.dim is None else grad.size // leaf.shards
         for leaf, grad in zip(plan.trained.params, plan.grads, strict=True)
         if grad.kind != "replicated" and (leaf.dim is None or leaf.further > 1)
     ]
-    return checked.accumulate * passes * sum(sizes[leaf.path] for leaf in sharded) + sum(updated)
+    return checked.accumulate * passes * sum(size_of(leaf, config) for leaf in sharded) + sum(updated)
 
 
 def reduced_elements(checked: Checked) -> tuple[int, int]:
     """Return how many gradient elements are reduced, and how many of them belong to gradients that stay replicated."""
-    config, sizes = checked.config, sizes_of(checked.plan.layout)
-    trained = checked.plan.layout.trained_only()
+    config, trained = checked.config, checked.plan.layout.trained_only()
     each = 1 if config.stage < 2 else checked.accumulate
     total = replicated = 0
     for param, grad in zip(trained.params, checked.plan.grads, strict=True):
@@ -151,8 +147,8 @@ def reduced_elements(checked: Checked) -> tuple[int, int]:
         over = {axis for axis in config.data.batch if axis not in axes_of(leaf.others)}
         again = leaf.kind != "replicated" and not over <= set(leaf.axes)
         hops = each * _hops(config, leaf) + again * each / leaf.shards
-        total += int(sizes[param.path] * hops)
-        replicated += sizes[param.path] * each if grad.kind == "replicated" else 0
+        total += int(size_of(param, config) * hops)
+        replicated += size_of(param, config) * each if grad.kind == "replicated" else 0
     return total, replicated
 
 

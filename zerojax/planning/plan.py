@@ -170,7 +170,9 @@ class Planner:
         named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
         if not (losses := {str(name): loss for name, loss in named}):
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
-        counts = device_counts(devices)
+        if devices is not None:
+            check_count("devices", devices, "GPUs", least=1)
+        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
         loss_options, figures = split_options(options)
@@ -201,13 +203,6 @@ class Planner:
 
 
 plan = Planner()
-
-
-def device_counts(devices: int | None) -> list[int]:
-    if devices is None:
-        return [2**i for i in range(MOST_DEVICES.bit_length())]
-    check_count("devices", devices, "GPUs", least=1)
-    return [int(devices)]
 
 
 def parse_memory(given: float | str | None) -> int | None:
@@ -246,15 +241,9 @@ def of_update(
 
 
 def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usable: float) -> int:
-    unit = program.row_multiple
-    peaks = {rows // unit: peak}
-
-    def peak_at(count: int) -> int:
-        if count not in peaks:
-            peaks[count] = program.compile(with_rows(batch, count * unit)).peak
-        return peaks[count]
-
-    return unit * largest_that_fits(peak_at, usable, start=rows // unit)
+    unit, start = program.row_multiple, rows // program.row_multiple
+    peak_at = lambda count: peak if count == start else program.compile(with_rows(batch, count * unit)).peak
+    return unit * largest_that_fits(peak_at, usable, start=start)
 
 
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:

@@ -78,8 +78,7 @@ class StageEstimate:
 
 def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> StageEstimate:
     """Add up the bytes of one stage, with `accumulate` microbatches per step."""
-    gathered = gathered_bytes(config, plan.layout) if config.view == "device" else None
-    stay = axes_that_stay(plan.layout)
+    whole = plan.layout
     chunks_kept = sum(kept_on_device(config, plan).values())
     plan = plan.along_others(config.user_mesh.shape)
     layout = plan.layout
@@ -91,7 +90,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
     on_disk = config.offload is not None and config.offload.optimizer == "disk"
     host_params = sum(leaf.local_bytes for leaf in layout.params if leaf.host)
     disk_params, disk_grads, read, written = disk_bytes(config, plan, accumulate)
-    sent = sent_bytes(config, layout, accumulate, stay)
+    sent = sent_bytes(config, layout, accumulate, axes_that_stay(whole))
     return StageEstimate(
         config.stage,
         config.data.workers,
@@ -103,7 +102,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
         ),
         master=masters,
         opt_state=sum(leaf.local_bytes for leaf in on_device) - masters + chunks_kept,
-        gathered=gathered_bytes(config, layout) if gathered is None else gathered,
+        gathered=gathered_bytes(config, whole if config.view == "device" else layout),
         host=host_params + (0 if on_disk else chunked - chunks_kept),
         disk=(chunked if on_disk else 0) + disk_params + disk_grads,
         sent=sum(sent.values()),
