@@ -130,10 +130,8 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     leaves.append(dataclasses.replace(leaves[1], path="['padded']", shape=(3, 4), dim=0, others=(None, "host")))
     comm = GlobalCollectives(("gpu",), mesh=mesh())
     arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
-    shards = [
-        jax.device_put(in_storage_shape(x, leaf), NamedSharding(mesh(), leaf.spec))
-        for x, leaf in zip(arrays, leaves, strict=True)
-    ]
+    put = lambda x, leaf: jax.device_put(in_storage_shape(x, leaf), NamedSharding(mesh(), leaf.spec))
+    shards = list(map(put, arrays, leaves))
 
     def there_and_back(*shards):
         full = comm.all_gather(shards, leaves)
@@ -190,10 +188,7 @@ def test_gradients_are_reduced_in_the_type_of_the_wire():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"shards": 4},
-            r"params\['w'\] is laid out for 4 shards, but there are 8 devices along mesh axes 'host'",
-        ),
+        ({"shards": 4}, r"params\['w'\] is laid out for 4 shards, but there are 8 devices along mesh axes 'host'"),
         ({"shape": (4, 5)}, r"params\['w'\] has shape \(1, 4\) .* \(sharded\) requires \(1, 5\). Pass the leaf in"),
     ],
 )

@@ -24,8 +24,6 @@ OPTIMIZERS = {
     "adamw": floats_only(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))),
     "clip-adafactor": floats_only(optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-2, 4))),
 }
-
-
 WAYS = {"shards": {"shard_axis": "gpu"}, "params": {"params_axis": "gpu"}, "all": {}}
 
 
@@ -63,8 +61,6 @@ def assert_same(found, expected):
 
 
 VIEWS = ("global", "device")
-
-
 QUICK = [(3, "params", "global", "adamw")]
 CASES = [(1, "shards", "device", "clip-adafactor"), (2, "shards", "global", "adamw"), (3, "shards", "device", "adamw")]
 
@@ -89,12 +85,10 @@ def test_every_shape_of_a_loss_is_differentiated_as_on_one_device(name, way, vie
     """In two microbatches, whose gradients are reduced across hosts once."""
     loss, params = constructs.TABLE[name], constructs.make_params()
     rows = jax.random.normal(jax.random.key(9), (8, 2, 3, 8))
-    plain = jax.jit(
-        jax.value_and_grad(lambda p: (loss(p, rows[:, 0].reshape(24, 8)) + loss(p, rows[:, 1].reshape(24, 8))) / 2)
-    )
+    both = lambda p: (loss(p, rows[:, 0].reshape(24, 8)) + loss(p, rows[:, 1].reshape(24, 8))) / 2
     tx = zero(name=optax.sgd(1.0), way=way, view=view, persist_below=4)
     state, metrics = tx.train_step(loss, accumulate=2)(tx.create(params), rows.reshape(48, 8))
-    value, grads = plain(params)
+    value, grads = jax.jit(jax.value_and_grad(both))(params)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-5)
     for old, new, grad in zip(*map(jax.tree.leaves, (params, tx.unshard(state.params), grads)), strict=True):
         np.testing.assert_allclose(old - new, grad, rtol=2e-5, atol=2e-5 * max(1e-2, float(np.abs(grad).max())))
@@ -105,13 +99,10 @@ def test_every_shape_of_a_loss_is_differentiated_as_on_one_device(name, way, vie
 def test_microbatches_are_reduced_across_hosts_once(way, view):
     def across(accumulate):
         tx = zero(way=way, view=view)
-        rows = batches(accumulate)[0]
-        moved = collectives(
-            tx.train_step(awkward_loss, accumulate=accumulate).lower(tx.create(awkward_params()), rows).compile()
-        )
-        return sum(
-            c.elements * c.times for c in moved.of("all-reduce", "reduce-scatter", "all-gather") if c.group == (0, 4)
-        )
+        step, state = tx.train_step(awkward_loss, accumulate=accumulate), tx.create(awkward_params())
+        moved = collectives(step.lower(state, batches(accumulate)[0]).compile())
+        kinds = ("all-reduce", "reduce-scatter", "all-gather")
+        return sum(c.elements * c.times for c in moved.of(*kinds) if c.group == (0, 4))
 
     assert across(4) == across(2) > 0
 
@@ -153,10 +144,8 @@ def held_by(state):
 )
 def test_a_device_holds_what_one_of_a_single_host_does_or_its_part_of_the_state(stage, way):
     state = zero(stage, way=way).create(awkward_params())
-    row = estimate(awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS[way])[
-        stage
-    ]
-    assert (row.params, row.opt_state) == held_by(state)
+    rows = estimate(awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS[way])
+    assert (rows[stage].params, rows[stage].opt_state) == held_by(state)
     if way == "shards":
         one_host = zero_shard(OPTIMIZERS["adamw"], stage=stage, mesh=mesh_of(4), persist_below=BELOW)
         alone = report(one_host.create(awkward_params()))
@@ -174,7 +163,8 @@ def test_a_device_holds_what_one_of_a_single_host_does_or_its_part_of_the_state(
 )
 def test_only_shards_of_gradients_cross_hosts(way, view):
     """All-reduced, or reduce-scattered; a quarter of the parameters is then gathered once, after the update."""
-    made = (tx := zero(way=way, view=view)).train_step(awkward_loss), tx.create(awkward_params()), awkward_batches(1)[0]
+    tx = zero(way=way, view=view)
+    made = tx.train_step(awkward_loss), tx.create(awkward_params()), awkward_batches(1)[0]
     moved = collectives(made[0].lower(*made[1:]).compile())
     inside, across, everywhere = (0, 1, 2, 3), (0, 4), tuple(range(8))
     count = lambda kind, group: sum(c.elements for c in moved.of(kind) if tuple(sorted(c.group)) == group)
@@ -185,11 +175,8 @@ def test_only_shards_of_gradients_cross_hosts(way, view):
     else:
         assert count("reduce-scatter", across) == within // 4 > 0
         assert count("all-gather", across) == sum(PADDED.values()) // 4
-        assert {tuple(sorted(c.group)) for c in moved.of("all-gather", "reduce-scatter")} == {
-            inside,
-            across,
-            everywhere,
-        }
+        groups = {tuple(sorted(c.group)) for c in moved.of("all-gather", "reduce-scatter")}
+        assert groups == {inside, across, everywhere}
         assert count("all-reduce", across) == 0
     # the loss, and what is persistent
     assert count("all-reduce", everywhere) <= 20

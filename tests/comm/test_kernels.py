@@ -3,6 +3,7 @@
 import re
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import kernel_experts  # noqa: F401
@@ -150,12 +151,8 @@ def test_values_are_those_of_plain_jit_and_gradients_partial_sums(name, stage, m
     compiled = program.compile()
     value, grads = compiled(params, batch)
     expected = jax.jit(jax.value_and_grad(loss))(params, batch)
-    jax.tree.map(
-        # float32 sums of the workers' parts are rounded in another order.
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        (value, logical(grads)),
-        expected,
-    )
+    # float32 sums of the workers' parts are rounded in another order.
+    chex.assert_trees_all_close((value, logical(grads)), expected, rtol=1e-5, atol=1e-6)
     if not any(name.startswith(word) for word in MOVES.split()):
         assert not unlabelled(compiled)
 
@@ -196,8 +193,7 @@ def test_a_bare_kernel_is_named_once(mesh):
         return jax.pure_callback(lambda x: x, x, x)
 
     kernel.defvjp(lambda x: (kernel(x), None), lambda _, g: (g,))
-    loss = lambda w, x: jnp.mean((kernel(x) @ w) ** 2)
-    state, step, batch = large(loss, mesh)
+    state, step, batch = large(lambda w, x: jnp.mean((kernel(x) @ w) ** 2), mesh)
     with pytest.warns(UserWarning, match=r"`pure_callback` at test_kernels.py:\d+ runs all rows") as found:
         step.lower(state, batch)
     assert len(found) == 1
@@ -219,13 +215,8 @@ def test_a_gradient_of_lost_rows_is_named(mesh):
 
 
 def test_small_and_divided_kernels_are_not_named(mesh):
-    inside = jax.shard_map(
-        lambda x: jax.pure_callback(lambda x: x, x, x),
-        mesh=mesh,
-        in_specs=PartitionSpec("data"),
-        out_specs=PartitionSpec("data"),
-        check_vma=False,
-    )
+    callback, spec = lambda x: jax.pure_callback(lambda x: x, x, x), PartitionSpec("data")
+    inside = jax.shard_map(callback, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     kernel = jax.custom_vjp(inside)
     kernel.defvjp(lambda x: (inside(x), None), lambda _, g: (g,))
     state, step, batch = large(lambda w, x: jnp.mean((kernel(x) @ w) ** 2), mesh)
@@ -236,12 +227,11 @@ def test_small_and_divided_kernels_are_not_named(mesh):
 
 @pytest.mark.slow
 def test_check_finds_a_bare_kernel(mesh):
-    tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh, view="global")
     kernel = jax.custom_vjp(lambda x: kernels.blocked(lambda x: (jnp.sin(x),), block=len(x))(x)[0])
     kernel.defvjp(lambda x: (kernel(x), x), lambda x, g: (g * jnp.cos(x),))
-    step, state = tx.train_step(lambda w, x: jnp.mean((kernel(x) @ w) ** 2)), tx.create(jnp.zeros((256, 256)))
+    state, step, batch = large(lambda w, x: jnp.mean((kernel(x) @ w) ** 2), mesh)
     with pytest.warns(UserWarning, match="runs all rows"):
-        found = check(step, state, jnp.zeros((64, 4, 256)))
+        found = check(step, state, batch)
     assert any("runs all rows of the batch on every device" in finding for finding in found.findings)
 
 
@@ -251,8 +241,7 @@ def test_rows_changes_nothing_without_zerojax():
     np.testing.assert_array_equal(jax.grad(fn)(x), jnp.cos(x))
     np.testing.assert_array_equal(jax.vmap(lambda x: rows({"x": x}, -1)["x"])(x), x)
     np.testing.assert_array_equal(jax.lax.scan(lambda c, x: (c, rows(x)), 0, x)[1], x)
-    assert jax.jit(rows).lower(x).as_text() == jax.jit(lambda x: x).lower(x).as_text().replace(
-        "jit__lambda", "jit_rows"
-    )
+    plain = jax.jit(lambda x: x).lower(x).as_text()
+    assert jax.jit(rows).lower(x).as_text() == plain.replace("jit__lambda", "jit_rows")
     with pytest.raises(ValueError, match=r"rows\(x, dim=2\) was called on an array of shape \(3, 4\)"):
         rows(x, 2)

@@ -167,12 +167,9 @@ def test_resharding_can_be_turned_off(style):
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_layers_leaves_share_a_bucket_unless_told_otherwise(style):
-    def body(x, p):
-        return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"], None
-
     @block
     def layer(x, p):
-        return body(x, p)
+        return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"], None
 
     def loss(params, x):
         if style == "scanned":
@@ -227,7 +224,7 @@ def test_a_frozen_block_that_ends_a_group_does_not_delay_the_groups_gradients():
 
     w, wide = jnp.ones((SIZE, SIZE)) / SIZE, jnp.ones((SIZE, 4 * SIZE)) / SIZE
     params = {"first": w, "wide": wide, "back": wide.T, "frozen": w, "small": w, "last": w}
-    dims = {"first": 0, "wide": 0, "back": 1, "frozen": 0, "small": 0, "last": 0}
+    dims = dict.fromkeys(params, 0) | {"back": 1}
     # Backward: (last, small, frozen), back, wide, first. `back` has its own reduction.
     assert calls(loss, params, dims, X, shared_bytes=12 * WEIGHT)[1] == 4
 

@@ -276,9 +276,8 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
         layers = jax.tree.map(merge, adapters, frozen["layers"], is_leaf=is_pair)
         return base({**frozen, "layers": layers}, x)
 
-    tx = zero_shard(
-        optax.sgd(1.0), stage=3, mesh=mesh(8), persist_below=1000, trainable=lambda path, _: path.startswith("1/")
-    )
+    options = {"persist_below": 1000, "trainable": lambda path, _: path.startswith("1/")}
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), **options)
     stored = tx.shard((params, adapters))
     compiled = jax.jit(tx.value_and_grad(loss)).lower(stored, X).compile()
     grads = tx.unshard(compiled(stored, X)[1])
@@ -311,10 +310,7 @@ def test_a_step_is_that_of_one_device(view, style, option, accumulate):
 
 def test_a_value_of_a_parameter_and_of_a_constant_is_read_before_its_block():
     """An equation that a block computes again must not read a result of the block itself."""
-    constant, w = (
-        jax.random.normal(jax.random.key(2), (16, WIDTH)),
-        jax.random.normal(jax.random.key(3), (WIDTH, WIDTH)),
-    )
+    constant, w = (jax.random.normal(jax.random.key(key), (rows, WIDTH)) for key, rows in ((2, 16), (3, WIDTH)))
 
     def loss(w, x):
         hidden = jnp.tanh(constant @ w)

@@ -23,11 +23,11 @@ X = jax.ShapeDtypeStruct((8, SIZE), jnp.float32)
 BYTES = SIZE * SIZE * 4
 
 
-def program_of(loss, *weights, x=X):
+def program_of(loss, *weights):
     """The program of `loss(*weights, x)`, whose weights are sharded on their last dim but one."""
     setup = lay_out(list(weights), [len(w.shape) - 2 for w in weights])
     full = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in setup.leaves]
-    return trace_loss(lambda weights, x: loss(*weights, x), setup.leaves, full, [x], differing=[0])[0]
+    return trace_loss(lambda weights, x: loss(*weights, x), setup.leaves, full, [X], differing=[0])[0]
 
 
 def taken(make, rule):
@@ -44,6 +44,11 @@ def taken(make, rule):
         patch.setattr("zerojax.gather.rules.RULES", tuple(watched))
         make()
     return found
+
+
+def reading(*args):
+    """The segments of a loss's program that read parameters."""
+    return [segment for segment in program_of(*args).segments if segment.params]
 
 
 def primitives(segment):
@@ -63,8 +68,7 @@ def state():
         total[...] += jnp.sum(x @ v)
         return total[...]
 
-    program = program_of(loss, W, W)
-    (block,) = [segment for segment in program.segments if segment.params]
+    (block,) = reading(loss, W, W)
     assert primitives(block).count("dot_general") == len(block.params) == 2
 
 
@@ -76,16 +80,14 @@ def with_functional(w, x):
 
 def cluster():
     """What follows from the number runs in the block that computed it."""
-    program = program_of(with_functional, W)
-    (block,) = [segment for segment in program.segments if segment.params]
+    (block,) = reading(with_functional, W)
     assert primitives(block)[-1] == "tanh"
 
 
 def expanded():
     """The product of two small factors, which are alike, is computed in the block of the weight."""
     factors = jnp.ones((SIZE, 2)), jnp.ones((2, SIZE))
-    program = program_of(lambda w, x: jnp.sum(x @ (w + factors[0] @ factors[1])), W)
-    (block,) = [segment for segment in program.segments if segment.params]
+    (block,) = reading(lambda w, x: jnp.sum(x @ (w + factors[0] @ factors[1])), W)
     assert primitives(block) == ["dot_general", "add", "dot_general"]
 
 
@@ -112,15 +114,13 @@ def reduction():
 
 def repeated():
     """Each use transposes the weight that it has gathered; no segment passes the transposed weight on."""
-    program = program_of(lambda w, x: jnp.sum(jnp.tanh(x @ w.T) @ w.T), W)
-    uses = [segment for segment in program.segments if segment.params]
+    uses = reading(lambda w, x: jnp.sum(jnp.tanh(x @ w.T) @ w.T), W)
     assert [primitives(segment)[:2] for segment in uses] == [["transpose", "dot_general"]] * 2
 
 
 def masked():
     """The masked weight is computed where it is read, and is not passed on like an activation."""
-    program = program_of(lambda w, x: jnp.sum(x @ (w * (x[0] > 0).astype(w.dtype))), W)
-    (use,) = [segment for segment in program.segments if segment.params]
+    (use,) = reading(lambda w, x: jnp.sum(x @ (w * (x[0] > 0).astype(w.dtype))), W)
     assert {"mul", "dot_general"} <= set(primitives(use))
 
 
@@ -135,29 +135,26 @@ rounded.defvjp(lambda w: (rounded(w), None), lambda _, g: (g,))
 
 def quantised():
     """The product gathers one byte per element."""
-    program = program_of(lambda w, x: jnp.sum(x @ rounded(w)), W)
-    (block,) = [segment for segment in program.segments if segment.params]
+    (block,) = reading(lambda w, x: jnp.sum(x @ rounded(w)), W)
     assert block.gathered_bytes == [BYTES // 4]
 
 
 def loop_over_layers():
     """Each iteration gathers its layer of the stack."""
-    program = program_of(lambda w, x: jnp.sum(lax.scan(lambda x, w: (x @ w, None), x, w)[0]), STACK)
-    (loop,) = [segment for segment in program.segments if segment.params]
+    (loop,) = reading(lambda w, x: jnp.sum(lax.scan(lambda x, w: (x @ w, None), x, w)[0]), STACK)
     assert isinstance(loop, ScanSegment)
     assert loop.gathered_bytes == [BYTES, BYTES]
 
 
 def shared_gather():
     """The number is computed in the block of the product, so that one gather serves both."""
-    program = program_of(with_functional, W)
-    assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES]]
+    assert [segment.gathered_bytes for segment in reading(with_functional, W)] == [[BYTES]]
 
 
 def use():
     """Each product is a block that gathers its own weight."""
-    program = program_of(lambda w, v, x: jnp.sum(x @ w @ v), W, W)
-    assert [segment.gathered_bytes for segment in program.segments if segment.params] == [[BYTES]] * 2
+    uses = reading(lambda w, v, x: jnp.sum(x @ w @ v), W, W)
+    assert [segment.gathered_bytes for segment in uses] == [[BYTES]] * 2
 
 
 CASES = {

@@ -21,14 +21,16 @@ def loss(params, x):
     return jnp.sum(x)
 
 
-def has_product(eqn):
-    return any(inner.primitive.name == "dot_general" for inner in jaxprs.with_inner(eqn))
-
-
-def barriers_of(fn, *args):
-    """For each barrier: whether it has `(a value behind a product, a gathered array before any product, a shard)`."""
-    (eqn,) = jax.make_jaxpr(fn)(*args).jaxpr.eqns
+def gradient_body(prefetch):
+    """The program of one device."""
+    (eqn,) = jax.make_jaxpr(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=prefetch))(PARAMS, X).jaxpr.eqns
     (body,) = jex.jaxprs_in_params(eqn.params)
+    return body
+
+
+def barriers_of(prefetch):
+    """For each barrier: whether it has `(a value behind a product, a gathered array before any product, a shard)`."""
+    body = gradient_body(prefetch)
     shards = set(body.invars[:LAYERS])
     gathered, computed, found = set(), set(), []
     for inner in body.eqns:
@@ -38,7 +40,7 @@ def barriers_of(fn, *args):
             for values in (shards, gathered, computed):  # each result is the operand at its place
                 places = [out for out, atom in zip(inner.outvars, inner.invars, strict=True) if atom in values]
                 values.update(places)
-        elif has_product(inner) or any(v in computed for v in reads):
+        elif any(e.primitive.name == "dot_general" for e in jaxprs.with_inner(inner)) or computed.intersection(reads):
             computed.update(inner.outvars)
         elif inner.primitive.name == "all_gather" or any(v in gathered for v in reads):
             gathered.update(inner.outvars)
@@ -53,21 +55,20 @@ def test_a_gather_ends_when_the_block_before_its_use_ends(prefetch):
 
     One more barrier has gathered arrays: the last layer's, which wait for the loss.
     """
-    found = barriers_of(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=prefetch), PARAMS, X)
+    found = barriers_of(prefetch)
     assert sum(computed and gathered for computed, gathered, _ in found) == (LAYERS - 1) + (LAYERS - 2) + 1
 
 
 @pytest.mark.parametrize(("prefetch", "barriers"), [(0, 5), (1, 4), (2, 2)])
 def test_a_gather_starts_behind_the_block_that_is_as_far_ahead(prefetch, barriers):
     """Forward, the first `prefetch + 1` gathers do not wait. Backward, one barrier may start several gathers."""
-    found = barriers_of(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=prefetch), PARAMS, X)
+    found = barriers_of(prefetch)
     assert sum(computed and shard for computed, _, shard in found) == barriers
 
 
 def test_the_last_gradients_are_reduced_after_those_of_the_block_before():
     """Nothing is computed after them, so they would delay a reduction that a product can hide."""
-    (eqn,) = jax.make_jaxpr(sharded_grad(loss, lay_out(PARAMS, [0] * LAYERS), prefetch=1))(PARAMS, X).jaxpr.eqns
-    (body,) = jex.jaxprs_in_params(eqn.params)
+    body = gradient_body(1)
     reductions = [inner for inner in body.eqns if inner.primitive.name == "reduce_scatter"]
     assert len(reductions) == LAYERS
     behind = set(reductions[-2].outvars)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections import Counter
 
+import chex
 import jax
 import jax.numpy as jnp
 import llama
@@ -158,9 +159,7 @@ def test_the_examples_model_is_the_same_in_tiles(monkeypatch):
     tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(8), persist_below=1)
     loss = llama.next_token_loss(long_context.model_of("offload", 32, config))
     value, grads = tx.value_and_grad(lambda params, batch: loss(params, *batch))(tx.shard(params), (tokens, real))
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), (value, tx.unshard(grads)), expected
-    )
+    chex.assert_trees_all_close((value, tx.unshard(grads)), expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow

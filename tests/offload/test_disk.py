@@ -14,6 +14,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoints import flip, zero
 from conftest import mounted
 
 from zerojax.offload import folder
@@ -209,12 +210,6 @@ def test_memory_does_not_grow_with_the_number_of_chunks(tmp_path):
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[int(place * len(content))] ^= 1 << 3
-    path.write_bytes(content)
-
-
 def swap_sectors(path):
     content = bytearray(path.read_bytes())
     content[:512], content[512:1024] = content[512:1024], content[:512]
@@ -222,9 +217,9 @@ def swap_sectors(path):
 
 
 DAMAGES = {
-    "flipped bit": (lambda path: flip(path, 0.1), "is damaged"),
-    "flipped bit in the padding": (lambda path: flip(path, 0.999), "is damaged"),
-    "4 KB of zeros": (lambda path: path.write_bytes(bytes(4096) + path.read_bytes()[4096:]), "is damaged"),
+    "flipped bit": (lambda path: flip(path, size=1000), "is damaged"),
+    "flipped bit in the padding": (lambda path: flip(path, -8, 1), "is damaged"),
+    "4 KB of zeros": (lambda path: zero(path, 0, 4096), "is damaged"),
     "sectors that changed places": (swap_sectors, "is damaged"),
     "another chunk's": (lambda path: os.replace(path.with_name("chunk_00001.bin"), path), "is damaged"),
     "truncated": (lambda path: os.truncate(path, path.stat().st_size - 1), r"is torn: it ends after \d+ of \d+ bytes"),

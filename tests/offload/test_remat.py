@@ -12,7 +12,7 @@ import pytest
 from conftest import quick_or_slow
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax import compat, jaxprs, zero_shard
+from zerojax import jaxprs, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
 
 LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
@@ -34,15 +34,12 @@ def layer(x, w):
     return x + jnp.cos(kept) @ w["down"]
 
 
-def stack_of_weights():
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = {"up": (WIDTH, HIDDEN), "middle": (HIDDEN, KEPT), "down": (KEPT, WIDTH)}
-    return {n: jax.random.normal(k, (LAYERS, *s)) / s[0] ** 0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
-
-
 def problem(style):
     """`(params, batch, loss_of)`; `loss_of` takes what wraps a layer."""
-    stack, batch = stack_of_weights(), jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    keys, batch = jax.random.split(jax.random.key(0), 3), jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+    sizes = {"up": (WIDTH, HIDDEN), "middle": (HIDDEN, KEPT), "down": (KEPT, WIDTH)}
+    drawn = zip(keys, sizes.items(), strict=True)
+    stack = {name: jax.random.normal(key, (LAYERS, *size)) / size[0] ** 0.5 for key, (name, size) in drawn}
 
     def scanned(params, x, wrap):
         return jax.lax.scan(lambda x, w: (wrap(layer)(x, w), None), x, params)[0]
@@ -81,13 +78,6 @@ def assert_same(found, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), found, expected)
 
 
-def equations(jaxpr):
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in compat.inner_jaxprs(eqn):
-            yield from equations(inner)
-
-
 def on_host(atom):
     return "<host>" in str(atom.aval)
 
@@ -95,7 +85,7 @@ def on_host(atom):
 def transfers(fn, *args):
     """`(widths sent to the host, widths brought back)`, of every transfer in the traced program."""
     sent, back = [], []
-    for eqn in equations(jax.make_jaxpr(fn)(*args).jaxpr):
+    for eqn in jaxprs.equations(jax.make_jaxpr(fn)(*args).jaxpr):
         if eqn.primitive.name == "device_put":
             (source,), (target,) = eqn.invars, eqn.outvars
             if on_host(target) and not on_host(source):
@@ -107,7 +97,7 @@ def transfers(fn, *args):
 
 def stacks(fn, *args):
     """`(width, whether on the host)` of everything stacked over the layers that a loop hands on."""
-    loops = [e for e in equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name == "scan"]
+    loops = [e for e in jaxprs.equations(jax.make_jaxpr(fn)(*args).jaxpr) if e.primitive.name == "scan"]
     rows = {ROWS, ROWS // 8}
     found = [v for loop in loops for v in loop.outvars if v.aval.shape[:1] == (LAYERS,) and v.aval.shape[1] in rows]
     return {(v.aval.shape[-1], on_host(v)) for v in found}
@@ -153,7 +143,7 @@ def test_an_unrolled_layers_activations_have_left_when_the_next_layer_ends(prefe
     grad = tx.value_and_grad(loss_of(wrapping(offloading("hidden"))))
     closed = jax.make_jaxpr(grad)(tx.shard(params), batch)
     inlined = jax.make_jaxpr(lambda *args: jaxprs.inline_calls(closed.jaxpr, closed.consts, *args))(*closed.in_avals)
-    order = list(equations(inlined.jaxpr))  # layers that are alike are calls of one program
+    order = list(jaxprs.equations(inlined.jaxpr))  # layers that are alike are calls of one program
     back = next(i for i, e in enumerate(order) if e.primitive.name == "device_put" and on_host(e.invars[0]))
     sent = [v for e in order[:back] if e.primitive.name == "device_put" for v in e.outvars]
     barriers = [e.invars for e in order[:back] if e.primitive.name == "optimization_barrier"]

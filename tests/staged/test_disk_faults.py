@@ -119,12 +119,8 @@ def interrupted(*_):
 def test_a_write_that_fails_unlocks_the_folder(tmp_path, monkeypatch):
     """Although the traceback, which a notebook keeps, still refers to the files."""
     kept, transfer = [], chunks.transfer
-    of_params, of_state = (
-        on_disk(tmp_path / "p", devices=2),
-        zero_shard(
-            optax.adam(1e-3), stage=2, mesh=mesh_of(2), persist_below=8, offload=Offload("disk", path=tmp_path / "s")
-        ),
-    )
+    of_params, to_disk = on_disk(tmp_path / "p", devices=2), Offload("disk", path=tmp_path / "s")
+    of_state = zero_shard(optax.adam(1e-3), stage=2, mesh=mesh_of(2), persist_below=8, offload=to_disk)
     ways = [of_params.create, lambda x: of_params.init_params(lambda: x), of_params.shard, of_state.create]
     for way in ways:
         for allowed in (1, 4):
@@ -160,14 +156,13 @@ def test_a_step_that_is_interrupted_gives_its_files_up(tmp_path, monkeypatch):
 def test_what_cannot_be_is_refused_by_name(tmp_path):
     chosen = {"params": "disk", "optimizer": "disk", "path": tmp_path / "run"}
     make = lambda tx=None, **options: zero_shard(tx or optax.adam(1e-2), mesh=mesh_of(2), **{"stage": 3, **options})
-    for changed, match in {
+    for (name, value), match in {
         ("optimizer", "host"): 'optimizer="disk"|optimizer=',
         ("fraction", 0.5): "fraction=0.5",
         ("where", ("*",)): "where=",
         ("update", "host"): 'update="host"',
         ("host_bytes", "8 gigs"): "is no size",
     }.items():
-        name, value = changed
         with pytest.raises(ValueError, match=match):
             Offload(**{**chosen, name: value})
     with pytest.raises(ValueError, match='bounds the host memory of params="disk"'):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checkpoints import flip
 from conftest import mesh_of, mounted
 from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
 from models import awkward_batches, awkward_loss, awkward_params
@@ -15,15 +16,7 @@ from safetensors.numpy import load_file
 
 import zerojax
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import (
-    Checkpointer,
-    CheckpointError,
-    arrays,
-    export,
-    import_params,
-    restoring,
-    saving,
-)
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export, import_params, restoring, saving
 from zerojax.layout.chunked import is_chunked
 from zerojax.offload.state_files import StateFiles
 from zerojax.staged.model_files import ModelFiles
@@ -247,9 +240,7 @@ def test_a_flipped_byte_gets_into_no_checkpoint(tmp_path, unpacked):
         saved.wait()
         files.flush()
         damaged = sorted(files.path.glob("chunk_*"))[2]
-        content = bytearray(damaged.read_bytes())
-        content[5] ^= 4
-        damaged.write_bytes(content)
+        flip(damaged, 5, 1)
         saved.save(state, step=2)
         with pytest.raises(CheckpointError, match=rf"{damaged.name} is damaged"):
             saved.wait()

@@ -20,6 +20,7 @@ from zerojax.layout.chunked import is_chunked
 from zerojax.offload import close
 from zerojax.offload.folder import DiskError
 
+ONES = {"w": np.ones((8, 8), np.float32)}
 PRECISIONS = {"fp32": None, "bf16": Precision.bf16()}
 
 
@@ -28,15 +29,13 @@ def transformation(way, folder, stage=3, count=8, precision=None):
     if way != "none":
         path = folder / f"{way}{random.random()}" if way == "disk" else None
         offload = Offload(optimizer=way, path=path, chunk_bytes=200, update="device")
-    mesh = mesh_of(count)
-    return zero_shard(optax.adamw(1e-2), stage=stage, mesh=mesh, persist_below=20, offload=offload, precision=precision)
+    options = {"stage": stage, "mesh": mesh_of(count), "precision": precision}
+    return zero_shard(optax.adamw(1e-2), persist_below=20, offload=offload, **options)
 
 
 def trained(tx):
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
-    state, metrics = step(state, awkward_batches(1)[0])
-    float(metrics["loss"])
-    return state, step
+    return step(state, awkward_batches(1)[0])[0]
 
 
 @pytest.mark.slow
@@ -45,7 +44,7 @@ def trained(tx):
 def test_every_way_of_offloading_restores_into_every_other(way, precision, tmp_path, monkeypatch):
     if precision == "fp32":  # no leaf is packed; in the other all are
         monkeypatch.setattr(saving, "SMALL_BYTES", 0)
-    state, _ = trained(transformation(way, tmp_path, precision=PRECISIONS[precision]))
+    state = trained(transformation(way, tmp_path, precision=PRECISIONS[precision]))
     expected = logical_leaves(state)
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
         checkpoints.save(state)
@@ -81,7 +80,7 @@ def test_writes_share_no_lock(tmp_path, monkeypatch):
 def test_master_weights_on_disk_are_exported(tmp_path):
     from safetensors.numpy import load_file
 
-    state, _ = trained(transformation("disk", tmp_path, precision=Precision.bf16()))
+    state = trained(transformation("disk", tmp_path, precision=Precision.bf16()))
     (file,) = export(state, tmp_path / "parameters")
     expected = logical_leaves(state)["params['tied']"]
     assert expected.dtype == np.float32
@@ -89,15 +88,14 @@ def test_master_weights_on_disk_are_exported(tmp_path):
 
 
 def small(path):
-    return zero_shard(
-        optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=4, offload=Offload(optimizer="disk", path=path)
-    )
+    offload = Offload(optimizer="disk", path=path)
+    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=4, offload=offload)
 
 
 def test_a_state_can_be_closed_after_an_interrupt(tmp_path, monkeypatch):
     """Its folder is locked by this process for as long as anything refers to the state."""
     tx = small(tmp_path / "state")
-    state, params = tx.create({"w": np.ones((8, 8), np.float32)}), {"w": np.ones((8, 8), np.float32)}
+    state = tx.create(ONES)
     step = tx.train_step(lambda params, batch: (batch @ params["w"]).mean())
 
     def interrupt(*args):
@@ -109,10 +107,10 @@ def test_a_state_can_be_closed_after_an_interrupt(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             step(state, np.ones((2, 8), np.float32))
     with pytest.raises(DiskError, match=r"in use by this process. First close .* zerojax.offload.close\(state\)"):
-        tx.create(params)
+        tx.create(ONES)
     close(state)
     close(state)
-    step(tx.create(params), np.ones((2, 8), np.float32))
+    step(tx.create(ONES), np.ones((2, 8), np.float32))
 
 
 def test_the_folder_does_not_depend_on_the_working_directory(tmp_path, monkeypatch):
@@ -120,8 +118,8 @@ def test_the_folder_does_not_depend_on_the_working_directory(tmp_path, monkeypat
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     (tmp_path / "home").mkdir()
     (tmp_path / "other").mkdir()
-    state = small("state").create({"w": np.ones((8, 8), np.float32)})
-    small("~/state").create({"w": np.ones((8, 8), np.float32)})
+    state = small("state").create(ONES)
+    small("~/state").create(ONES)
     assert (tmp_path / "home" / "state").is_dir()
     monkeypatch.chdir(tmp_path / "other")
     logical_leaves(state)

@@ -31,10 +31,7 @@ CLIPPED = {
     ),
 }
 WANTED = ("adamw", "adafactor", "lion", "clip+adamw", "muon")
-QUICK = [
-    ("adamw", 3, "device", "disk", 8),
-    ("adafactor", 3, "host", "disk", 8),
-]
+QUICK = [("adamw", 3, "device", "disk", 8), ("adafactor", 3, "host", "disk", 8)]
 
 
 def offload(tmp_path=None, **changes):
@@ -88,10 +85,9 @@ def test_every_mode_equals_plain_optax(name, stage, update, where, count, tmp_pa
 def test_microbatches_and_master_weights_equal_those_without(stage, update):
     """The state of stage 2, whose master weights are in the optimizer's state too, is the reference."""
     batches, options = awkward_batches(3, 48), {"precision": Precision.bf16()}
-    without, _ = trained(zero(floats_only(optax.adamw(1e-2)), 2, **options), batches, accumulate=2)
-    offloaded, _ = trained(
-        zero(floats_only(optax.adamw(1e-2)), stage, offload=offload(update=update), **options), batches, accumulate=2
-    )
+    inner = floats_only(optax.adamw(1e-2))
+    without, _ = trained(zero(inner, 2, **options), batches, accumulate=2)
+    offloaded, _ = trained(zero(inner, stage, offload=offload(update=update), **options), batches, accumulate=2)
     assert jax.tree.structure(without.opt_state) != jax.tree.structure(offloaded.opt_state)
     for a, b, leaf in zip(logical(without), logical(offloaded), offloaded.plan.state, strict=True):
         # three steps of 1e-2 in weights that the loss sees in bfloat16: roundings there move Adam by parts of a step
@@ -99,20 +95,11 @@ def test_microbatches_and_master_weights_equal_those_without(stage, update):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "update"),
-    [
-        ("host", "host"),
-        ("disk", "device"),
-    ],
-)
+@pytest.mark.parametrize(("where", "update"), [("host", "host"), ("disk", "device")])
 def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
-    tx = zero(
-        floats_only(optax.adamw(1e-2)),
-        3,
-        offload=offload(tmp_path if where == "disk" else None, update=update),
-        precision=Precision.fp16(loss_scale=2.0**10),
-    )
+    offloaded = offload(tmp_path if where == "disk" else None, update=update)
+    precision = Precision.fp16(loss_scale=2.0**10)
+    tx = zero(floats_only(optax.adamw(1e-2)), offload=offloaded, precision=precision)
     step, state = tx.train_step(awkward_loss), tx.create(awkward_params())
     good, other = awkward_batches(2)
     state, _ = step(state, good)
@@ -120,8 +107,7 @@ def test_a_skipped_step_leaves_every_bit(where, update, tmp_path):
     before = contents(state)
     state, metrics = step(state, jax.tree.map(lambda x: x * jnp.inf, other))
     assert bool(metrics["skipped"])
-    for a, b in zip(jax.tree.leaves(before), contents(state), strict=True):
-        np.testing.assert_array_equal(a, b)
+    chex.assert_trees_all_equal(contents(state), before)
     state, metrics = step(state, other)
     assert not bool(metrics["skipped"])
     assert int(state.step) == 2
@@ -213,8 +199,7 @@ def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path
     assert len(chunks(state)) == 8  # four large leaves, two moments
     assert largest(state) <= CHUNK
     step, batch = tx.train_step(awkward_loss), awkward_batches(1)[0]
-    mine = jax.tree.leaves(batch)
-    before |= {id(x) for x in mine}
+    before |= {id(x) for x in jax.tree.leaves(batch)}
     state, _ = step(state, batch)
     jax.block_until_ready(state)
     before |= {id(x) for x in jax.live_arrays() if x.ndim and x.shape[0] == 24}  # the batch, placed
@@ -224,22 +209,16 @@ def test_no_optimizer_array_larger_than_a_chunk_is_on_the_device(where, tmp_path
     assert {x.ndim == 0 for node in chunks(state) for x in node.chunks} == {where == "disk"}
 
 
-def layers(depth):
-    keys = jax.random.split(jax.random.key(0), depth)
-    return [{"w": jax.random.normal(key, (64, 64)) / 8} for key in keys]
-
-
 @pytest.mark.slow
 def test_memory_of_the_update_does_not_grow_with_depth():
     """The same few programs update 4, 24 and 96 layers, and none has more than a few chunks of temporary memory."""
     found = {}
     for depth in (4, 24, 96):
         tx = zero(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), 3, offload=offload(chunk_bytes=512))
-        state = tx.create(jax.eval_shape(functools.partial(layers, depth)))
+        state = tx.create([{"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}] * depth)
         step = tx.train_step(lambda params, batch: batch.mean())
-        programs = [lowered.compile() for lowered in step.lower_update(state)]
-        sizes = [(m.argument_size_in_bytes, m.temp_size_in_bytes) for m in (p.memory_analysis() for p in programs)]
-        found[depth] = sizes
+        programs = [lowered.compile().memory_analysis() for lowered in step.lower_update(state)]
+        found[depth] = sizes = [(m.argument_size_in_bytes, m.temp_size_in_bytes) for m in programs]
         chunks, leaf = 4 * 512, 64 * 64 * 4 // 8
         # gradient and parameter of one layer's shard, and chunks of two moments
         assert all(arguments <= 2 * leaf + chunks and temp <= 4 * chunks for arguments, temp in sizes)
@@ -376,12 +355,10 @@ def test_parameters_that_need_each_others_state_are_one_group():
 def test_a_fraction_stays_on_the_device(fraction):
     tx = zero(optax.adamw(1e-2), 2, offload=offload(fraction=fraction))
     state = tx.create(awkward_params())
-    offloaded, large = sum(node.leaf.local_bytes for node in chunks(state)), 0
-    for leaf in state.plan.state:
-        large += leaf.local_bytes if leaf.kind == "sharded" else 0
-    assert offloaded >= fraction * large
-    biggest = max(leaf.local_bytes for leaf in state.plan.state if leaf.kind == "sharded")
-    assert offloaded <= fraction * large + 2 * biggest * (0 < fraction < 1)
+    offloaded = sum(node.leaf.local_bytes for node in chunks(state))
+    large = [leaf.local_bytes for leaf in state.plan.state if leaf.kind == "sharded"]
+    assert offloaded >= fraction * sum(large)
+    assert offloaded <= fraction * sum(large) + 2 * max(large) * (0 < fraction < 1)
     if 0 < fraction < 1:
         assert 0 < len(chunks(state)) < 8
         assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), reference=plain("adamw"))
