@@ -83,7 +83,7 @@ class Events:
 
     def __init__(self):
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
-        self._next, self._beat, self.frozen = 0, 0, 0.0
+        self.counted, self._beat, self.frozen = 0, 0, 0.0  # `counted` is the number of calls
         self._thread: int | None = None  # the thread whose calls are counted
         self._watcher: threading.Thread | None = None  # made by the first call, because a forked process has no threads
         self._at_end = threading.Event()
@@ -116,13 +116,10 @@ class Events:
             atexit.register(self._at_exit)  # runs before JAX's function, which `import jax` has registered
         if self._thread != threading.get_ident():
             return Call(-1, name)
-        call = Call(self._next, name, watched)
-        self._next += 1
+        call = Call(self.counted, name, watched)
+        self.counted += 1
         self._calls.append(call)
         return call
-
-    def last_number(self) -> int:
-        return self._next - 1
 
     def publish(self) -> None:
         self._beat += 1

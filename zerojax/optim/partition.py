@@ -44,8 +44,6 @@ from zerojax.optim.transformation import TransformationError
 from zerojax.placement.storage import shapes
 from zerojax.primitives import Kind
 
-# The number of chunks on the device at a time: one is fetched, one is updated, and one is written.
-IN_FLIGHT = 3
 # A unit is a set of state leaves that are offloaded together. The integer i means all state that mirrors trained
 # parameter i. ("state", k) means only leaf k.
 Unit = int | tuple[str, int]

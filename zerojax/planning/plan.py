@@ -12,13 +12,12 @@ from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config, Offload, check_count
 from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, absent_mesh
-from zerojax.optim.partition import IN_FLIGHT
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import LossOptions, PlainGradient, split_options
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
-from zerojax.streaming.stores import chunk_bytes, kept_on_device
+from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes, kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from zerojax.comm.mesh import wait_if_simulated
-from zerojax.optim.partition import IN_FLIGHT, UpdateGroup
+from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.traced import GRAD, PARAM
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.streaming.chunk_programs import update_on_device
-from zerojax.streaming.stores import StateStore
+from zerojax.streaming.stores import IN_FLIGHT, StateStore
 from zerojax.streaming.stream import Chunk, StreamedUpdate, UpdateInputs, UpdateQueue
 
 if TYPE_CHECKING:

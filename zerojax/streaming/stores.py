@@ -19,13 +19,16 @@ from zerojax.layout.chunked import Chunked, is_chunked
 from zerojax.layout.leaf import replace_at
 from zerojax.offload.host import host_kind, to_memory
 from zerojax.offload.state_files import LeafFiles, StateFiles
-from zerojax.optim.partition import IN_FLIGHT, UpdateGroup
+from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.state_forms import state_shapes
 from zerojax.placement.chunking import chunked
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
+
+# The number of chunks on the device at a time: one is fetched, one is updated, and one is written.
+IN_FLIGHT = 3
 
 
 class StateStore(abc.ABC):

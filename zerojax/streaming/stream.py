@@ -26,7 +26,7 @@ import numpy as np
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.offload.host import host_kind, is_on_host, to_device, to_memory
-from zerojax.optim.partition import IN_FLIGHT, UpdateGroup
+from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.traced import CONST, GRAD, SHARED
 from zerojax.placement.storage import return_to_host
@@ -39,7 +39,7 @@ from zerojax.streaming.chunk_programs import (
     update_on_device,
 )
 from zerojax.streaming.host_update import update_on_host
-from zerojax.streaming.stores import StateStore
+from zerojax.streaming.stores import IN_FLIGHT, StateStore
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool

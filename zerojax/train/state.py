@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,6 +23,7 @@ from zerojax.layout.tree import Layout, canonical, check_experts_named, layout_o
 from zerojax.offload.host import to_device
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.state_forms import as_planned, state_shardings
+from zerojax.placement import storage
 from zerojax.placement.chunking import joined
 from zerojax.placement.place import (
     MOST_PROGRAMS,
@@ -34,7 +35,6 @@ from zerojax.placement.place import (
     place_replicated,
 )
 from zerojax.placement.storage import in_logical_shape, in_storage, is_stored_node, leaves_of, named_tree
-from zerojax.placement.storage import logical as unpadded_array
 from zerojax.placement.unusable import problem_of
 from zerojax.staged.state import (
     files_of_params,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Int, PyTree
 
 
-@partial(
+@functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["step", "params", "opt_state", "scaling", "mutable"],
     meta_fields=["plan"],
@@ -207,7 +207,7 @@ def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroSta
         require_same_run(config, plan)
         require_same_values(config, "begin with values", params=params, mutable=mutable, given_opt_state=opt_state)
     shardings = lambda _: ZeroState.shardings(config, plan)
-    begin = partial(begin_run, config, plan)
+    begin = functools.partial(begin_run, config, plan)
     state = on_auto_mesh(config.user_mesh, begin, params, mutable, opt_state, shardings=shardings)
     if is_live:
         require_same_values(config, "create a state", params=state.params, opt_state=state.opt_state)
@@ -233,10 +233,10 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
     given, most = (wide, len(layout.params)) if config.params_on_disk else (layout, MOST_PROGRAMS)
     programs, what = init_programs(config, given, init_fn, args, most=most), "initialise parameters"
     require_same_values(config, what, args=args)
-    require_same_programs(config, what, (partial(one.lower, *args) for one in programs))
+    require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
     if config.params_on_disk:
         files = files_of_params(config, layout, layout.grads)
-        return on_auto_mesh(config.user_mesh, partial(write_params, config, wide, one_by_one(programs, args), files))
+        return on_auto_mesh(config.user_mesh, lambda: write_params(config, wide, one_by_one(programs, args), files))
     arrays = [x for program in programs for x in program(*args)]
     store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
     return on_auto_mesh(config.user_mesh, store, arrays, shardings=lambda _: params_shardings(config, layout))
@@ -273,7 +273,7 @@ def shard(config: Config, params: Any) -> Any:
     layout = in_master_types(layout, layout.trained)
     remember_experts(config, layout)
     if config.params_on_disk:
-        return on_auto_mesh(config.user_mesh, partial(put_on_disk, config, layout), params)
+        return on_auto_mesh(config.user_mesh, functools.partial(put_on_disk, config, layout), params)
 
     def store(params):
         arrays = place_params(config, layout, params)
@@ -303,7 +303,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
         files = files_of_run(config, plan)
         tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
         # These are copied to the devices later, one after the other, and keep their types.
-        later = lambda x, leaf: Deferred(partial(placed_leaf, config, x, leaf), leaf.storage_shape, canonical(x.dtype))
+        later = lambda x, leaf: Deferred(lambda: placed_leaf(config, x, leaf), leaf.storage_shape, canonical(x.dtype))
         wide: Any = [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
     else:
         wide = place_params(config, layout, params)
@@ -336,34 +336,35 @@ def logical(tree: PyTree) -> PyTree:
         >>> means = jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(state.params)
     """
     is_node = lambda x: is_stored_node(x) or isinstance(x, ZeroState)
-    return jax.tree.map(lambda x: of_state(x) if isinstance(x, ZeroState) else of_leaf(x), tree, is_leaf=is_node)
+    one = lambda x: logical_state(x) if isinstance(x, ZeroState) else logical_leaf(x)
+    return jax.tree.map(one, tree, is_leaf=is_node)
 
 
-def of_leaf(x: Any) -> Any:
+def logical_leaf(x: Any) -> Any:
     """Return the logical array of a `Padded` or of a leaf on disk. Return any other leaf unchanged."""
     if is_chunked(x):
-        return of_stored(x, x.leaf)
+        return logical_of_stored(x, x.leaf)
     if not is_padded(x):
         return x
     if isinstance(x.storage, jax.ShapeDtypeStruct):
         return compat.eval_shape(Padded.logical, x)
-    return on_auto_mesh(mesh_of(x.storage), unpadded_array, x) if is_number_array(x.storage) else x.storage
+    return on_auto_mesh(mesh_of(x.storage), storage.logical, x) if is_number_array(x.storage) else x.storage
 
 
-def of_state(state: ZeroState) -> ZeroState:
+def logical_state(state: ZeroState) -> ZeroState:
     """Return a state in which every array has its logical shape."""
     leaves, structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
-    arrays = [of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
-    params = jax.tree.map(of_leaf, state.params, is_leaf=is_stored_node)
+    arrays = [logical_of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
+    params = jax.tree.map(logical_leaf, state.params, is_leaf=is_stored_node)
     return dataclasses.replace(state, params=params, opt_state=jax.tree.unflatten(structure, arrays))
 
 
-def of_stored(x: Any, leaf: Leaf) -> Any:
+def logical_of_stored(x: Any, leaf: Leaf) -> Any:
     """Return the logical array of a stored leaf, given its layout."""
     if isinstance(x, Chunked) and any(isinstance(chunk, jax.ShapeDtypeStruct) for chunk in x.chunks):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     array = joined(x) if isinstance(x, Chunked) else x
-    trim = partial(in_logical_shape, leaf=leaf)
+    trim = functools.partial(in_logical_shape, leaf=leaf)
     if isinstance(array, jax.ShapeDtypeStruct):
         return jax.eval_shape(trim, array)
     return on_auto_mesh(mesh_of(array), trim, array) if array.shape != leaf.shape else array

@@ -143,8 +143,14 @@ class TreeForm:
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     """Return the function that differentiates a loss; see `ZeroTransformation.value_and_grad`."""
-    gradient = functools.partial(value_and_grad_tree, config, loss, accumulate=accumulate)
-    jitted = jax.jit(gradient, static_argnames=("layout", "forms"))
+
+    @functools.partial(jax.jit, static_argnames=("layout", "forms"))
+    def value_and_grad_tree(params, mutable, batch, *args, layout, forms):
+        form = TreeForm(config, layout, forms)
+        run = functools.partial(form.differentiate, loss, accumulate)
+        shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
+        return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
+
     placed, what = PlacementCheck(), f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
     same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, loss.reduction, accumulate))
 
@@ -161,37 +167,24 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with unusable_named(config.mesh, params=params, state=state, batch=rows):
             given, forms = (params, state, rows, *rest), padded_forms(params)
-            return same.call(jitted, *given, layout=layout, forms=forms, is_new=is_new)
+            return same.call(value_and_grad_tree, *given, layout=layout, forms=forms, is_new=is_new)
 
     return value_and_grad
 
 
-def value_and_grad_tree(
-    config: Config,
-    loss: Loss,
-    params: Any,
-    mutable: Any,
-    batch: Any,
-    *args: Any,
-    layout: Layout,
-    forms: tuple[Form, ...],
-    accumulate: int = 1,
+@functools.partial(jax.jit, static_argnames=("form", "static"))
+def jitted_update(
+    grads: Any, state: Any, params: Any, arrays: dict, form: TreeForm, static: tuple[tuple[str, Any], ...]
 ) -> tuple[Any, Any]:
-    """Return the combined results of a loss, and its gradient as a tree like `params`. Traced under jit."""
-    form = TreeForm(config, layout, forms)
-    run = functools.partial(form.differentiate, loss, accumulate)
-    shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
-    return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
+    """Return updates as a tree like the parameters, and the new optimizer state.
 
-
-def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict) -> tuple[Any, Any]:
-    """Return updates as a tree like the parameters, and the new optimizer state. Traced under jit.
+    `arrays` and `static` are the further keyword arguments of `update`.
 
     Raises:
         ValueError: If the structures of gradients, state and parameters do not match, or if `params` is None although
             the state has master weights.
     """
-    config, layout = form.config, form.layout
+    config, layout, extra = form.config, form.layout, arrays | dict(static)
     check_grads(grads, layout)
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
@@ -216,7 +209,9 @@ def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict
         else:
             increments, state = update_shards(config, plan, reduced, state, sharded, extra)
             pairs = zip(storage_leaves(grads, layout.params), layout.params, strict=True)
-            zeros = [zeros_for(*pair) for pair in pairs]
+            # An integer parameter gets integer zeros, because adding a float32 zero would round a large integer.
+            types = [(leaf, grad.dtype if has_gradient(leaf.dtype) else leaf.dtype) for grad, leaf in pairs]
+            zeros = [jnp.zeros(leaf.storage_shape, dtype) for leaf, dtype in types]
             updates = unshard_after_update(config, plan, increments, frozen=zeros)
         values = leaves_of(grads)
         for i in layout.overwritten:
@@ -227,14 +222,6 @@ def update_tree(form: TreeForm, grads: Any, state: Any, params: Any, extra: dict
     like = jax.tree.map(lambda x: jax.typeof(x).sharding, grads if params is None else params)
     shardings = lambda _: (like, as_returned(config, plan, state_shardings(config, plan)))
     return on_auto_mesh(config.user_mesh, run, grads, state, params, extra, shardings=shardings)
-
-
-def zeros_for(grad: Array, leaf: Leaf) -> Array:
-    """Return the zero update of a parameter that is not trained. An integer parameter gets integer zeros.
-
-    If `optax.apply_updates` added a float32 zero to a large integer, the integer would be rounded.
-    """
-    return jnp.zeros(leaf.storage_shape, grad.dtype if has_gradient(leaf.dtype) else leaf.dtype)
 
 
 def difference(new: Array, old: Array) -> Array:
@@ -351,11 +338,3 @@ def check_context(config: Config) -> None:
             f"transformation's mesh has {', '.join(map(repr, config.mesh.axis_names))}. Call it outside, under "
             f"jax.jit: it divides its work over the mesh itself, and value_and_grad divides the batch."
         )
-
-
-@functools.partial(jax.jit, static_argnames=("form", "static"))
-def jitted_update(
-    grads: Any, state: Any, params: Any, arrays: dict, form: TreeForm, static: tuple[tuple[str, Any], ...]
-) -> tuple[Any, Any]:
-    """Run the update as one program. `arrays` and `static` are the further keyword arguments of `update`."""
-    return update_tree(form, grads, state, params, arrays | dict(static))

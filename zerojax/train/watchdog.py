@@ -106,7 +106,7 @@ def _say_late(step: Call, limit: float, ends: bool) -> None:
 def _behind(index: int, count: int) -> list[str]:
     if count == 1:
         return []
-    found, last = [], EVENTS.last_number()
+    found, last = [], EVENTS.counted - 1
     with suppress(Exception):
         others = EVENTS.others()
         for other in sorted(set(range(count)) - {index}):
