@@ -36,32 +36,28 @@ MAPPING = {
 
 def file_of():
     """Tensors as another library would write them."""
-    rng, layers = np.random.default_rng(0), range(2)
-    draw = lambda *shape: rng.normal(size=shape).astype(np.float32)
-    tensors = {"embed.weight": draw(11, 6), "position": draw(1, 1, 6), "count": np.arange(3, dtype=np.int32)}
-    tensors |= {f"h.{i}.qkv.weight": draw((3 + 1 + 1) * 4, 6) for i in layers}
-    tensors |= {f"h.{i}.out.weight": draw(6, 3 * 4) for i in layers}
-    tensors |= {f"h.{i}.out.bias": draw(6) for i in layers}
-    tensors |= {f"h.{i}.pair.weight": draw(3 * (2 + 5), 6) for i in layers}
-    tensors |= {f"h.{i}.experts.{j}.weight": draw(5, 6) for i in layers for j in range(3)}
-    tensors |= {f"h.{i}.norm.weight": draw(6) for i in layers}
-    tensors |= {f"h.{i}.down.weight": draw(6, 17) for i in layers}
-    tensors |= {f"h.{i}.experts.{j}.skip": draw(5) for i in layers for j in range(3)}
-    return tensors
+    rng = np.random.default_rng(0)
+    shapes = {"qkv.weight": ((3 + 1 + 1) * 4, 6), "out.weight": (6, 3 * 4), "out.bias": 6}
+    shapes |= {"pair.weight": (3 * (2 + 5), 6), "norm.weight": 6, "down.weight": (6, 17)}
+    shapes |= {f"experts.{j}.{name}": shape for j in range(3) for name, shape in (("weight", (5, 6)), ("skip", 5))}
+    shapes = {f"h.{i}.{name}": shape for i in range(2) for name, shape in shapes.items()}
+    shapes |= {"embed.weight": (11, 6), "position": (1, 1, 6)}
+    tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return tensors | {"count": np.arange(3, dtype=np.int32)}
 
 
 def params_of(tensors):
     """The model's parameters, made of them in plain NumPy."""
-    t, layers = tensors, range(2)
-    qkv = np.stack([t[f"h.{i}.qkv.weight"].reshape(5, 4, 6) for i in layers]).transpose(0, 3, 1, 2)
-    pair = np.stack([t[f"h.{i}.pair.weight"].reshape(3, 7, 6) for i in layers]).transpose(0, 3, 1, 2)
-    experts = range(3)
+    t, layers, experts = tensors, range(2), range(3)
+    stack = lambda name: np.stack([t[f"h.{i}.{name}"] for i in layers])
+    qkv = stack("qkv.weight").reshape(2, 5, 4, 6).transpose(0, 3, 1, 2)
+    pair = stack("pair.weight").reshape(2, 3, 7, 6).transpose(0, 3, 1, 2)
     blocks = {
         "q": qkv[:, :, :3],
         "k": qkv[:, :, 3:4],
         "v": qkv[:, :, 4:],
-        "out": np.stack([t[f"h.{i}.out.weight"].T.reshape(3, 4, 6) for i in layers]),
-        "bias": np.stack([t[f"h.{i}.out.bias"] for i in layers]),
+        "out": stack("out.weight").transpose(0, 2, 1).reshape(2, 3, 4, 6),
+        "bias": stack("out.bias"),
         "gate": pair[..., :2],
         "up": pair[..., 2:],
         "experts": np.stack([np.stack([t[f"h.{i}.experts.{j}.weight"].T for j in experts]) for i in layers]),

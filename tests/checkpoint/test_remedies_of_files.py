@@ -2,7 +2,7 @@
 
 import functools
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -20,7 +20,9 @@ RENAMED = {"kernel": PARAMS["w"], "bias": PARAMS["b"]}
 SHAPES = jax.eval_shape(lambda: PARAMS)
 ZERO = functools.partial(zero_shard, mesh=mesh_of(8), persist_below=1)
 TX, ADAM = ZERO(optax.sgd(0.1, momentum=0.9), stage=3), ZERO(optax.adam(0.1), stage=3)
-UNKNOWN = jnp.float8_e4m3b11fnuz  # a floating type that safetensors does not have
+# A floating type that safetensors does not have, names that meet in a file, and values that differ.
+UNKNOWN = {"w": jnp.ones(4, jnp.float8_e4m3b11fnuz), "n": jnp.ones(4, int)}
+DOTTED, THREE = {"a.b": jnp.ones(4), "a": {"b": jnp.ones(4)}}, PARAMS | {"c": jnp.zeros(8)}
 
 
 class Pair(NamedTuple):
@@ -46,23 +48,6 @@ def saved(state, tmp_path_factory):
 
 def reading(saved):
     return Checkpointer(saved / "run", read_only=True)
-
-
-def in_a_thread(work):
-    """Run a function in a thread, and raise its error here."""
-    errors = []
-
-    def run():
-        try:
-            work()
-        except ValueError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    for error in errors:
-        raise error
 
 
 def preempted():
@@ -98,7 +83,7 @@ CASES = {
         lambda state, saved, new: Checkpointer(new).save(state),
     ),
     "thread": (
-        lambda state, saved, new: in_a_thread(preempted),
+        lambda state, saved, new: ThreadPoolExecutor().submit(preempted).result(),
         "must be called in the main thread",
         lambda state, saved, new: not preempted(),
     ),
@@ -156,11 +141,9 @@ CASES = {
         lambda state, saved, new: export(state, new / "x", dtype=jnp.bfloat16),
     ),
     "floating type": (
-        lambda state, saved, new: export({"w": jnp.ones(4, UNKNOWN), "n": jnp.ones(4, int)}, new),
+        lambda state, saved, new: export(UNKNOWN, new),
         "Give a dtype= that it has, such as bfloat16",
-        lambda state, saved, new: export(
-            {"w": jnp.ones(4, UNKNOWN), "n": jnp.ones(4, int)}, new / "x", dtype="bfloat16"
-        ),
+        lambda state, saved, new: export(UNKNOWN, new / "x", dtype="bfloat16"),
     ),
     "other type": (
         lambda state, saved, new: export({"w": jnp.ones(4), "n": jnp.ones(4, jnp.int4)}, new, dtype="bfloat16"),
@@ -178,18 +161,14 @@ CASES = {
         lambda state, saved, new: export({"__metadata__": jnp.ones(4)}, new / "x", mapping={"m": "__metadata__"}),
     ),
     "a dot": (
-        lambda state, saved, new: export({"a.b": jnp.ones(4), "a": {"b": jnp.ones(4)}}, new),
+        lambda state, saved, new: export(DOTTED, new),
         "or give mapping= with another name for it",
-        lambda state, saved, new: export(
-            {"a.b": jnp.ones(4), "a": {"b": jnp.ones(4)}}, new / "x", mapping={"m": "a.b", "n": "a/b"}
-        ),
+        lambda state, saved, new: export(DOTTED, new / "x", mapping={"m": "a.b", "n": "a/b"}),
     ),
     "one tensor": (
-        lambda state, saved, new: export(PARAMS | {"c": jnp.zeros(8)}, new, mapping={"w": "w", "t": ["b", "c"]}),
+        lambda state, saved, new: export(THREE, new, mapping={"w": "w", "t": ["b", "c"]}),
         "not equal. Give each a name",
-        lambda state, saved, new: export(
-            PARAMS | {"c": jnp.zeros(8)}, new / "x", mapping={"w": "w", "t": "b", "u": "c"}
-        ),
+        lambda state, saved, new: export(THREE, new / "x", mapping={"w": "w", "t": "b", "u": "c"}),
     ),
     "no files": (
         lambda state, saved, new: import_params(saved / "none", PARAMS),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from checkpoints import assert_same, logical_leaves, stored
+from checkpoints import assert_same, logical_leaves, saved, stored
 from conftest import mesh_of, quick_or_slow
 from models import awkward_batches, awkward_loss, awkward_params
 
@@ -42,7 +42,7 @@ def assert_padding_is_zero(state):
 
 
 @pytest.fixture(scope="module")
-def saved(request, tmp_path_factory):
+def a_run(request, tmp_path_factory):
     """A run at stage 3 on 8 devices, saved: the folder, its logical leaves, its precision."""
     precision, directory = PRECISIONS[request.param], tmp_path_factory.mktemp(request.param)
     state, _ = trained(transformation(3, precision=precision))
@@ -57,15 +57,13 @@ LAYOUTS = [(0, 8, 64), (1, 8, 64), (2, 8, 64), (3, 8, 64), (3, 4, 64), (1, 2, 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("saved", PRECISIONS, indirect=True)
-def test_every_layout_is_restored_and_saved_and_restored_into_another(saved, tmp_path):
-    directory, expected, precision = saved
+@pytest.mark.parametrize("a_run", PRECISIONS, indirect=True)
+def test_every_layout_is_restored_and_saved_and_restored_into_another(a_run, tmp_path):
+    directory, expected, precision = a_run
     likes = [transformation(stage, count, precision, persist_below=n).create(SHAPES) for stage, count, n in LAYOUTS]
     for i, like in enumerate(likes):
         state = Checkpointer(directory, read_only=True).restore(like).state
-        with Checkpointer(tmp_path / str(i)) as checkpoints:
-            checkpoints.save(state)
-            back = checkpoints.restore(likes[i - 1]).state
+        back = saved(tmp_path / str(i), state).restore(likes[i - 1]).state
         for found, wanted in ((state, like), (back, likes[i - 1])):
             assert_same(found, expected)
             assert_padding_is_zero(found)
@@ -75,15 +73,13 @@ def test_every_layout_is_restored_and_saved_and_restored_into_another(saved, tmp
 def test_restores_onto_a_mesh_with_another_axis(tmp_path):
     params = {"w": jnp.arange(16.0 * 24).reshape(16, 24), "b": jnp.ones(5)}
     state = transformation(3).create(params)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state)
-        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-        where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
-        divided = {"w": jax.device_put(params["w"], where), "b": params["b"]}
-        like = transformation(3, mesh=mesh).create(divided)
-        found = checkpoints.restore(like).state
-        assert_same(found, state)
-        assert found.params["w"].sharding == like.params["w"].sharding
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "model"))
+    divided = {"w": jax.device_put(params["w"], where), "b": params["b"]}
+    like = transformation(3, mesh=mesh).create(divided)
+    found = saved(tmp_path, state).restore(like).state
+    assert_same(found, state)
+    assert found.params["w"].sharding == like.params["w"].sharding
 
 
 # --- restart -----------------------------------------------------------------------------------------------------
@@ -152,9 +148,7 @@ def test_a_restored_state_needs_no_new_program(tmp_path):
     state = tx.create(dropout_params(), mutable={"mean": 0.0})
     for key in range(2):
         state, _ = step(state, batch, jax.random.key(key))
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state)
-        restored = checkpoints.restore(state).state
+    restored = saved(tmp_path, state).restore(state).state
     for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
@@ -202,12 +196,11 @@ def test_keys_mutable_state_and_frozen_leaves_come_back(tmp_path):
     tx = transformation(3, trainable=frozen)
     mutable = {"keys": jax.random.split(jax.random.key(4), 3), "mean": jnp.arange(5, dtype=jnp.bfloat16)}
     state = tx.create(params, mutable=mutable)
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state)
-        for other in (state, tx.create(jax.eval_shape(lambda: params), mutable=jax.eval_shape(lambda: mutable))):
-            found = checkpoints.restore(other).state
-            assert_same(found, state)
-            assert found.mutable["keys"].dtype == mutable["keys"].dtype
+    checkpoints = saved(tmp_path, state)
+    for other in (state, tx.create(jax.eval_shape(lambda: params), mutable=jax.eval_shape(lambda: mutable))):
+        found = checkpoints.restore(other).state
+        assert_same(found, state)
+        assert found.mutable["keys"].dtype == mutable["keys"].dtype
 
 
 def test_a_frozen_leaf_is_rounded_where_the_stage_keeps_it_narrow(tmp_path):
@@ -261,9 +254,7 @@ def plain(tmp_path_factory):
     """A small checkpoint of adam, and its parameters."""
     params = {"w": jnp.arange(12.0).reshape(4, 3), "b": jnp.ones(3)}
     directory = tmp_path_factory.mktemp("plain")
-    with Checkpointer(directory) as checkpoints:
-        checkpoints.save(transformation(2, tx=optax.adam(1e-2)).create(params))
-    return directory, params
+    return saved(directory, transformation(2, tx=optax.adam(1e-2)).create(params)), params
 
 
 @pytest.mark.parametrize(
@@ -278,10 +269,9 @@ def plain(tmp_path_factory):
     ids=["more", "fewer", "shape", "type", "optimizer"],
 )
 def test_another_tree_shape_type_or_optimizer_is_named(plain, change, tx, named):
-    directory, params = plain
+    checkpoints, params = plain
     other = {k: v for k, v in (params | change).items() if v is not None}
     like = transformation(3, tx=tx).create(other)
-    checkpoints = Checkpointer(directory, read_only=True)
     with pytest.raises(ValueError, match=named):
         checkpoints.restore(like)
     with pytest.warns(UserWarning, match=r"step 0 and the optimizer's counts among them.*partial=\"params\"") as said:
@@ -333,11 +323,10 @@ def test_weights_of_another_run_begin_at_step_0(stage, precision, offload, tmp_p
 
 def test_a_wider_type_takes_a_narrower_one(tmp_path):
     params = {"w": jnp.linspace(0, 1, 7, dtype=jnp.bfloat16)}
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(transformation(3, tx=optax.sgd(1.0)).create(params))
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
-        found = checkpoints.restore(transformation(1, tx=optax.sgd(1.0)).create(wide)).state
-        assert np.array_equal(np.asarray(found.params["w"]), wide["w"])
+    checkpoints = saved(tmp_path, transformation(3, tx=optax.sgd(1.0)).create(params))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    found = checkpoints.restore(transformation(1, tx=optax.sgd(1.0)).create(wide)).state
+    assert np.array_equal(np.asarray(found.params["w"]), wide["w"])
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
@@ -348,8 +337,7 @@ def test_stock_orbax_reads_the_arrays(tmp_path):
 
     """All but those that are packed."""
     state = transformation(0).create({"w": jnp.arange(2.0**16).reshape(256, 256), "b": jnp.ones(3)})
-    with Checkpointer(tmp_path) as checkpoints:
-        checkpoints.save(state)
+    saved(tmp_path, state)
     names = ("params.w", "opt_state.0.mu.w")
     how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
     found = ocp.PyTreeCheckpointer().restore(

@@ -107,11 +107,8 @@ def die(tx, directory, index):
 
 
 def live(folder):
-    tx, folder, index = (
-        zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16),
-        Path(folder),
-        jax.process_index(),
-    )
+    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
+    folder, index = Path(folder), jax.process_index()
     assert tx.config.mesh.size == 4
     save_and_restore(tx, folder / "lives", index)
     leave(tx, folder / "preempted")

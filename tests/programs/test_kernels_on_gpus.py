@@ -5,18 +5,18 @@ import jax.numpy as jnp
 import kernels
 import optax
 import pytest
+from absent_gpus import aot
 from jax.experimental.pallas import mosaic_gpu, triton
 from jax.sharding import NamedSharding, PartitionSpec
 from measured import cost_of
 
 from zerojax import Precision, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.topology import absent_mesh
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("optimized"),
-    pytest.mark.skipif(not installed(), reason="needs the extra aot"),
-    pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="the older compiler has no target for absent GPUs"),
+    aot,
 ]
 ROWS, TIME, WIDTH, HIDDEN, LAYERS = 256, 32, 128, 512, 3  # Triton's blocks are powers of two
 PARAMS = {"scale": (WIDTH,), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}

@@ -4,24 +4,21 @@ import re
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
-import yardstick
+import test_one_device
 from conftest import mesh_of
 from programs import TABLE
 
 from zerojax import zero_shard
 
-WAYS = {"yardstick": {"scan": False}, "yardstick_scan": {"scan": True}}
-TINY = {"layers": 3, "tokens": 8, "width": 32, "vocabulary": 64}
+WAYS = {"yardstick": "unrolled", "yardstick_scan": "scanned"}
 
 
 def model(name):
     """`(loss, params, batch)` of the yardstick, or of a program of the table with fewer rows, as shapes."""
     if name in WAYS:
-        init, loss, shape = yardstick.build("tiny", **WAYS[name], **TINY)
-        return loss, jax.eval_shape(init, jax.random.key(0)), jax.ShapeDtypeStruct((2, *shape[1:]), jnp.int32)
+        return test_one_device.model(WAYS[name])
     program = TABLE[name]
     params, batch, _ = program.shapes()
     return program.loss, params, jax.tree.map(lambda x: jax.ShapeDtypeStruct((16, *x.shape[1:]), x.dtype), batch)

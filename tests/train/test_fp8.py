@@ -93,8 +93,7 @@ def test_a_run_is_evaluated_saved_and_continued_elsewhere(tmp_path):
     again = checkpoints.restore(tx.create(variables)).state
     moved = checkpoints.restore(other.create(variables)).state
     pair = tx.unshard(state.params), other.unshard(moved.params)
-    for a, b in zip(*map(jax.tree.leaves, pair), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, *pair)
     expected = jax.jit(loss)(tx.unshard(state.params), X)
     np.testing.assert_allclose(tx.eval_step(loss)(again.params, X), expected, rtol=1e-5)
     np.testing.assert_allclose(other.eval_step(loss)(moved.params, X), expected, rtol=1e-5)
@@ -110,8 +109,7 @@ def test_a_wire_sends_float8_unchanged():
         tx = transformation(wire=wire)
         assert types(tx, loss, variables) == {"float8_e4m3fn"}
         grads.append(jax.jit(tx.value_and_grad(loss))(tx.shard(variables), X))
-    for a, b in zip(*map(jax.tree.leaves, grads), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, *grads)
 
 
 @pytest.mark.slow

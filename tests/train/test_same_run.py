@@ -211,29 +211,14 @@ def end_with(folder, name):
     globals()[name]()
 
 
-def run(folder, case, within):
-    """The exit status, the standard output and the errors of each of two processes."""
-    children = several.start(end_with, folder, case)
-    try:
-        said = [one.communicate(timeout=within) for one in children]
-    finally:
-        for one in children:
-            one.kill()
-    return [(one.returncode, out, errors) for one, (out, errors) in zip(children, said, strict=True)]
-
-
-def require_named(process, case, processes):
-    expected = SAID[case].replace("LAST", str(processes - 1))
-    assert re.match(expected, process[case]["said"], re.S), f"{case}: {process[case]['said']}"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "cases"), [(2, [*SAID]), (4, FOUR)])
 def test_all_are_told_what_differs(processes, cases, tmp_path):
     outs = several.run(try_cases, tmp_path, *cases, processes=processes)
     for process in several.by_case(outs):
         for case in cases:
-            require_named(process, case, processes)
+            said, expected = process[case]["said"], SAID[case].replace("LAST", str(processes - 1))
+            assert re.match(expected, said, re.S), f"{case}: {said}"
 
 
 # What both processes say that end, by case, in either order.
@@ -247,8 +232,13 @@ ENDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ENDS)
 def test_processes_that_cannot_go_on_say_why_and_end(case, tmp_path):
-    found = run(tmp_path, case, within=90)  # JAX's own limits are 100 and 300 s
+    children = several.start(end_with, tmp_path, case)
+    try:
+        said = [one.communicate(timeout=90)[1] for one in children]  # JAX's own limits are 100 and 300 s
+    finally:
+        for one in children:
+            one.kill()
     either = [", and ".join(parts) for parts in (ENDS[case], ENDS[case][::-1])]
-    for status, _, errors in found:
-        assert status not in (0, None), errors
+    for one, errors in zip(children, said, strict=True):
+        assert one.returncode not in (0, None), errors
         assert any(text in errors for text in either), errors

@@ -11,38 +11,28 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import several
+from test_same_run import begin, loss
 
-from zerojax import zero_shard
 from zerojax.train import watchdog
 from zerojax.train.watchdog import EXIT_STATUS, limit_of
 
 ROWS = np.ones((8, 4), np.float32)
 
 
-def mean(params, batch):
-    return jnp.mean((batch @ params["w"]) ** 2)
-
-
-def begun(loss=mean, **options):
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
-    return tx.train_step(loss, **options), tx.create({"w": jnp.ones((4, 16))})
-
-
 def calling(function):
     """A loss that calls `function` with the number of the step on the host."""
 
-    def loss(params, batch):
+    def calls(params, batch):
         jax.debug.callback(function, batch[0, 0])
-        return mean(params, batch)
+        return loss(params, batch)
 
-    return loss
+    return calls
 
 
 def take_steps(loss, **options):
-    step, state = begun(loss, **options)
+    step, state = begin(loss=loss, **options)
     for number in range(5):
         state, _ = step(state, number * ROWS)
     jax.block_until_ready(state)
@@ -59,11 +49,11 @@ def be_late_without_a_limit():
 
 
 def compile_for_a_flag():
-    def loss(params, batch, flag):
+    def flagged(params, batch, flag):
         time.sleep(3)  # while it is traced
-        return mean(params, batch) * (2 if flag else 1)
+        return loss(params, batch) * (2 if flag else 1)
 
-    step, state = begun(loss, timeout=2)
+    step, state = begin(loss=flagged, timeout=2)
     for flag in (False, False, True, True):
         state, _ = step(state, ROWS, flag)
         jax.block_until_ready(state)
@@ -114,7 +104,7 @@ def test_a_healthy_step_is_left_alone(work):
 
 def train_with_a_limit(killed=""):
     """Process 1 hangs in its data, or is killed."""
-    step, state = begun(timeout=4)
+    step, state = begin(timeout=4)
     for number in range(10):
         if number == 3 and jax.process_index() == 1:
             if killed:
@@ -151,7 +141,7 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
     out, errors = children[0].communicate(timeout=120)
     assert children[0].returncode == EXIT_STATUS, errors
     assert "step 3 did not end within timeout=4 s on process 0 of 2" in errors
-    assert "process 1 was last seen in step 2 with mean: process 0 waits for it in a collective" in errors
+    assert "process 1 was last seen in step 2 with loss: process 0 waits for it in a collective" in errors
     assert out.splitlines()[-1] == "done 2"
     _, errors = children[1].communicate(timeout=120)  # ended by jax, whose coordination service is gone
     assert children[1].returncode not in (0, None), errors
@@ -162,7 +152,7 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
 
 @pytest.mark.slow
 def test_steps_in_time_are_left_alone_and_the_thread_ends_with_the_step():
-    step, state = begun(timeout=0.5)
+    step, state = begin(timeout=0.5)
     for _ in range(3):
         state, metrics = step(state, ROWS)
         time.sleep(0.3)
