@@ -58,16 +58,9 @@ def test_what_is_alike_is_one_program(view, around, scale_of, uses):
 TABLES = jnp.ones(3), jnp.ones(3)
 
 
-def second_of_three(x):
+def regrouped(x, results):
     a, b, c = jnp.split(x, 3)
-    d, e = jnp.split(jnp.concatenate([a, b]), 2)
-    return c, d, e, e + 1
-
-
-def third_of_three(x):
-    a, b, c = jnp.split(x, 3)
-    d, e = jnp.split(jnp.concatenate([a, b]), 2)
-    return c, d, e + 1, e + 1
+    return c, *results(*jnp.split(jnp.concatenate([a, b]), 2))
 
 
 def with_rule(factor):
@@ -83,7 +76,10 @@ APART = {
     "sign of zero": (lambda x: x + 0.0, lambda x: x + -0.0),
     "constant": (lambda x: x * TABLES[0], lambda x: x * TABLES[1]),
     "parameter": (lambda x: jnp.cumsum(x), lambda x: jnp.cumsum(x[::-1])[::-1]),
-    "results": (second_of_three, third_of_three),
+    "results": (
+        lambda x: regrouped(x, lambda d, e: (d, e, e + 1)),
+        lambda x: regrouped(x, lambda d, e: (d, e + 1, e + 1)),
+    ),
     "within a call": (jax.jit(lambda x: x * 2.0), jax.jit(lambda x: x * 3.0)),
     "within a branch": (
         lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.cos, x),

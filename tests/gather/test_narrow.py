@@ -187,21 +187,13 @@ def scale_with_a_cotangent(w, x):
     return jnp.mean((x @ (q * scale)) ** 2)
 
 
+UNUSUAL = [copy_with_a_cotangent, scale_with_a_cotangent, in_a_loop_of_microbatches, shared_by_all_iterations]
+UNUSUAL += [quantised_in_all_iterations, written_to_a_ref, penalised]
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("view", ["global", pytest.param("device", marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        copy_with_a_cotangent,
-        scale_with_a_cotangent,
-        in_a_loop_of_microbatches,
-        shared_by_all_iterations,
-        quantised_in_all_iterations,
-        written_to_a_ref,
-        penalised,
-    ],
-    ids=lambda loss: loss.__name__,
-)
+@pytest.mark.parametrize("loss", UNUSUAL)
 def test_unusual_uses_of_a_quantised_weight(loss, view):
     assert_same_gradient(loss, parameters("unrolled", PADDED)[0], view)
 

@@ -149,9 +149,8 @@ def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
     (tmp_path / "chunk_00000.bin").write_bytes(bytes(2 * BLOCK))
     blocks = os.stat(tmp_path / "chunk_00000.bin").st_blocks * 512
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=100))
-    with pytest.raises(
-        DiskError, match=rf"needs {blocks + 301} bytes in .*, in 2 chunks, and {blocks + 300} bytes are"
-    ):
+    message = rf"needs {blocks + 301} bytes in .*, in 2 chunks, and {blocks + 300} bytes are"
+    with pytest.raises(DiskError, match=message):
         folder.claim(tmp_path, [blocks, 301])
     assert (tmp_path / "chunk_00000.bin").exists()
     with_room = folder.claim(tmp_path, [blocks, 300])

@@ -18,8 +18,6 @@ from zerojax.data import shard_batches
 
 pytestmark = pytest.mark.slow
 RTOL = 1e-11  # float64 rounds at 1e-16; steps amplify it
-
-
 DEVICES = 4
 
 

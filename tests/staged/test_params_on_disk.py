@@ -291,27 +291,14 @@ def taught(params, batch):
     return jnp.mean(through**2) + jnp.mean((jax.lax.stop_gradient(student) - near) ** 2)
 
 
-ODD = {
-    fn.__name__: fn
-    for fn in (
-        shared_in_a_loop,
-        transposed_stack,
-        of_a_while_loop,
-        of_time_steps,
-        microbatches_of_its_own,
-        indexed_by_the_batch,
-        within_a_branch,
-        of_weights_alone,
-        convolved,
-        taught,
-    )
-}
+ODD = [shared_in_a_loop, transposed_stack, of_a_while_loop, of_time_steps, microbatches_of_its_own]
+ODD += [indexed_by_the_batch, within_a_branch, of_weights_alone, convolved, taught]
 
 
-@pytest.mark.parametrize("name", mostly_slow(ODD))
-def test_odd_losses_train_the_same(tmp_path, name):
+@pytest.mark.parametrize("loss", mostly_slow(ODD))
+def test_odd_losses_train_the_same(tmp_path, loss):
     """Parameters that a loss does not use have gradients of zeros, and still decay."""
-    assert_trains_the_same(tmp_path, ODD[name], params=odd_params)
+    assert_trains_the_same(tmp_path, loss, params=odd_params)
 
 
 def test_a_stack_with_too_many_layers_is_refused(tmp_path, monkeypatch):
