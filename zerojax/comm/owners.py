@@ -104,7 +104,7 @@ class Owners:
         )([*brought, *small], list(shared))
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         small_outs = [lax.with_sharding_constraint(x, everywhere)[:items] for x in results[len(outs) :]]
-        return self._return(results[: len(outs)], outs, items), small_outs
+        return self._take_back(results[: len(outs)], outs, items), small_outs
 
     def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], slots: int) -> list[Array]:
         def local(arrays):
@@ -116,9 +116,7 @@ class Owners:
             local, ([[spec] * len(stacks) for spec, stacks in zip(specs, arrays, strict=True)],), self._owned(leaves)
         )([list(stacks) for stacks in arrays])
 
-    def _return(self, results: Sequence[Array], leaves: Sequence[Leaf], items: int) -> list[Array]:
-        """Undo `_bring`."""
-
+    def _take_back(self, results: Sequence[Array], leaves: Sequence[Leaf], items: int) -> list[Array]:
         def local(results):
             split = [_split(x, at(leaf), self.count) for x, leaf in zip(results, leaves, strict=True)]
             return [x.reshape(-1, *x.shape[2:])[:items] for x in self._exchange(split, back=True)]

@@ -42,7 +42,6 @@ class Lease:
     """
 
     def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
-        """Store the chunk's arrays, and the function that returns their buffer to the store."""
         self.arrays, self._give_back = arrays, give_back
 
     def release(self, *_: object) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from zerojax.config.data_mesh import in_words
 
@@ -56,20 +56,17 @@ def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
 def elsewhere(mesh: Mesh | None, which: str, x: jax.Array) -> str:
     """Explain why an array on other devices than those of `mesh` cannot be used. Return "" if it can be used."""
     if mesh is not None:
-        if isinstance(x.sharding, NamedSharding) and foreign(x.sharding.mesh, mesh):
+        devices, found = set(mesh.devices.flat), getattr(x.sharding, "mesh", None)
+        if isinstance(found, Mesh) and set(found.devices.flat) != devices:
             return (
-                f"{which} is on a mesh of {x.sharding.mesh.size} devices {dict(x.sharding.mesh.shape)}, and the mesh "
-                f"of this transformation has {mesh.size}, {dict(mesh.shape)} over {in_words(mesh.axis_names)}. Use the "
+                f"{which} is on a mesh of {found.size} devices {dict(found.shape)}, and the mesh of this "
+                f"transformation has {mesh.size}, {dict(mesh.shape)} over {in_words(mesh.axis_names)}. Use the "
                 f"transformation that placed the array, or move it: tx.unshard(params) of that transformation returns "
                 f"arrays that tx.shard of another one takes."
             )
-        if x.committed and x.sharding.device_set != set(mesh.devices.flat):
+        if x.committed and x.sharding.device_set != devices:
             return (
                 f"{which} was put on {len(x.sharding.device_set)} of the {mesh.size} devices of the mesh. Give it the "
                 f"sharding that it had, with jax.device_put(x, old.sharding), or place parameters with tx.shard."
             )
     return ""
-
-
-def foreign(found: Any, mesh: Mesh) -> bool:
-    return isinstance(found, Mesh) and set(found.devices.flat) != set(mesh.devices.flat)

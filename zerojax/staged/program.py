@@ -29,19 +29,7 @@ class Item:
 
     @property
     def needed(self) -> list[Source]:
-        """Return the sources that the backward program reads."""
         return [self.sources[i] for i in self.stage.needed]
-
-    @property
-    def trained(self) -> list[Source]:
-        """Return the sources whose gradients the backward program returns."""
-        assert self.stage.passes is not None
-        return [self.sources[i] for i in self.stage.passes.active_params]
-
-    @property
-    def differentiated(self) -> list:
-        active = () if self.stage.passes is None else self.stage.passes.active_results
-        return [self.segment.results[i] for i in active]
 
 
 class StagedProgram:
@@ -64,7 +52,8 @@ class StagedProgram:
         self._summed_later = frozenset([*program.invars, *self._weights()])
         self.items = [self._item(segment) for segment in program.segments]
         self.backward = self._reached()
-        trained = [source for item in self.backward for source in item.trained]
+        passes = ((item, item.stage.passes) for item in self.backward)
+        trained = [item.sources[i] for item, of in passes if of is not None for i in of.active_params]
         # The number of gradients that each chunk gets in one backward pass.
         self.expected = collections.Counter[Piece](piece for source in trained for piece in source.pieces)
         uses = [*(item.sources for item in self.items), *(item.needed for item in self.backward)]
@@ -147,7 +136,8 @@ class StagedProgram:
         """Return the items whose results get cotangents in the backward pass, in the order of that pass."""
         reached, found = {v for v in variables_of(self.program.outs[:1]) if v in self.live}, []
         for item in reversed(self.items):
-            if not reached.isdisjoint(item.differentiated):
+            passes = item.stage.passes
+            if passes is not None and not reached.isdisjoint(item.segment.results[i] for i in passes.active_results):
                 found.append(item)
                 reached.update(v for v in item.segment.others if v in self.live)
         return found

@@ -19,7 +19,7 @@ from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout
 from zerojax.optim.plan import ShardingPlan
 from zerojax.placement.chunking import chunks_of, joined
-from zerojax.placement.place import are_shapes, place_array
+from zerojax.placement.place import place_array
 from zerojax.placement.storage import is_stored_node, leaves_of, named, storage_leaves
 from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk
@@ -139,13 +139,6 @@ def unlocked_on_error(files: Any) -> Iterator[None]:
     except BaseException:
         files.abandon()
         raise
-
-
-def put_on_disk(config: Config, layout: Layout, params: PyTree) -> PyTree:
-    leaves = leaves_of(params)
-    return write_params(
-        config, layout, leaves, files_of_params(config, layout, layout.params), shapes=are_shapes(leaves)
-    )
 
 
 def write_leaf(files: ModelFiles, i: int, x: Any) -> None:

@@ -45,7 +45,6 @@ class StagedQueue(UpdateQueue):
         self._files, self._trained = files, trained
 
     def _params_of(self, group: UpdateGroup) -> list:
-        """Return the group's parameters on the devices, and None for parameters on disk."""
         return [None if i in self._trained else self._inputs.pending.pop(i) for i in group.params]
 
     def _begin(self, group: UpdateGroup, n: int) -> tuple[Any, Mapping]:

@@ -89,14 +89,11 @@ def init_state_by_group(
             [named(config, plan.state[k])] * (len(plan.offloaded[k].extents) if k in plan.offloaded else 1)
             for k in leaves
         ]
-        return jax.jit(program, out_shardings=shardings)([on_device(inputs[var]) for var in invars])
+        values = [inputs[var] for var in invars]
+        loaded = [x.load() if isinstance(x, Deferred) else to_device(x) for x in values]
+        return jax.jit(program, out_shardings=shardings)(loaded)
 
     return store_by_group(config, plan, init, store)
-
-
-def on_device(x: Any) -> Array:
-    """Return parameter `x` on the devices. Load the parameter if it is `Deferred`."""
-    return x.load() if isinstance(x, Deferred) else to_device(x)
 
 
 def store_by_group(

@@ -30,7 +30,7 @@ from zerojax.train.staged_loss import Traced, trace_stages, type_key
 from zerojax.train.view import View
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,9 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         layout = layout_of(config, params, others=others)
         stored = cast(storage_leaves(params, layout.params), [leaf.dtype for leaf in layout.params])
         view = View(config, layout, (), Function(fn), 1)
-        shards = [StandIn(x, zeros_like(x)) if is_on_host(x) else x for x in stored]
+        # The gradient of zeros in device memory becomes the gradient of the parameter, which is in host memory.
+        zeros = lambda x: x - jax.lax.stop_gradient(x)
+        shards = [StandIn(x, zeros(to_device(x))) if is_on_host(x) else x for x in stored]
         return view.loss_of_storage()(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
     @functools.cache
@@ -96,12 +98,6 @@ def others_of(config: Config, params: PyTree) -> tuple:
         return ()
     others = tuple(leaf.others for leaf in layout_of(config, params).params)
     return others if any(others) else ()
-
-
-def zeros_like(x: Array) -> Array:
-    """Return zeros in device memory. Their gradient becomes the gradient of `x`, which is in host memory."""
-    on_device = to_device(x)
-    return on_device - jax.lax.stop_gradient(on_device)
 
 
 def divides(config: Config, batch: PyTree) -> bool:

@@ -97,22 +97,17 @@ class StepFitting:
         placed = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
         key = signature_of((state, rows, args)), placed
         if key not in self._fits:
+            memory: Any = self._program.options.memory
             self._fits[key] = fit_memory(
                 lambda share: self._jitted(share).trace(state, rows, args).lower(),
                 self._blocks,
-                self._memory,
+                device_bytes(self._program.config) if memory == "auto" else memory,
                 arguments=sum(map(_bytes_per_device, jax.tree.leaves((state, rows, args)))),
                 devices=devices_of_a_block(self._program.config),
             )
         return self._fits[key]
 
-    @property
-    def _memory(self) -> int:
-        given: Any = self._program.options.memory
-        return device_bytes(self._program.config) if given == "auto" else given
-
     def _with_share(self, share: float) -> JittedStep:
-        """Return the functions of the step whose blocks save this share of their bytes."""
         loss = self._program.loss
         loss = dataclasses.replace(loss, fn=self._blocks.rematerialised(loss.fn, share))
         return JittedStep(dataclasses.replace(self._program, loss=loss), self._program.compiler_options)

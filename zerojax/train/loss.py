@@ -208,14 +208,11 @@ class TypedLoss:
                     raise error from on_auto
             pairs = zip(traced(*arrays), traced.out_specs, strict=True)
             results = [Typed(x, spec) if axes_of(spec) else x for x, spec in pairs]
-            return self._returned(jax.tree.unflatten(jax.tree.structure(shape), results))
-
-    def _returned(self, results: PyTree) -> Any:
-        """Remove the shardings from the types of all results, except that aux in global view keeps its shardings."""
-        if not isinstance(results, Returned):
-            return results
-        aux = results.aux if self.config.view == "global" else without_types(results.aux)
-        return without_types(results)._replace(aux=aux)
+            found = jax.tree.unflatten(jax.tree.structure(shape), results)
+            if not isinstance(found, Returned):
+                return found
+            aux = found.aux if self.config.view == "global" else without_types(found.aux)
+            return without_types(found)._replace(aux=aux)
 
     def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
         """Return, for each leaf of the arguments, the spec in the type of the leaf on the caller's mesh."""

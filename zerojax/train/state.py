@@ -40,7 +40,6 @@ from zerojax.staged.state import (
     files_of_params,
     files_of_run,
     placed_leaf,
-    put_on_disk,
     shapes_on_disk,
     unlocked_on_error,
     write_params,
@@ -273,7 +272,9 @@ def shard(config: Config, params: Any) -> Any:
     layout = in_master_types(layout, layout.trained)
     remember_experts(config, layout)
     if config.params_on_disk:
-        return on_auto_mesh(config.user_mesh, functools.partial(put_on_disk, config, layout), params)
+        files = files_of_params(config, layout, layout.params)
+        write = lambda params: write_params(config, layout, leaves_of(params), files, shapes=are_shapes(params))
+        return on_auto_mesh(config.user_mesh, write, params)
 
     def store(params):
         arrays = place_params(config, layout, params)

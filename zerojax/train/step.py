@@ -199,7 +199,6 @@ class Step:
             return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
 
     def _fitted(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        """Return the functions to compile and run. With `memory=`, they depend on the arguments."""
         return self._jitted if self._fitting is None else self._fitting.chosen(state, rows, args)
 
     @property
