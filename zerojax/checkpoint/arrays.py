@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -105,7 +105,9 @@ def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callabl
     registry = type_handlers.create_type_handler_registry((jax.Array, handler), (ChunkedSource, handler))
     tree = {folder: ChunkedSource(x) if isinstance(x, Chunked) else x for folder, x in arrays.items()}
     orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
-    futures = run(orbax.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(tree))) or ()
+    saving = orbax.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(tree))
+    with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop, as in a notebook
+        futures = pool.submit(asyncio.run, saving).result() or ()
     return lambda: wait_for([*futures, *handler.copies])
 
 
@@ -316,8 +318,3 @@ def copy_rows(
 
 def is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def run(coroutine: Coroutine) -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, coroutine).result()

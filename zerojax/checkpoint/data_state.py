@@ -8,7 +8,6 @@ list of its children, and restoring the node needs a template.
 from __future__ import annotations
 
 import base64
-import json
 from typing import Any
 
 import jax
@@ -17,14 +16,6 @@ import numpy as np
 from zerojax.checkpoint.arrays import is_key
 
 PLAIN = (str, int, float, bool, type(None))
-
-
-def loads(text: str | bytes, template: Any = None) -> Any:
-    """Return encoded data, in the pytree nodes of a template, or in plain containers without a template.
-
-    Raise a `ValueError` if the structure of the template differs from that of the data.
-    """
-    return fill(template, json.loads(text, object_hook=decode))
 
 
 def encode(data: Any) -> Any:
@@ -82,7 +73,10 @@ def decode(tagged: dict) -> Any:
 
 
 def fill(template: Any, saved: Any) -> Any:
-    """Return `saved` in the pytree nodes of `template`. Call `set_state` on the objects in `template` that have it."""
+    """Return `saved` in the pytree nodes of `template`. Call `set_state` on the objects in `template` that have it.
+
+    Raise a `ValueError` if the structures differ. Without a template, return `saved`, in plain containers.
+    """
     if template is None:
         return saved
     if has_state(template):

@@ -77,15 +77,13 @@ def with_experts(to: Config, leaf: Leaf) -> jax.ShapeDtypeStruct:
 def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState:
     """Return the state in the layout of `like`, which has shapes. If `donate`, free each array when it is moved."""
     given = state_leaves(state)
-    describe = state.plan.describe
-    description = None if describe is None else describe.description
+    description = None if state.plan.describe is None else state.plan.describe.description
     records = tuple(map(record_of, given.values()))
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
     matched = match(manifest, like, partial=False, where="The state", remedy=REMEDY)
     if matched.warning:
         warnings.warn(matched.warning, stacklevel=5)
-    wanted = state_leaves(like)
-    open_files([leaf.array for leaf in wanted.values()])
+    open_files([leaf.array for _, leaf in matched.pairs])
     if donate:  # narrow parameters are made again from the master weights
         free(jax.tree.leaves(state, is_leaf=is_chunked), keep=[leaf.array for leaf in given.values()])
     moved: dict[str, Any] = {}

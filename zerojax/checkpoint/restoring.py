@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 import warnings
 from collections.abc import Sequence
@@ -168,7 +169,7 @@ def read_data(folder: Path, manifest: Manifest, template: Any, processes: Proces
         )
         return None
     name = data_file(0 if same else processes.index)
-    return data_state.loads((folder / name).read_bytes(), template)
+    return data_state.fill(template, json.loads((folder / name).read_bytes(), object_hook=data_state.decode))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ makes the folder and commits it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -43,7 +44,7 @@ from zerojax.checkpoint.manifest import (
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.layout.chunked import Chunked
-from zerojax.offload.lock import Lock, lock_folder
+from zerojax.offload.lock import lock_folder
 from zerojax.placement.chunking import joined
 from zerojax.train.state import ZeroState
 
@@ -70,7 +71,7 @@ class Save:
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
-        self._mark: Lock | None = None
+        self._mark = contextlib.ExitStack()  # unlocks the folder; closing it again does nothing
         self._pieces: dict[str, list[Piece]] = {}  # the pieces that this process writes
         # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
         self._begun = threading.Event()
@@ -125,17 +126,13 @@ class Save:
         except Exception as error:
             self.error = self._failed(error)
         finally:
-            self._release_mark()
+            self._mark.close()
             self._done.set()
 
     def _make_folders(self) -> None:
         self._temporary.mkdir()  # not with parents=True: if the directory was deleted, so was its lock
-        self._mark = lock_folder(self._temporary)
+        self._mark.callback(lock_folder(self._temporary).release)
         (self._temporary / ARRAYS).mkdir()
-
-    def _release_mark(self) -> None:
-        if self._mark is not None:
-            self._mark.release()  # does nothing a second time
 
     def _write(self, finish: Callable[[], None], packed: Boxes, data: str) -> None:
         self._pieces = write_packed(self._temporary / f"packed.{self._processes.index}.bin", packed)
@@ -184,7 +181,7 @@ class Save:
 
     def _failed(self, error: BaseException) -> CheckpointError:
         """Return the error to raise, and remove the unfinished folder."""
-        self._release_mark()
+        self._mark.close()
         if self._processes.is_first:
             attempt(directory.remove, self._temporary)
         root = self._temporary.parent

@@ -12,7 +12,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
 from zerojax.comm.collectives import LABEL, UPDATE
-from zerojax.comm.owners import EXCHANGE
 from zerojax.inspect.collectives import Collective, collectives_of, leaves_in, lines_of_model
 from zerojax.inspect.hlo import Instruction, Module
 
@@ -47,10 +46,6 @@ class Piece:
     @property
     def is_of_update(self) -> bool:
         return UPDATE in self.op_name
-
-    @property
-    def is_exchange(self) -> bool:
-        return EXCHANGE in self.op_name
 
     @property
     def cause(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.comm.explicit import auto_context, to_auto, with_types
+from zerojax.comm.owners import EXCHANGE
 from zerojax.comm.partial_sums import ROWS_UNKNOWN
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config, Wire
@@ -228,7 +229,6 @@ class Exchanged:
     """The collectives that the compiler added to a program."""
 
     pieces: tuple[tuple[Piece, int], ...]  # with bytes; mostly activations
-    completed: int  # gradient elements that `completing` all-reduces
     completing: tuple[Piece, ...]  # the sums that complete gradients
 
     @property
@@ -255,7 +255,7 @@ def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> 
             continue
         elif piece.kind in REDUCTIONS and not piece.is_of_update:
             sums.append(piece)
-        elif not piece.is_exchange:
+        elif EXCHANGE not in piece.op_name:
             others.append((piece, piece.bytes))
     is_gradient = lambda piece: piece.once in sizes and ("transpose(" in piece.op_name or "jvp(" not in piece.op_name)
     for piece in sorted(sums, key=is_gradient, reverse=True):
@@ -265,8 +265,7 @@ def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> 
             completing.append(piece)
         if piece.elements > share:
             others.append((piece, piece.bytes * (piece.elements - share) // piece.elements))
-    completed = sum(piece.elements for piece in completing if piece.kind == "all-reduce")
-    return Exchanged(tuple(others), completed, tuple(completing))
+    return Exchanged(tuple(others), tuple(completing))
 
 
 def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, contract: Contract) -> list[str]:
@@ -287,10 +286,11 @@ def activation_findings(config: Config, moved: Exchanged, plain: Exchanged, cont
 
 def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
     """Find gradients that the compiler all-reduces although the stage shards these gradients."""
-    over = moved.completed - contract.replicated
+    summed = [piece for piece in moved.completing if piece.kind == "all-reduce"]
+    over = sum(piece.elements for piece in summed) - contract.replicated
     if not contract.is_even or over <= (VOLUME_SLACK - 1) * contract.reduced + FREE * len(moved.completing):
         return []
-    most = _most((piece.line, piece.bytes) for piece in moved.completing if piece.kind == "all-reduce")
+    most = _most((piece.line, piece.bytes) for piece in summed)
     if any(ROWS_UNKNOWN in piece.op_name for piece in moved.completing):
         why = "zerojax could not follow the rows of the batch to the product, and left the sum to the compiler"
     else:
@@ -327,11 +327,9 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
 
 
 def flops_findings(flops: int, contract: Contract) -> list[str]:
-    """Describe the excess if the program has more FLOPs of matrix products than plain jit."""
-    formula = contract.flops
-    if flops <= FLOPS_SLACK * formula:
+    if flops <= FLOPS_SLACK * contract.flops:
         return []
-    return [f"{(flops - formula) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's"]
+    return [f"{(flops - contract.flops) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's"]
 
 
 def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:

@@ -41,11 +41,6 @@ class Checked:
     accumulate: int = 1
     mutable: Any = None  # shapes of the loss's mutable state
 
-    @property
-    def microbatch(self) -> Any:
-        part = lambda x: x.update(shape=(x.shape[0] // self.accumulate, *x.shape[1:]))
-        return self.batch if self.accumulate == 1 else jax.tree.map(part, self.batch)
-
 
 @dataclasses.dataclass(frozen=True)
 class Contract:
@@ -69,8 +64,9 @@ class Contract:
 
 def contract_of(checked: Checked) -> Contract:
     """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs."""
-    config, plan, rows = checked.config, checked.plan, checked.microbatch
-    layout = plan.layout
+    config, plan, layout = checked.config, checked.plan, checked.plan.layout
+    microbatch = lambda x: x.update(shape=(x.shape[0] // checked.accumulate, *x.shape[1:]))
+    rows = checked.batch if checked.accumulate == 1 else jax.tree.map(microbatch, checked.batch)
     typed, mutable = TypedLoss(config, layout, checked.loss), checked.mutable
     try:
         plain = plain_gradient(layout, typed, rows, checked.args, mesh=config.mesh, mutable=mutable)

@@ -17,7 +17,7 @@ from zerojax.planning.activations import LossOptions, PlainGradient, split_optio
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
-from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes, kept_on_device
+from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
@@ -113,8 +113,7 @@ class Planner:
         largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
         seconds, notes = of_update(program.update, compiled, achievable, usable)
         noted = compiled._replace(notes=(*compiled.notes, *notes))
-        figures = {"memory": most, "rates": rates, "update": seconds}
-        return read_plan(noted, topology, batch=rows, largest_batch=largest, **figures)
+        return read_plan(noted, topology, batch=rows, largest_batch=largest, memory=most, rates=rates, update=seconds)
 
     @auto_context()
     def fit(
@@ -224,14 +223,14 @@ def of_update(
         return 0.0, ()
     plan, groups, link = update.plan, update.partition.groups, achievable.host_link
     chunks = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
-    kept = sum(kept_on_device(update.config, plan).values())
-    on_host = update.config.offload is not None and update.config.offload.optimizer == "host"
+    kept, offload = compiled.kept, update.config.offload
     streamed = (sum(chunks) - kept) / link + 2 * kept / achievable.bandwidth
     seconds = max(streamed, (compiled.row.read + compiled.row.written) / achievable.disk)
+    if offload is None or offload.optimizer != "host":
+        return seconds, ()
     # The chunks in flight need memory, too, although activations are free when they do.
-    room = usable - compiled.peak - IN_FLIGHT * max(chunks)
-    more = min(room, sum(chunks) - kept)
-    if not on_host or more < min(chunks):
+    more = min(usable - compiled.peak - IN_FLIGHT * max(chunks), sum(chunks) - kept)
+    if more < min(chunks):
         return seconds, ()
     return seconds, (
         f"{format_bytes(more)} more of the offloaded state fits on the device. With "
