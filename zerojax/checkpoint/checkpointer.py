@@ -25,7 +25,6 @@ from zerojax.placement.unusable import problem_of
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
-TIMEOUT = 600.0
 
 
 class Checkpointer:
@@ -48,7 +47,7 @@ class Checkpointer:
         *,
         keep: int | None = 3,
         every: int = 1,
-        timeout: float = TIMEOUT,
+        timeout: float = 600.0,
         read_only: bool = False,
     ):
         """Open a directory, and create it if it does not exist.

@@ -226,10 +226,6 @@ def write_packed(path: Path, packed: Boxes) -> dict[str, list[Piece]]:
     return pieces
 
 
-def is_small(one: StateLeaf) -> bool:
-    return math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize <= SMALL_BYTES
-
-
 def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
     """Return the records of a state's leaves. Each large leaf gets a folder; small and empty leaves get none."""
     taken: set[str] = set()
@@ -242,7 +238,7 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
                 f"files, does not know it. Keep the leaf as {wider}, and cast it in the loss."
             )
         folder = ""
-        if one.leaf.size and not is_small(one):
+        if one.leaf.size and math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize > SMALL_BYTES:
             folder = plain = folder_name(one.path)
             while folder.lower() in taken:
                 folder = f"{plain}~{len(taken)}"

@@ -83,7 +83,8 @@ class Estimate:
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
         # If only optimizer state is on disk, `read` and `written` equal `disk`. Then these two columns are left out.
         traffic = ["read", "written"] if any(row.read != row.disk for row in self.rows) else []
-        columns = ["params", "grads", "master", "opt_state", "total", "gathered", *peaks, *offloaded, *traffic, "sent", *hosts]
+        states = ["params", "grads", "master", "opt_state", "total", "gathered"]
+        columns = [*states, *peaks, *offloaded, *traffic, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         for row in self.rows:
