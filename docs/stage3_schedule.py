@@ -137,7 +137,7 @@ def draw(programs: dict[str, Compiled], out: pathlib.Path) -> None:
         panel.set_yticks(list(LANES.values()), ["kernels", "all-gathers", "reduce-scatters"])
         panel.tick_params(axis="y", length=0)
         panel.set(xlim=(0, None), ylim=(-0.15, 2.75))
-    rates = H200.rates["bf16"] / 1e12, H200.bandwidth / 1e12, H200.links.link / 1e9
+    rates = H200.rates["bf16"] / 1e12, H200.bandwidth / 1e12, H200.link / 1e9
     panels[-1].set_xlabel(
         "milliseconds, estimated: the compiled schedule simulated at peak rates ({:.0f} bf16 TFLOP/s, "
         "{:.1f} TB/s of memory, {:.0f} GB/s of link)".format(*rates)
