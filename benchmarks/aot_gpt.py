@@ -240,7 +240,7 @@ def figures(
     parts = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, axis=built.axes).create(built.shapes).plan.grads
     gpu = Device.of(Topology.parse(topology))
     module, moved = read(text), overlap(text)
-    across = [one for one in moved if gpu.ring_bandwidth(one.group) < gpu.links.link]
+    across = [one for one in moved if gpu.ring_bandwidth(one.group) < gpu.link]
     beside = [one for one in moved if tensor_parallel and not LABEL.search(one.op_name)]
     own = [one for one in moved if one not in beside]
     inside = [one for one in own if one not in across]
