@@ -53,6 +53,17 @@ def imported(path):
                 yield module
 
 
+def test_test_files_import_from_test_files_of_their_own_folder_only():
+    """Pytest puts a folder on the path when it collects it: an import from another folder depends on the order."""
+    for path in (ROOT.parent / "tests").rglob("test_*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        names = {x.module for x in nodes if isinstance(x, ast.ImportFrom)} | {
+            alias.name for x in ast.walk(ast.parse(path.read_text())) if isinstance(x, ast.Import) for alias in x.names
+        }
+        missing = {x for x in names if x and x.startswith("test_") and not (path.parent / f"{x}.py").exists()}
+        assert not missing, (path, missing)
+
+
 def test_no_source_text_is_executed():
     for path, nodes in NODES.items():
         called = {x.func.id for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}

@@ -177,8 +177,7 @@ class Planner:
         row_counts = None if (rows := figures.pop("rows", None)) is None else as_sequence(rows)
         recompute = bool(figures.pop("recompute", False))
         figures |= {"memory": parse_memory(figures.get("memory")), "rates": Rates.parse(figures.get("rates"))}
-        choices = as_sequence(stages), as_sequence(offload), row_counts
-        space = SearchSpace(gpu, *choices, recompute=recompute, **figures)
+        space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, recompute=recompute, **figures)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
         if config.batch_spec is not None:
