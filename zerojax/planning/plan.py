@@ -153,8 +153,7 @@ class Planner:
                 are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
                 a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
                 activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `rates`. Without
-                `rates`, costs are at peak rates. `host_link` counts with every offload. As for `train_step`:
-                `has_aux`, `weighted`.
+                `rates`, costs are at peak rates. As for `train_step`: `has_aux`, `weighted`.
 
         Returns:
             A `Fit` with the choice, its compiled plan, and all candidates.
