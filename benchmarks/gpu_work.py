@@ -33,7 +33,7 @@ from zerojax import Offload, Precision, plan, report, zero_shard
 from zerojax.doctor import bandwidths, timed
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
 from zerojax.train.step import resident_state

@@ -295,7 +295,7 @@ def files_of(state):
     """Return the files of parameters and gradients, and the files of the optimizer state."""
     import jax
 
-    from zerojax.layout.chunked import is_chunked
+    from zerojax.layout.leaf import is_chunked
 
     nodes = jax.tree.leaves((state.params, state.opt_state), is_leaf=is_chunked)
     return {id(x.store.files): x.store.files for x in nodes if is_chunked(x)}.values()

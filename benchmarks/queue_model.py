@@ -21,8 +21,7 @@ import numpy as np
 import optax
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.layout.chunked import Chunked
-from zerojax.placement.chunking import chunked
+from zerojax.offload.chunked import Chunked, chunked
 from zerojax.streaming.stores import HostStateStore, chunk_bytes
 from zerojax.streaming.stream import DEVICE, StreamedUpdate, UpdateInputs, UpdateQueue
 

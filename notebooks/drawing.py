@@ -21,8 +21,8 @@ from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.report import name_of
 from zerojax.inspect.timeline import Span, Timeline, simulate
-from zerojax.layout.chunked import Chunked
 from zerojax.layout.padded import Padded
+from zerojax.offload.chunked import Chunked
 from zerojax.placement.storage import is_stored_node
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.estimate import PARTS, Estimate

@@ -8,12 +8,14 @@ if _TYPE_CHECKING:
     from zerojax import checkpoint, data, offload
     from zerojax.budget.remat import Remat, remat
     from zerojax.compilations import cache_compilations
-    from zerojax.config import DynamicScale, Offload, Precision, Wire
+    from zerojax.config.precision import DynamicScale, Precision
+    from zerojax.config.wire import Wire
     from zerojax.dims.declared import rows
     from zerojax.gather import block, tiled
     from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
+    from zerojax.offload.options import Offload
     from zerojax.planning.check import check
     from zerojax.planning.compare import Comparison, compare
     from zerojax.planning.compiled_plan import Plan
@@ -30,12 +32,14 @@ if _TYPE_CHECKING:
 _MODULES = {
     "budget.remat": "Remat remat",
     "compilations": "cache_compilations",
-    "config": "DynamicScale Offload Precision Wire",
+    "config.precision": "DynamicScale Precision",
+    "config.wire": "Wire",
     "dims.declared": "rows",
     "gather": "block tiled",
     "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
+    "offload.options": "Offload",
     "planning.check": "check",
     "planning.compare": "Comparison compare",
     "planning.compiled_plan": "Plan",

@@ -20,6 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.core
+import jax.numpy as jnp
+import numpy as np
 
 from zerojax import primitives
 from zerojax.primitives import Kind
@@ -45,6 +47,12 @@ class LoopEqn:
     length: int
     reverse: bool
     unroll: int
+
+
+def common_dtype(first: Any, second: Any) -> np.dtype:
+    """Return the type to which JAX promotes `first` and `second`, even if the user has set strict type promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(first, second)
 
 
 @functools.cache

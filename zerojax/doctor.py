@@ -21,10 +21,11 @@ import optax
 
 from zerojax import compat
 from zerojax.comm.mesh import resolve_mesh
-from zerojax.config import Offload, Precision
+from zerojax.config.precision import Precision
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
 from zerojax.offload.host import CAP_VARIABLE, available_bytes, host_kind, host_sharding, pinned_cap, to_memory
+from zerojax.offload.options import Offload
 from zerojax.planning.estimate import estimate
 from zerojax.units import format_bytes
 

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import optax
 
-from zerojax.config import Offload, Precision
+from zerojax.config.precision import Precision
+from zerojax.offload.options import Offload
 
 REFERENCE = re.compile(r"(.+\.py):(\w+)")
 MOST_NAMES = 8

@@ -1,16 +1,22 @@
 """Define `zero_shard`, which checks its options and wraps an optax transformation."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optax
 from jax.sharding import Mesh
 
 from zerojax.comm.mesh import resolve_axes, resolve_mesh
-from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, BatchSpec, Config, Offload, Precision, Wire
-from zerojax.layout.padded import stored_mask
+from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config
 from zerojax.transformation import ZeroTransformation
-from zerojax.units import parse_bytes
+
+if TYPE_CHECKING:
+    from zerojax.config.batch_spec import BatchSpec
+    from zerojax.config.precision import Precision
+    from zerojax.config.wire import Wire
+    from zerojax.offload.options import Offload
 
 
 def zero_shard(
@@ -108,15 +114,39 @@ def zero_shard(
         resolve_axes(expert_axis, "expert_axis"),
         persist_below=persist_below,
         prefetch=prefetch,
-        bucket_bytes=parse_bytes("bucket_bytes", bucket_bytes),
+        bucket_bytes=_parsed_bytes(bucket_bytes),
         reshard_after_forward=reshard_after_forward,
         precision=precision,
-        trainable=stored_mask(trainable, "trainable"),
-        overwrite=stored_mask(overwrite, "overwrite"),
+        trainable=_predicate(trainable, "trainable"),
+        overwrite=_predicate(overwrite, "overwrite"),
         offload=offload,
-        batch_spec=BatchSpec.of(batch_spec),
+        batch_spec=_batch_spec(batch_spec),
         view=view,
         wire=wire,
         matrix_updates=matrix_updates,
     )
     return ZeroTransformation.of(config)
+
+
+def _parsed_bytes(given: int | str) -> int:
+    if given == BUCKET_BYTES:
+        return BUCKET_BYTES
+    from zerojax.units import parse_bytes
+
+    return parse_bytes("bucket_bytes", given)
+
+
+def _predicate(chosen: Any, option: str) -> Callable[[str, Any], bool] | None:
+    if chosen is None or callable(chosen):
+        return chosen
+    from zerojax.layout.padded import stored_mask
+
+    return stored_mask(chosen, option)
+
+
+def _batch_spec(given: Any) -> BatchSpec | None:
+    if given is None:
+        return None
+    from zerojax.config.batch_spec import BatchSpec
+
+    return BatchSpec.of(given)

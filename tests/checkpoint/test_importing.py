@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from zerojax import Precision, zero_shard
 from zerojax.checkpoint import export, import_params, importing
 from zerojax.checkpoint.manifest import read_manifest
-from zerojax.layout.padded import is_padded
+from zerojax.layout.leaf import is_padded
 
 MAPPING = {
     "embed.weight": ["embed", ("head", "v e -> e v")],

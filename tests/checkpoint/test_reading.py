@@ -14,7 +14,7 @@ from conftest import mesh_of
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, arrays, saving
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload.read_ahead import read_ahead
 
 

@@ -18,8 +18,7 @@ from test_round_trips import assert_padding_is_zero, assert_same, logical_leaves
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import live
 from zerojax.checkpoint.state_leaves import convert
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload import close
 from zerojax.offload.host import KINDS
 from zerojax.offload.lock import DiskError

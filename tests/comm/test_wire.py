@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from zerojax import Precision, Wire, check, collectives, estimate, report, zero_shard
 from zerojax.comm.collectives import LABEL, Collectives
 from zerojax.comm.quantised import Codec
-from zerojax.config.options import FORMATS
+from zerojax.config.wire import FORMATS
 from zerojax.layout.leaf import Leaf
 from zerojax.train.same_run import run_record
 

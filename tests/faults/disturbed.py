@@ -28,10 +28,10 @@ import optax
 from zerojax import Offload, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption, saving
 from zerojax.checkpoint.state_leaves import state_leaves
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload import close
+from zerojax.offload.chunked import joined
 from zerojax.offload.folder import DiskError
-from zerojax.placement.chunking import joined
 from zerojax.placement.storage import in_logical_shape
 
 STEPS = 40

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from zerojax import collectives, zero_shard
-from zerojax.layout.padded import is_padded
+from zerojax.layout.leaf import is_padded
 
 DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
 LEAVES = jax.tree.leaves

@@ -9,8 +9,8 @@ import numpy as np
 from zerojax.checkpoint import Checkpointer
 from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, digest_line
 from zerojax.checkpoint.state_leaves import state_leaves
-from zerojax.layout.chunked import is_chunked
-from zerojax.placement.chunking import joined
+from zerojax.layout.leaf import is_chunked
+from zerojax.offload.chunked import joined
 
 NEWEST = "step_00000002"
 # Leaves of which some are packed.

@@ -11,8 +11,7 @@ from parity import assert_parity
 
 from zerojax import Padded, report, zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
-from zerojax.layout.leaf import MOST_EXTRA, is_kept_whole
-from zerojax.layout.padded import is_padded
+from zerojax.layout.leaf import MOST_EXTRA, is_kept_whole, is_padded
 from zerojax.layout.tree import lay_out
 
 DEVICES = (2, 4, 8, 16, 32, 64)

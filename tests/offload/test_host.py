@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, zero_shard
-from zerojax.layout.chunked import Chunked, ChunkedLayout, Chunking
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import chunks, close, folder, host, lock
+from zerojax.offload.chunked import Chunked, ChunkedLayout, Chunking, shards_of
 from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
 from zerojax.offload.folder import DiskError
-from zerojax.offload.state_files import LeafFiles, StateFiles, shards_of
+from zerojax.offload.state_files import LeafFiles, StateFiles
 
 F32 = np.dtype("float32")
 GB = 10**9

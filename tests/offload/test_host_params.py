@@ -13,7 +13,7 @@ from conftest import fraction, mesh_of
 from disk_models import LAYERS, LOSSES, batch_of, model_params
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 
 BOTH = Offload(optimizer="host", params="host", update="device")
 STATE = dataclasses.replace(BOTH, params=None)

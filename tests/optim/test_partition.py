@@ -11,8 +11,8 @@ from conftest import mesh_of, quick_or_slow
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, saving
-from zerojax.layout.chunked import is_chunked
-from zerojax.placement.chunking import joined
+from zerojax.layout.leaf import is_chunked
+from zerojax.offload.chunked import joined
 
 
 class Moments(NamedTuple):

@@ -14,13 +14,15 @@ from conftest import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import zero_shard
-from zerojax.config import Config, Offload
-from zerojax.layout.chunked import Chunking
+from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import layout_of
+from zerojax.offload import chunked
+from zerojax.offload.chunked import Chunking
 from zerojax.offload.host import host_kind
-from zerojax.placement import chunking, place, storage
+from zerojax.offload.options import Offload
+from zerojax.placement import init_programs, storage
 
 P = PartitionSpec
 F32 = np.dtype("float32")
@@ -60,10 +62,10 @@ def test_chunks_are_parts_of_every_shard_and_join_to_the_array(of, cut):
 
     @jax.jit
     def run(stored):
-        chunks = chunking.split_chunks(mesh, stored, of, cut)
+        chunks = chunked.split_chunks(mesh, stored, of, cut)
         last, zeros = cut.chunks[-1][0], jnp.zeros_like(chunks[-1])
-        updated = chunking.update_chunk(mesh, stored, zeros, of, cut.dim, last)
-        return chunks, chunking.join_chunks(mesh, chunks, of, cut), updated
+        updated = chunked.update_chunk(mesh, stored, zeros, of, cut.dim, last)
+        return chunks, chunked.join_chunks(mesh, chunks, of, cut), updated
 
     chunks, joined, updated = run(stored)
     np.testing.assert_array_equal(joined, x)
@@ -81,10 +83,10 @@ def test_chunks_are_parts_of_every_shard_and_join_to_the_array(of, cut):
 def test_an_offloaded_array_is_loaded_and_replaced():
     of, cut = leaf(24, 4), Chunking(0, (2, 1))
     x = put(counting(24, 4), "data")
-    node = chunking.chunked(config(), [put(jnp.zeros(shape), "data") for shape in cut.chunk_shapes(of)], of, cut)
-    new = chunking.replaced(node, x)
+    node = chunked.chunked(config(), [put(jnp.zeros(shape), "data") for shape in cut.chunk_shapes(of)], of, cut)
+    new = chunked.replaced(node, x)
     assert [chunk.sharding.memory_kind for chunk in new.chunks] == [host_kind(mesh_of(8))] * 2
-    loaded = chunking.joined(new)
+    loaded = chunked.joined(new)
     np.testing.assert_array_equal(loaded, x)
     assert loaded.sharding == x.sharding
 
@@ -93,19 +95,19 @@ def test_an_offloaded_array_is_loaded_and_replaced():
 def test_a_placed_array_shares_no_memory_with_the_callers(count):
     sharding = NamedSharding(mesh_of(count), P())
     x = jnp.arange(64.0)
-    placed = place.place_array(x, sharding)
+    placed = storage.place_array(x, sharding)
     assert placed.sharding == sharding
     pointers = {shard.data.unsafe_buffer_pointer() for shard in placed.addressable_shards}
     assert x.unsafe_buffer_pointer() not in pointers
     placed.delete()
     assert float(x.sum()) == 63 * 32
-    assert place.place_array(np.ones(2), sharding).sharding == sharding
+    assert storage.place_array(np.ones(2), sharding).sharding == sharding
 
 
 def test_a_copy_in_host_memory_shares_no_memory_with_the_original():
     sharding = NamedSharding(mesh_of(8), P("data"), memory_kind=host_kind(mesh_of(8)))
-    first = place.place_array(np.arange(64.0, dtype=F32), sharding)
-    second = place.place_array(first, sharding)
+    first = storage.place_array(np.arange(64.0, dtype=F32), sharding)
+    second = storage.place_array(first, sharding)
     assert first.sharding == second.sharding == sharding
     pointers = [{shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards} for x in (first, second)]
     assert not pointers[0] & pointers[1]
@@ -115,12 +117,12 @@ def test_a_copy_in_host_memory_shares_no_memory_with_the_original():
 
 def test_shapes_are_placed_as_shapes():
     sharding = NamedSharding(mesh_of(8), P("data"))
-    found = place.place_array(jax.ShapeDtypeStruct((8,), F32), sharding)
+    found = storage.place_array(jax.ShapeDtypeStruct((8,), F32), sharding)
     assert (type(found), found.shape, found.sharding) == (jax.ShapeDtypeStruct, (8,), sharding)
-    assert place.are_shapes({"a": found, "b": jnp.ones(2)})
-    assert not place.are_shapes({"b": jnp.ones(2)})
-    shapes = place.place_replicated(mesh_of(8), {"n": 1, "x": np.ones(2, np.float32)}, shapes=True)
-    live = place.place_replicated(mesh_of(8), {"n": 1, "x": np.ones(2, np.float32)}, shapes=False)
+    assert storage.are_shapes({"a": found, "b": jnp.ones(2)})
+    assert not storage.are_shapes({"b": jnp.ones(2)})
+    shapes = storage.place_replicated(mesh_of(8), {"n": 1, "x": np.ones(2, np.float32)}, shapes=True)
+    live = storage.place_replicated(mesh_of(8), {"n": 1, "x": np.ones(2, np.float32)}, shapes=False)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), shapes) == jax.tree.map(lambda x: (x.shape, x.dtype), live)
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves((shapes, live)))
 
@@ -130,15 +132,15 @@ def test_parameters_are_placed_and_cast_where_they_live(offload):
     given = config(offload=offload)
     params = {"b": jnp.arange(3.0), "w": counting(16, 4)}
     layout = layout_of(given, params)
-    placed = place.place_params(given, layout, params)
+    placed = storage.place_params(given, layout, params)
     assert [x.sharding for x in placed] == [storage.named(given, of) for of in layout.params]
     host = [of.host for of in layout.params]
     assert host == [False, offload is not None]
     narrow = [dataclasses.replace(of, dtype=np.dtype(jnp.bfloat16)) for of in layout.params]
-    cast = place.cast_params(given, layout, placed, narrow)
+    cast = storage.cast_params(given, layout, placed, narrow)
     assert [x.dtype for x in cast] == [jnp.bfloat16] * 2
     assert [x.sharding for x in cast] == [x.sharding for x in placed]
-    assert place.cast_params(given, layout, placed, layout.params) is placed
+    assert storage.cast_params(given, layout, placed, layout.params) is placed
 
 
 def test_storage_is_converted_between_stages():
@@ -182,7 +184,7 @@ def test_parameters_return_in_the_form_in_which_they_came(form):
 )
 def test_each_program_makes_a_share_of_the_parameters(sizes, count):
     leaves = tuple(map(leaf, sizes))
-    found = list(place.groups(leaves))
+    found = list(init_programs.groups(leaves))
     assert list(itertools.chain(*found)) == list(range(len(sizes)))
     assert len(found) == count
     most = max([leaf.bytes // 2 for leaf in leaves] + [sum(leaf.local_bytes for leaf in leaves) // 8])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from disk_models import LOSSES, batch_of, layer, model_params, on_disk
 
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload.state_files import StateFiles
 from zerojax.staged.microbatch import Microbatch
 

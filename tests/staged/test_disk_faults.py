@@ -15,7 +15,7 @@ from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
 
 from zerojax import Offload, offload, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload import chunks
 from zerojax.offload.disk import DiskStateError
 from zerojax.offload.folder import DiskError

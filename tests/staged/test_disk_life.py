@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 import zerojax
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export, import_params, restoring, saving
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload.state_files import StateFiles
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.state import files_of

@@ -13,7 +13,7 @@ from matrix_optimizers import shampoo
 
 import zerojax
 from zerojax import Offload, Precision
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.staged.gradients import Gradients
 from zerojax.staged.microbatch import Microbatch
 from zerojax.staged.model_files import ModelFiles
@@ -302,7 +302,7 @@ def test_odd_losses_train_the_same(tmp_path, loss):
 
 
 def test_a_stack_with_too_many_layers_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("zerojax.layout.chunked.MOST_ROWS", 1)
+    monkeypatch.setattr("zerojax.offload.chunked.MOST_ROWS", 1)
     tx = on_disk(tmp_path, devices=2)
     with pytest.raises(ValueError, match=r"A loop reads params\['layers'\]\['w'\].* of at most \d+ layers"):
         tx.train_step(LOSSES["loop"])(tx.create(model_params()), batch_of(0))

@@ -11,7 +11,7 @@ from conftest import mesh_of
 
 import zerojax
 from zerojax import Offload, report, zero_shard
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.streaming import stores
 
 CHUNK, ROOM = 128, 600  # bytes per device: chunks of one leaf that stay, and of another of which only some stay

@@ -16,7 +16,7 @@ from orbax.checkpoint._src.serialization import limits
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, export, saving
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload import close
 from zerojax.offload.folder import DiskError
 

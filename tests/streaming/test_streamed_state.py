@@ -16,10 +16,10 @@ from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, fl
 from parity import assert_parity, train_plain
 
 from zerojax import Offload, Precision, report, zero_shard
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload import host
+from zerojax.offload.chunked import joined
 from zerojax.optim.plan import partitioned_update
-from zerojax.placement.chunking import joined
 from zerojax.streaming import stream as streaming
 
 # Bytes of a chunk: the larger leaves of the awkward model take several, the last one shorter.

@@ -10,7 +10,7 @@ from conftest import mesh_of
 
 import zerojax
 from zerojax import Offload, Padded, collectives, zero_shard
-from zerojax.layout.padded import is_padded
+from zerojax.layout.leaf import is_padded
 
 
 def model():

@@ -30,10 +30,8 @@ from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf, read_verified
-from zerojax.layout.chunked import Chunked, Chunking
+from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, places_of, shards_of
 from zerojax.offload.read_ahead import read_ahead
-from zerojax.offload.state_files import shards_of
-from zerojax.placement.chunking import assembled, joined, places_of
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20

@@ -21,7 +21,7 @@ from zerojax.checkpoint.saving import Save
 from zerojax.comm.explicit import on_auto_mesh
 from zerojax.config import check_count, check_word
 from zerojax.offload.lock import DiskError, Lock, lock
-from zerojax.placement.unusable import problem_of
+from zerojax.placement.problems import problem_of
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")

@@ -28,13 +28,10 @@ from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
-from zerojax.offload.host import to_device
-from zerojax.placement.chunking import joined
-from zerojax.placement.storage import in_logical_shape, is_stored_node
-from zerojax.placement.unusable import problem_of
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
+from zerojax.offload.chunked import joined
+from zerojax.placement.problems import problem_of
+from zerojax.placement.storage import in_logical_shape, to_device
 from zerojax.train.state import ZeroState
 from zerojax.units import parse_bytes
 

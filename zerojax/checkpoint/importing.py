@@ -16,11 +16,9 @@ import numpy as np
 from zerojax.checkpoint.mapping import Names, Resolved, Section, listed, resolve
 from zerojax.checkpoint.safetensors import DTYPES, Header, read_headers
 from zerojax.checkpoint.state_leaves import keys_of
-from zerojax.layout.chunked import Chunked, is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import Padded, is_padded
-from zerojax.placement.chunking import assembled, filled, places_of
-from zerojax.placement.storage import is_stored_node
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
+from zerojax.layout.padded import Padded
+from zerojax.offload.chunked import Chunked, assembled, filled, places_of
 from zerojax.staged.state import files_of
 from zerojax.train.state import ZeroState
 

@@ -27,12 +27,12 @@ from zerojax.comm.mesh import replicated
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
 from zerojax.config.data_mesh import entry_axes, spec_entry
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import KINDS, to_device
+from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.offload.chunked import joined, replaced
+from zerojax.offload.host import KINDS
 from zerojax.offload.lock import DiskError
-from zerojax.placement.chunking import joined, replaced
-from zerojax.placement.unusable import problem_of
+from zerojax.placement.problems import problem_of
+from zerojax.placement.storage import to_device
 from zerojax.streaming.init_state import check_host_room
 from zerojax.train.state import ZeroState, create_like
 

@@ -24,11 +24,10 @@ from zerojax.checkpoint.errors import Processes, no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.explicit import on_auto_mesh
-from zerojax.config.precision import common_dtype
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
+from zerojax.compat import common_dtype
+from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.offload.chunked import filled, joined, replaced
 from zerojax.optim.transformation import Describe, Description
-from zerojax.placement.chunking import filled, joined, replaced
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")

@@ -43,9 +43,8 @@ from zerojax.checkpoint.manifest import (
     write_manifest,
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
-from zerojax.layout.chunked import Chunked
+from zerojax.offload.chunked import Chunked, joined
 from zerojax.offload.lock import lock_folder
-from zerojax.placement.chunking import joined
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")

@@ -15,14 +15,11 @@ from jax.sharding import Sharding
 
 from zerojax.comm.mesh import in_storage_shape
 from zerojax.config import DataMesh, path_of
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
-from zerojax.offload.host import to_device
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded
+from zerojax.offload.chunked import joined, replaced
 from zerojax.optim.logical_state import current_masters, split_masters
 from zerojax.optim.master_weights import MasterState
-from zerojax.placement.chunking import joined, replaced
-from zerojax.placement.storage import in_logical_shape, leaves_of
+from zerojax.placement.storage import in_logical_shape, leaves_of, to_device
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad, trim
+from zerojax.layout.leaf import Leaf, pad, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped

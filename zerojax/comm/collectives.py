@@ -20,13 +20,12 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm import quantised
 from zerojax.comm.barriers import barrier, zero_after
 from zerojax.comm.buckets import buckets, from_rows, split, to_rows
+from zerojax.compat import common_dtype
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import axes_of, in_words
-from zerojax.config.options import Wire
-from zerojax.config.precision import common_dtype
+from zerojax.config.wire import Wire
 from zerojax.dims import Follower, State
-from zerojax.layout.leaf import Leaf, replace_items
-from zerojax.layout.padded import pad, trim
+from zerojax.layout.leaf import Leaf, pad, replace_items, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped

@@ -26,8 +26,7 @@ from zerojax.comm.mesh import to_storage
 from zerojax.comm.worker_sums import local_sizes
 from zerojax.config.data_mesh import axes_of, dim_spec, spec_entry
 from zerojax.dims import Follower, State
-from zerojax.layout.leaf import Leaf, replace_items
-from zerojax.layout.padded import pad
+from zerojax.layout.leaf import Leaf, pad, replace_items
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped

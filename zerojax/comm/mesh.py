@@ -9,8 +9,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from zerojax.comm.buckets import flatten
 from zerojax.config import DataMesh
 from zerojax.config.data_mesh import in_words, spec_entry
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad
+from zerojax.layout.leaf import Leaf, pad
 
 
 def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:

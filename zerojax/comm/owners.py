@@ -22,8 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.comm.mapped import mapped
 from zerojax.config.data_mesh import dim_spec, spec_entry
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad, trim
+from zerojax.layout.leaf import Leaf, pad, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped

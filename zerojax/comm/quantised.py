@@ -19,9 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.buckets import from_rows, to_rows
-from zerojax.config.options import FORMATS, SCALE_BYTES, Wire
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import pad
+from zerojax.config.wire import FORMATS, SCALE_BYTES, Wire
+from zerojax.layout.leaf import Leaf, pad
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Shaped, UInt8

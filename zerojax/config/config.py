@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax.config.checks import check_count, check_word
-from zerojax.config.data_mesh import BatchSpec, DataMesh, LayoutPolicy, in_words
-from zerojax.config.options import Offload, Wire
-from zerojax.config.precision import Precision
+from zerojax.config.checks import Option, check_count, check_word
+from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
+
+if TYPE_CHECKING:
+    from zerojax.config.batch_spec import BatchSpec
+    from zerojax.config.precision import Precision
+    from zerojax.config.wire import Wire
 
 STAGES = {
     0: "everything replicated",
@@ -28,6 +31,8 @@ BUCKET_BYTES = 128 << 20
 # A collective needs 10-20 us to start. In this time, a network of 50-100 GB/s between hosts sends 1 MiB, and links
 # inside of a host send more. So a gather of 1 MiB takes at most about twice as long as a gather of nothing.
 SHARED_BYTES = 1 << 20
+# An example of each option that is an object, for errors.
+EXAMPLES = {"precision": "Precision.bf16()", "wire": 'Wire(gather="int8")', "offload": 'Offload(optimizer="host")'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +67,32 @@ class MeshRecord:
             )
         found = np.array([devices[i] for i in self.device_ids]).reshape(self.shape)
         return Mesh(found, self.axis_names, axis_types=self.axis_types)
+
+
+class OffloadOption(Option):
+    """What the core asks the option `offload`, whose class is `zerojax.Offload`. It describes the fields."""
+
+    argument = "offload"
+    optimizer: Literal["host", "disk"] | None
+    params: Literal["host", "disk"] | None
+    update: Literal["device", "host"]
+    fraction: float
+    where: Any
+    path: Any
+    chunk_bytes: int
+    device_bytes: int | None
+
+    def host_sharding(self, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+        """Return the sharding of an array that is kept in host memory."""
+        raise NotImplementedError
+
+    def check_host_memory(self, mesh: Mesh, bytes_per_device: int) -> None:
+        """Raise a `MemoryError` if parameters of this many bytes do not fit into host memory."""
+        raise NotImplementedError
+
+    def covers(self, path: str, leaf: Any) -> bool:
+        """Return whether the state of a parameter may be offloaded."""
+        raise NotImplementedError
 
 
 def with_auto_axes(mesh: Any) -> Any:
@@ -102,7 +133,7 @@ class Config:
     precision: Precision | None = None
     trainable: Callable[[str, Any], bool] | None = None
     overwrite: Callable[[str, Any], bool] | None = None
-    offload: Offload | None = None
+    offload: OffloadOption | None = None
     batch_spec: BatchSpec | None = None
     view: str = "global"
     wire: Wire | None = None
@@ -133,25 +164,12 @@ class Config:
             self.batch_spec.check(self.axis, dict(self.user_mesh.shape))
         for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
             check_count(name, getattr(self, name), unit, least=0)
-        records = {Precision: "Precision.bf16()", Offload: 'Offload(optimizer="host")', Wire: 'Wire(gather="int8")'}
-        for kind, example in records.items():
-            option = kind.__name__.lower()
-            if not isinstance(value := getattr(self, option), kind | None):
-                raise TypeError(f"{option} is a zerojax.{kind.__name__}, such as {example}, not {value!r}.")
-        if self.wire is not None:
-            self._check_wire(self.wire)
-        if self.offload is not None and self.stage == 0:
-            raise ValueError(
-                "Stage 0 shards nothing, so every device would keep the full optimizer state on the host. "
-                "Use offload= at stage 1, 2 or 3."
-            )
-        if self.offload is not None and self.offload.params is not None and self.stage != 3:
-            raise ValueError(
-                f"Offload(params={self.offload.params!r}) needs stage 3: at stage {self.stage} each device holds all "
-                f"parameters. Use stage=3, or leave params= out."
-            )
-        if self.params_on_disk:
-            self._check_params_on_disk()
+        given = {name: option for name in EXAMPLES if (option := getattr(self, name)) is not None}
+        for name, option in given.items():
+            if not isinstance(option, Option) or option.argument != name:
+                raise TypeError(f"{name} is a zerojax.{name.title()}, such as {EXAMPLES[name]}, not {option!r}.")
+        for option in given.values():
+            option.check(self)
 
     def _check_params_axis(self) -> None:
         if self.stage != 3:
@@ -165,11 +183,6 @@ class Config:
                 f"params_axis={self.params_axis!r} gradients and optimizer state are sharded over all of axis=. Give "
                 f"one of them."
             )
-        if self.offload is not None and self.offload.params is not None:
-            raise ValueError(
-                f"Offload(params={self.offload.params!r}) shards a parameter like its optimizer state, but "
-                f"params_axis= shards it over fewer axes. Give one of them."
-            )
 
     def _check_expert_axis(self) -> None:
         if self.view == "device":
@@ -177,47 +190,9 @@ class Config:
                 f'expert_axis={self.expert_axis!r} leaves experts divided, but with view="device" the loss sees every '
                 f"parameter in full. Use the global view, and call the experts in a jax.shard_map over these axes."
             )
-        if self.params_axis or self.params_on_disk:
-            option = "params_axis=" if self.params_axis else 'Offload(params="disk")'
+        if self.params_axis:
             raise ValueError(
-                f"{option} cannot be combined with expert_axis={self.expert_axis!r}. Leave one of them out."
-            )
-
-    def _check_params_on_disk(self) -> None:
-        for name, found in {"shard_axis": self.shard_axis, "wire": self.wire, "overwrite": self.overwrite}.items():
-            if found:
-                raise ValueError(
-                    f'{name}={found!r} is not known to Offload(params="disk"), whose step runs in stages. Leave it '
-                    f'out, or use Offload(params="host").'
-                )
-        if self.view != "global":
-            raise ValueError(
-                f'view={self.view!r} runs a step as one program, and Offload(params="disk") in stages. Use the '
-                f"global view."
-            )
-
-    def _check_wire(self, wire: Wire) -> None:
-        """Raise a ValueError if there is no collective to quantise, or if a sum would be rounded more than once."""
-        if self.stage == 0:
-            raise ValueError(
-                "Stage 0 all-reduces gradients, and with wire= every partial sum would be rounded. Use stage "
-                "1, 2 or 3, whose reductions send each gradient once."
-            )
-        if wire.gather and self.stage != 3:
-            raise ValueError(
-                f"Wire(gather={wire.gather!r}) needs stage 3: stage {self.stage} stores what it gathers, so that only "
-                f"rounded parameters would remain. Give only Wire(reduce=)."
-            )
-        if wire.reduce and self.shard_axis:
-            raise ValueError(
-                f"shard_axis={self.shard_axis!r} all-reduces shards of gradients over the other axes, and with "
-                f"Wire(reduce={wire.reduce!r}) sums would be rounded once more. Use params_axis=, which "
-                f"reduce-scatters these shards."
-            )
-        if missing := tuple(axis for axis in wire.over or () if axis not in self.axis):
-            raise ValueError(
-                f"Wire(over=) names {in_words(missing)}, over which no rows are divided: axis={self.axis!r}. "
-                f"Name some of these axes."
+                f"params_axis= cannot be combined with expert_axis={self.expert_axis!r}. Leave one of them out."
             )
 
     def __getstate__(self) -> dict:

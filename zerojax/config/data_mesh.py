@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-import numpy as np
 from jax.sharding import PartitionSpec
 
 
@@ -136,59 +134,3 @@ def in_words(axes: tuple[str, ...]) -> str:
     """Describe mesh axes for an error: `axis 'data'`, or `axes 'host' and 'gpu'`."""
     names = [repr(axis) for axis in axes]
     return f"axis {names[0]}" if len(names) == 1 else f"axes {', '.join(names[:-1])} and {names[-1]}"
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchSpec:
-    """One `PartitionSpec` for all leaves of a batch, or a tree of specs, flattened so that the record is hashable."""
-
-    specs: tuple[PartitionSpec, ...]
-    structure: Any
-
-    @classmethod
-    def of(cls, given: Any) -> BatchSpec | None:
-        """Convert a spec or a tree of specs to a `BatchSpec`. Return None for None, and raise a TypeError otherwise."""
-        if given is None:
-            return None
-        specs, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
-        for spec in specs:
-            entries = tuple(spec) if isinstance(spec, PartitionSpec) else (PartitionSpec.UNCONSTRAINED,)
-            if PartitionSpec.UNCONSTRAINED in entries or not all(isinstance(name, str) for name in axes_of(entries)):
-                raise TypeError(
-                    f"batch_spec= is a jax.sharding.PartitionSpec of mesh axes, such as "
-                    f'PartitionSpec("data", "sequence"), or a tree of them, not {spec!r}.'
-                )
-        return cls(tuple(specs), structure)
-
-    def check(self, axis: tuple[str, ...], sizes: Mapping[str, int]) -> None:
-        """Raise a ValueError if a spec does not fit the mesh.
-
-        The first entry must be `axis`. Only axes of the mesh (the keys of `sizes`) may be named, each at most once.
-        """
-        for spec in self.specs:
-            named = axes_of(spec)
-            if missing := tuple(name for name in dict.fromkeys(named) if name not in sizes):
-                raise ValueError(
-                    f"batch_spec={spec} names {in_words(missing)}, and the axes of the mesh are {tuple(sizes)}. "
-                    f"Name axes of the mesh, or build it with an axis called {missing[0]!r}."
-                )
-            if not len(spec) or entry_axes(spec[0]) != axis:
-                raise ValueError(
-                    f"batch_spec={spec} does not divide dim 0 over {in_words(axis)}, like the rows: axis={axis!r}. "
-                    f"Begin it with {(axis[0] if len(axis) == 1 else axis)!r}, or give other axes in axis=."
-                )
-            if len(set(named)) < len(named):
-                raise ValueError(f"batch_spec={spec} names an axis twice. Divide at most one dim over each axis.")
-
-    def over(self, batch: Any) -> Any:
-        """Return a tree with the spec of each leaf of a batch, cut to the number of dims of the leaf."""
-        cut = lambda spec, x: PartitionSpec(*tuple(spec)[: np.ndim(x) if np.isscalar(x) else len(x.shape)])
-        try:
-            tree = jax.tree.unflatten(self.structure, self.specs)
-            each = lambda spec, part: jax.tree.map(lambda x: cut(spec, x), part)
-            return jax.tree.map(each, tree, batch, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        except ValueError as error:
-            raise ValueError(
-                f"batch_spec= is the tree {self.structure}, and the batch {jax.tree.structure(batch)}. Give one spec "
-                f"for all leaves, or a tree of specs with the structure of the batch, or of its beginning."
-            ) from error

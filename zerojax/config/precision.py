@@ -12,15 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.config.checks import check_count
+from zerojax.compat import common_dtype
+from zerojax.config.checks import Option, check_count
 
 LARGEST_SCALE = float(np.finfo(np.float32).max)
-
-
-def common_dtype(first: Any, second: Any) -> np.dtype:
-    """Return the type to which JAX promotes `first` and `second`, even if the user has set strict type promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jnp.promote_types(first, second)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +66,7 @@ class DynamicScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision:
+class Precision(Option):
     """The element types in which a step computes, sums gradients and keeps parameters.
 
     Stage 3 stores shards of the parameters in `master`, and casts them to `compute` before each gather. Stages 0 to 2
@@ -101,6 +96,8 @@ class Precision:
     Examples:
         >>> tx = zero_shard(optax.adamw(3e-4), stage=3, precision=Precision.bf16())
     """
+
+    argument = "precision"
 
     compute: Any = jnp.float32
     reduce: Any = jnp.float32

@@ -24,7 +24,7 @@ from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
-from zerojax.offload.host import to_device
+from zerojax.placement.storage import to_device
 
 
 @dataclasses.dataclass(frozen=True)

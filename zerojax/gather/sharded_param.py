@@ -20,7 +20,7 @@ from jax import lax
 
 from zerojax import compat
 from zerojax.layout.leaf import Leaf
-from zerojax.offload.host import to_device
+from zerojax.placement.storage import to_device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.compat import common_dtype
 from zerojax.config import check_count
-from zerojax.config.precision import common_dtype
 from zerojax.gather.engine import block
 
 if TYPE_CHECKING:

@@ -16,14 +16,13 @@ import jax
 import numpy as np
 
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunked
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, is_stored_node
 from zerojax.layout.padded import Padded
+from zerojax.offload.chunked import Chunked
 from zerojax.optim.plan import ShardingPlan, make_plan
 from zerojax.optim.state_forms import Annotated, as_planned
-from zerojax.placement.misplaced import Misplaced, misplaced
-from zerojax.placement.storage import is_stored_node
-from zerojax.placement.unusable import unusable_named
+from zerojax.placement.problems import Misplaced, misplaced
+from zerojax.placement.usable import unusable_named
 
 TITLES = {"device": "bytes/device", "host": "in host memory", "disk": "in files"}
 NUMBER = re.compile(r"\d+")

@@ -15,13 +15,10 @@ import jax
 import jax.core
 from jax.sharding import NamedSharding
 
-from zerojax.config import DataMesh, LeafMask
-from zerojax.config.data_mesh import axes_of
-from zerojax.layout.leaf import restricted
-from zerojax.layout.padded import Padded, is_padded
-
-NAME = "_overwrite_with_gradient"
-REASON = "overwritten with its gradient"
+from zerojax.config import DataMesh
+from zerojax.config.chosen import check_mask
+from zerojax.config.data_mesh import axes_of, entry_axes, in_words
+from zerojax.layout.leaf import OVERWRITE, Leaf, is_padded, metadata_of, restricted, shard_extent
 
 
 def partition_metadata(params) -> list:
@@ -43,13 +40,6 @@ def partition_metadata(params) -> list:
 
     nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or bool(names(x)))
     return [spec for node in nodes for spec in expand(node)]
-
-
-def metadata_of(node: Any) -> dict:
-    """Return the metadata of an NNX Variable, or an empty dict."""
-    # Look at the class, because a user's node may return a value for any attribute, or raise any error.
-    metadata = node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def axes_of_variable(node: Any, key: str) -> tuple:
@@ -79,9 +69,18 @@ def check_optimizer_sharding(params: Any, data: DataMesh) -> None:
             )
 
 
+def axes_of_model(params: Any, data: DataMesh, known: Sequence[tuple] = ()) -> Sequence[tuple]:
+    """Return the `Leaf.others` of each leaf, which its sharding or annotation names, unless they are `known`."""
+    check_optimizer_sharding(params, data)
+    if known:
+        return known
+    pairs = zip(jax.tree.leaves(params, is_leaf=is_padded), partition_metadata(params), strict=True)
+    return [other_axes(x, spec, data) for x, spec in pairs]
+
+
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:
     """Return, for each dim of `x`, the mesh axes that already divide it: experts' axes, and those of the compiler."""
-    array = x.storage if isinstance(x, Padded) else x
+    array = x.storage if is_padded(x) else x
     # The sharding of a traced array is in its type, and names only Explicit axes.
     sharding = getattr(jax.typeof(array) if isinstance(array, jax.core.Tracer) else array, "sharding", None)
     spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
@@ -104,14 +103,25 @@ def overwritten_leaves(
     `params` is the tree of arrays, `Padded` arrays or shapes, whose variable classes are inspected, or () if only paths
     and shapes are known. `overwrite` chooses further leaves, and `known` has the indices of further leaves.
     """
-    if isinstance(overwrite, LeafMask):
-        overwrite.check(paths)
+    check_mask(overwrite, paths)
     nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or is_variable(x))
     of_class = [is_variable(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_padded)]
     chosen = [overwrite is not None and overwrite(path, x) for path, x in zip(paths, shapes, strict=True)]
-    named = [i for i, path in enumerate(paths) if NAME in path or chosen[i]]
+    named = [i for i, path in enumerate(paths) if OVERWRITE in path or chosen[i]]
     return frozenset([*named, *known, *(i for i, on in enumerate(of_class) if on)])
 
 
 def is_variable(node: Any) -> bool:
-    return type(node).__name__ == NAME
+    return type(node).__name__ == OVERWRITE
+
+
+def check_experts(leaf: Leaf, data: DataMesh) -> None:
+    """Raise a ValueError if the axes of experts do not divide a dim evenly, as a `jax.shard_map` needs."""
+    for dim, entry in enumerate(leaf.others):
+        names = entry_axes(entry)
+        if not set(names).isdisjoint(data.experts) and leaf.shape[dim] % (devices := data.size(names)):
+            even = shard_extent(leaf.shape[dim], devices)[0] * devices
+            raise ValueError(
+                f"params{leaf.path} has {leaf.shape[dim]} experts on dim {dim}, which {in_words(names)} with {devices} "
+                f"devices cannot divide evenly. Use {even} experts, some of which get no tokens, or fewer devices."
+            )

@@ -15,13 +15,20 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from zerojax.config.data_mesh import entry_axes, spec_entry
 
+if TYPE_CHECKING:
+    from jaxtyping import Array, Shaped
+
+# The part of a path, or the name of a class, that marks a leaf which takes its gradient as its new value.
+OVERWRITE = "_overwrite_with_gradient"
 Kind = Literal["replicated", "sharded", "flat"]
 
 
@@ -280,3 +287,42 @@ class CachedHash:
         return self is other or (
             type(self) is type(other) and self._hash == other._hash and self._fields == other._fields
         )
+
+
+class PaddedNode:
+    """The base class of `Padded`, by which the core knows a padded array without an import of `layout/padded.py`."""
+
+
+class ChunkedNode:
+    """The base class of `Chunked`, by which the core knows an offloaded array without an import of `offload/`."""
+
+
+def is_padded(x: Any) -> bool:
+    return isinstance(x, PaddedNode)
+
+
+def is_chunked(x: Any) -> bool:
+    return isinstance(x, ChunkedNode)
+
+
+def is_stored_node(x: Any) -> bool:
+    """Return whether `x` is a node that represents one array. Callers pass this function as `is_leaf=`."""
+    return isinstance(x, PaddedNode | ChunkedNode)
+
+
+def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:
+    return x if x.shape[dim] == size else jax.lax.slice_in_dim(x, 0, size, axis=dim)
+
+
+def pad(x: Shaped[Array, "*logical"], dim: int, size: int) -> Shaped[Array, "*storage"]:
+    """Pad the end of `dim` with zeros to a length of `size` elements."""
+    if x.shape[dim] == size:
+        return x
+    return jnp.pad(x, [(0, size - x.shape[dim] if i == dim else 0) for i in range(x.ndim)])
+
+
+def metadata_of(node: Any) -> dict:
+    """Return the metadata of an NNX Variable, or an empty dict."""
+    # Look at the class, because a user's node may return a value for any attribute, or raise any error.
+    metadata = node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None
+    return metadata if isinstance(metadata, dict) else {}

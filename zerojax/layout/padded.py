@@ -5,8 +5,10 @@ Indexing, arithmetic and conversion to an array use the logical array. A `Padded
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import compat
-from zerojax.config import LeafMask
+from zerojax.config.chosen import LeafMask
+from zerojax.layout.leaf import PaddedNode, is_padded, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["storage"], meta_fields=["shape", "dim", "extent"])
 @dataclasses.dataclass(frozen=True)
-class Padded:
+class Padded(PaddedNode):
     """An array that is padded at the end of one dim, so that it can be sharded evenly.
 
     `Padded` is a pytree node, so `jax.tree.map` applies a function to the stored array. zerojax passes logical arrays
@@ -156,23 +159,12 @@ def without_padding(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 
 
-def is_padded(x) -> bool:
-    return isinstance(x, Padded)
-
-
-def stored_mask(mask: Callable | PyTree, option: str) -> Any:
-    """Convert an option that chooses parameters to a predicate. In a mask, a bool may be inside of a `Padded`."""
-    if mask is None or callable(mask):
-        return mask
+def stored_mask(mask: PyTree, option: str) -> LeafMask:
+    """Convert a mask that chooses parameters to a predicate. A bool of the mask may be inside of a `Padded`."""
     return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded), option)
 
 
-def trim(x: Shaped[Array, "*storage"], dim: int, size: int) -> Shaped[Array, "*logical"]:
-    return x if x.shape[dim] == size else jax.lax.slice_in_dim(x, 0, size, axis=dim)
-
-
-def pad(x: Shaped[Array, "*logical"], dim: int, size: int) -> Shaped[Array, "*storage"]:
-    """Pad the end of `dim` with zeros to a length of `size` elements."""
-    if x.shape[dim] == size:
-        return x
-    return jnp.pad(x, [(0, size - x.shape[dim] if i == dim else 0) for i in range(x.ndim)])
+def register_with_flax() -> None:
+    """Let Flax's modules unbox their parameters, which they do for nodes of this class. Flax may be missing."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("flax.core.meta").AxisMetadata.register(Padded)

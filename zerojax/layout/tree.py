@@ -1,10 +1,12 @@
 """Lay out a tree of parameters, and an optimizer state, by deciding which leaves are sharded, and along which dim."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -13,19 +15,24 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.config import Config, DataMesh, LayoutPolicy, LeafMask, Precision, Wire, path_of
-from zerojax.config.data_mesh import axes_of, entry_axes, in_words
-from zerojax.layout.annotations import (
-    REASON,
-    check_optimizer_sharding,
-    other_axes,
-    overwritten_leaves,
-    partition_metadata,
+from zerojax.config import Config, LayoutPolicy, path_of
+from zerojax.config.data_mesh import axes_of, in_words
+from zerojax.layout.leaf import (
+    OVERWRITE,
+    CachedHash,
+    Leaf,
+    is_padded,
+    keep_whole,
+    shard_extent,
+    without_last_nones,
 )
-from zerojax.layout.leaf import CachedHash, Leaf, keep_whole, shard_extent, without_last_nones
-from zerojax.layout.padded import is_padded
+
+if TYPE_CHECKING:
+    from zerojax.config.precision import Precision
+    from zerojax.config.wire import Wire
 
 UNSAFE = frozenset({"int1", "uint1", "int2", "uint2"})
+REASON = "overwritten with its gradient"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +73,7 @@ class Layout(CachedHash):
         dtype = self.grads[i].dtype
         return "frozen" if has_gradient(dtype) else f"not trained: {dtype} has no gradient"
 
-    def trained_only(self) -> "Layout":
+    def trained_only(self) -> Layout:
         """Return the layout of the trained parameters. In the tree, `optax.MaskedNode()` replaces all other leaves."""
         if len(self.trained) == len(self.params):
             return self
@@ -150,15 +157,23 @@ def lay_out(
                 f"params{jax.tree_util.keystr(path)} is {x.dtype}. JAX's operations on arrays of this type corrupt the "
                 f"memory of the process. Keep it as int4, uint4 or wider."
             )
-    check_optimizer_sharding(params, policy.data)
-    if not others:
-        pairs = zip(found, partition_metadata(params), strict=True)
-        others = [other_axes(x, spec, policy.data) for (_, x), spec in pairs]
+    is_annotated = any(map(has_annotation, jax.tree.leaves(params, is_leaf=has_annotation)))
+    if is_annotated or policy.data.compiler_axes or policy.data.experts:
+        from zerojax.layout.annotations import axes_of_model
+
+        others = axes_of_model(params, policy.data, others)
+    others = others or [()] * len(found)
     paths = [path_of(path) for path, _ in found]
-    if isinstance(trainable, LeafMask):
-        trainable.check(paths)
+    if trainable is not None:
+        from zerojax.config.chosen import check_mask
+
+        check_mask(trainable, paths)
     given = [jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)) for _, x in found]
-    named = overwritten_leaves(params, paths, given, overwrite=overwrite, known=overwritten)
+    named = frozenset(overwritten)
+    if is_annotated or overwrite is not None or any(OVERWRITE in path for path in paths):
+        from zerojax.layout.annotations import overwritten_leaves
+
+        named = overwritten_leaves(params, paths, given, overwrite=overwrite, known=overwritten)
     kept = {i for i in named if has_gradient(given[i].dtype)}
     types = [types_of(paths[i], x, None if i in kept else precision) for i, x in enumerate(given)]
     grads = [
@@ -186,6 +201,12 @@ def lay_out(
     return Layout(policy, treedef, params, tuple(grads), compute, trained, tuple(sorted(kept)))
 
 
+def has_annotation(node: Any) -> bool:
+    """Return whether a node may be annotated: it is a Flax box or Variable, or of the class of overwritten leaves."""
+    kind = type(node)
+    return hasattr(kind, "get_partition_spec") or hasattr(kind, "get_metadata") or kind.__name__ == OVERWRITE
+
+
 def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:
     """Return `(master, compute)`: the type in which a parameter is updated, and the type that the loss sees."""
     if precision is None or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -199,7 +220,10 @@ def shard_leaf(path: str, shape: tuple[int, ...], dtype, others: tuple, policy: 
     stays = axes_of(others)
     axes = tuple(axis for axis in policy.data.opt_state or policy.data.batch if axis not in stays)
     leaf = Leaf(path, shape, dtype, axes, policy.data.size(axes), others=others)
-    check_experts(leaf, policy.data)
+    if policy.data.experts:
+        from zerojax.layout.annotations import check_experts
+
+        check_experts(leaf, policy.data)
     with_changes = functools.partial(dataclasses.replace, leaf)
     if policy.stage == 0:
         return with_changes(reason="stage 0 shards nothing")
@@ -229,18 +253,6 @@ def check_experts_named(layout: Layout) -> None:
             "names it. Give create the experts as arrays or shapes with a NamedSharding, such as P('expert'), for "
             "example from jax.jit(init, out_shardings=...)."
         )
-
-
-def check_experts(leaf: Leaf, data: DataMesh) -> None:
-    """Raise a ValueError if the axes of experts do not divide a dim evenly, as a `jax.shard_map` needs."""
-    for dim, entry in enumerate(leaf.others):
-        names = entry_axes(entry)
-        if not set(names).isdisjoint(data.experts) and leaf.shape[dim] % (devices := data.size(names)):
-            even = shard_extent(leaf.shape[dim], devices)[0] * devices
-            raise ValueError(
-                f"params{leaf.path} has {leaf.shape[dim]} experts on dim {dim}, which {in_words(names)} with {devices} "
-                f"devices cannot divide evenly. Use {even} experts, some of which get no tokens, or fewer devices."
-            )
 
 
 def unquantised(wire: Wire, path: str, leaf: Leaf) -> str:

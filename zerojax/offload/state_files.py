@@ -18,9 +18,9 @@ import jax.core
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zerojax.layout.chunked import ChunkedLayout, is_chunked
-from zerojax.layout.leaf import replace_at
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload import folder
+from zerojax.offload.chunked import ChunkedLayout, boxes_of, shards_of
 from zerojax.offload.chunks import ChunkSpec, aligned_copy
 from zerojax.offload.disk import DiskStore, Lease, buffer_bytes
 from zerojax.offload.folder import DiskError
@@ -261,28 +261,6 @@ def close_store(store: DiskStore) -> None:
     """Unlock the folder of a state that is not used any more. Ignore failed writes."""
     with contextlib.suppress(DiskError, OSError):
         store.close()
-
-
-def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
-    """Return, for each shard of an array, the devices of this process that hold the shard."""
-    devices: dict[Any, list[jax.Device]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices.setdefault(str(index), []).append(device)
-    return list(devices.values())
-
-
-def boxes_of(of: ChunkedLayout, n: int) -> list[tuple[slice, ...]]:
-    """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage."""
-    dim, (start, length) = of.chunking.dim, of.chunking.chunks[n]
-    shape = of.leaf.storage_shape
-    indices = of.sharding.addressable_devices_indices_map(shape)
-    boxes = []
-    for devices in shards_of(of.sharding, shape):
-        whole = zip(indices[devices[0]] or (), shape, strict=True)
-        box = [slice(*one.indices(size)) for one, size in whole]
-        first = box[dim].start + start
-        boxes.append(replace_at(tuple(box), dim, slice(first, first + length)))
-    return boxes
 
 
 def host_shards(array: Array) -> list[np.ndarray]:

@@ -22,25 +22,15 @@ from jax.sharding import Mesh
 from zerojax.comm.explicit import auto_context, mesh_of, on_auto_mesh
 from zerojax.comm.mesh import replicated, to_storage, wait_if_simulated
 from zerojax.config import Config
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.tree import layout_of
-from zerojax.offload.host import to_device
+from zerojax.offload.chunked import joined
 from zerojax.optim.master_weights import MasterState, current_weight, is_copy, narrow_leaves
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.state_forms import Annotated, as_planned, check_state, rechunked, seen_in
 from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import unshard_after_update
-from zerojax.placement.chunking import joined
-from zerojax.placement.storage import (
-    in_logical_shape,
-    in_storage,
-    is_stored_node,
-    leaves_of,
-    named_tree,
-    storage_leaves,
-)
+from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, named_tree, storage_leaves, to_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree, Shaped

@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import optax
 
 from zerojax import jaxprs
-from zerojax.config import Config, Offload
-from zerojax.layout.chunked import Chunking, chunking_of, row_chunkings_of
+from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
+from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
+from zerojax.offload.options import Offload
 from zerojax.optim.elementwise import refused_leaves
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.owned import OwnedUpdate

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 
 from zerojax import compat
 from zerojax.comm.explicit import auto_context
-from zerojax.config import Config, LeafMask, check_chosen
-from zerojax.layout.chunked import Chunking
+from zerojax.config import Config
+from zerojax.config.chosen import LeafMask, check_chosen
 from zerojax.layout.leaf import CachedHash, Leaf
 from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state
+from zerojax.offload.chunked import Chunking
 from zerojax.optim.elementwise import elementwise_leaves
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.owned import OwnedUpdate, owned_update

@@ -18,19 +18,17 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.comm.mesh import replicated
+from zerojax.compat import common_dtype
 from zerojax.config import Config, LayoutPolicy
 from zerojax.config.data_mesh import axes_of
-from zerojax.config.precision import common_dtype
-from zerojax.layout.annotations import metadata_of, overwritten_leaves
-from zerojax.layout.chunked import Chunking, is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
+from zerojax.layout.annotations import overwritten_leaves
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, metadata_of
 from zerojax.layout.tree import Layout, layout_of
+from zerojax.offload.chunked import Chunking, chunked, join_chunks, split_chunks
 from zerojax.offload.host import host_sharding
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.transformation import tree_difference
-from zerojax.placement.chunking import chunked, join_chunks, split_chunks
 from zerojax.placement.storage import named, shapes
 
 if TYPE_CHECKING:

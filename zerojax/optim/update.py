@@ -22,11 +22,9 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import UPDATE
 from zerojax.comm.mesh import constrain, to_storage
 from zerojax.comm.owners import Owners
+from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.config.precision import common_dtype
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded
-from zerojax.offload.host import is_on_host, to_device
+from zerojax.layout.leaf import Leaf, is_padded
 from zerojax.optim.owned import owned_update
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.traced import (
@@ -43,7 +41,7 @@ from zerojax.optim.traced import (
     item_of,
 )
 from zerojax.optim.transformation import TransformationError
-from zerojax.placement.storage import cast, gather, leaves_of, logical, unpadded
+from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical, to_device, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree, Shaped

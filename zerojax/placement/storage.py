@@ -1,4 +1,4 @@
-"""Convert trees of parameters between the caller's form and lists of stored arrays.
+"""Place parameters, and convert trees of them between the caller's form and lists of stored arrays.
 
 A tree in logical form has arrays of logical shape. A tree in storage form has a `Padded` node for each array that is
 padded. A function of zerojax returns trees in the form of its arguments, so that `jax.tree.map` can combine them.
@@ -6,39 +6,44 @@ padded. A function of zerojax returns trees in the form of its arguments, so tha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from jax.sharding import NamedSharding
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from zerojax import names
+from zerojax import compat, names
 from zerojax.comm.buckets import unflatten
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mapped import mapped
+from zerojax.comm.mesh import owned, replicated
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import Padded, is_padded, pad, trim
+from zerojax.layout.leaf import Leaf, is_padded, is_stored_node, pad, trim
 from zerojax.layout.tree import Layout
-from zerojax.offload.host import host_sharding, is_on_host, to_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
+
+    from zerojax.layout.padded import Padded
+
+
+def is_on_host(x: Any) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def to_device(x: Any) -> Any:
+    """Return an array, or a tracer, in device memory. Return it unchanged if it is already in device memory."""
+    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def leaves_of(params: PyTree) -> list:
     """Return the leaves of a tree. A `Padded` node counts as one leaf, and so does a parameter on disk."""
     return jax.tree.leaves(params, is_leaf=is_stored_node)
-
-
-def is_stored_node(x: Any) -> bool:
-    """Return whether `x` is a node that represents one array. Callers pass this function as `is_leaf=`."""
-    return is_padded(x) or is_chunked(x)
 
 
 # The padded dim of a `Padded` node and the dim's size in storage; None for a plain array.
@@ -54,7 +59,7 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
     """Return the arrays of `params` in storage shape. `params` may be in logical or storage form."""
 
     def stored(x, leaf: Leaf):
-        if isinstance(x, Padded):
+        if is_padded(x):
             if x.storage.shape == leaf.storage_shape:
                 return x.storage
             x = logical(x)  # x was padded for another stage or number of devices
@@ -66,7 +71,7 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
 
 
 def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
-    return dataclasses.replace(x, storage=to_device(x.storage)).logical() if isinstance(x, Padded) else to_device(x)
+    return dataclasses.replace(x, storage=to_device(x.storage)).logical() if is_padded(x) else to_device(x)
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
@@ -80,6 +85,8 @@ def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Lea
     def in_form(x: Any, leaf: Leaf, form: Form) -> Any:
         if form is None:
             return unpadded(x, leaf)
+        from zerojax.layout.padded import Padded
+
         dim, size = form
         if leaf.dim == dim and leaf.storage_shape[dim] == size:
             return Padded(x, leaf.shape, dim)
@@ -103,8 +110,9 @@ def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
     """Return stored arrays as a tree in storage form."""
     forms = storage_forms(layout.params)
     if any(forms):
-        with contextlib.suppress(ImportError):  # Flax's modules unbox their parameters, if they are of this class
-            importlib.import_module("flax.core.meta").AxisMetadata.register(Padded)
+        from zerojax.layout.padded import register_with_flax
+
+        register_with_flax()
     return unflatten_params(stored, layout, layout.params, forms)
 
 
@@ -116,6 +124,80 @@ def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
 
 def in_logical_shape(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
     return unflatten(stored, leaf) if leaf.kind == "flat" else unpadded(stored, leaf)
+
+
+def storage_of(params: PyTree, layout: Layout) -> list:
+    """Return `params` in storage shape, like `storage_leaves`. If `params` are shapes, return the storage shapes."""
+    if are_shapes(params):
+        return [jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype) for leaf in layout.params]
+    return storage_leaves(params, layout.params)
+
+
+def are_shapes(params: PyTree) -> bool:
+    return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+
+
+def place_params(config: Config, layout: Layout, params: PyTree) -> list:
+    """Copy parameters into their layout, and return them in storage shape. Do not cast them."""
+    if not are_shapes(params):
+        check_host_room(config, layout)
+    stored = storage_of(params, layout)
+    return [place_array(x, named(config, leaf)) for x, leaf in zip(stored, layout.params, strict=True)]
+
+
+def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
+    """Return a replicated copy of a tree of arrays and numbers. With `shapes`, return shapes with shardings."""
+    sharding = replicated(mesh)
+
+    def one(x):
+        if shapes:
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
+        return place_array(x if isinstance(x, jax.Array) else np.asarray(x, jnp.result_type(x)), sharding)
+
+    return jax.tree.map(one, tree)
+
+
+def check_host_room(config: Config, layout: Layout) -> None:
+    """Raise a `MemoryError` if the parameters that are kept in host memory do not fit there."""
+    if config.offload is not None and (needed := sum(leaf.local_bytes for leaf in layout.params if leaf.host)):
+        config.offload.check_host_memory(config.mesh, needed)
+
+
+def place_array(x: Any, sharding: NamedSharding) -> Any:
+    """Return a copy of `x` with this `sharding`. Donating the copy does not delete the caller's array."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if sharding.memory_kind not in (None, "device"):
+        return copy_to_host(x, sharding)
+    x = to_device(x) if isinstance(x, jax.Array) else x
+    if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # device_put would replicate constants of a program
+        return jax.lax.with_sharding_constraint(x, sharding)
+    # device_put may share a shard with its argument, even with may_alias=False (seen on jax 0.10.2)
+    return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else owned(x), sharding)
+
+
+def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
+    """Copy one array to host memory. Wait for the copy, so that the device never holds two leaves at once."""
+    # Copy through the device. Otherwise, the copy of an array in host memory would share the array's shards.
+    copy = jax.device_put(to_device(x) if isinstance(x, jax.Array) else owned(x), sharding)
+    return copy if isinstance(copy, jax.core.Tracer) else jax.block_until_ready(copy)
+
+
+def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
+    """Cast `arrays`, which are parameters in `layout`, to the types of `like`."""
+    types = [leaf.dtype for leaf in like]
+    if all(x.dtype == dtype for x, dtype in zip(arrays, types, strict=True)):
+        return arrays
+    shardings = [named(config, leaf) for leaf in layout.params]
+    # Cast parameters in host memory one by one, because one program would hold all of them on the device.
+    on_device = [i for i, leaf in enumerate(layout.params) if not leaf.host]
+    program = jax.jit(cast, static_argnums=1, out_shardings=[shardings[i] for i in on_device])
+    results = program([arrays[i] for i in on_device], tuple(types[i] for i in on_device))
+    done = dict(zip(on_device, results, strict=True))
+    for i, x in enumerate(arrays):
+        if i not in done:  # cast on the device, because JAX cannot cast in host memory
+            done[i] = x if x.dtype == types[i] else copy_to_host(to_device(x).astype(types[i]), shardings[i])
+    return [done[i] for i in range(len(arrays))]
 
 
 @jax.named_scope(names.SHARDS)
@@ -142,7 +224,10 @@ def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
 
 
 def named(config: Config, leaf: Leaf) -> NamedSharding:
-    return host_sharding(config.mesh, leaf.spec) if leaf.host else NamedSharding(config.mesh, leaf.spec)
+    if not leaf.host:
+        return NamedSharding(config.mesh, leaf.spec)
+    assert config.offload is not None
+    return config.offload.host_sharding(config.mesh, leaf.spec)
 
 
 def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:

@@ -17,7 +17,8 @@ from zerojax.comm.explicit import auto_context, to_auto, with_types
 from zerojax.comm.owners import EXCHANGE
 from zerojax.comm.partial_sums import ROWS_UNKNOWN
 from zerojax.comm.quantised import Codec
-from zerojax.config import Config, Wire
+from zerojax.config import Config
+from zerojax.config.wire import Wire
 from zerojax.inspect.collectives import CompiledCollectives
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.pieces import FREE, Piece, pieces

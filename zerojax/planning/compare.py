@@ -16,8 +16,8 @@ import optax
 from zerojax.comm.explicit import auto_context
 from zerojax.config import STAGES, Config
 from zerojax.inspect.nonfinite import Origin, origins
-from zerojax.layout.chunked import is_chunked
-from zerojax.placement.chunking import joined
+from zerojax.layout.leaf import is_chunked
+from zerojax.offload.chunked import joined
 from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.reference import QUANTITIES, Key, Reference, Snapshot, largest, snapshot, wide
 from zerojax.train.arguments import batch_shardings, check_batch, packed

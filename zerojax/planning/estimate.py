@@ -23,8 +23,12 @@ import optax
 
 from zerojax.comm.explicit import auto_context
 from zerojax.comm.mesh import resolve_axes
-from zerojax.config import STAGES, Config, LeafMask, Offload, Precision, Wire, check_count
+from zerojax.config import STAGES, Config, check_count
+from zerojax.config.chosen import LeafMask
+from zerojax.config.precision import Precision
+from zerojax.config.wire import Wire
 from zerojax.gpus.topology import Topology, abstract_mesh
+from zerojax.offload.options import Offload
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import LossOptions, PlainGradient, device_rows, split_options
 from zerojax.planning.shapes import is_array, named_sharding

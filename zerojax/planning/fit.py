@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.config import Config, Offload, check_count
+from zerojax.config import Config, check_count
 from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
+from zerojax.offload.options import Offload
 from zerojax.optim.plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan

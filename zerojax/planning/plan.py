@@ -9,9 +9,10 @@ from typing import Any, Unpack
 import optax
 
 from zerojax.comm.explicit import auto_context
-from zerojax.config import STAGES, Config, Offload, check_count
+from zerojax.config import STAGES, Config, check_count
 from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.offload.options import Offload
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import LossOptions, PlainGradient, split_options
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan

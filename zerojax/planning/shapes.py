@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.layout.padded import is_padded
+from zerojax.layout.leaf import is_padded
 from zerojax.layout.tree import canonical
 
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from zerojax.comm.mesh import replicated
-from zerojax.layout.chunked import Chunked, ChunkedLayout, concrete_mesh
+from zerojax.offload.chunked import Chunked, ChunkedLayout, concrete_mesh
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import Lease
 from zerojax.offload.state_files import LeafFiles, StateFiles, number_of

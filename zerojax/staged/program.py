@@ -14,7 +14,7 @@ from zerojax.gather.options import Options
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.gather.vjp import RowStates
-from zerojax.layout.chunked import MOST_ROWS
+from zerojax.offload.chunked import MOST_ROWS
 from zerojax.staged.sources import OnDisk, Piece, Source, source_of
 from zerojax.staged.stage import Stage, Wanted
 

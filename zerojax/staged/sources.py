@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from zerojax import compat
 from zerojax.comm.mesh import constrain
 from zerojax.gather.sharded_param import ShardedParam
-from zerojax.layout.chunked import ChunkedLayout, concrete_mesh
 from zerojax.layout.leaf import replace_at
-from zerojax.placement.chunking import joining, splitting
+from zerojax.offload.chunked import ChunkedLayout, concrete_mesh, joining, splitting
 
 if TYPE_CHECKING:
     from jaxtyping import Array

@@ -11,16 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.config.precision import common_dtype
-from zerojax.layout.chunked import is_chunked, row_chunkings_of
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, is_chunked, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout
+from zerojax.offload.chunked import chunks_of, joined, row_chunkings_of
 from zerojax.optim.plan import ShardingPlan
-from zerojax.placement.chunking import chunks_of, joined
-from zerojax.placement.place import place_array
-from zerojax.placement.storage import is_stored_node, leaves_of, named, storage_leaves
+from zerojax.placement.storage import leaves_of, named, place_array, storage_leaves
 from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.update import Trained

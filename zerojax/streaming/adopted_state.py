@@ -13,18 +13,16 @@ import numpy as np
 import optax
 
 from zerojax.comm.mesh import in_storage_shape, to_storage, wait_if_simulated
+from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.config.precision import common_dtype
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.leaf import Leaf, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import canonical, has_gradient, is_numeric
-from zerojax.offload.host import to_device
+from zerojax.offload.chunked import splitting
 from zerojax.optim.master_weights import narrow_leaves
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import state_to_host, tree_difference
-from zerojax.placement.chunking import splitting
-from zerojax.placement.place import place_array
-from zerojax.placement.storage import is_stored_node, leaves_of, logical, named
+from zerojax.placement.storage import leaves_of, logical, named, place_array, to_device
 from zerojax.streaming.init_state import check_host_room, store_by_group
 from zerojax.streaming.stores import store_for
 

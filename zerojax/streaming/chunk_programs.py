@@ -12,13 +12,12 @@ import jax.numpy as jnp
 
 from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunking
 from zerojax.layout.leaf import Leaf
+from zerojax.offload.chunked import Chunking, slice_chunk, update_chunk
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
 from zerojax.optim.update import evaluate, roll_back
-from zerojax.placement.chunking import slice_chunk, update_chunk
 from zerojax.placement.storage import gather, named, unpadded
 
 if TYPE_CHECKING:

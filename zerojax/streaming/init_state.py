@@ -12,14 +12,14 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.comm.mesh import to_storage
 from zerojax.config import Config
-from zerojax.layout.chunked import is_chunked
-from zerojax.offload.host import check_host_memory, to_device
+from zerojax.layout.leaf import is_chunked
+from zerojax.offload.chunked import split_chunks
+from zerojax.offload.host import check_host_memory
 from zerojax.optim.master_weights import wrapped_tx
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.state_forms import is_on_disk, state_shapes, state_shardings, state_to_host
 from zerojax.optim.traced import trace_inlined
-from zerojax.placement.chunking import split_chunks
-from zerojax.placement.storage import cast, named, unpadded
+from zerojax.placement.storage import cast, named, to_device, unpadded
 from zerojax.streaming.stores import StateStore, disk_nodes, kept_on_device, store_for
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunked, is_chunked
-from zerojax.layout.leaf import replace_at
+from zerojax.layout.leaf import is_chunked, replace_at
+from zerojax.offload.chunked import Chunked, chunked
 from zerojax.offload.host import host_kind, to_memory
 from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.state_forms import state_shapes
-from zerojax.placement.chunking import chunked
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree

@@ -25,11 +25,11 @@ import numpy as np
 
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
-from zerojax.offload.host import host_kind, is_on_host, to_device, to_memory
+from zerojax.offload.host import host_kind, to_memory
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.plan import ShardingPlan, partitioned_update
 from zerojax.optim.traced import CONST, GRAD, SHARED
-from zerojax.placement.storage import return_to_host
+from zerojax.placement.storage import is_on_host, return_to_host, to_device
 from zerojax.streaming.chunk_programs import (
     GroupInputs,
     ProgramKey,

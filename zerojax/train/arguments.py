@@ -16,8 +16,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import names
 from zerojax.comm.mesh import batch_sharding, owned
-from zerojax.config import Config, DataMesh, Precision
+from zerojax.config import Config, DataMesh
 from zerojax.config.data_mesh import entry_axes, in_words
+from zerojax.config.precision import Precision
 from zerojax.layout.tree import canonical
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from jax import lax
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
-from zerojax.config.precision import common_dtype
+from zerojax.compat import common_dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree

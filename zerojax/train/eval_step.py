@@ -16,11 +16,10 @@ from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
 from zerojax.config import Config
 from zerojax.gather import StandIn
 from zerojax.gather.engine import split_arrays
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.layout.tree import layout_of
-from zerojax.offload.host import is_on_host, to_device
-from zerojax.placement.storage import cast, leaves_of, storage_leaves
-from zerojax.placement.unusable import unusable_named
+from zerojax.placement.storage import cast, is_on_host, leaves_of, storage_leaves, to_device
+from zerojax.placement.usable import unusable_named
 from zerojax.staged.microbatch import Microbatch, Reader
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.state import files_of, shapes_on_disk

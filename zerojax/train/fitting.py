@@ -21,7 +21,7 @@ from zerojax.budget.blocks import Blocks
 from zerojax.budget.table import BlockMemory, describe
 from zerojax.config import Config
 from zerojax.inspect.hlo import peak_bytes
-from zerojax.offload.host import is_on_host
+from zerojax.placement.storage import is_on_host
 from zerojax.train.same_run import signature_of
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import JittedStep, StepProgram

@@ -19,13 +19,12 @@ from zerojax import names
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mapped import mapped
 from zerojax.comm.mesh import constrain, replicated
+from zerojax.compat import common_dtype
 from zerojax.config.data_mesh import spec_entry
-from zerojax.config.precision import common_dtype
 from zerojax.inspect.nonfinite import origins
 from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.tree import Layout
-from zerojax.offload.host import to_device
-from zerojax.placement.storage import in_logical_shape
+from zerojax.placement.storage import in_logical_shape, to_device
 from zerojax.train.apart import TracedLoss
 from zerojax.train.arguments import batch_shardings, check_args, fold_keys
 from zerojax.train.aux import combine, merged, unmarked

@@ -18,9 +18,9 @@ from zerojax import names
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.explicit import Typed, explicit_part, is_typed, without_types
 from zerojax.comm.typed import TypedFunction, typed_mesh
+from zerojax.compat import common_dtype
 from zerojax.config import Config, check_word
 from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
-from zerojax.config.precision import common_dtype
 from zerojax.layout.tree import Layout
 from zerojax.train.arguments import call
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import names
-from zerojax.config import DynamicScale, Precision
+from zerojax.config.precision import DynamicScale, Precision
 from zerojax.layout.tree import Layout
 from zerojax.train.loss import at_least_float32
 

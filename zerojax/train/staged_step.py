@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.mesh import constrain, replicated, to_storage, wait_if_simulated
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import check_state
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE

@@ -16,26 +16,27 @@ from zerojax import compat
 from zerojax.comm.explicit import auto_context, mesh_of, on_auto_mesh, to_explicit
 from zerojax.comm.mesh import owned, replicated
 from zerojax.config import Config
-from zerojax.layout.chunked import Chunked, is_chunked
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import Padded, is_number_array, is_padded
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
+from zerojax.layout.padded import Padded, is_number_array
 from zerojax.layout.tree import Layout, canonical, check_experts_named, layout_of
-from zerojax.offload.host import to_device
+from zerojax.offload.chunked import Chunked, joined
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.state_forms import as_planned, state_shardings
 from zerojax.placement import storage
-from zerojax.placement.chunking import joined
-from zerojax.placement.place import (
-    MOST_PROGRAMS,
+from zerojax.placement.init_programs import MOST_PROGRAMS, init_programs
+from zerojax.placement.problems import problem_of
+from zerojax.placement.storage import (
     are_shapes,
     cast_params,
     check_host_room,
-    init_programs,
+    in_logical_shape,
+    in_storage,
+    leaves_of,
+    named_tree,
     place_params,
     place_replicated,
+    to_device,
 )
-from zerojax.placement.storage import in_logical_shape, in_storage, is_stored_node, leaves_of, named_tree
-from zerojax.placement.unusable import problem_of
 from zerojax.staged.state import (
     files_of_params,
     files_of_run,

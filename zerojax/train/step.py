@@ -15,11 +15,10 @@ from zerojax.comm.events import EVENTS
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
-from zerojax.layout.chunked import is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.optim.state_forms import check_state
-from zerojax.placement.misplaced import PlacementCheck
 from zerojax.placement.storage import in_storage
-from zerojax.placement.unusable import unusable_named
+from zerojax.placement.usable import PlacementCheck, unusable_named
 from zerojax.streaming.stores import store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, place_batch, separated

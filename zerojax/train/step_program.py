@@ -19,13 +19,11 @@ from zerojax.comm.collectives import UPDATE
 from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config, check_count, check_flag
-from zerojax.layout.chunked import is_chunked
-from zerojax.layout.leaf import replace_items
-from zerojax.offload.host import to_device
+from zerojax.layout.leaf import is_chunked, replace_items
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import check_params, check_state, state_to_device, state_to_host
 from zerojax.optim.update import Updated, resident_update, roll_back, shard_for_update, unshard_after_update
-from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves
+from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves, to_device
 from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss, at_least_float32

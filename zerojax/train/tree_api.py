@@ -18,12 +18,11 @@ import numpy as np
 
 from zerojax.comm.explicit import auto_context, on_auto_mesh, to_explicit, with_types
 from zerojax.comm.mesh import constrain, replicated, row_shardings
+from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.config.precision import common_dtype
-from zerojax.layout.leaf import Leaf
-from zerojax.layout.padded import is_padded, without_padding
+from zerojax.layout.leaf import Leaf, is_padded
+from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout, has_gradient, layout_of
-from zerojax.offload.host import to_device
 from zerojax.optim.logical_state import unshard_state
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.state_forms import (
@@ -39,8 +38,6 @@ from zerojax.optim.state_forms import (
 )
 from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
 from zerojax.optim.update import update as update_shards
-from zerojax.placement.misplaced import PlacementCheck
-from zerojax.placement.place import storage_of
 from zerojax.placement.storage import (
     Form,
     cast,
@@ -50,9 +47,11 @@ from zerojax.placement.storage import (
     padded_forms,
     storage_forms,
     storage_leaves,
+    storage_of,
+    to_device,
     unflatten_params,
 )
-from zerojax.placement.unusable import unusable_named
+from zerojax.placement.usable import PlacementCheck, unusable_named
 from zerojax.staged.state import files_of, loaded, shapes_on_disk
 from zerojax.streaming.adopted_state import adopt_state
 from zerojax.streaming.init_state import init_opt_state

@@ -38,8 +38,7 @@ from zerojax.gather import (
 from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.padded import without_padding
 from zerojax.layout.tree import Layout
-from zerojax.offload.host import is_on_host
-from zerojax.placement.storage import cast, unpadded
+from zerojax.placement.storage import cast, is_on_host, unpadded
 from zerojax.train.apart import TracedLoss, traced_apart
 from zerojax.train.arguments import cast_inputs
 from zerojax.train.checked import checked

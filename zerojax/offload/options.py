@@ -1,22 +1,25 @@
-"""The options `Offload` (which model states leave device memory) and `Wire` (which collectives send quantised data)."""
+"""Define the option `Offload`, which says which model states leave device memory."""
 
 from __future__ import annotations
 
-import dataclasses
 import numbers
 import os
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from zerojax.config.checks import check_count, check_word, checked_where, chooses
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.config import Config, OffloadOption, check_word
+from zerojax.config.chosen import checked_where, chooses
+from zerojax.offload.host import check_host_memory, host_sharding
 from zerojax.units import parse_bytes
 
 CHUNK_BYTES = 32 << 20
 
 
-@dataclasses.dataclass(frozen=True)
-class Offload:
+@dataclass(frozen=True)
+class Offload(OffloadOption):
     """The model states that are kept outside of device memory, and where they are updated.
 
     Each device's shard of the optimizer state, including master weights, is kept in pinned memory or in files of the
@@ -128,6 +131,48 @@ class Offload:
                 f'optimizer="host" and update="device", or fraction= instead of device_bytes=.'
             )
 
+    def check(self, config: Config) -> None:
+        """Raise a ValueError if another option contradicts this one."""
+        if config.stage == 0:
+            raise ValueError(
+                "Stage 0 shards nothing, so every device would keep the full optimizer state on the host. "
+                "Use offload= at stage 1, 2 or 3."
+            )
+        if self.params is not None and config.stage != 3:
+            raise ValueError(
+                f"Offload(params={self.params!r}) needs stage 3: at stage {config.stage} each device holds all "
+                f"parameters. Use stage=3, or leave params= out."
+            )
+        if self.params is not None and config.params_axis:
+            raise ValueError(
+                f"Offload(params={self.params!r}) shards a parameter like its optimizer state, but "
+                f"params_axis= shards it over fewer axes. Give one of them."
+            )
+        if self.params != "disk":
+            return
+        if config.expert_axis:
+            raise ValueError(
+                f'Offload(params="disk") cannot be combined with expert_axis={config.expert_axis!r}. Leave one of them '
+                f"out."
+            )
+        for name in ("shard_axis", "wire", "overwrite"):
+            if found := getattr(config, name):
+                raise ValueError(
+                    f'{name}={found!r} is not known to Offload(params="disk"), whose step runs in stages. Leave it '
+                    f'out, or use Offload(params="host").'
+                )
+        if config.view != "global":
+            raise ValueError(
+                f'view={config.view!r} runs a step as one program, and Offload(params="disk") in stages. Use the '
+                f"global view."
+            )
+
+    def host_sharding(self, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+        return host_sharding(mesh, spec)
+
+    def check_host_memory(self, mesh: Mesh, bytes_per_device: int) -> None:
+        check_host_memory(mesh, bytes_per_device, "Offload(params=)")
+
     def covers(self, path: str, leaf: Any) -> bool:
         """Return whether `where` lets the state of a parameter be offloaded.
 
@@ -136,89 +181,3 @@ class Offload:
             leaf: A `jax.ShapeDtypeStruct` of logical shape.
         """
         return self.where is None or chooses(self.where, path, leaf)
-
-
-Format = Literal["int4", "int8", "float8_e4m3fn", "float8_e5m2"]
-# Bits per element.
-FORMATS = MappingProxyType({"int4": 4, "int8": 8, "float8_e4m3fn": 8, "float8_e5m2": 8})
-SCALE_BYTES = 4
-# The smallest number of blocks per shard. A smaller shard would be mostly padding and scales.
-LEAST_BLOCKS = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """The collectives that send quantised data. Data is quantised block by block, with one scale per block.
-
-    Stored parameters and optimizer state are not rounded. Only the gathered copies of parameters, and the partial sums
-    of gradients that devices send, are rounded. A quantised reduction is one all-to-all per mesh axis, beginning with
-    the innermost axis. Each device adds up the received blocks in float32. So a gradient is rounded once per axis.
-
-    Attributes:
-        gather: The format in which stage 3 all-gathers parameters, such as `"int8"`. None: not quantised.
-        reduce: The format in which gradients are reduce-scattered, such as `"int4"`. None: not quantised.
-        block: Number of elements that share a scale. At least 2, and even.
-        rounding: How gradients are rounded to integers: `"nearest"` or `"stochastic"`. The expected value of stochastic
-            rounding is the exact number. Its pseudo-random bits are a hash of the number and its position.
-        over: The mesh axes whose collectives are quantised, such as `"host"`. None: all axes.
-        where: The parameters that are quantised: a function of `(path, leaf)`, where `leaf` is a `jax.ShapeDtypeStruct`
-            of logical shape, or shell patterns such as `("*/kernel",)`. None: all except vectors and parameters with
-            "embed" in their path. Shards of fewer than `8 * block` elements are never quantised.
-
-    Raises:
-        TypeError: If `where` or `over` has a wrong type.
-        ValueError: If a format is unknown, `block` is odd or below 2, or nothing is quantised.
-
-    References:
-        Wang et al. 2023, arXiv 2306.10209, sections 3.2 (qwZ) and 3.4 (qgZ): ZeRO++.
-
-    Examples:
-        >>> wire = Wire(gather="int8", reduce="int4")
-    """
-
-    gather: Format | None = None
-    reduce: Format | None = None
-    block: int = 256
-    rounding: Literal["nearest", "stochastic"] = "nearest"
-    over: str | tuple[str, ...] | None = None
-    where: Callable[[str, Any], bool] | Sequence[str] | None = None
-
-    def __post_init__(self):
-        """Check every field, and convert axes and patterns to tuples."""
-        for name in ("gather", "reduce"):
-            check_word(f"Wire({name}=)", getattr(self, name), (None, *FORMATS))
-        if self.gather is None and self.reduce is None:
-            raise ValueError('Wire() quantises nothing. Give gather= or reduce=, such as gather="int8".')
-        check_word("Wire(rounding=)", self.rounding, ("nearest", "stochastic"))
-        if self.rounding == "stochastic" and self.reduce not in ("int4", "int8"):
-            raise ValueError(
-                f'Wire(rounding="stochastic") rounds gradients to integers, and reduce={self.reduce!r} sends none. '
-                f'Give reduce="int4" or "int8", or leave rounding out.'
-            )
-        check_count("Wire(block=)", self.block, "elements", least=2)
-        if self.block % 2:
-            raise ValueError(f"Wire(block={self.block}) must be even: two elements of 4 bits share a byte.")
-        over = (self.over,) if isinstance(self.over, str) else self.over
-        if over is not None and (not over or not all(isinstance(axis, str) for axis in over)):
-            raise TypeError(f'Wire(over=) names mesh axes, such as "host", not {self.over!r}.')
-        object.__setattr__(self, "over", None if over is None else tuple(over))
-        object.__setattr__(self, "where", checked_where("Wire(where=)", self.where))
-
-    def reason_against(self, path: str, leaf: Any, shard_size: int) -> str:
-        """Return the reason why a parameter is not quantised, or an empty string if it is quantised.
-
-        Args:
-            path: The path of the parameter, "/"-separated.
-            leaf: A `jax.ShapeDtypeStruct` of logical shape.
-            shard_size: Number of elements of one device's shard.
-        """
-        if self.where is None:
-            if len(leaf.shape) < 2:
-                return "a vector"
-            if "embed" in path.lower():
-                return "an embedding by its name"
-        elif not chooses(self.where, path, leaf):
-            return "not in Wire(where=)"
-        if shard_size < LEAST_BLOCKS * self.block:
-            return f"small: {shard_size} elements per shard, under {LEAST_BLOCKS} blocks of {self.block}"
-        return ""

@@ -1,0 +1,132 @@
+"""Explain why an array cannot be used, or how its placement differs from the plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zerojax.config.data_mesh import entry_axes, in_words
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+NAMED = 3
+
+
+class Misplaced(NamedTuple):
+    """Texts that describe the planned and the found placement of an array over the data axes."""
+
+    planned: str
+    found: str
+
+    def __str__(self) -> str:
+        return f"planned: {self.planned}; found: {self.found}"
+
+
+def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
+    """Describe the placement of a real (not traced) array if it differs from the plan. Otherwise, return None.
+
+    Only the axes `data`, which divide the batch, are compared. The compiler decides about all other mesh axes. `leaf`
+    is the planned layout. `x` is an array in storage, or its `Padded` or `Chunked` node.
+    """
+    x = x.storage if is_padded(x) else x
+    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or is_chunked(x) or leaf.shards == 1:
+        return None
+    planned = over(leaf.spec, data)
+    sharding = x.sharding
+    if isinstance(sharding, NamedSharding) and set(data) <= set(sharding.mesh.axis_names):
+        found = over(sharding.spec, data)
+        return Misplaced(*placements_in_words(planned, found)) if found != planned else None
+    if planned and sharding.is_fully_replicated:
+        one = len(sharding.device_set) == 1
+        return Misplaced(placements_in_words(planned, ())[0], "on one device" if one else "replicated")
+    return None  # a sharding without mesh axes, such as the compiler's, may equal the plan
+
+
+def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return, for each dim of `spec`, the axes of `data` that divide the dim. Drop undivided dims at the end."""
+    dims = [tuple(axis for axis in entry_axes(entry) if axis in data) for entry in spec]
+    while dims and not dims[-1]:
+        dims.pop()
+    return tuple(dims)
+
+
+def placements_in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
+    """Describe each placement. Texts name the sharded dims, unless one of the placements is replicated."""
+
+    def one(dims: tuple[tuple[str, ...], ...]) -> str:
+        names = ", ".join(repr(axis) for axes in dims for axis in axes)
+        at = " and ".join(str(i) for i, axes in enumerate(dims) if axes)
+        dim = f" on dim {at}" if all(placements) else ""
+        return f"sharded over {names}{dim}" if any(dims) else "replicated"
+
+    return [one(dims) for dims in placements]
+
+
+def warn_of_misplaced(
+    trees: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int
+) -> None:
+    """Warn about arrays that are not sharded as planned. The arguments are those of `PlacementCheck.first`."""
+    found: dict[str, Misplaced] = {}
+    for name, tree, leaves in trees:
+        nodes = jax.tree.leaves(tree, is_leaf=is_stored_node)
+        placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse it
+        how = {f"{name}{leaf.path}": misplaced(leaf, x, data) for leaf, x in placed if leaf.kind != "replicated"}
+        found |= {path: one for path, one in how.items() if one and one.found != "on one device"}
+    if found:
+        first = ", ".join(f"{path} ({one})" for path, one in list(found.items())[:NAMED])
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        warnings.warn(
+            f"{len(found)} arrays are placed otherwise than planned: {first}{more}. They use the memory of their "
+            f"present placement. tx.train_step returns them as planned, but a hand-written loop keeps them where "
+            f"they are. Often a jax.jit(out_shardings=...) has placed them, for example with shardings of "
+            f"nn.get_sharding. Leave out_shardings out, or pass shardings of tx.shardings(params). "
+            f"tx.shard(params) places existing parameters. zerojax.report names every leaf.",
+            stacklevel=stacklevel + 1,
+        )
+
+
+def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:
+    """Explain why the first unusable array cannot be used. Return an empty string if all arrays can be used."""
+    for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        which = name + jax.tree_util.keystr(path)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return (
+                f"{which} is a shape and has no values. Make it with tx.create(params) or tx.shard(params) of arrays, "
+                f"or of what tx.init_params returns; or restore a checkpoint into it."
+            )
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            continue
+        if x.is_deleted():
+            return (
+                f"{which} was used up: a step, or a jit that it was donated to, took its memory. Use the result of "
+                f"that call, or copy the array before the call."
+            )
+        if problem := elsewhere(mesh, which, x):
+            return problem
+    return ""
+
+
+def elsewhere(mesh: Mesh | None, which: str, x: jax.Array) -> str:
+    """Explain why an array on other devices than those of `mesh` cannot be used. Return "" if it can be used."""
+    if mesh is not None:
+        devices, found = set(mesh.devices.flat), getattr(x.sharding, "mesh", None)
+        if isinstance(found, Mesh) and set(found.devices.flat) != devices:
+            return (
+                f"{which} is on a mesh of {found.size} devices {dict(found.shape)}, and the mesh of this "
+                f"transformation has {mesh.size}, {dict(mesh.shape)} over {in_words(mesh.axis_names)}. Use the "
+                f"transformation that placed the array, or move it: tx.unshard(params) of that transformation returns "
+                f"arrays that tx.shard of another one takes."
+            )
+        if x.committed and x.sharding.device_set != devices:
+            return (
+                f"{which} was put on {len(x.sharding.device_set)} of the {mesh.size} devices of the mesh. Give it the "
+                f"sharding that it had, with jax.device_put(x, old.sharding), or place parameters with tx.shard."
+            )
+    return ""
