@@ -13,7 +13,7 @@ from zerojax.config import BUCKET_BYTES, PERSIST_BELOW, Config
 from zerojax.transformation import ZeroTransformation
 
 if TYPE_CHECKING:
-    from zerojax.config.batch_spec import BatchSpec
+    from zerojax.config.batch_dims import BatchSpec
     from zerojax.config.precision import Precision
     from zerojax.config.wire import Wire
     from zerojax.offload.options import Offload
@@ -147,6 +147,6 @@ def _predicate(chosen: Any, option: str) -> Callable[[str, Any], bool] | None:
 def _batch_spec(given: Any) -> BatchSpec | None:
     if given is None:
         return None
-    from zerojax.config.batch_spec import BatchSpec
+    from zerojax.config.batch_dims import BatchSpec
 
     return BatchSpec.of(given)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 from zerojax import zero_shard
 from zerojax.compat import common_dtype
 from zerojax.config import Config, DataMesh, check_count, check_word, path_of
-from zerojax.config.batch_spec import BatchSpec
+from zerojax.config.batch_dims import BatchSpec
 from zerojax.config.chosen import LeafMask
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
 from zerojax.config.precision import LARGEST_SCALE, DynamicScale, Precision

@@ -27,8 +27,9 @@ from zerojax.layout.leaf import (
     reason_for,
     replace_at,
     trim,
+    without_padding,
 )
-from zerojax.layout.padded import Padded, has_dims, is_number_array, stored_mask, without_padding
+from zerojax.layout.padded import Padded, has_dims, is_number_array, stored_mask
 from zerojax.layout.tree import (
     REASON,
     canonical,

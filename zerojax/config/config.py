@@ -16,7 +16,7 @@ from zerojax.config.checks import Option, check_count, check_word
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
 
 if TYPE_CHECKING:
-    from zerojax.config.batch_spec import BatchSpec
+    from zerojax.config.batch_dims import BatchSpec
     from zerojax.config.precision import Precision
     from zerojax.config.wire import Wire
 
@@ -88,10 +88,6 @@ class OffloadOption(Option):
 
     def check_host_memory(self, mesh: Mesh, bytes_per_device: int) -> None:
         """Raise a `MemoryError` if parameters of this many bytes do not fit into host memory."""
-        raise NotImplementedError
-
-    def covers(self, path: str, leaf: Any) -> bool:
-        """Return whether the state of a parameter may be offloaded."""
         raise NotImplementedError
 
 

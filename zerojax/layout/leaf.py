@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 from zerojax.config.data_mesh import entry_axes, spec_entry
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Shaped
+    from jaxtyping import Array, PyTree, Shaped
 
 # The part of a path, or the name of a class, that marks a leaf which takes its gradient as its new value.
 OVERWRITE = "_overwrite_with_gradient"
@@ -303,6 +303,10 @@ def is_padded(x: Any) -> bool:
 
 def is_chunked(x: Any) -> bool:
     return isinstance(x, ChunkedNode)
+
+
+def without_padding(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 
 
 def is_stored_node(x: Any) -> bool:

@@ -155,10 +155,6 @@ for _operator in "neg abs lt le gt ge".split():
     setattr(Padded, f"__{_operator}__", of_logical(f"__{_operator}__"))
 
 
-def without_padding(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
-
-
 def stored_mask(mask: PyTree, option: str) -> LeafMask:
     """Convert a mask that chooses parameters to a predicate. A bool of the mask may be inside of a `Padded`."""
     return LeafMask.of(jax.tree.map(lambda x: x.storage if is_padded(x) else x, mask, is_leaf=is_padded), option)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -40,15 +39,6 @@ def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
 def to_memory(x: jax.Array, kind: str) -> jax.Array:
     """Copy an array to memory of this `kind`, asynchronously. Return it unchanged if it is there already."""
     return x if x.sharding.memory_kind == kind else jax.device_put(x, x.sharding.with_memory_kind(kind))
-
-
-def is_on_host(x: Any) -> bool:
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
-
-
-def to_device(x: Any) -> Any:
-    """Return an array, or a tracer, in device memory. Return it unchanged if it is already in device memory."""
-    return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
 def check_host_memory(mesh: Mesh, bytes_per_device: int, what: str) -> None:

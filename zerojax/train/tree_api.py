@@ -20,8 +20,7 @@ from zerojax.comm.explicit import auto_context, on_auto_mesh, to_explicit, with_
 from zerojax.comm.mesh import constrain, replicated, row_shardings
 from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf, is_padded
-from zerojax.layout.padded import without_padding
+from zerojax.layout.leaf import Leaf, is_padded, without_padding
 from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.optim.logical_state import unshard_state
 from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout

@@ -35,8 +35,7 @@ from zerojax.gather import (
     split_arrays,
     traced_passes,
 )
-from zerojax.layout.leaf import Leaf, replace_items
-from zerojax.layout.padded import without_padding
+from zerojax.layout.leaf import Leaf, replace_items, without_padding
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast, is_on_host, unpadded
 from zerojax.train.apart import TracedLoss, traced_apart
