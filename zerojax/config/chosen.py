@@ -82,11 +82,10 @@ class LeafMask:
             )
         return path in self.meant
 
-
-def check_mask(chosen: Any, paths: Iterable[str]) -> None:
-    """Raise a ValueError if an option is a mask with a leaf that the parameters do not have."""
-    if isinstance(chosen, LeafMask) and (surplus := sorted(chosen.known.difference(paths))):
-        raise ValueError(
-            f"The mask in {chosen.option}= has a leaf {surplus[0]!r}, which the parameters do not have. "
-            f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
-        )
+    def check(self, paths: Iterable[str]) -> None:
+        """Raise a ValueError if the mask has a leaf that the parameters do not have."""
+        if surplus := sorted(self.known.difference(paths)):
+            raise ValueError(
+                f"The mask in {self.option}= has a leaf {surplus[0]!r}, which the parameters do not have. "
+                f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
+            )

@@ -16,7 +16,7 @@ import jax.core
 from jax.sharding import NamedSharding
 
 from zerojax.config import DataMesh
-from zerojax.config.chosen import check_mask
+from zerojax.config.chosen import LeafMask
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words
 from zerojax.layout.leaf import OVERWRITE, Leaf, is_padded, metadata_of, restricted, shard_extent
 
@@ -103,7 +103,8 @@ def overwritten_leaves(
     `params` is the tree of arrays, `Padded` arrays or shapes, whose variable classes are inspected, or () if only paths
     and shapes are known. `overwrite` chooses further leaves, and `known` has the indices of further leaves.
     """
-    check_mask(overwrite, paths)
+    if isinstance(overwrite, LeafMask):
+        overwrite.check(paths)
     nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or is_variable(x))
     of_class = [is_variable(node) for node in nodes for _ in jax.tree.leaves(node, is_leaf=is_padded)]
     chosen = [overwrite is not None and overwrite(path, x) for path, x in zip(paths, shapes, strict=True)]

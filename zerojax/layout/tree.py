@@ -165,9 +165,10 @@ def lay_out(
     others = others or [()] * len(found)
     paths = [path_of(path) for path, _ in found]
     if trainable is not None:
-        from zerojax.config.chosen import check_mask
+        from zerojax.config.chosen import LeafMask
 
-        check_mask(trainable, paths)
+        if isinstance(trainable, LeafMask):
+            trainable.check(paths)
     given = [jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)) for _, x in found]
     named = frozenset(overwritten)
     if is_annotated or overwrite is not None or any(OVERWRITE in path for path in paths):
