@@ -80,7 +80,11 @@ class Wire(Option):
         object.__setattr__(self, "where", checked_where("Wire(where=)", self.where))
 
     def check(self, config: Any) -> None:
-        """Raise a ValueError if there is no collective to quantise, or if a sum would be rounded more than once."""
+        """Raise a ValueError if there is no collective to quantise, or if a sum would be rounded more than once.
+
+        Args:
+            config: The configuration with all options.
+        """
         if config.stage == 0:
             raise ValueError(
                 "Stage 0 all-reduces gradients, and with wire= every partial sum would be rounded. Use stage "

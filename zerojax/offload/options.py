@@ -132,7 +132,11 @@ class Offload(OffloadOption):
             )
 
     def check(self, config: Config) -> None:
-        """Raise a ValueError if another option contradicts this one."""
+        """Raise a ValueError if another option contradicts this one.
+
+        Args:
+            config: The configuration with all options.
+        """
         if config.stage == 0:
             raise ValueError(
                 "Stage 0 shards nothing, so every device would keep the full optimizer state on the host. "
@@ -168,9 +172,21 @@ class Offload(OffloadOption):
             )
 
     def host_sharding(self, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+        """Return the sharding of an array in host memory.
+
+        Args:
+            mesh: The mesh whose devices read the array.
+            spec: The spec of the stored array.
+        """
         return host_sharding(mesh, spec)
 
     def check_host_memory(self, mesh: Mesh, bytes_per_device: int) -> None:
+        """Raise a `MemoryError` if parameters do not fit into host memory.
+
+        Args:
+            mesh: The mesh whose hosts keep the parameters.
+            bytes_per_device: Bytes of one device's shards of the parameters.
+        """
         check_host_memory(mesh, bytes_per_device, "Offload(params=)")
 
     def covers(self, path: str, leaf: Any) -> bool:
