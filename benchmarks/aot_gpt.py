@@ -72,7 +72,7 @@ import yardstick
 from flax.linen import fp8_ops
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import Precision, Wire, zero_shard
+from zerojax import Precision, Tuning, Wire, zero_shard
 from zerojax.comm.collectives import LABEL
 from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, absent_mesh
@@ -102,8 +102,8 @@ AXES = {
     "hybrid-device": {"shard_axis": "gpu"},
     "inside": {"params_axis": "gpu"},
     "inside-device": {"params_axis": "gpu"},
-    "wire": {"wire": WIRE},
-    "wire-inside": {"wire": WIRE, "params_axis": "gpu"},
+    "wire": {},
+    "wire-inside": {"params_axis": "gpu"},
 }
 TWO_AT_ONCE = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
 COMBINED = {
@@ -185,15 +185,16 @@ def build(
     if way.startswith("gathered"):
         loss = yardstick.gathered_by_hand(dataclasses.replace(yardstick.SIZES[size], **changes), scan, mesh)
     stage = 0 if way == "replicated" else 3
-    options = {
-        "mesh": mesh,
-        "axis": axes,
-        "prefetch": prefetch,
-        "view": OURS.get(way, "global"),
-        "precision": precision,
-    }
-    options |= BUCKETS.get(size, {})
-    tx = zero_shard(optax.adamw(1e-4), stage=stage, **AXES.get(way, {}), **options)
+    tx = zero_shard(
+        optax.adamw(1e-4),
+        stage=stage,
+        mesh=mesh,
+        axis=axes,
+        precision=precision,
+        view=OURS.get(way, "global"),
+        wire=WIRE if way.startswith("wire") else None,
+        tuning=Tuning(prefetch=prefetch, **AXES.get(way, {}), **BUCKETS.get(size, {})),
+    )
     shapes = jax.eval_shape(init, jax.random.key(0))
     if tensor_parallel:
         shapes = yardstick.over_model(shapes)

@@ -161,14 +161,14 @@ def make(way, model, topology):
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from zerojax import zero_shard
+    from zerojax import Tuning, zero_shard
     from zerojax.gpus.topology import absent_mesh
 
     init, loss, (rows, length), dtype = model
     shapes = jax.eval_shape(init, jax.random.key(0))
     kind, stage = way.split()[-1], 3 if "3" in way else 1
     given = absent_mesh(topology) if topology else None
-    tx = zero_shard(optax.adamw(3e-4), stage=stage, persist_below=1000, mesh=given)
+    tx = zero_shard(optax.adamw(3e-4), stage=stage, tuning=Tuning(persist_below=1000), mesh=given)
     mesh = tx.config.mesh
     if way.startswith("alone"):
         mesh = Mesh(mesh.devices.reshape(-1)[:1], "data")

@@ -29,7 +29,7 @@ from gpu_common import batch_of, data_mesh, peak_device, peak_rss, shapes_of, sp
 from gpu_options import budget, disk, fp8, mocked, torch_steps
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import Offload, Precision, plan, report, zero_shard
+from zerojax import Offload, Precision, Tuning, plan, report, zero_shard
 from zerojax.doctor import bandwidths, timed
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
@@ -374,7 +374,7 @@ def check(notes, *, stages=(1, 2, 3), only=None):
                     tx(),
                     stage=stage,
                     precision=getattr(Precision, precision)(),
-                    persist_below=256,
+                    tuning=Tuning(persist_below=256),
                     offload=checked_modes(pathlib.Path(folder, f"{stage}{precision}"))[name],
                 )
                 row |= compared(chosen, loss, params, batches, plain, reference.get((stage, precision)))

@@ -25,7 +25,7 @@ import optax.contrib
 import yardstick
 from optax.contrib import MuonDimensionNumbers
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import read
@@ -70,7 +70,7 @@ def measure(optimizer: str, how: str, *, topology: str = "h200:8", layers: int =
     """Compile one update and read its figures off the program."""
     mesh = absent_mesh(topology)
     init, _, _ = yardstick.build("gpu", scan=scan, layers=layers)
-    tx = zero_shard(OPTIMIZERS[optimizer](), stage=3, mesh=mesh, matrix_updates=how)
+    tx = zero_shard(OPTIMIZERS[optimizer](), stage=3, mesh=mesh, tuning=Tuning(matrix_updates=how))
     params = tx.shard(jax.eval_shape(init, jax.random.key(0)))
     state = tx.create(params)
     start = time.perf_counter()

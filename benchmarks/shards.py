@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
 
@@ -193,7 +193,7 @@ MORE = {
 def compiled(loss, params, *, view="global", stage=3, mesh=None, step=False, **options):
     """Compile the gradient of a loss, or a step."""
     mesh = mesh or jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=1000, **options)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, tuning=Tuning(persist_below=1000), **options)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     if step:
         return tx.train_step(loss).lower(tx.create(params), x).compile()

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from zerojax import Wire, zero_shard
+from zerojax import Tuning, Wire, zero_shard
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent / "examples"))
@@ -27,7 +27,7 @@ from gpt import next_byte_loss  # noqa: E402
 from text import load  # noqa: E402
 
 # Two hosts, simulated: parameters are sharded within one, gradients and optimizer state over both.
-TWO_HOSTS = {"axis": ("host", "gpu"), "params_axis": "gpu"}
+TWO_HOSTS = {"axis": ("host", "gpu"), "tuning": Tuning(params_axis="gpu")}
 WAYS = {
     "as they are": {},
     "gather int8": {"wire": Wire("int8")},

@@ -24,7 +24,7 @@ import optax
 import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology, absent_mesh
 from zerojax.inspect.hlo import Instruction, read
@@ -76,7 +76,7 @@ def compiled(prefetch: int) -> Compiled:
     """The yardstick's gradient, unrolled, compiled for 8 absent H200s."""
     mesh = absent_mesh("h200:8")
     init, loss, (rows, length) = yardstick.build("gpu", scan=False, **SMALL)
-    tx = zero_shard(optax.adamw(1e-4), stage=3, mesh=mesh, prefetch=prefetch)
+    tx = zero_shard(optax.adamw(1e-4), stage=3, mesh=mesh, tuning=Tuning(prefetch=prefetch))
     shapes = jax.eval_shape(init, jax.random.key(0))
     batch = NamedSharding(mesh, PartitionSpec("data"))
     tokens = jax.ShapeDtypeStruct((rows * mesh.size, length), jnp.int32, sharding=batch)

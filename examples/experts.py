@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from text import load, random_windows
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 AXES = ("data", "expert")
 EXPERTS = {"gathered": P(), "parallel": P("expert")}  # how the experts of one layer are divided
@@ -39,7 +39,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
     axis = "expert" if args.way == "parallel" else None
-    tx = zero_shard(optax.adamw(3e-3), stage=args.stage, mesh=mesh, axis=AXES, expert_axis=axis, persist_below=256)
+    tx = zero_shard(
+        optax.adamw(3e-3), stage=args.stage, mesh=mesh, axis=AXES, expert_axis=axis, tuning=Tuning(persist_below=256)
+    )
     state, step = tx.create(placed(args.way, mesh, WIDTH, LAYERS, COUNT)), tx.train_step(loss_of(args.way, mesh))
     text, losses = load().train, []
     for i in range(args.steps):

@@ -29,7 +29,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from text import load, random_windows
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 DEVICES, VOCABULARY, EXPERTS = 8, 256, 4
 
@@ -66,7 +66,9 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", DEVICES)
     way, mesh = WAYS[args.way], mesh_for(args.way)
     model = Decoder(args.way, args.width, args.layers, mesh=mesh)
-    tx = zero_shard(optax.adamw(3e-3), stage=args.stage, mesh=mesh, persist_below=256, batch_spec=way.batch)
+    tx = zero_shard(
+        optax.adamw(3e-3), stage=args.stage, mesh=mesh, tuning=Tuning(persist_below=256), batch_spec=way.batch
+    )
     init = lambda key: model.init(key, jnp.zeros((DEVICES, args.seq), jnp.int32))["params"]
     state, step, losses = tx.create(tx.init_params(init, jax.random.key(0))), tx.train_step(loss_of(model)), []
     text = load().train

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from zerojax import logical, zero_shard
+from zerojax import Tuning, logical, zero_shard
 
 NUMBERS, ACTIONS, WIDTH, ROWS, STEPS = 8, 4, 64, 256, 120
 CLIP = 0.2
@@ -72,7 +72,7 @@ class Loop:
         half = max(1, len(devices) // 2)
         of = lambda some: jax.make_mesh((len(some),), ("data",), (AxisType.Auto,), devices=some)
         trainers, workers = of(devices[:half]), of(devices[half:] or devices)
-        self.tx = zero_shard(optax.adam(1e-2), stage=3, mesh=trainers, persist_below=1)
+        self.tx = zero_shard(optax.adam(1e-2), stage=3, mesh=trainers, tuning=Tuning(persist_below=1))
         self.step = self.tx.train_step(loss)
         self.rows = NamedSharding(trainers, PartitionSpec("data"))
         self.everywhere = NamedSharding(workers, PartitionSpec())

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 WIDTH, ROWS, STEPS = 64, 32, 150
-zero = partial(zero_shard, stage=3, persist_below=1)
+zero = partial(zero_shard, stage=3, tuning=Tuning(persist_below=1))
 
 
 def average(key: jax.Array) -> tuple[float, float]:

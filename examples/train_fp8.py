@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from flax.linen import fp8_ops
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 WIDTH, HIDDEN, ROWS = 128, 512, 256
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="steps before the checkpoint (default: %(default)s)")
     args = parser.parse_args()
-    tx = zero_shard(optax.adamw(1e-3), stage=args.stage, persist_below=2048)
+    tx = zero_shard(optax.adamw(1e-3), stage=args.stage, tuning=Tuning(persist_below=2048))
     state = tx.create(tx.init_params(Model().init, jax.random.key(0), jnp.zeros((1, WIDTH))))
     step, evaluate, held_out = tx.train_step(loss), tx.eval_step(loss), rows(10**6)
     print(f"Held out: {evaluate(state.params, held_out):.3f} before training")

@@ -9,6 +9,7 @@ if _TYPE_CHECKING:
     from zerojax.budget.remat import Remat, remat
     from zerojax.compilations import cache_compilations
     from zerojax.config.precision import DynamicScale, Precision
+    from zerojax.config.tuning import Tuning
     from zerojax.config.wire import Wire
     from zerojax.dims.declared import rows
     from zerojax.gather import block, tiled
@@ -33,6 +34,7 @@ _MODULES = {
     "budget.remat": "Remat remat",
     "compilations": "cache_compilations",
     "config.precision": "DynamicScale Precision",
+    "config.tuning": "Tuning",
     "config.wire": "Wire",
     "dims.declared": "rows",
     "gather": "block tiled",
@@ -70,6 +72,7 @@ __all__ = [
     "Same",
     "Shardings",
     "Sum",
+    "Tuning",
     "Wire",
     "ZeroState",
     "ZeroTransformation",

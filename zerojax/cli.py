@@ -138,6 +138,7 @@ def estimate(
     """Estimate the bytes per device and the bytes sent per step, for every stage, without making any arrays."""
     with errors_in_one_line(as_json):
         from zerojax import user_code
+        from zerojax.config.tuning import Tuning
         from zerojax.planning import estimate as estimates
 
         estimated = estimates.estimate(
@@ -147,8 +148,7 @@ def estimate(
             stages=tuple(stage or range(4)),
             precision=user_code.parse_precision(precision),
             offload=user_code.parse_offload(offload),
-            shard_axis=shard_axis,
-            params_axis=params_axis,
+            tuning=Tuning(shard_axis=shard_axis, params_axis=params_axis),
         )
     if as_json:
         totals = [{**dataclasses.asdict(row), "total": row.total} for row in estimated.rows]

@@ -42,7 +42,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
     def __repr__(self) -> str:
         """Return a text with the stage, mesh and axis, because the functions in the tuple have no useful repr."""
         c, mesh = self.config, dict(self.config.mesh.shape)
-        return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, persist_below={c.persist_below})"
+        tuning = f"Tuning(persist_below={c.persist_below})"
+        return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, tuning={tuning})"
 
     def init_params(self, init_fn: Callable[[*Given], Result], *args: *Given) -> Result:
         """Initialise parameters in storage. Each device makes only its shards: at stage 3, none holds the whole model.

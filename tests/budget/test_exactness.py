@@ -12,7 +12,7 @@ from conftest import mesh_of, quick_or_slow
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 WIDTH, ROWS, LAYERS = 8, 16, 3
 SHOWN: list[float] = []
@@ -65,7 +65,7 @@ def trained(form, budget, stage):
     if stage is None:
         found = jax.jit(jax.value_and_grad(loss))(params, x, keys)
     else:
-        tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(2), persist_below=16)
+        tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(2), tuning=Tuning(persist_below=16))
         value, grads = jax.jit(tx.value_and_grad(loss))(tx.shard(params), x, keys)
         found = value, tx.unshard(grads)
     found = jax.device_get(found)

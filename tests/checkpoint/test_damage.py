@@ -12,11 +12,11 @@ import pytest
 from checkpoints import NEWEST, SHAPES, assert_same, files_of, filled, flip, sign, zero
 from conftest import fraction, mesh_of
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, export_checkpoint, saving
 from zerojax.checkpoint.manifest import MANIFEST, read_manifest
 
-TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
+TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=64))
 state_of = functools.partial(filled, TX, SHAPES)
 
 

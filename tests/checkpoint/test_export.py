@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from models import awkward_params
 from safetensors.numpy import load_file
 
-from zerojax import Precision, zero_shard
+from zerojax import Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, export, export_checkpoint, import_params, on_preemption
 
 PARAMS = awkward_params()
@@ -27,7 +27,9 @@ EXPECTED |= {name: x for name, x in PARAMS.items() if name != "layer"}
 
 
 def transformation(stage, count=8, precision=None):
-    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(count), persist_below=64, precision=precision)
+    return zero_shard(
+        optax.adam(1e-2), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=64), precision=precision
+    )
 
 
 @pytest.mark.parametrize("precision", [None, Precision.bf16()], ids=["fp32", "bf16"])

@@ -20,7 +20,7 @@ import several
 from checkpoints import NEWEST, SHAPES, assert_same, filled, flip
 from conftest import mesh_of, mounted
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import (
     Checkpointer,
     CheckpointError,
@@ -35,7 +35,7 @@ from zerojax.checkpoint.saving import Save, saved_leaves
 from zerojax.checkpoint.state_leaves import StateLeaf
 from zerojax.layout.leaf import Leaf
 
-TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), persist_below=64)
+TX = zero_shard(optax.sgd(1e-2, momentum=0.9), stage=3, mesh=mesh_of(2), tuning=Tuning(persist_below=64))
 state_of = functools.partial(filled, TX, SHAPES)
 LEFT = ".tmp-step_00000007-0123abcd"
 

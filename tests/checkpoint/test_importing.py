@@ -13,7 +13,7 @@ from conftest import mesh_of
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from zerojax import Precision, zero_shard
+from zerojax import Precision, Tuning, zero_shard
 from zerojax.checkpoint import export, import_params, importing
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.layout.leaf import is_padded
@@ -91,7 +91,9 @@ def folder(tmp_path_factory):
 
 
 def transformation(stage, count=8, precision=None):
-    return zero_shard(optax.sgd(1e-2), stage=stage, mesh=mesh_of(count), persist_below=16, precision=precision)
+    return zero_shard(
+        optax.sgd(1e-2), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=16), precision=precision
+    )
 
 
 def assert_same(found, expected):
@@ -280,7 +282,7 @@ def test_modules_of_nnx(tmp_path, mesh):
     kernel = np.random.default_rng(0).normal(size=(24, 16)).astype(np.float32)
     save_file({"proj.weight": kernel}, tmp_path / "model.safetensors")
     module = lambda: nnx.Linear(16, 24, use_bias=False, rngs=nnx.Rngs(0))
-    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, persist_below=16)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=16))
     mapping = {"proj.weight": ("kernel", "out in -> in out")}
     found = import_params(tmp_path, tx.shard(jax.eval_shape(lambda: nnx.state(module()))), mapping=mapping)
     np.testing.assert_array_equal(found["kernel"].get_value(), kernel.T)

@@ -12,12 +12,12 @@ from conftest import mesh_of
 from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export_checkpoint, saving
 from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
 from zerojax.checkpoint.manifest import SavedLeaf, read_manifest
 
-TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=64)
+TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=64))
 MUTABLE = {"keys": jax.random.split(jax.random.key(4), 3)}
 
 
@@ -25,7 +25,7 @@ def test_many_small_leaves_make_few_files(tmp_path):
     """AdamW has three leaves for each; a large leaf has its folder beside them."""
     shapes = {f"w{i}": jax.ShapeDtypeStruct((16, 8 + i % 9), "float32") for i in range(60)}
     shapes["large"] = jax.ShapeDtypeStruct((256, 256), "float32")
-    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh_of(8), persist_below=64)
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=64))
     state = filled(tx, shapes)
     checkpoints, files = saved(tmp_path, state, step=2), files_of(tmp_path / NEWEST)
     assert len(files) <= 60
@@ -43,7 +43,7 @@ def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch
     shapes = SHAPES | {name: jax.ShapeDtypeStruct((size,), dtype) for name, (size, dtype) in KINDS.items()}
 
     def make(stage, count):
-        trained = {"persist_below": 64, "trainable": lambda path, _: path in SHAPES}
+        trained = {"tuning": Tuning(persist_below=64), "trainable": lambda path, _: path in SHAPES}
         return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(count), **trained)
 
     state = filled(make(3, 4), shapes).replace(mutable=MUTABLE)
@@ -110,7 +110,7 @@ def test_blocks_of_several_processes_are_one_leaf(tmp_path):
 def save_again(source, target):
     devices = sorted(jax.devices(), key=lambda one: (one.id % 2, one.id))  # a process has shards that do not adjoin
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=64)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=64))
     state = Checkpointer(source, read_only=True).restore(tx.create(SHAPES, mutable=KEYS)).state
     saved(target, state, step=2).verify()
     print("done", flush=True)

@@ -12,7 +12,7 @@ import pytest
 import tensorstore
 from conftest import mesh_of
 
-from zerojax import Offload, Precision, zero_shard
+from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, arrays, saving
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.read_ahead import read_ahead
@@ -94,7 +94,9 @@ def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched, Checkpointer(root) as checkpoints:
         patched.setattr(saving, "SMALL_BYTES", 0)
         draw = {name: jax.random.normal(jax.random.key(i), (64, 64)) for i, name in enumerate(SHAPES)}
-        checkpoints.save(zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(8), persist_below=64).create(draw))
+        checkpoints.save(
+            zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=64)).create(draw)
+        )
     return root
 
 
@@ -103,7 +105,14 @@ def test_host_memory_holds_a_share_of_what_is_restored(way, folder, monkeypatch)
     """And no byte is read twice, though offloaded leaves are read in chunks that are smaller than a file."""
     offload = Offload(optimizer="host", chunk_bytes=256, update="device") if way == "host" else None
     precision = Precision.bf16() if way == "bf16" else None
-    tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh_of(4), offload=offload, precision=precision, persist_below=64)
+    tx = zero_shard(
+        optax.adam(1e-2),
+        stage=2,
+        mesh=mesh_of(4),
+        offload=offload,
+        precision=precision,
+        tuning=Tuning(persist_below=64),
+    )
     alive, read = Alive(), arrays.read_box
     seen = []
 

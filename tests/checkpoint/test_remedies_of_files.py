@@ -12,13 +12,13 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, export_checkpoint, import_params, on_preemption
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
 RENAMED = {"kernel": PARAMS["w"], "bias": PARAMS["b"]}
 SHAPES = jax.eval_shape(lambda: PARAMS)
-ZERO = functools.partial(zero_shard, mesh=mesh_of(8), persist_below=1)
+ZERO = functools.partial(zero_shard, mesh=mesh_of(8), tuning=Tuning(persist_below=1))
 TX, ADAM = ZERO(optax.sgd(0.1, momentum=0.9), stage=3), ZERO(optax.adam(0.1), stage=3)
 # A floating type that safetensors does not have, names that meet in a file, and values that differ.
 UNKNOWN = {"w": jnp.ones(4, jnp.float8_e4m3b11fnuz), "n": jnp.ones(4, int)}

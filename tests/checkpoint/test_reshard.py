@@ -11,6 +11,7 @@ import optax
 import pytest
 import several
 from conftest import mesh_of
+from flat_options import tuned
 from jax.sharding import AxisType, NamedSharding
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from test_round_trips import assert_padding_is_zero, assert_same, logical_leaves, trained, transformation
@@ -124,7 +125,7 @@ CHUNK = 4096  # bytes
 
 @pytest.mark.parametrize("walk", [["stage 3", "4 devices"], pytest.param(CYCLE, marks=pytest.mark.slow)])
 def test_devices_and_hosts_hold_the_larger_state_and_one_leaf(walk, monkeypatch):
-    txs = {name: zero_shard(optax.adam(1e-2), **made(WAYS[name])) for name in set(walk)}
+    txs = {name: zero_shard(optax.adam(1e-2), **tuned(**made(WAYS[name]))) for name in set(walk)}
     params = {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(LARGE.items())}
     state = txs[walk[0]].create(params)
     expected = logical_leaves(state)
@@ -225,7 +226,7 @@ def test_a_state_moves_to_disk_and_back(params, tmp_path):
 
 
 def test_a_folder_in_use_is_refused_before_the_state_is_touched(tmp_path):
-    made = lambda **options: zero_shard(optax.adam(1e-2), precision=Precision.bf16(), **options)
+    made = lambda **options: zero_shard(optax.adam(1e-2), precision=Precision.bf16(), **tuned(**options))
     tx, disk = made(stage=2), made(stage=3, offload=Offload(optimizer="disk", path=tmp_path), persist_below=1)
     state, other = tx.create({"w": jnp.ones((8, 8))}), disk.create({"w": jnp.ones((8, 8))})
     with pytest.raises(DiskError, match="in use"):
@@ -268,7 +269,7 @@ def test_what_cannot_be_moved_is_named():
 def tx_of(devices=None, **options):
     mesh = jax.make_mesh((2, len(devices or jax.devices()) // 2), ("host", "gpu"), devices=devices)
     inner = floats_only(optax.adam(1e-2))
-    return zero_shard(inner, mesh=mesh, axis=("host", "gpu"), persist_below=64, **options)
+    return zero_shard(inner, mesh=mesh, axis=("host", "gpu"), **tuned(persist_below=64, **options))
 
 
 def on_host(tx, state):

@@ -10,6 +10,7 @@ import optax
 import pytest
 from checkpoints import assert_same, logical_leaves, saved, stored
 from conftest import mesh_of, quick_or_slow
+from flat_options import tuned
 from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Offload, Precision, zero_shard
@@ -24,7 +25,9 @@ def transformation(stage, count=8, precision=None, *, tx=None, persist_below=64,
     """With `persist_below=64`, the awkward model has leaves that are sharded, padded, flat and replicated."""
     inner = optax.adamw(1e-2) if tx is None else tx
     mesh = options.pop("mesh", None) or mesh_of(count)
-    return zero_shard(inner, stage=stage, mesh=mesh, precision=precision, persist_below=persist_below, **options)
+    return zero_shard(
+        inner, stage=stage, mesh=mesh, precision=precision, **tuned(persist_below=persist_below, **options)
+    )
 
 
 def trained(tx, steps=2, params=None, loss=awkward_loss):

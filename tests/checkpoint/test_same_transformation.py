@@ -9,14 +9,14 @@ import pytest
 from checkpoints import rewrite_manifest, saved
 from conftest import mesh_of
 
-from zerojax import Precision, zero_shard
+from zerojax import Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 PARAMS = {"w": jnp.ones((16, 4)), "b": jnp.ones(5)}
 
 
 def state_of(inner, stage=3, count=4, params=PARAMS, **options):
-    return zero_shard(inner, stage=stage, mesh=mesh_of(count), persist_below=8, **options).create(params)
+    return zero_shard(inner, stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=8), **options).create(params)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import several
 from conftest import mesh_of
 from jax.experimental import multihost_utils
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, import_params, importing, on_preemption
 from zerojax.checkpoint.manifest import read_manifest
 from zerojax.checkpoint.saving import Save
@@ -107,7 +107,7 @@ def die(tx, directory, index):
 
 
 def live(folder):
-    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, persist_below=16)
+    tx = zero_shard(optax.sgd(1.0, momentum=0.9), stage=3, tuning=Tuning(persist_below=16))
     folder, index = Path(folder), jax.process_index()
     assert tx.config.mesh.size == 4
     save_and_restore(tx, folder / "lives", index)

@@ -12,13 +12,14 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
+from flat_options import tuned
 from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from parity import assert_parity, train_plain
 
-from zerojax import Offload, Wire, collectives, estimate, report, zero_shard
+from zerojax import Offload, Tuning, Wire, collectives, estimate, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.comm.global_collectives import GlobalCollectives
 
@@ -89,7 +90,7 @@ OPTIMIZER = optax.adam(1e-2, eps=1e-4)
 def zero(way, stage, **options):
     axis, axes = WAYS[way]
     options = {"persist_below": 10, "expert_axis": axis} | options
-    return zero_shard(OPTIMIZER, stage=stage, mesh=mesh_for(way), axis=axes, **options)
+    return zero_shard(OPTIMIZER, stage=stage, mesh=mesh_for(way), axis=axes, **tuned(**options))
 
 
 @functools.cache
@@ -244,7 +245,7 @@ def test_an_estimate_and_a_report_count_experts_once(way):
         shapes = jax.eval_shape(parameters)
         over = {name: NamedSharding(mesh, P("data")) for name in ("up", "down")}
         shapes |= {name: jax.ShapeDtypeStruct(shapes[name].shape, jnp.float32, sharding=over[name]) for name in over}
-        options = {"devices": 8, "stages": (1, 3), "persist_below": 10}
+        options = {"devices": 8, "stages": (1, 3), "tuning": Tuning(persist_below=10)}
         apart, whole = (estimate(shapes, tx=OPTIMIZER, **options, **more) for more in ({"expert_axis": "data"}, {}))
         dense = WIDTH * (WIDTH + EXPERTS) * 4
         assert [row.params for row in apart.rows] == [dense + (size - dense) / 8, size / 8]
@@ -260,7 +261,7 @@ SIZES = 16, 3, 8
 def test_layers_that_are_scanned_and_under_remat():
     """The example drops no token, so it equals one device, although each device sorts its own tokens."""
     mesh = mesh_for("one")
-    tx = zero_shard(OPTIMIZER, stage=3, mesh=mesh, axis=BOTH, expert_axis="expert", persist_below=100)
+    tx = zero_shard(OPTIMIZER, stage=3, mesh=mesh, axis=BOTH, expert_axis="expert", tuning=Tuning(persist_below=100))
     windows = np.random.default_rng(0).integers(256, size=(2, 16, 9), dtype=np.int32)
     params, loss = example.placed("parallel", mesh, *SIZES), example.loss_of("parallel", mesh)
     gathered = example.loss_of("gathered", None)

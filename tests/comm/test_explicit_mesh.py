@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from parity import train_plain
 
 import zerojax
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.flax import shard_module, value_and_grad
 
@@ -48,7 +48,7 @@ def expected():
 
 
 def sharded(mesh, stage=3, **options):
-    return zero_shard(ADAM, stage=stage, mesh=mesh, persist_below=64, **options)
+    return zero_shard(ADAM, stage=stage, mesh=mesh, tuning=Tuning(persist_below=64), **options)
 
 
 def given_params(mesh):

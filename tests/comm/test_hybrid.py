@@ -10,11 +10,12 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction, mesh_of, quick_or_slow
+from flat_options import tuned
 from jax.sharding import AxisType
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
 import zerojax.offload
-from zerojax import Offload, Precision, check, collectives, estimate, plan, report, zero_shard
+from zerojax import Offload, Precision, Tuning, check, collectives, estimate, plan, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.gpus.topology import installed
 from zerojax.inspect.collectives import CompiledCollectives
@@ -30,7 +31,7 @@ WAYS = {"shards": {"shard_axis": "gpu"}, "params": {"params_axis": "gpu"}, "all"
 def zero(stage=3, name="adamw", way="shards", **options):
     mesh = jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
     options = {"persist_below": BELOW} | WAYS[way] | options
-    return zero_shard(OPTIMIZERS.get(name, name), stage=stage, mesh=mesh, axis=AXES, **options)
+    return zero_shard(OPTIMIZERS.get(name, name), stage=stage, mesh=mesh, axis=AXES, **tuned(**options))
 
 
 def trained(tx, **options):
@@ -144,10 +145,12 @@ def held_by(state):
 )
 def test_a_device_holds_what_one_of_a_single_host_does_or_its_part_of_the_state(stage, way):
     state = zero(stage, way=way).create(awkward_params())
-    rows = estimate(awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", persist_below=BELOW, **WAYS[way])
+    rows = estimate(
+        awkward_params(), tx=OPTIMIZERS["adamw"], devices="h200:2x4", **tuned(persist_below=BELOW, **WAYS[way])
+    )
     assert (rows[stage].params, rows[stage].opt_state) == held_by(state)
     if way == "shards":
-        one_host = zero_shard(OPTIMIZERS["adamw"], stage=stage, mesh=mesh_of(4), persist_below=BELOW)
+        one_host = zero_shard(OPTIMIZERS["adamw"], stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=BELOW))
         alone = report(one_host.create(awkward_params()))
         assert report(state).bytes == alone.bytes
         assert set(report(state).per_device.values()) == set(alone.per_device.values())
@@ -203,7 +206,7 @@ def test_bytes_sent_are_those_of_the_compiled_step(stage, way):
     tx = zero(stage, optax.adam(1e-3), way)
     rows = jax.ShapeDtypeStruct((8, 64), np.float32)
     moved = collectives(tx.train_step(loss).lower(tx.create(params), rows).compile())
-    row = estimate(params, devices="h200:2x4", persist_below=BELOW, **WAYS[way])[stage]
+    row = estimate(params, devices="h200:2x4", **tuned(persist_below=BELOW, **WAYS[way]))[stage]
     if stage < 3:  # of the gathers of stage 3 the compiler for CPUs may drop some
         assert moved.moved().sent == pytest.approx(row.sent, abs=200)  # and scalars
     between = CompiledCollectives(c for c in moved if {device // 4 for device in c.group} == {0, 1})
@@ -250,7 +253,7 @@ def test_the_axes_are_said():
         (lambda: zero(way="all", shard_axis=()), ValueError, r"shard_axis=\(\) must name at least one mesh axis"),
         (lambda: zero(way="all", shard_axis=0), TypeError, "shard_axis= names one mesh axis"),
         (
-            lambda: estimate(awkward_params(), devices=8, params_axis="gpu"),
+            lambda: estimate(awkward_params(), devices=8, tuning=Tuning(params_axis="gpu")),
             ValueError,
             "params_axis names axis 'gpu', over which no rows are divided",
         ),

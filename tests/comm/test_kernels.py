@@ -16,7 +16,7 @@ from conftest import quick_or_slow
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_registry import KERNELS, MLP, QKV, TIME, WIDTH, Kernel, Where, heads, merged, norm, plain_head, plain_layer
 
-from zerojax import Precision, Wire, check, collectives, logical, rows, zero_shard
+from zerojax import Precision, Tuning, Wire, check, collectives, logical, rows, zero_shard
 from zerojax.comm.collectives import LABEL
 
 QUICK = [("kernel in a scan", 2), ("product without types", 3), ("experts per device", 2), ("lost", 1)]
@@ -94,7 +94,7 @@ def size_of(tree):
 
 
 def lowered(loss, params, batch, stage, mesh, **options):
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view="global", persist_below=100, **options)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view="global", tuning=Tuning(persist_below=100), **options)
     return jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch)
 
 
@@ -164,7 +164,9 @@ def test_values_are_those_of_plain_jit_and_gradients_partial_sums(name, stage, m
 def test_microbatches_are_reduced_once_in_float32(name, mesh):
     """With `accumulate`, stage 1 reduces after the last microbatch, and in the type that `Precision` says."""
     precision = Precision(compute=jnp.bfloat16, reduce=jnp.float32)
-    tx = zero_shard(optax.sgd(0.1), stage=1, mesh=mesh, view="global", persist_below=100, precision=precision)
+    tx = zero_shard(
+        optax.sgd(0.1), stage=1, mesh=mesh, view="global", tuning=Tuning(persist_below=100), precision=precision
+    )
     loss, params, batch = given(name, mesh)
     text = tx.train_step(loss, accumulate=2).lower(tx.create(params), batch).as_text()
     found = [(dtype, n) for dtype, n in reduced(text) if n > 1000]

@@ -11,7 +11,7 @@ import pytest
 import several
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.data import shard_batches
 
@@ -45,7 +45,7 @@ def train(folder, *others):
     """Two stages and both views, and others' checkpoints."""
     folder, others = Path(folder), [Path(name) for name in others]
     for view, stage in (("global", 3), ("device", 1))[: 1 if folder.name == "again" else 2]:
-        tx = zero_shard(OPTIMIZER, stage=stage, persist_below=50, view=view)
+        tx = zero_shard(OPTIMIZER, stage=stage, tuning=Tuning(persist_below=50), view=view)
         name, step = f"{view}-{stage}", tx.train_step(awkward_loss)
         create = functools.partial(tx.create, awkward_params())
         found = {"name": name, "restored": {}}

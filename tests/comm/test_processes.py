@@ -13,7 +13,7 @@ import several
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.comm import processes
 from zerojax.data import shard_batches
 from zerojax.inspect.hlo import peak_bytes
@@ -43,7 +43,7 @@ ROWS = np.arange(32.0, dtype=np.float32).reshape(8, 4)
 
 
 def begin(stage=3, width=16, **options):
-    tx = zero_shard(optax.sgd(1e-2), stage=stage, persist_below=1)
+    tx = zero_shard(optax.sgd(1e-2), stage=stage, tuning=Tuning(persist_below=1))
     return tx.train_step(loss, **options), tx.create({"w": jnp.ones((4, width))})
 
 
@@ -94,7 +94,7 @@ def another_step():
 
 
 def weights_of_zero():
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, tuning=Tuning(persist_below=1))
     step, state = tx.train_step(weighted, weighted=True), tx.create({"w": jnp.ones((4, 16))})
     for _ in range(2):
         state, _ = step(state, ROWS)
@@ -102,7 +102,7 @@ def weights_of_zero():
 
 def too_little_memory():
     host.available_bytes = lambda: 10**9 if jax.process_index() else 100
-    zero_shard(optax.adam(1e-2), stage=3, persist_below=1, offload=Offload(optimizer="host")).create(
+    zero_shard(optax.adam(1e-2), stage=3, tuning=Tuning(persist_below=1), offload=Offload(optimizer="host")).create(
         {"w": jnp.ones((4, 16))}
     )
 
@@ -111,7 +111,9 @@ def with_positions(own):
     """Rows over two devices and positions over two; `own`: each process has both devices of a row."""
     devices = np.array(jax.devices()).reshape(2, 2)
     mesh = Mesh(devices if own else devices.T, ("data", "sequence"))
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1, mesh=mesh, batch_spec=P("data", "sequence"))
+    tx = zero_shard(
+        optax.sgd(1e-2), stage=3, tuning=Tuning(persist_below=1), mesh=mesh, batch_spec=P("data", "sequence")
+    )
     batch = ROWS.reshape(4, 2, 4)
     (placed,) = shard_batches([batch[2 * jax.process_index() :][:2]], tx, rows="process")
     (whole,) = shard_batches([batch], tx, rows="global")
@@ -138,7 +140,7 @@ def memory():
     def scanned(params, x):
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, tuning=Tuning(persist_below=1))
     batch = np.linspace(0, 1, 64 * 16, dtype=np.float32).reshape(64, 16)
     plain, state = tx.train_step(scanned), tx.create(params)
     limit = int(0.8 * peak_bytes(plain.lower(state, batch).compile()))

@@ -11,6 +11,7 @@ import optax
 import pytest
 from conftest import quick_or_slow
 from engine_helpers import QUICK
+from flat_options import tuned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
@@ -176,7 +177,7 @@ WIRE = Wire(gather="int8", reduce="int4", block=BLOCK, where=("*/up", "*/down"))
 
 def transformation(stage=3, *, tx=None, wire=WIRE, axis=AXES, **options):
     options = {"mesh": mesh(), "axis": axis, "persist_below": 64} | options
-    return zero_shard(tx or optax.sgd(1.0), stage=stage, wire=wire, **options)
+    return zero_shard(tx or optax.sgd(1.0), stage=stage, wire=wire, **tuned(**options))
 
 
 def gradients(tx):
@@ -252,7 +253,7 @@ def test_the_estimate_sends_what_the_step_does(stage, options):
     step = tx.train_step(loss).lower(state, BATCH).compile()
     sent = sum(c.times_if_once * c.sent for c in collectives(step))
     options |= {"devices": "h200:2x4", "tx": optax.adam(1e-3), "persist_below": 64}
-    rows, plain = (estimate(params(), wire=one, **options) for one in (WIRE, None))
+    rows, plain = (estimate(params(), wire=one, **tuned(**options)) for one in (WIRE, None))
     shards = 4 if "params_axis" in options else 8
     once = (stage == 3) * 4 * WIDTH * WIDTH * (shards - 1) / shards  # the embedding's gradient does not read it
     assert rows[stage].sent - once == pytest.approx(sent, rel=0.01)

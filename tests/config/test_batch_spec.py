@@ -12,7 +12,7 @@ from conftest import quick_or_slow
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zerojax import check, collectives, compare, plan, tiled, zero_shard
+from zerojax import Tuning, check, collectives, compare, plan, tiled, zero_shard
 from zerojax.data import check_rows_of_processes, shard_batches
 from zerojax.gpus.topology import installed
 
@@ -33,7 +33,9 @@ def mesh_of(kind=AxisType.Auto):
 
 def zero(stage=3, kind=AxisType.Auto, batch_spec=SPEC, **options):
     tx = optax.sgd(1.0)
-    return zero_shard(tx, stage=stage, mesh=mesh_of(kind), batch_spec=batch_spec, persist_below=1, **options)
+    return zero_shard(
+        tx, stage=stage, mesh=mesh_of(kind), batch_spec=batch_spec, tuning=Tuning(persist_below=1), **options
+    )
 
 
 def loss(params, batch):

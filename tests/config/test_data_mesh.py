@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity
 
-from zerojax import Offload, collectives, report, zero_shard
+from zerojax import Offload, Tuning, collectives, report, zero_shard
 from zerojax.config import DataMesh
 from zerojax.optim.plan import make_plan
 
@@ -28,7 +28,7 @@ def mesh_2x4(*other):
 @functools.cache
 def trained(stage, several):
     where = {"mesh": mesh_2x4(), "axis": AXES} if several else {"mesh": mesh_of(8)}
-    tx = zero_shard(CLIPPED, stage=stage, persist_below=50, **where)
+    tx = zero_shard(CLIPPED, stage=stage, tuning=Tuning(persist_below=50), **where)
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
     losses = []
     for batch in awkward_batches(3):
@@ -53,7 +53,7 @@ def test_two_axes_equal_one(stage):
 
 
 def test_shards_are_over_both_axes_and_the_batch_too():
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_2x4("model"), axis=AXES, persist_below=50)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_2x4("model"), axis=AXES, tuning=Tuning(persist_below=50))
     shardings = tx.shardings({"w": jnp.ones((24, 64))})
     assert shardings.params["w"].spec == PartitionSpec(None, AXES)
     assert tx.config.data == DataMesh((("host", 2), ("gpu", 4), ("model", 1)), AXES, AXES, AXES, AXES)
@@ -63,7 +63,7 @@ def test_shards_are_over_both_axes_and_the_batch_too():
 
 
 def test_a_plan_is_made_of_shapes_and_prints_every_leaf(mesh):
-    config = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=50).config
+    config = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=50)).config
     plan = make_plan(config, jax.eval_shape(awkward_params))
     assert plan == make_plan(config, awkward_params())
     assert hash(plan) == hash(make_plan(config, awkward_params()))
@@ -82,7 +82,9 @@ def test_create_plans_once(mesh, monkeypatch):
         traces.append(1)
         return inner.update(updates, state, params)
 
-    tx = zero_shard(optax.GradientTransformation(inner.init, update), stage=3, mesh=mesh, persist_below=50)
+    tx = zero_shard(
+        optax.GradientTransformation(inner.init, update), stage=3, mesh=mesh, tuning=Tuning(persist_below=50)
+    )
     make_plan(tx.config, awkward_params())
     planned = len(traces)
     tx.create(awkward_params())
@@ -92,5 +94,5 @@ def test_create_plans_once(mesh, monkeypatch):
 @pytest.mark.slow
 def test_offloaded_chunks_are_of_shards_over_both_axes():
     offload = Offload(optimizer="host", update="host", chunk_bytes=400)
-    tx = zero_shard(CLIPPED, stage=3, mesh=mesh_2x4(), axis=AXES, persist_below=50, offload=offload)
+    tx = zero_shard(CLIPPED, stage=3, mesh=mesh_2x4(), axis=AXES, tuning=Tuning(persist_below=50), offload=offload)
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3))

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flat_options import tuned
 from jax.sharding import AxisType, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.compat import common_dtype
 from zerojax.config import Config, DataMesh, check_count, check_word, path_of
 from zerojax.config.batch_dims import BatchSpec
@@ -38,7 +39,7 @@ def shape(*dims, dtype=jnp.float32):
 
 
 def zero(axis=AXES, stage=1, mesh=None, **options):
-    return zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh or mesh_2x4(), axis=axis, **options)
+    return zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh or mesh_2x4(), axis=axis, **tuned(**options))
 
 
 def step(**options):
@@ -81,14 +82,19 @@ def test_an_unknown_stage(stage):
         (lambda: check_count("n", 2, "rows", least=3), ValueError, "at least 3, but is 2"),
         (lambda: check_word("w", "c", ("a", None)), ValueError, "w is one of 'a', None, not 'c'"),
         (lambda: config(view="device "), ValueError, "view= is one of"),
-        (lambda: config(matrix_updates="all"), ValueError, "matrix_updates= is one of"),
+        (lambda: Tuning(matrix_updates="all"), ValueError, "matrix_updates= is one of"),
         (lambda: config(shard_axis=("rack",)), ValueError, "shard_axis names axis 'rack', over which no rows"),
         (lambda: config(params_axis=("gpu", "rack")), ValueError, "params_axis names axis 'rack'"),
         (lambda: config(2, params_axis=("gpu",)), ValueError, "needs stage 3: stage 2"),
         (lambda: config(params_axis=("gpu",), shard_axis=("gpu",)), ValueError, "Give one of them"),
         (lambda: config(params_axis=("gpu",), offload=BOTH), ValueError, "shards a parameter like its optimizer state"),
-        (lambda: config(prefetch=-1), ValueError, "prefetch counts uses and must be at least 0"),
-        (lambda: config(bucket_bytes=-1), ValueError, "bucket_bytes counts bytes and must be at least 0"),
+        (lambda: Tuning(prefetch=-1), ValueError, "prefetch counts uses and must be at least 0"),
+        (lambda: Tuning(bucket_bytes=-1), ValueError, "bucket_bytes=-1 is no size of at least 0 bytes"),
+        (lambda: Tuning(reshard_after_forward=8), TypeError, "reshard_after_forward is True or False, not 8"),
+        (lambda: Tuning(shard_axis=("gpu", "gpu")), ValueError, "each only once"),
+        (lambda: zero_shard(optax.sgd(1.0), stage=1, tuning={"prefetch": 2}), TypeError, "tuning is a zerojax.Tuning"),
+        (lambda: zero_shard(optax.sgd(1.0), stage=1, prefetch=2), TypeError, r"Give tuning=Tuning\(prefetch=2\)"),
+        (lambda: zero_shard(optax.sgd(1.0), stage=1, prefech=2), TypeError, "unexpected keyword argument 'prefech'"),
         (lambda: config(precision="bf16"), TypeError, r"precision is a zerojax.Precision.*not 'bf16'"),
         (lambda: config(offload="host"), TypeError, r"offload is a zerojax.Offload.*not 'host'"),
         (lambda: config(wire="int8"), TypeError, r"wire is a zerojax.Wire.*not 'int8'"),
@@ -156,7 +162,7 @@ def test_what_an_option_cannot_be_is_refused(make, error, message):
 def test_sizes_are_numbers_or_text():
     offload = Offload(optimizer="host", chunk_bytes="64 KB", device_bytes="1.5 GiB")
     assert (offload.chunk_bytes, offload.device_bytes) == (64_000, 3 << 29)
-    assert zero_shard(optax.sgd(0.1), stage=1, bucket_bytes="4 MiB").config.bucket_bytes == 4 << 20
+    assert zero_shard(optax.sgd(0.1), stage=1, tuning=Tuning(bucket_bytes="4 MiB")).config.bucket_bytes == 4 << 20
     assert Offload(optimizer="host", chunk_bytes=32e6).chunk_bytes == 32_000_000
     for wrong in ("64 KB/s", "-1 MB", "four MB", True, None, float("inf")):
         with pytest.raises((TypeError, ValueError), match=r"chunk_bytes=.*(no size|number of bytes)"):

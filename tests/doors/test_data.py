@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.comm.mesh import batch_sharding
 from zerojax.data import shard_batches
@@ -218,7 +218,9 @@ def test_arrays_of_the_caller_may_change_after_a_call(stage, offload):
     """Parameters, states and batches are copied, as the device computes with them after the call has returned."""
     if offload and stage != 3:
         pytest.skip("parameters in host memory need stage 3")
-    tx = zero_shard(optax.sgd(0.0, momentum=0.9), stage=stage, mesh=mesh_of(8), persist_below=0, offload=offload)
+    tx = zero_shard(
+        optax.sgd(0.0, momentum=0.9), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=0), offload=offload
+    )
     given = [aligned((16, 32), np.float32) for _ in range(3)]
     params, mutable, rows = {"w": given[0]}, {"m": given[1]}, given[2]
     loss = lambda p, mutable, x: (jnp.mean((x @ p["w"].T) ** 2), {"m": mutable["m"] + 0})

@@ -15,7 +15,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import zerojax.flax
-from zerojax import Precision, report, zero_shard
+from zerojax import Precision, Tuning, report, zero_shard
 
 STAGES = [0, 3]
 X = jax.random.normal(jax.random.key(0), (16, 8))
@@ -31,7 +31,7 @@ INNER = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
 
 def zero(stage, count=8, **options):
-    return zero_shard(INNER, stage=stage, mesh=mesh_of(count), persist_below=20, **options)
+    return zero_shard(INNER, stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=20), **options)
 
 
 def linen_loop(tx, params, grad):

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import zerojax.flax
-from zerojax import Offload, Padded, zero_shard
+from zerojax import Offload, Padded, Tuning, zero_shard
 
 STAGES = [0, 3]
 BATCH = {"x": jax.random.normal(jax.random.key(0), (16, 8)), "y": jnp.arange(16) % 4}
@@ -47,7 +47,7 @@ def loss_fn(model, rngs, batch, metrics, scale):
 
 
 def zero(stage, **options):
-    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), persist_below=20, **options)
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=20), **options)
 
 
 def metrics():
@@ -233,7 +233,7 @@ class Odd(nnx.Module):
 
 @pytest.mark.slow
 def test_to_the_code_of_a_module_padded_parameters_are_logical():
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(8), persist_below=1)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1))
     plain, model = Odd(nnx.Rngs(0)), Odd(nnx.Rngs(0))
     expected, found = trained_steps(plain)[1], trained_steps(model, tx)[1]
     assert isinstance(model.outer.get_value(), Padded)
@@ -248,7 +248,7 @@ def test_to_the_code_of_a_module_padded_parameters_are_logical():
 )
 def test_annotations_survive_the_optimizer(stage, kind):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     with jax.set_mesh(mesh):
         model = Annotated(nnx.Rngs(0))
         optimizer, losses = trained_steps(model, tx)
@@ -260,7 +260,7 @@ def test_annotations_survive_the_optimizer(stage, kind):
 @pytest.mark.slow
 def test_a_module_is_born_sharded():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=100)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=100))
     model = zerojax.flax.init_module(lambda key: Annotated(nnx.Rngs(key)), tx, jax.random.key(0))
     assert specs_of("up", model) == {("data", "model")}
     variables = lambda model: nnx.to_pure_dict(nnx.state(model))
@@ -285,7 +285,7 @@ def test_a_module_is_born_with_its_other_variables():
 )
 def test_an_annotation_of_the_optimizer_state_is_kept_or_refused(stage, spec, of_param, wrong):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, axis="data", persist_below=100)
+    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, axis="data", tuning=Tuning(persist_below=100))
     with jax.set_mesh(mesh):
         module = nnx.Linear(16, 32, use_bias=False, rngs=nnx.Rngs(0))
         module.kernel = nnx.Param(jnp.ones((16, 32)), optimizer_sharding=spec, out_sharding=of_param or None)
@@ -307,7 +307,7 @@ def adapted(rngs):
 def test_a_frozen_base_is_sharded_as_the_warning_says():
     """`wrt=nnx.LoRAParam` alone leaves the base whole on every device."""
     loss, rows = lambda model, x: jnp.mean((model(x) - 1) ** 2), jax.random.normal(jax.random.key(1), (16, 16))
-    options = {"stage": 3, "mesh": mesh_of(8), "persist_below": 1}
+    options = {"stage": 3, "mesh": mesh_of(8), "tuning": Tuning(persist_below=1)}
     whole, init = zero_shard(optax.sgd(0.1), **options), lambda key: adapted(nnx.Rngs(key))
     with warnings.catch_warnings(action="error"):  # so nothing is sharded
         with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import zerojax.flax
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 ROWS = jax.random.normal(jax.random.key(0), (8, 4))
 
@@ -35,7 +35,7 @@ def loss_fn(model, x):
 @pytest.mark.slow
 def test_what_a_transform_writes_back_unchanged_is_not_assigned(mesh):
     plain, sharded = Stack(nnx.Rngs(0)), Stack(nnx.Rngs(0))
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=0)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     zerojax.flax.shard_module(sharded, tx)
     expected, grads = nnx.value_and_grad(loss_fn)(plain, ROWS)
     found, found_grads = zerojax.flax.value_and_grad(tx, loss_fn)(sharded, ROWS)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption, saving
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.leaf import is_chunked
@@ -102,7 +102,7 @@ def digest(state, devices=()):
 
 
 def sharded(offload=None, mesh=None):
-    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=4, offload=offload)
+    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=4), offload=offload)
 
 
 def newest_epoch(folder):

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 
 import zerojax
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, export, import_params
 
 # One change's time of the processor; threads and caches beside what is allocated for a checkpoint.
@@ -67,7 +67,7 @@ class Fuzz:
 
     def __init__(self, root, seed):
         self.rng, self.root = random.Random(seed), root
-        tx = zero_shard(optax.adam(1e-2), stage=3, persist_below=4)
+        tx = zero_shard(optax.adam(1e-2), stage=3, tuning=Tuning(persist_below=4))
         params = {"w": jnp.arange(128.0 * 160).reshape(128, 160), "v": jnp.arange(21.0).reshape(7, 3), "b": jnp.ones(5)}
         state = tx.create({**params, "key": {"n": jnp.int32(3)}})
         self.like = zero_shard(optax.adam(1e-2), stage=1).create(jax.eval_shape(lambda: tx.unshard(state.params)))

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import optax
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 
@@ -34,7 +34,7 @@ def in_pool(task):
 
 
 def main(folder, count):
-    tx = zero_shard(optax.adam(1e-2), stage=3, persist_below=4)
+    tx = zero_shard(optax.adam(1e-2), stage=3, tuning=Tuning(persist_below=4))
     state = tx.create({"w": jnp.ones((256, 256)), "b": jnp.ones(5)})
     with Checkpointer(folder, keep=2) as checkpoints:
         for step in range(count):

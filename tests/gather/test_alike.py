@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import block, jaxprs, zero_shard
+from zerojax import Tuning, block, jaxprs, zero_shard
 from zerojax.train.checked import nested
 
 WIDTH, LAYERS = 16, 5
@@ -44,7 +44,7 @@ AROUND = [("global", block), pytest.param("device", jax.checkpoint, marks=pytest
 def test_what_is_alike_is_one_program(view, around, scale_of, uses):
     """The first layer is apart: nobody wants the cotangent of its rows."""
     loss = loss_of(scale_of, around)
-    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh_of(8), persist_below=0, view=view)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=0), view=view)
     grad, shards = tx.value_and_grad(loss), tx.shard(PARAMS)
     equations = [eqn for inner in nested(jax.make_jaxpr(grad)(shards, ROWS).jaxpr) for eqn in inner.eqns]
     for name in ("_run", "_pull"):
@@ -118,7 +118,7 @@ def test_the_program_is_the_same_each_time_it_is_made():
             rows = layer(rows, w)
         return jnp.mean(rows**2)
 
-    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh_of(8), persist_below=0)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=0))
     shards, traces = tx.shard(PARAMS), []  # kept: what is freed would be allocated at the same address again
     for _ in range(4):
         traces.append(jax.make_jaxpr(tx.value_and_grad(lambda *args: loss(*args)))(shards, ROWS))

@@ -10,7 +10,7 @@ from engine_helpers import assert_same, lay_out
 from jax import lax
 from parity import assert_parity
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.gather import working_set
 
 X = jax.random.normal(jax.random.key(9), (24, 8))
@@ -48,7 +48,7 @@ def test_steps_are_those_of_plain_optax(stage, names):
     """Of what an engine that evaluates equation by equation is likeliest to lose."""
     loss = lambda params, x: sum(constructs.TABLE[name](params, x) for name in names)
     plain = optax.adamw(1e-2, eps=1e-3)  # with its usual epsilon, Adam makes a full update of a rounding error
-    tx = zero_shard(plain, stage=stage, mesh=mesh_of(4), persist_below=1)
+    tx = zero_shard(plain, stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=1))
     assert_parity(tx, loss, constructs.make_params(), [X] * 2, atol=1e-5)
 
 

@@ -9,7 +9,7 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 
 
 def weights(key):
@@ -40,7 +40,7 @@ def products(value_and_grad, params, vector):
     quick_or_slow([(3, "global"), (2, "global"), (3, "device")], [(3, "global")]),
 )
 def test_hessian_vector_products(stage, view):
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(3), persist_below=10, view=view)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(3), tuning=Tuning(persist_below=10), view=view)
     found = jax.jit(lambda p, v: products(tx.value_and_grad(loss), p, v))(tx.shard(PARAMS), tx.shard(VECTOR))
     slope, *hessian = jax.jit(lambda p, v: products(jax.value_and_grad(loss), p, v))(PARAMS, VECTOR)
     np.testing.assert_allclose(found[0], slope, rtol=1e-5)
@@ -54,7 +54,7 @@ def test_no_tracer_is_left_behind(stage, mesh):
     """JAX finds leaked tracers from 0.12 on. A replicated leaf beside a sharded one had its stand-in kept."""
     params = {"w": jnp.ones((16, 8)), "bias": jnp.ones(8)}
     with jax.checking_leaks():
-        tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=10)
+        tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, tuning=Tuning(persist_below=10))
         gradient = tx.value_and_grad(lambda p, rows: jnp.mean((rows @ p["w"] + p["bias"]) ** 2))
         _, grads = gradient(tx.shard(params), jnp.ones((8, 16)))
     assert set(grads) == set(params)
@@ -69,7 +69,7 @@ def test_a_wide_cotangent_of_a_narrow_value_is_refused_by_name(view, mesh):
         return x.astype(jnp.float32).sum()
 
     total.defvjp(lambda x: (total(x), x.shape), lambda shape, g: (jnp.full(shape, g, jnp.float32),))
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=0, view=view)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=0), view=view)
     params = tx.shard({"w": jnp.ones((16, 4), jnp.bfloat16)})
     gradient = tx.value_and_grad(lambda p, rows: total(p["w"][jnp.array([1, 2, 1])] + rows[0]))
     with pytest.raises(TypeError, match="cotangent of float32 for a value of bfloat16"):
@@ -85,7 +85,7 @@ def test_what_passes_stop_gradient_has_no_backward_pass(mesh):
         more, step = lambda carry: carry[0] < 3, lambda carry: (carry[0] + 1, jnp.tanh(carry[1] @ params["stack"][0]))
         return jnp.mean((x - jax.lax.stop_gradient(jax.lax.while_loop(more, step, (0, x))[1])) ** 2)
 
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=10))
     value, grads = tx.value_and_grad(stopped)(tx.shard(PARAMS), BATCH)
     expected, wanted = jax.value_and_grad(stopped)(PARAMS, BATCH)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
@@ -135,7 +135,7 @@ def test_functions_of_weights_with_derivatives_of_their_own_move_no_more_than_th
         twice = clipped(p["d"])  # its two cotangents are added before they are clipped
         return jnp.mean(((x @ jax.nn.relu(p["c"])) @ twice) @ twice)
 
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10, bucket_bytes=0)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=10, bucket_bytes=0))
     gradient = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
     moved, size = collectives(gradient), 64 * 64
     # The backward pass begins with `d`, and gathers the others again, if XLA does not merge both gathers.

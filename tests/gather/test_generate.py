@@ -8,7 +8,7 @@ import pytest
 from conftest import mesh_of
 from gpt import GPT, generator
 
-from zerojax import Precision, collectives, zero_shard
+from zerojax import Precision, Tuning, collectives, zero_shard
 
 MODEL, COUNT = GPT(width=32, layers=3, heads=2), 6
 PROMPTS = np.random.default_rng(1).integers(256, size=(8, 5))
@@ -28,7 +28,7 @@ def params():
     [(3, 8, {}), (3, 3, {"view": "device"}), (1, 8, {"precision": Precision.bf16()})],
 )
 def test_what_is_drawn_with_a_cache_is_what_is_likeliest_without(stage, rows, options, params):
-    tx = zero_shard(optax.identity(), stage=stage, mesh=mesh_of(8), persist_below=1, **options)
+    tx = zero_shard(optax.identity(), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=1), **options)
     stored, prompts = tx.shard(params), PROMPTS[:rows]
     generate = generator(tx, MODEL, COUNT, temperature=0)
     compiled = generate.lower(stored, prompts, jax.random.key(0)).compile()

@@ -13,7 +13,7 @@ from conftest import mesh_of
 from flax import linen
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
 
 WIDTH, ROWS = 16, 16
@@ -71,7 +71,7 @@ def plain(name):
 
 def by_zerojax(name, stage, view, mesh):
     loss, params, x = given(name)
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=0)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, tuning=Tuning(persist_below=0))
     params, x = jax.eval_shape(lambda: (params, x))
     return tx.train_step(loss).lower(tx.create(params), x).compile().as_text()
 
@@ -154,7 +154,7 @@ NANS += [(loss, 2 + i % 2, "global") for i, loss in enumerate([*FAILING][1:])]
 @pytest.mark.quick(1)
 @pytest.mark.parametrize(("loss", "stage", "view"), NANS)
 def test_an_error_of_debug_nans_has_the_users_line(loss, stage, view, mesh):
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=0)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, tuning=Tuning(persist_below=0))
     state = tx.create([jnp.ones((WIDTH, WIDTH))] * 2)
     step = tx.train_step(loss)
     with jax.debug_nans(True), pytest.raises(FloatingPointError) as error:
@@ -192,7 +192,7 @@ def wrong_derivative(params, x):
 @pytest.mark.parametrize(("loss", "fails"), [(wrong_shape, (wrong_shape, 2)), (wrong_derivative, (pull, 1))])
 @pytest.mark.parametrize(("stage", "view"), [(2, "global"), (3, "global"), (2, "device"), (3, "device")])
 def test_an_error_while_tracing_has_the_users_line(stage, view, loss, fails, mesh):
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=0)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, tuning=Tuning(persist_below=0))
     state = tx.create([jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2)
     with pytest.raises((TypeError, ValueError), match=r"Incompatible shapes|dot_general requires") as error:
         tx.train_step(loss).trace(state, jnp.ones((ROWS, WIDTH)))

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction, mesh_of
+from flat_options import tuned
 from fp8_models import HIDDEN, OPS, WIDTH, fp8, gathered
 from jax import lax
 from jax.experimental import pallas as pl
@@ -90,7 +91,7 @@ def loss_of(quantiser, style, where="inside"):
 
 def transformation(view="global", **options):
     options = {"mesh": mesh_of(8), "persist_below": 200} | options
-    return zero_shard(optax.sgd(0.1), stage=3, view=view, **options)
+    return zero_shard(optax.sgd(0.1), stage=3, view=view, **tuned(**options))
 
 
 def passes(loss, params, view="global", **options):

@@ -8,10 +8,11 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction
+from flat_options import tuned
 from jax import lax
 from jax.sharding import AxisType
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.layout.leaf import is_padded
 
 DEPTH, WIDTH, HIDDEN = 3, 25, 257  # 8 devices divide neither, so every layer has padding
@@ -120,7 +121,7 @@ X = jax.random.normal(jax.random.key(1), (64, WIDTH))
 
 @functools.cache
 def sharded(view):
-    return zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), view=view, persist_below=100)
+    return zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), view=view, tuning=Tuning(persist_below=100))
 
 
 def assert_gradient(found, expected):
@@ -276,7 +277,7 @@ def test_gradients_of_merged_adapters_are_as_small_as_the_adapters(rank, style):
         layers = jax.tree.map(merge, adapters, frozen["layers"], is_leaf=is_pair)
         return base({**frozen, "layers": layers}, x)
 
-    options = {"persist_below": 1000, "trainable": lambda path, _: path.startswith("1/")}
+    options = {"tuning": Tuning(persist_below=1000), "trainable": lambda path, _: path.startswith("1/")}
     tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh(8), **options)
     stored = tx.shard((params, adapters))
     compiled = jax.jit(tx.value_and_grad(loss)).lower(stored, X).compile()
@@ -300,7 +301,7 @@ def everything(params, x):
 )
 def test_a_step_is_that_of_one_device(view, style, option, accumulate):
     hybrid = {"mesh": mesh(2, 4), "axis": ("host", "gpu"), option: "gpu"}
-    tx = zero_shard(optax.sgd(1.0), stage=3, view=view, persist_below=100, **hybrid)
+    tx = zero_shard(optax.sgd(1.0), stage=3, view=view, **tuned(persist_below=100, **hybrid))
     params = parameters(style)
     state = tx.create(jax.tree.map(jnp.copy, params))
     new = tx.unshard(tx.train_step(everything, accumulate=accumulate)(state, X)[0].params)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from zerojax import compat, jaxprs, zero_shard
+from zerojax import Tuning, compat, jaxprs, zero_shard
 from zerojax.gather.paired import with_pairs
 
 WIDTH, TOKENS, ROWS, LAYERS = 32, 48, 8, 3
@@ -39,7 +39,7 @@ def barriers(jaxpr):
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("view", ["global", "device"])
 def test_a_scan_computes_both_cotangents_of_the_probabilities_product(mesh, view, remat):
-    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, view=view, persist_below=0)
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh, view=view, tuning=Tuning(persist_below=0))
     params, x = weights(LAYERS), jax.random.normal(jax.random.key(1), (ROWS, TOKENS, WIDTH))
     step = jax.jit(tx.value_and_grad(lambda params, x: loss(params, x, remat=remat)))
     traced = step.trace(tx.shard(params), x)

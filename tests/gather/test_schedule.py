@@ -6,6 +6,7 @@ import optax
 import pytest
 from conftest import mesh_of
 from engine_helpers import lay_out, sharded_grad
+from flat_options import tuned
 from jax.extend import core as jex
 
 from zerojax import jaxprs, zero_shard
@@ -113,7 +114,7 @@ def test_no_more_is_gathered_at_once_than_prefetch_says(loss, trains_all, prefet
     params = {"frozen": [shape(WORDS, WIDTH)] * BRANCHES, "trained": shape(WIDTH, WIDTH)}
     trainable = None if trains_all else lambda path, x: "trained" in str(path)  # frozen: no gradient orders the pass
     options = {"mesh": mesh_of(8), "persist_below": 1, "prefetch": prefetch, "trainable": trainable}
-    tx = zero_shard(optax.sgd(1e-3), stage=3, **options)
+    tx = zero_shard(optax.sgd(1e-3), stage=3, **tuned(**options))
     compiled = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), shape(ROWS, WIDTH)).compile()
     # One use and what is prefetched, and one more gradient or activation of this size.
     assert compiled.memory_analysis().temp_size_in_bytes <= (prefetch + 2.2) * WEIGHT

@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax import lax
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap
@@ -21,7 +21,9 @@ F32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def compiled(loss, params, batch):
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=absent_mesh("h200:8", axes=("data",)), persist_below=1)
+    tx = zero_shard(
+        optax.sgd(1e-3), stage=3, mesh=absent_mesh("h200:8", axes=("data",)), tuning=Tuning(persist_below=1)
+    )
     return jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
 
 

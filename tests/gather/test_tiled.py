@@ -15,7 +15,7 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from jax import lax
 
-from zerojax import Precision, collectives, tiled, zero_shard
+from zerojax import Precision, Tuning, collectives, tiled, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
 
 WIDTH, HIDDEN, VOCABULARY, LENGTH = 16, 32, 48, 22
@@ -79,7 +79,7 @@ def test_value_and_derivatives_are_those_of_the_whole(tiles):
     ("stage", "view"), quick_or_slow([(3, "global"), (3, "device"), (1, "global")], [(3, "global")])
 )
 def test_parameters_are_gathered_and_their_gradients_reduced_once_for_all_tiles(stage, view):
-    tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh_of(8), view=view, persist_below=1)
+    tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh_of(8), view=view, tuning=Tuning(persist_below=1))
     loss, batch = loss_by(tiled, 4), BATCH | {"real": jnp.ones((8, LENGTH), bool)}
     step, state = tx.train_step(loss), tx.create(PARAMS)
     moved = collectives(step.lower(state, batch).compile())
@@ -112,7 +112,7 @@ def test_the_gradient_of_what_a_loop_adds_up_is_reduced_behind_it():
         h, _ = lax.scan(step, jnp.zeros((8, 32), jnp.bfloat16), jnp.moveaxis(x, 1, 0).astype(jnp.bfloat16))
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
-    tx = zero_shard(optax.sgd(1.0), stage=2, mesh=mesh_of(8), persist_below=1)
+    tx = zero_shard(optax.sgd(1.0), stage=2, mesh=mesh_of(8), tuning=Tuning(persist_below=1))
     params, x = {"w": draw(7, 32, 32)}, draw(8, 8, 12, 32)
     step, state = tx.train_step(loss), tx.create(params)
     moved = collectives(step.lower(state, x).compile())
@@ -156,7 +156,7 @@ def test_the_examples_model_is_the_same_in_tiles(monkeypatch):
     real = jnp.arange(33) < jnp.arange(26, 34)[:, None]
     params = llama.Llama(config).init(jax.random.key(1), tokens)
     expected = jax.jit(jax.value_and_grad(llama.next_token_loss(llama.Llama(config))))(params, tokens, real)
-    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(8), persist_below=1)
+    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1))
     loss = llama.next_token_loss(long_context.model_of("offload", 32, config))
     value, grads = tx.value_and_grad(lambda params, batch: loss(params, *batch))(tx.shard(params), (tokens, real))
     chex.assert_trees_all_close((value, tx.unshard(grads)), expected, rtol=1e-4, atol=1e-6)

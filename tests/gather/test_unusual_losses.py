@@ -8,7 +8,7 @@ import pytest
 from conftest import quick_or_slow
 from jax.sharding import AxisType, PartitionSpec
 
-from zerojax import Offload, Precision, zero_shard
+from zerojax import Offload, Precision, Tuning, zero_shard
 
 ROWS = jnp.linspace(-1, 1, 32).reshape(8, 4)
 
@@ -48,7 +48,7 @@ def test_gradients_that_all_devices_compute_alike(stage, shape, mesh, optimized)
     """Of leaves that are padded, and of others."""
     params = {name: jax.random.normal(jax.random.key(i), shape) for i, name in enumerate(OF_PARAMETERS)}
     params["weights"] = jnp.ones((4, 4))
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=0)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, tuning=Tuning(persist_below=0))
     expected = jax.jit(jax.value_and_grad(with_all))(params, ROWS)
     found, grads = tx.value_and_grad(with_all)(tx.shard(params), ROWS)
     chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=1e-6)
@@ -68,7 +68,7 @@ def narrow(params, rows, dtype=jnp.float8_e5m2):
 
 
 def test_a_gradient_that_is_rounded_to_float8_is_rounded_once_it_is_summed(mesh):
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=0)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     expected = jax.jit(jax.value_and_grad(narrow))(STACK, ROWS)
     found, grads = tx.value_and_grad(narrow)(tx.shard(STACK), ROWS)
     chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=1e-6)
@@ -81,7 +81,7 @@ def test_float8_gradients_are_summed_in_a_wider_type(mesh):
     rows = jnp.repeat(2.0 ** (3 - jnp.arange(8.0))[:, None], 8, axis=1)  # eight binary digits in all, as bfloat16 has
     loss = lambda p, rows: jnp.sum(rows @ p["w"].astype(jnp.float8_e4m3fn).astype(jnp.float32))
     for stage in (1, 3):
-        tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=0, view="device")
+        tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, tuning=Tuning(persist_below=0), view="device")
         _, grads = tx.value_and_grad(loss)(tx.shard(w), rows)
         chex.assert_trees_all_close(tx.unshard(grads)["w"], jnp.full((8, 8), jnp.mean(rows[:, 0])), rtol=1e-6)
 
@@ -95,7 +95,9 @@ def test_types_are_promoted_although_a_user_forbids_it(mesh):
         return jnp.sum(losses * batch["weight"]), jnp.sum(batch["weight"])
 
     with jax.numpy_dtype_promotion("strict"):
-        tx = zero_shard(optax.sgd(0.1, momentum=0.9), stage=1, mesh=mesh, precision=Precision.fp16(), persist_below=0)
+        tx = zero_shard(
+            optax.sgd(0.1, momentum=0.9), stage=1, mesh=mesh, precision=Precision.fp16(), tuning=Tuning(persist_below=0)
+        )
         state = tx.create({"w": jnp.eye(4)})
         state, metrics = tx.train_step(loss, weighted=True)(state, batch)
     assert metrics["loss"] == pytest.approx(float(jnp.mean(ROWS**2)), rel=1e-3)
@@ -111,7 +113,7 @@ def test_a_gradient_through_eval_step_is_that_of_its_function(offload, mesh):
         of = lambda p: p["scale"] * jnp.tanh(rows @ p["matrix"][:4] * p["gain"])
         return jnp.mean((of(params) - of(teacher)) ** 2, axis=1)
 
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=8, offload=offload)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=8), offload=offload)
     call, weights = tx.eval_step(student_and_teacher), jnp.arange(8.0)
     teacher = jax.tree.map(jnp.sin, params)
     expected, pull = jax.vjp(jax.jit(student_and_teacher), params, ROWS, teacher)
@@ -143,7 +145,7 @@ def test_a_shard_map_over_another_axis_within_the_model(view):
         return part(params["w"], batch) / batch.shape[0]
 
     params, rows = {"w": jax.random.normal(jax.random.key(1), (16, 32))}, jax.random.normal(jax.random.key(0), (16, 16))
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=20, view=view)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=20), view=view)
     found, grads = tx.value_and_grad(loss)(tx.shard(params), rows)
     expected = jax.jit(jax.value_and_grad(plain))(params, rows)
     chex.assert_trees_all_close((found, tx.unshard(grads)), expected, rtol=1e-5, atol=2e-6)

@@ -12,7 +12,7 @@ import yardstick
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 OLD = jax.__version_info__ < (0, 11)
 
@@ -33,7 +33,7 @@ def test_all_that_a_device_holds_is_little_more_than_the_parameters(style):
 def test_the_rival_that_is_pipelined_by_hand_gives_the_plain_models_gradient():
     """Otherwise its figures in benchmarks/aot_gpt.py would be those of another model."""
     scan, size = True, dataclasses.replace(yardstick.SIZES["tiny"], layers=3)
-    tx = zero_shard(optax.sgd(1.0), stage=3, persist_below=0)
+    tx = zero_shard(optax.sgd(1.0), stage=3, tuning=Tuning(persist_below=0))
     init, loss, (_, length) = yardstick.build("tiny", scan=scan, layers=3)
     params, tokens = jax.jit(init)(jax.random.key(0)), jax.random.randint(jax.random.key(1), (8, length), 0, 128)
     specs = jax.tree.map(lambda x: x.spec, tx.shardings(params).params)

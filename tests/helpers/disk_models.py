@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import optax
+from flat_options import tuned
 from jax.sharding import AxisType
 
 from zerojax import Offload, zero_shard
@@ -20,7 +21,7 @@ def sharded(tx=None, devices=8, **options):
     tx = optax.adamw(1e-2) if tx is None else tx
     devices = jax.devices()[:devices]
     mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-    return zero_shard(tx, stage=3, mesh=mesh, persist_below=64, **options)
+    return zero_shard(tx, stage=3, mesh=mesh, **tuned(persist_below=64, **options))
 
 
 def model_params():

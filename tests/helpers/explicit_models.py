@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 P = PartitionSpec
@@ -148,7 +148,7 @@ product.defvjp(product_forward, product_backward)
 
 
 def zero(mesh, stage, **options):
-    return zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, persist_below=64, **options)
+    return zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, tuning=Tuning(persist_below=64), **options)
 
 
 def assert_equals_plain_jit(mesh, stage, loss, params, batch, *args, **options):

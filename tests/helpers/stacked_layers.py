@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 from conftest import mesh_of
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 WIDTH, DEPTH = 128, 6
 
@@ -30,7 +30,7 @@ OPTIMIZERS = {"adamw": optax.adamw(1e-3), "clip-adamw": CLIPPED}
 
 @functools.cache
 def compiled_step(stage, name="clip-adamw", count=8, view="global"):
-    tx = zero_shard(OPTIMIZERS[name], stage=stage, mesh=mesh_of(count), persist_below=1000, view=view)
+    tx = zero_shard(OPTIMIZERS[name], stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=1000), view=view)
     state = tx.create(jax.eval_shape(make_params))
     return tx.train_step(loss).lower(state, jax.ShapeDtypeStruct((48, WIDTH), jnp.float32)).compile()
 

@@ -167,8 +167,8 @@ def test_the_reference_has_every_command():
 
 
 def test_defaults_that_a_signature_does_not_show():
-    assert f"`PERSIST_BELOW` is {PERSIST_BELOW} elements" in PAGES["api/training.md"]
-    assert f"`BUCKET_BYTES` {BUCKET_BYTES >> 20} MiB" in PAGES["api/training.md"]
+    assert f"`PERSIST_BELOW` is {PERSIST_BELOW} elements" in PAGES["api/options.md"]
+    assert f"`BUCKET_BYTES` {BUCKET_BYTES >> 20} MiB" in PAGES["api/options.md"]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from gpt import GPT, next_byte_loss
 from lora import graft, prose, with_adapters
 from memory import stage_memory
 
-from zerojax import Precision, report, zero_shard
+from zerojax import Precision, Tuning, report, zero_shard
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 SMALL = "--steps 4 --width 64 --layers 2 --heads 2 --batch 8 --seq 32".split()
@@ -207,7 +207,11 @@ def test_only_adapters_move_and_they_start_as_nothing(mesh):
     windows = rng.integers(256, size=(8, 17)).astype(np.int32)
 
     tx = zero_shard(
-        optax.adam(1e-2), stage=3, mesh=mesh, persist_below=100, trainable=lambda path, leaf: "lora" in path
+        optax.adam(1e-2),
+        stage=3,
+        mesh=mesh,
+        tuning=Tuning(persist_below=100),
+        trainable=lambda path, leaf: "lora" in path,
     )
     state = tx.create(graft(base, tx.init_params(with_adapters(init, RANK))))
     adapters, _ = adapters_of(tx.unshard(state.params))

@@ -18,7 +18,7 @@ from jax import lax
 
 import zerojax
 import zerojax.flax
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 ROWS = 16
 IDIOMS = {}
@@ -35,7 +35,7 @@ class Way:
         return self.stage is None
 
     def optimizer(self, tx):
-        return tx if self.plain else zero_shard(tx, stage=self.stage, mesh=mesh_of(8), persist_below=100)
+        return tx if self.plain else zero_shard(tx, stage=self.stage, mesh=mesh_of(8), tuning=Tuning(persist_below=100))
 
     def shard(self, tx, params):
         return params if self.plain else tx.shard(params)

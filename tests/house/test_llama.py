@@ -11,7 +11,7 @@ import pytest
 from conftest import mesh_of
 from safetensors.numpy import load_file, save_file
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import export, import_params
 
 SIZES = {
@@ -88,7 +88,7 @@ def reference(tensors, tokens):
 
 def read(folder, stage, count=8):
     config = llama.read_config(folder)
-    tx = zero_shard(optax.identity(), stage=stage, mesh=mesh_of(count), persist_below=64)
+    tx = zero_shard(optax.identity(), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=64))
     params = import_params(folder, tx.shard(llama.shapes_of(config)), mapping=llama.published(config))
     return params, tx.eval_step(lambda params, tokens: llama.Llama(config).apply(params, tokens))(params, TOKENS)
 

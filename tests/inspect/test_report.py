@@ -8,18 +8,20 @@ import optax
 import pytest
 from models import awkward_params
 
-from zerojax import Padded, report, zero_shard
+from zerojax import Padded, Tuning, report, zero_shard
 
 
 def test_every_leaf_is_sharded_or_has_a_reason(mesh):
     for stage in (0, 1, 3):
-        state = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh, persist_below=50).create(awkward_params())
+        state = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh, tuning=Tuning(persist_below=50)).create(
+            awkward_params()
+        )
         for row in report(state).rows:
             assert row.note or row.bytes * 8 == row.total, row
 
 
 def test_padding_and_persistence_are_reported(mesh):
-    state = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50).create(awkward_params())
+    state = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=50)).create(awkward_params())
     uneven = line_of("uneven", report(state))
     assert uneven.split()[1] == "52"  # 13 x 8 elements over 8 devices
     assert "float32[13, 7]" in uneven

@@ -8,7 +8,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
 from zerojax.inspect.hlo import read
@@ -161,7 +161,7 @@ def compiled():
     def loss(params, x):
         return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x @ params["in"], params["layers"])[0] ** 2)
 
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(8), persist_below=0)
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=0))
     return tx.train_step(loss).lower(tx.create(params), jnp.zeros((64, 16))).compile()
 
 

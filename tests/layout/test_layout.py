@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from models import awkward_params
 
-from zerojax import Padded, report, zero_shard
+from zerojax import Padded, Tuning, report, zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.leaf import shard_extent
 from zerojax.layout.tree import best_dim, lay_out
@@ -75,14 +75,14 @@ def test_an_extent_needs_elements_and_shards(bad):
 
 @pytest.mark.parametrize(("stage", "count"), [(0, 1), (1, 2), (2, 3), (3, 8)])
 def test_every_device_holds_the_same_bytes(stage, count):
-    tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh_of(count), persist_below=50)
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=50))
     found = report(tx.create(awkward_params()))
     assert list(found.per_device.values()) == [found.total] * count
 
 
 def test_state_keeps_the_transformations_own_structure(mesh):
     inner = optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)
-    tx = zero_shard(inner, stage=3, mesh=mesh, persist_below=50)
+    tx = zero_shard(inner, stage=3, mesh=mesh, tuning=Tuning(persist_below=50))
     state = tx.init(awkward_params())
     trained = {**awkward_params(), "count": optax.MaskedNode()}  # integers are not trained
     assert jax.tree.structure(state) == jax.tree.structure(inner.init(trained))
@@ -91,14 +91,16 @@ def test_state_keeps_the_transformations_own_structure(mesh):
 
 
 def test_state_of_another_shape_than_its_parameter_is_divided_too(mesh):
-    tx = zero_shard(optax.adafactor(1e-3, min_dim_size_to_factor=8), stage=2, mesh=mesh, persist_below=16)
+    tx = zero_shard(
+        optax.adafactor(1e-3, min_dim_size_to_factor=8), stage=2, mesh=mesh, tuning=Tuning(persist_below=16)
+    )
     state = tx.init({"w": jnp.ones((64, 256))})
     rows = {x.shape: x.sharding.spec for x in jax.tree.leaves(state) if x.ndim and x.size > 1}
     assert rows == {(64,): PartitionSpec("data"), (256,): PartitionSpec("data")}
 
 
 def test_shapes_give_the_layout_of_live_arrays(mesh):
-    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, persist_below=50)
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=50))
     shardings, shapes = tx.shardings(jax.eval_shape(awkward_params)), tx.create(jax.eval_shape(awkward_params))
     live = tx.create(awkward_params())
     assert jax.tree.structure(shapes) == jax.tree.structure(live)
@@ -121,7 +123,7 @@ def test_another_axis_keeps_its_dim(stage):
     params = {"a": jnp.ones((16, 32)), "b": jnp.ones((32, 16))}
     specs = {"a": PartitionSpec(None, "model"), "b": PartitionSpec("model")}
     laid = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, specs)
-    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=20)
+    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, tuning=Tuning(persist_below=20))
     state, step = tx.create(laid), tx.train_step(lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2))
     for _ in range(2):
         state, _ = step(state, jnp.ones((8, 16)))
@@ -145,7 +147,7 @@ RULES = (("mlp", "model"), ("embed", "data"))
 def test_metadata_of_linen_and_nnx_names_the_other_axis(names, own, context):
     """Of logical names, a dim over a data axis is left to the layout."""
     mesh, init, expected = tensor_parallel_mesh(), nn.initializers.lecun_normal(), PartitionSpec("data", "model")
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=20)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=20))
     logical = functools.partial(nn.with_logical_partitioning, rules=own or None)
     dense = nn.Dense(64, kernel_init=(logical if own or context else nn.with_partitioning)(init, names))
     model = lambda: dense.init(jax.random.key(0), jnp.ones((1, 16)))["params"]

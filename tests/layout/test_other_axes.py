@@ -12,12 +12,13 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction, quick_or_slow
+from flat_options import tuned
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from parallel import WAYS, Decoder, loss_of, mesh_for
 from parity import train_plain
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.comm.collectives import LABEL
 
 SCRIPT = pathlib.Path(__file__).parents[2] / "examples" / "parallel.py"
@@ -54,7 +55,7 @@ def on_one_device(way, name):
 
 def zero(way, stage, name="adamw", **options):
     options = {"mesh": mesh_for(way), "batch_spec": WAYS[way].batch, "persist_below": 100} | options
-    return zero_shard(OPTIMIZERS[name], stage=stage, **options)
+    return zero_shard(OPTIMIZERS[name], stage=stage, **tuned(**options))
 
 
 def prepared(way, tx, **options):
@@ -106,7 +107,7 @@ def test_in_device_view_too(way, stage):
 def test_a_layer_of_a_stack_over_another_axis(stage):
     """Sliced along the dim that is divided over it, the rest has that axis no more."""
     mesh = mesh_for("pipeline")
-    tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, persist_below=10)
+    tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, tuning=Tuning(persist_below=10))
     params = {"w": jax.random.normal(jax.random.key(0), (4, 16, 16)) / 4}
 
     def loss(params, x):
@@ -129,7 +130,7 @@ def test_a_loop_written_by_hand_costs_what_a_step_costs(stage, form):
     """Inside of the user's jit, the types of parameters do not name the model's axis, unless its type is Explicit."""
     kind = AxisType.Explicit if form == "Explicit axes" else AxisType.Auto
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=0)
+    tx = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, tuning=Tuning(persist_below=0))
     specs = PartitionSpec(None, "model"), PartitionSpec("model", None)
     laid = [
         jax.device_put(jnp.full(shape, 0.01), NamedSharding(mesh, spec))

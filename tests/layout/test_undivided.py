@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from parity import assert_parity
 
-from zerojax import Padded, report, zero_shard
+from zerojax import Padded, Tuning, report, zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.leaf import MOST_EXTRA, is_kept_whole, is_padded
 from zerojax.layout.tree import lay_out
@@ -134,7 +134,7 @@ BATCH = jax.random.normal(jax.random.key(1), (16, 256))
     ids=["adafactor", "clip-adamw", "lamb"],
 )
 def test_a_model_with_an_odd_bias_trains_as_on_one_device(optimizer, stage, mesh):
-    tx = zero_shard(optimizer(), stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(optimizer(), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     state = tx.create(model())
     assert not any(map(is_padded, jax.tree.leaves(state.params, is_leaf=is_padded)))
     logical = {x.shape for x in jax.tree.leaves(jax.eval_shape(optimizer().init, model()))} | {(8,), (1,)}
@@ -151,7 +151,7 @@ def test_a_model_with_an_odd_bias_trains_as_on_one_device(optimizer, stage, mesh
 def test_a_part_of_stored_parameters_keeps_its_form(mesh):
     """The rule looks at the whole tree, so that of a part, the other decision would be right."""
     params = {"w": jnp.ones((256, 256)), "a": jnp.arange(257.0), "b": jnp.arange(263.0)}
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=100)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=100))
     stored = tx.shard(params)
     assert {name for name, x in stored.items() if isinstance(x, Padded)} == {"b"}  # each alone would be kept whole
     for names in (["w", "b"], ["a"], ["b"], ["a", "b"]):

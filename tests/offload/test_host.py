@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import chunks, close, folder, host, lock
 from zerojax.offload.chunked import Chunked, ChunkedLayout, Chunking, shards_of
@@ -226,7 +226,7 @@ def test_a_version_is_complete_when_every_chunk_is_written(mesh, tmp_path):
 
 
 def test_offload_without_compiled_programs_is_refused_by_name():
-    tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh_of(2), offload=Offload("host"), persist_below=8)
+    tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh_of(2), offload=Offload("host"), tuning=Tuning(persist_below=8))
     params, batch = {"w": jnp.ones((8, 8))}, jnp.ones((2, 8))
     state, step = tx.create(params), tx.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     with jax.disable_jit():

@@ -10,9 +10,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import quick_or_slow
+from flat_options import tuned
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax import jaxprs, zero_shard
+from zerojax import Tuning, jaxprs, zero_shard
 from zerojax.gpus.topology import absent_mesh, installed
 
 LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
@@ -117,7 +118,7 @@ def differentiated(engine, loss, params, mesh):
     """The parameters as the engine stores them, and the function that differentiates the loss."""
     if engine == "plain":
         return params, jax.value_and_grad(loss)
-    tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, **ENGINES[engine])
+    tx = zero_shard(optax.adamw(1e-3), mesh=mesh, **tuned(persist_below=16, **ENGINES[engine]))
     return tx.shard(params), tx.value_and_grad(loss)
 
 
@@ -139,7 +140,7 @@ def test_exactly_the_named_activations_go_to_the_host_and_come_back(engine, styl
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_an_unrolled_layers_activations_have_left_when_the_next_layer_ends(prefetch, mesh):
     params, batch, loss_of = problem("unrolled")
-    tx = zero_shard(optax.adamw(1e-3), mesh=mesh, persist_below=16, stage=3, prefetch=prefetch)
+    tx = zero_shard(optax.adamw(1e-3), mesh=mesh, tuning=Tuning(persist_below=16, prefetch=prefetch), stage=3)
     grad = tx.value_and_grad(loss_of(wrapping(offloading("hidden"))))
     closed = jax.make_jaxpr(grad)(tx.shard(params), batch)
     inlined = jax.make_jaxpr(lambda *args: jaxprs.inline_calls(closed.jaxpr, closed.consts, *args))(*closed.in_avals)
@@ -190,7 +191,7 @@ def test_activations_leave_a_gpus_memory():
     def memory(policy):
         wrapped = jax.checkpoint(layer, policy=policy)
         run = lambda params, x: functools.reduce(lambda x, w: wrapped(x, w)[0], params, x)
-        tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=absent_mesh("h200:8"), persist_below=16)
+        tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=absent_mesh("h200:8"), tuning=Tuning(persist_below=16))
         grad = tx.value_and_grad(lambda params, x: jnp.mean(run(params, x) ** 2))
         return jax.jit(grad).lower(params, jax.ShapeDtypeStruct((rows, width), "float32")).compile().memory_analysis()
 

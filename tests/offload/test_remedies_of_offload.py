@@ -9,14 +9,16 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, offload, zero_shard
+from zerojax import Offload, Tuning, offload, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
 from zerojax.offload.folder import DiskError
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
 SHAPES = jax.eval_shape(lambda: PARAMS)
 X = np.ones((16, 8), np.float32)
-ZERO = functools.partial(zero_shard, optax.sgd(0.1, momentum=0.9), stage=3, mesh=mesh_of(8), persist_below=1)
+ZERO = functools.partial(
+    zero_shard, optax.sgd(0.1, momentum=0.9), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1)
+)
 
 
 def loss(params, x):

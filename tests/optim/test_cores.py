@@ -6,7 +6,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.optim.cores import CoreFinder
 from zerojax.optim.plan import planned_update
 from zerojax.optim.traced import FlatUpdate
@@ -35,7 +35,7 @@ def listed(mix):
 @pytest.mark.parametrize("mix", [False, True])
 def test_a_state_leaf_belongs_to_the_one_parameter_that_it_depends_on(mix):
     """Whatever its path; a norm of all gradients ties no parameter to another."""
-    tx = zero_shard(listed(mix), stage=3, mesh=mesh_of(8), persist_below=1, matrix_updates="owner")
+    tx = zero_shard(listed(mix), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1, matrix_updates="owner"))
     plan = tx.create(PARAMS).plan
     assert plan.leaves.param_of == (None, None, None)
     update = planned_update(FlatUpdate(tx.config, plan.trained, plan.leaves, plan.state_def))

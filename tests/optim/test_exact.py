@@ -7,7 +7,7 @@ from conftest import mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params
 from parity import assert_parity, train_plain
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 STEPS = 4
 
@@ -18,7 +18,7 @@ def reference(name):
 
 
 def check(name, stage, count, **options):
-    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), persist_below=50, **options)
+    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=50), **options)
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(STEPS), reference=reference(name))
 
 

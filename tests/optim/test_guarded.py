@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 import pytest
+from flat_options import tuned
 from matrix_optimizers import muon
 
 from zerojax import Offload, jaxprs, zero_shard
@@ -38,14 +39,14 @@ def params():
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_in_an_analysis_is_raised(monkeypatch, mesh, name):
     module, attribute, how, optimizer, options = BUGS[name]
-    tx = zero_shard(optimizer(1e-3), stage=3, mesh=mesh, persist_below=50, **options)
+    tx = zero_shard(optimizer(1e-3), stage=3, mesh=mesh, **tuned(persist_below=50, **options))
     monkeypatch.setattr(module, attribute, how(getattr(module, attribute)))
     with pytest.raises(KeyError, match="a bug of ours"):
         tx.create(params())
 
 
 def test_a_bug_in_the_update_by_owners_is_raised(monkeypatch, mesh):
-    tx = zero_shard(muon(1e-3), stage=3, mesh=mesh, persist_below=50, **MUON)
+    tx = zero_shard(muon(1e-3), stage=3, mesh=mesh, **tuned(persist_below=50, **MUON))
     state = tx.create(params())
     monkeypatch.setattr(jaxprs, "inline_calls", broken)
     with pytest.raises(KeyError, match="a bug of ours"):
@@ -65,7 +66,7 @@ def needs_more(optimizer):
 
 @pytest.mark.parametrize("options", [{}, MUON], ids=["", "owner"])
 def test_what_a_transformation_refuses_is_no_error_until_it_runs(mesh, options):
-    tx = zero_shard(needs_more(optax.adam(1e-3)), stage=3, mesh=mesh, persist_below=50, **options)
+    tx = zero_shard(needs_more(optax.adam(1e-3)), stage=3, mesh=mesh, **tuned(persist_below=50, **options))
     state = tx.create(params())
     assert "give a temperature" not in str(state.plan)
     assert state.plan.describe.description.operations == ()

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import Offload, Padded, Precision, zero_shard
+from zerojax import Offload, Padded, Precision, Tuning, zero_shard
 from zerojax.config.config import MeshRecord
 
 HOLE = optax.MaskedNode()
@@ -78,7 +78,7 @@ def test_a_plain_state_is_placed_and_comes_back_bit_for_bit(stage, name, mesh, t
     options = dict(OPTIONS[name])
     if name == "disk":
         options["offload"] = dataclasses.replace(options["offload"], path=str(tmp_path))
-    tx = zero_shard(TX, stage=stage, mesh=mesh, persist_below=64, **options)
+    tx = zero_shard(TX, stage=stage, mesh=mesh, tuning=Tuning(persist_below=64), **options)
     plain = used(TX, PARAMS)
     state = tx.adopt(jax.device_get(plain) if name == "bf16" else plain, PARAMS)
     expected = plain
@@ -112,7 +112,7 @@ def test_a_run_goes_on_from_a_plain_one_and_back(stage, name, mesh):
         return optax.apply_updates(params, updates), state
 
     plain, opt_state = alone(plain, opt_state)
-    tx = zero_shard(inner, stage=stage, mesh=mesh, persist_below=64, **OPTIONS[name])
+    tx = zero_shard(inner, stage=stage, mesh=mesh, tuning=Tuning(persist_below=64), **OPTIONS[name])
     state = tx.create(plain, opt_state=opt_state)
     state, _ = tx.train_step(loss)(state, ROWS)
     expected = alone(plain, opt_state)
@@ -126,7 +126,7 @@ def test_a_run_goes_on_from_a_plain_one_and_back(stage, name, mesh):
 def test_states_of_masked_and_narrow_runs_are_taken(mesh):
     """One of `optax.masked`; one in bfloat16, which float32 represents; and one that wide gradients made wider."""
     mask = {"odd": True, "bias": False, "small": True, "even": {"w": True}}
-    tx = zero_shard(optax.adam(1e-2), stage=1, mesh=mesh, persist_below=64, trainable=mask)
+    tx = zero_shard(optax.adam(1e-2), stage=1, mesh=mesh, tuning=Tuning(persist_below=64), trainable=mask)
     masked = used(optax.masked(optax.adam(1e-2), mask), PARAMS)
     assert_same_bits(tx.unshard(tx.adopt(masked, PARAMS)), masked.inner_state)
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
@@ -138,7 +138,7 @@ def test_states_of_masked_and_narrow_runs_are_taken(mesh):
 
 def test_inside_of_jit_and_on_explicit_axes():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, persist_below=64)
+    tx = zero_shard(optax.adam(1e-2), stage=2, mesh=mesh, tuning=Tuning(persist_below=64))
     plain = used(optax.adam(1e-2), PARAMS)
     state = jax.jit(tx.adopt)(plain, PARAMS)
     assert state[0].mu["odd"].sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
@@ -146,7 +146,7 @@ def test_inside_of_jit_and_on_explicit_axes():
 
 
 def test_what_is_no_plain_state_is_refused_by_name(mesh):
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=64)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=64))
     plain = optax.adam(1e-2).init(PARAMS)
     adam = plain[0]
     with pytest.raises(ValueError, match=r"opt_state\[0\]\.mu\['bias'\] is float32\[8\].*it is in storage already"):
@@ -165,7 +165,7 @@ def test_what_is_no_plain_state_is_refused_by_name(mesh):
 
 def test_a_state_whose_shapes_are_not_known_is_refused(mesh):
     """Another process has planned nothing yet; two models may be stored alike. With the parameters both are known."""
-    make = lambda: zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, persist_below=64)
+    make = lambda: zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=64))
     tx, params = make(), {"w": jnp.ones((257, 3))}
     state = tx.init(params)
     for part in (state, state[0]):
@@ -185,7 +185,7 @@ def test_a_state_whose_shapes_are_not_known_is_refused(mesh):
 
 def test_flax_serializes_no_node_of_ours(mesh):
     """Its bytes would be of one layout. `Checkpointer` and orbax save a state."""
-    tx = zero_shard(optax.adamw(1e-2), stage=3, mesh=mesh, persist_below=64)
+    tx = zero_shard(optax.adamw(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=64))
     stored = tx.shard(PARAMS)
     assert isinstance(stored["odd"], Padded)
     for tree, node in ((stored, "Padded"), (tx.create(PARAMS), "ZeroState")):
@@ -214,7 +214,9 @@ def test_a_transformation_is_pickled_for_another_process(tmp_path):
     types, devices = (AxisType.Auto, AxisType.Explicit), jax.devices()[::-1]
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=types, devices=devices)
     mask, schedule = {"w": True, "b": False}, optax.linear_schedule(1e-2, 0, 10)
-    tx = zero_shard(optax.adamw(schedule), stage=3, mesh=mesh, persist_below=8, trainable=mask, batch_spec=P("data"))
+    tx = zero_shard(
+        optax.adamw(schedule), stage=3, mesh=mesh, tuning=Tuning(persist_below=8), trainable=mask, batch_spec=P("data")
+    )
     loss = lambda p, rows: jnp.mean((rows @ p["w"][:4] + p["b"]) ** 2)
     params = {"w": jnp.linspace(-1, 1, 28).reshape(7, 4), "b": jnp.ones(4)}
     expected = {"mesh": str(mesh), "ids": [d.id for d in mesh.devices.flat], "rows": np.asarray(ROWS)}

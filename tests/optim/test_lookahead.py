@@ -7,7 +7,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 128).reshape(16, 8), "b": jnp.ones(8)}
 BATCHES = np.asarray(jax.random.normal(jax.random.key(0), (4, 16, 16)))
@@ -30,7 +30,7 @@ def lookahead(optimizer, value_and_grad, params):
 
 
 def test_the_remedy_works():
-    zero = lambda tx: zero_shard(tx, stage=3, mesh=mesh_of(8), persist_below=0)
+    zero = lambda tx: zero_shard(tx, stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=0))
     outside = zero(optax.lookahead(optax.adam(1e-2), 2, 0.5))
     both = optax.LookaheadParams.init_synced(PARAMS)
     step, hand = outside.train_step(lambda p, rows: loss(p.fast, rows)), outside.shard(both)

@@ -10,6 +10,7 @@ import optax
 import optax.contrib
 import pytest
 from conftest import mesh_of, quick_or_slow
+from flat_options import tuned
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from matrix_optimizers import muon, shampoo, soap
 from parity import assert_parity, train_plain
@@ -69,7 +70,7 @@ def reference(name):
 
 def owned(name, stage, mesh, **options):
     options = {"persist_below": 50, "matrix_updates": "owner", **options}
-    return zero_shard(MATRIX_OPTIMIZERS[name](), stage=stage, mesh=mesh, **options)
+    return zero_shard(MATRIX_OPTIMIZERS[name](), stage=stage, mesh=mesh, **tuned(**options))
 
 
 @pytest.mark.slow
@@ -103,7 +104,7 @@ def test_one_exchange_each_way_brings_matrices_to_owners_and_results_back():
 
 def plan_of(shapes, tx=None, count=8, **options):
     """The plan of parameters of some shapes on eight devices."""
-    tx = zero_shard(tx or muon(), stage=3, mesh=mesh_of(count), **options)
+    tx = zero_shard(tx or muon(), stage=3, mesh=mesh_of(count), **tuned(**options))
     leaves = {str(i): jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes)}
     return tx.create(leaves).plan
 

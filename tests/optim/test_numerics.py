@@ -12,7 +12,7 @@ from conftest import mesh_of, quick_or_slow
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity, train_plain
 
-from zerojax import Precision, collectives, zero_shard
+from zerojax import Precision, Tuning, collectives, zero_shard
 from zerojax.train.checked import nested
 
 STEPS = 3
@@ -29,7 +29,7 @@ def sgd():
 
 
 def zero(stage, count, tx=None, **options):
-    return zero_shard(tx or sgd(), stage=stage, mesh=mesh_of(count), persist_below=50, **options)
+    return zero_shard(tx or sgd(), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=50), **options)
 
 
 def run(tx, loss, params, batches, *, start=None, **options):
@@ -91,7 +91,7 @@ def test_what_microbatches_move(stage, accumulate):
 def test_multi_steps_around_a_sharded_transformation(stage, mesh):
     params, batches = awkward_params(), awkward_batches(4)
     expected, _ = train_plain(optax.MultiSteps(optax.adam(1e-2), 2), awkward_loss, params, batches)
-    inner = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, persist_below=50)
+    inner = zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh, tuning=Tuning(persist_below=50))
     around, grad = optax.MultiSteps(inner, 2), inner.value_and_grad(awkward_loss)
 
     @jax.jit
@@ -345,7 +345,7 @@ def test_born_parameters_are_master_weights(stage, mesh):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_complex_parameters_keep_their_imaginary_part(stage, accumulate, mesh):
     loss = lambda p, b: jnp.mean(b) * jnp.real(p["w"] * (1 + 2j)).sum()
-    tx = zero_shard(sgd(), stage=stage, mesh=mesh, persist_below=4, precision=Precision.bf16())
+    tx = zero_shard(sgd(), stage=stage, mesh=mesh, tuning=Tuning(persist_below=4), precision=Precision.bf16())
     _, grads = tx.value_and_grad(loss, accumulate=accumulate)(
         tx.shard({"w": jnp.ones(16, jnp.complex64)}), jnp.ones(16)
     )
@@ -386,7 +386,12 @@ def test_predicates_see_logical_shapes_in_master_types(mesh):
     params, loss = {"w": jnp.ones((13, 7)), "b": jnp.ones(3)}, lambda p, b: (p["w"].sum() * b).mean()
     for stage in (2, 3):
         tx = zero_shard(
-            sgd(), stage=stage, mesh=mesh, persist_below=4, precision=Precision.bf16(keep=look), trainable=look
+            sgd(),
+            stage=stage,
+            mesh=mesh,
+            tuning=Tuning(persist_below=4),
+            precision=Precision.bf16(keep=look),
+            trainable=look,
         )
         run(tx, loss, params, [jnp.ones(8)])
         tx.value_and_grad(loss)(tx.shard(params), jnp.ones(8))

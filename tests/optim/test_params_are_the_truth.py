@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
+from flat_options import tuned
 from flax import nnx
 
 from zerojax import Offload, Precision, zero_shard
@@ -40,7 +41,7 @@ def linear(params, batch):
 
 def made(stage, offload=None, tx=None, **options):
     options = {"precision": Precision.bf16(), "persist_below": 100, **options}
-    return zero_shard(tx or optax.sgd(RATE), stage=stage, offload=offload, **options)
+    return zero_shard(tx or optax.sgd(RATE), stage=stage, offload=offload, **tuned(**options))
 
 
 def weights_of(tx, state):

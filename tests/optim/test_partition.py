@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of, quick_or_slow
 
-from zerojax import Offload, Precision, zero_shard
+from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, saving
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.chunked import joined
@@ -96,7 +96,7 @@ EVERY = [*((name, "device") for name in UPDATES), ("branches", "host")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "update"), quick_or_slow(EVERY, [("a statistic", "device")]))
 def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
-    options = {"stage": 3, "mesh": mesh_of(2), "persist_below": 8}
+    options = {"stage": 3, "mesh": mesh_of(2), "tuning": Tuning(persist_below=8)}
     # a chunk of two of the five rows of each device
     offloaded = Offload(optimizer="host", update=update, chunk_bytes=80)
     wanted, found = (trained(zero_shard(UPDATES[name](), offload=offload, **options)) for offload in (None, offloaded))
@@ -106,7 +106,9 @@ def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
 
 def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
     """What was begun before the leaf that fails is waited for."""
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=8, offload=Offload(optimizer="host"))
+    tx = zero_shard(
+        optax.adam(1e-2), stage=3, mesh=mesh_of(2), tuning=Tuning(persist_below=8), offload=Offload(optimizer="host")
+    )
     state, waited, wait_for = tx.create(params()), [], arrays.wait_for
 
     def torn(node):
@@ -126,7 +128,7 @@ def test_a_transformation_that_takes_the_loss_is_chunked_too():
     tx = zero_shard(
         optax.chain(optax.adam(1e-2), optax.contrib.reduce_on_plateau(patience=1)),
         stage=3,
-        persist_below=20,
+        tuning=Tuning(persist_below=20),
         offload=Offload(optimizer="host", chunk_bytes=64, update="device"),
     )
     plan = tx.create({"w": jax.ShapeDtypeStruct((64, 16), jnp.float32)}).plan
@@ -148,7 +150,11 @@ def test_an_update_on_the_host_that_reads_its_state_alone():
     offload = Offload(optimizer="host", chunk_bytes=64, update="host")
     for precision in (None, Precision.bf16()):
         tx = zero_shard(
-            optax.GradientTransformation(init, update), stage=2, persist_below=20, offload=offload, precision=precision
+            optax.GradientTransformation(init, update),
+            stage=2,
+            tuning=Tuning(persist_below=20),
+            offload=offload,
+            precision=precision,
         )
         state, step = tx.create(params), tx.train_step(loss)
         for _ in range(2):

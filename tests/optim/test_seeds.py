@@ -10,7 +10,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 SEEDS = jax.random.split(jax.random.key(0), 3)
@@ -76,7 +76,7 @@ def assert_equal(found, expected):
 def test_a_loop_under_vmap_trains_every_seed(stage, view, options):
     fn, plain = (weighted, weighted_mean) if options else (loss, loss)
     adam = optax.adam(1e-2)
-    tx = zero_shard(adam, stage=stage, view=view, mesh=mesh_of(4), persist_below=0)
+    tx = zero_shard(adam, stage=stage, view=view, mesh=mesh_of(4), tuning=Tuning(persist_below=0))
     run: Any = functools.partial(trained, tx, tx.value_and_grad(fn, **options), shard=tx.shard)
     expected: Any = jax.jit(jax.vmap(functools.partial(trained, adam, jax.value_and_grad(plain))))(SEEDS, TOKENS)
     found: Any = jax.jit(jax.vmap(run))(SEEDS, TOKENS)
@@ -85,7 +85,7 @@ def test_a_loop_under_vmap_trains_every_seed(stage, view, options):
 
 @pytest.mark.slow
 def test_a_step_and_an_evaluation_under_vmap():
-    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), persist_below=0)
+    tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=0))
 
     def run(key, tokens):
         state, _ = tx.train_step(loss)(tx.create(init(key)), tokens)

@@ -15,7 +15,7 @@ import pytest
 from conftest import mesh_of
 from models import awkward_params
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.optim import logical_state
 from zerojax.optim.plan import make_plan
@@ -54,8 +54,8 @@ def test_a_plan_survives_pickling_in_another_process_s_hash(mesh):
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("count", [2, 7])
 def test_parameters_in_another_storage_are_read_by_their_logical_shape(stage, count, mesh):
-    stored = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10).shard(UNEVEN)
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(count), persist_below=10)
+    stored = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=10)).shard(UNEVEN)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=10))
     moved = jax.device_get(stored)
     loss, _ = tx.value_and_grad(mean_square)(moved, np.asarray(X))
     np.testing.assert_allclose(loss, mean_square(UNEVEN, X), rtol=1e-5)
@@ -86,7 +86,7 @@ def test_what_reads_a_state_waits_for_the_step_before_on_simulated_devices_alone
     for module in (train_step, eval_step, logical_state):
         monkeypatch.setattr(module, "wait_if_simulated", lambda mesh, arrays: waited.append(jax.tree.leaves(arrays)))
     monkeypatch.setattr(jax, "block_until_ready", lambda arrays: pytest.fail("waits"))
-    tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh, persist_below=10)
+    tx = zero_shard(optax.trace(0.9), stage=3, mesh=mesh, tuning=Tuning(persist_below=10))
     state, step = tx.create(UNEVEN), tx.train_step(mean_square)
     states = [state, step(state, X)[0]]
     step(states[1], X)
@@ -100,7 +100,7 @@ def test_what_reads_a_state_waits_for_the_step_before_on_simulated_devices_alone
 
 
 def test_a_batch_committed_to_one_device_is_spread(mesh):
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=10)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=10))
     batch = jax.device_put(X, jax.devices()[3])
     loss, _ = tx.value_and_grad(mean_square)(tx.shard(UNEVEN), batch)
     np.testing.assert_allclose(loss, mean_square(UNEVEN, X), rtol=1e-5)
@@ -113,7 +113,7 @@ def test_gradients_wider_than_their_parameters_stay_so(stage, make):
     """The difference that float32 gradients make to narrow parameters would be lost in bfloat16."""
     params = {"w": jnp.ones((15, 8), jnp.bfloat16), "b": jnp.ones(3, jnp.bfloat16)}
     grads = jax.tree.map(lambda x: jnp.linspace(1, 1.001, x.size).reshape(x.shape), params)
-    tx = zero_shard(make(), stage=stage, mesh=mesh_of(8), persist_below=10)
+    tx = zero_shard(make(), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=10))
     sharded = tx.shard(params)
     state, plain = tx.init(sharded), make().init(params)
     for _ in range(2):  # by the second, Adam's moments are wide

@@ -8,7 +8,7 @@ import optax.contrib
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, Precision, report, zero_shard
+from zerojax import Offload, Precision, Tuning, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 PARAMS = {
@@ -40,7 +40,7 @@ def loss(p, batch):
 
 
 def zero(name, stage, **options):
-    return zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(4), persist_below=20, **options)
+    return zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=20), **options)
 
 
 def assert_only_floats_moved(tree, trained=TRAINED):

@@ -13,7 +13,7 @@ import pytest
 from conftest import mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.padded import Padded
@@ -217,7 +217,7 @@ def trained(tx, params):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 0])
 def test_padded_parameters_keep_their_form_in_a_loop_of_another_stage(stage):
-    make = functools.partial(zero_shard, optax.adam(1e-2), mesh=mesh_of(4), persist_below=0)
+    make = functools.partial(zero_shard, optax.adam(1e-2), mesh=mesh_of(4), tuning=Tuning(persist_below=0))
     given = make(stage=3).shard(ODD)
     assert all(isinstance(x, Padded) for x in given.values())
     found = trained(make(stage=stage), given)

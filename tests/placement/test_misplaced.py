@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flat_options import tuned
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +27,7 @@ ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
 
 
 def transformation(mesh, inner=ADAM, **options):
-    return zero_shard(inner, **{"stage": 3, "mesh": mesh, "persist_below": 16} | options)
+    return zero_shard(inner, **tuned(**{"stage": 3, "mesh": mesh, "persist_below": 16} | options))
 
 
 def test_shardings_of_a_model_without_annotations_replicate_a_train_state(mesh):

@@ -8,7 +8,7 @@ import pytest
 from conftest import mesh_of
 from parity import assert_parity
 
-from zerojax import Offload, Precision, estimate, zero_shard
+from zerojax import Offload, Precision, Tuning, estimate, zero_shard
 
 NUMBERS = np.random.default_rng(0)
 PARAMS = {"w": NUMBERS.normal(size=(17, 16)), "z": np.ones(5, complex), "b": np.zeros(16), "order": np.arange(16)[::-1]}
@@ -22,7 +22,7 @@ def loss(p, batch):
 
 
 def zero(stage, **options):
-    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(4), persist_below=20, **options)
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=20), **options)
 
 
 def types(tree):

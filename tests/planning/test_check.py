@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 import yardstick
+from flat_options import tuned
 from jax import lax
 
 import zerojax.inspect.collectives as collectives_module
@@ -26,7 +27,7 @@ SGD = optax.sgd(1e-3)
 
 
 def checked(mesh, loss, params, batch, tx=SGD, **options):
-    tx = zero_shard(tx, mesh=mesh, **{"stage": 3, "persist_below": 1, **options})
+    tx = zero_shard(tx, mesh=mesh, **tuned(**{"stage": 3, "persist_below": 1, **options}))
     return check(tx.train_step(loss), tx.create(params), batch)
 
 

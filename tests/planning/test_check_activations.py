@@ -8,7 +8,7 @@ from conftest import quick_or_slow
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import check, collectives, zero_shard
+from zerojax import Tuning, check, collectives, zero_shard
 from zerojax.inspect.pieces import operations
 from zerojax.planning.check import check_program
 from zerojax.planning.contract import Checked
@@ -22,7 +22,7 @@ BATCH, SEQUENCES = shape(ROWS, WIDTH), shape(ROWS, TIME, WIDTH)
 
 
 def zero(mesh, stage, **options):
-    return zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, persist_below=1024, **options)
+    return zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, tuning=Tuning(persist_below=1024), **options)
 
 
 def row_major(p, x):
@@ -159,7 +159,7 @@ def test_an_update_that_joins_elements_of_several_devices_is_named(mesh):
         return jax.tree.map(lambda x: jnp.sort(x, axis=0) + jnp.sort(x, axis=1), updates), state
 
     sorting = optax.GradientTransformation(lambda params: optax.EmptyState(), sort)
-    tx = zero_shard(sorting, stage=2, mesh=mesh, persist_below=1024)
+    tx = zero_shard(sorting, stage=2, mesh=mesh, tuning=Tuning(persist_below=1024))
     found = check(tx.train_step(row_major), tx.create(LAYERS), BATCH)
     assert found.activations == 0
     assert "moved for the optimizer's update" in str(found)

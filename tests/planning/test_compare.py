@@ -11,7 +11,7 @@ import pytest
 from command_line import run
 from conftest import mesh_of
 
-from zerojax import Precision, compare, zero_shard
+from zerojax import Precision, Tuning, compare, zero_shard
 from zerojax.inspect.nonfinite import origins
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4, "b": jnp.full(8, 0.1)}
@@ -19,7 +19,7 @@ BATCH = jax.random.normal(jax.random.key(1), (32, 16))
 
 
 def tx(stage=3, **options):
-    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), persist_below=50, **options)
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=50), **options)
 
 
 def compared(tx, loss, params, batch, *args, stages=(0, 1, 2, 3), mutable=None, **options):

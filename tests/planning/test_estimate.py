@@ -9,11 +9,12 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction, mesh_of, quick_or_slow
+from flat_options import tuned
 from flax import nnx
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params
 from stacked_layers import CLIPPED, DEPTH, MERGES, WIDTH, compiled_step, make_params
 
-from zerojax import Offload, Precision, collectives, estimate, report, zero_shard
+from zerojax import Offload, Precision, Tuning, collectives, estimate, report, zero_shard
 from zerojax.inspect.report import bytes_by_place
 
 # Rajbhandari et al. 2020, table 1: GB per device of stages 1, 2 and 3, as printed.
@@ -57,10 +58,10 @@ def test_bytes_equal_those_of_live_arrays(name, stage, count, precision, where, 
     places = {"host": Offload(optimizer="host"), "disk": Offload(optimizer="disk", path=tmp_path, update="device")}
     offload = places.get(where) if stage else None
     options = {"persist_below": 50, "precision": precision, "offload": offload}
-    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), **options)
-    row = estimate(jax.eval_shape(awkward_params), tx=OPTIMIZERS[name](), devices=count, stages=(stage,), **options)[
-        stage
-    ]
+    tx = zero_shard(OPTIMIZERS[name](), stage=stage, mesh=mesh_of(count), **tuned(**options))
+    row = estimate(
+        jax.eval_shape(awkward_params), tx=OPTIMIZERS[name](), devices=count, stages=(stage,), **tuned(**options)
+    )[stage]
     found = report(tx.create(awkward_params()))
     part = lambda name: bytes_by_place([row for row in found.rows if row.keys[0] == name])["device"]
     assert (row.params, row.master, row.opt_state) == (part("params"), part("master"), part("opt_state"))
@@ -74,12 +75,19 @@ def test_bytes_equal_those_of_live_arrays(name, stage, count, precision, where, 
 @pytest.mark.parametrize("precision", [None, pytest.param(Precision.bf16(), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("stage", "count"), [(2, 3), (3, 8), *((s, 2) for s in (0, 1))])
 def test_bytes_of_gradients_equal_those_of_live_arrays(stage, count, precision):
-    tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh_of(count), persist_below=50, precision=precision)
+    tx = zero_shard(
+        optax.sgd(1.0), stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=50), precision=precision
+    )
     stored = tx.create(awkward_params()).params  # in the type of a run; tx.shard keeps the wide type
     _, grads = tx.value_and_grad(awkward_loss)(stored, awkward_batches(1)[0])
     found = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(grads))
     row = estimate(
-        awkward_params(), tx=optax.sgd(1.0), devices=count, stages=(stage,), persist_below=50, precision=precision
+        awkward_params(),
+        tx=optax.sgd(1.0),
+        devices=count,
+        stages=(stage,),
+        tuning=Tuning(persist_below=50),
+        precision=precision,
     )[stage]
     assert row.grads == found
 
@@ -87,7 +95,7 @@ def test_bytes_of_gradients_equal_those_of_live_arrays(stage, count, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_bytes_sent_equal_those_of_the_compiled_step(stage):
-    row = estimate(jax.eval_shape(make_params), tx=CLIPPED, stages=(stage,), persist_below=1000)[stage]
+    row = estimate(jax.eval_shape(make_params), tx=CLIPPED, stages=(stage,), tuning=Tuning(persist_below=1000))[stage]
     # stage 3 saves the first layer's gradient of its input, and keeps the last layer between the passes; on CPU with
     # jax 0.10 all second gathers
     saved = 4 * WIDTH**2 * (DEPTH if MERGES else 2) * 7 / 8 if stage == 3 else 0
@@ -109,9 +117,9 @@ def test_what_microbatches_and_types_do_to_the_bytes_sent():
 def test_gathered_is_the_largest_layer_and_those_prefetched():
     params = {f"layer_{i}": {"up": jnp.zeros((64, 256)), "down": jnp.zeros((256, 64))} for i in range(3)}
     params["embed"] = jnp.zeros((300, 64))
-    row = estimate(params, persist_below=1, precision=Precision.bf16())[3]
+    row = estimate(params, tuning=Tuning(persist_below=1), precision=Precision.bf16())[3]
     assert row.gathered == 2 * 2 * 64 * 256 * 2
-    assert estimate(params, persist_below=1, prefetch=0)[3].gathered == 2 * 64 * 256 * 4
+    assert estimate(params, tuning=Tuning(persist_below=1, prefetch=0))[3].gathered == 2 * 64 * 256 * 4
     assert estimate(1e6)[3].gathered is None
 
 
@@ -123,12 +131,12 @@ class Small(nn.Module):
 
 def test_flax_modules_and_their_frozen_leaves():
     shapes = jax.eval_shape(Small().init, jax.random.key(0), jnp.zeros((2, 16)))
-    linen = estimate(shapes, persist_below=1)
+    linen = estimate(shapes, tuning=Tuning(persist_below=1))
     assert linen.parameters == 16 * 8 + 8
     nnx_module = nnx.eval_shape(lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0)))
-    found = estimate(nnx_module, persist_below=1)
+    found = estimate(nnx_module, tuning=Tuning(persist_below=1))
     assert [row.total for row in found.rows] == [row.total for row in linen.rows]
-    frozen = estimate(shapes, persist_below=1, trainable=lambda path, leaf: "bias" in path)
+    frozen = estimate(shapes, tuning=Tuning(persist_below=1), trainable=lambda path, leaf: "bias" in path)
     assert frozen.trained == 8
     assert frozen[0].opt_state == 2 * 4 * 8 + 4  # two moments of the bias, and Adam's count
 
@@ -137,9 +145,9 @@ def test_flax_modules_and_their_frozen_leaves():
 def test_keys_among_frozen_leaves_are_counted_and_not_sent(stage):
     weights = {"w": jnp.ones((64, 64))}
     params, only = {**weights, "key": jax.random.key(0)}, {"w": True, "key": False}
-    options = {"stage": stage, "mesh": mesh_of(8), "persist_below": 0}
+    options = {"stage": stage, "mesh": mesh_of(8), "tuning": Tuning(persist_below=0)}
     found = report(zero_shard(optax.adam(1e-3), trainable=only, **options).create(params))
-    options = {"stages": (stage,), "persist_below": 0}
+    options = {"stages": (stage,), "tuning": Tuning(persist_below=0)}
     predicted = estimate(params, trainable=only, **options)[stage]
     assert (predicted.params, predicted.opt_state) == (found.bytes["params"], found.bytes["opt_state"])
     assert predicted.sent == estimate(weights, **options)[stage].sent
@@ -165,7 +173,7 @@ def test_offloaded_state_is_counted():
     assert row.disk == row.read == row.written == 12 * 7_500_000_000 // 8
     assert (row.master, row.host, row.opt_state) == (0, 0, 4)
     pair = {name: np.zeros((64, 64), np.float32) for name in "ab"}
-    half = estimate(pair, persist_below=1, offload=Offload(optimizer="host", fraction=0.5))[2]
+    half = estimate(pair, tuning=Tuning(persist_below=1), offload=Offload(optimizer="host", fraction=0.5))[2]
     assert half.host == half.opt_state - 4
     alone = lambda **options: estimate({"w": pair["a"]}, stages=(1,), **options)[1].update
     # The update is streamed, so it needs the gradients alone, and no updates.
@@ -193,7 +201,7 @@ def test_it_prints_a_table():
         (1e9, {"devices": 2.5}, TypeError, "devices counts devices and must be an int"),
         (1e9, {"stages": (4,)}, ValueError, "Unknown ZeRO stage 4"),
         (1e9, {"accumulate": 0}, ValueError, "accumulate counts microbatches and must be at least 1"),
-        (1e6, {"bucket_bytes": 1}, TypeError, "no option 'bucket_bytes'"),
+        (1e6, {"bucket_bytes": 1}, TypeError, r"Give tuning=Tuning\(bucket_bytes=1\)"),
         (1e6, {"stage": 2}, TypeError, "no option 'stage'"),
         (1e6, {"axis": "x"}, TypeError, "no option 'axis'"),
         (awkward_params(), {"loss_fn": awkward_loss}, ValueError, "needs the global batch"),

@@ -10,7 +10,7 @@ import optax
 import pytest
 from absent_gpus import aot
 
-from zerojax import Offload, Precision, estimate, plan, zero_shard
+from zerojax import Offload, Precision, Tuning, estimate, plan, zero_shard
 from zerojax.config import Config
 from zerojax.gpus.devices import LINKS, Device, Rates
 from zerojax.gpus.topology import Topology, abstract_mesh
@@ -247,7 +247,7 @@ def test_a_chain_is_fitted_to_absent_gpus():
 @aot
 @pytest.mark.slow
 def test_fewest_gpus_of_a_transformation_with_types_of_its_own():
-    tx = zero_shard(optax.adam(1e-3), stage=0, precision=Precision.bf16(), persist_below=1)
+    tx = zero_shard(optax.adam(1e-3), stage=0, precision=Precision.bf16(), tuning=Tuning(persist_below=1))
     batch = jax.ShapeDtypeStruct((1, 64, 512), jnp.float32)
     found = {}
     for memory in (40 * MB, 12 * MB):

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import Precision, check, estimate, plan, zero_shard
+from zerojax import Precision, Tuning, check, estimate, plan, zero_shard
 from zerojax.gpus.topology import absent_mesh
 from zerojax.planning.compat import MovedMeshes, in_force
 
@@ -76,7 +76,7 @@ BATCH = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
 
 
 def lowered(mesh, block):
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=0)
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     return tx.train_step(loss_of(block)).lower(tx.create(PARAMS), BATCH).as_text()
 
 
@@ -166,7 +166,7 @@ def test_kernels_are_lowered_for_the_gpus_of_the_plan(bare):
     """Planned from a mesh of one device. The kernel computes a device's rows if it stands in a shard_map."""
     mesh = mesh_with(1)
     block = kernel if bare else jax.shard_map(kernel, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=0)
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     found = plan(tx.train_step(loss_of(block)), tx.create(PARAMS), BATCH, topology="h200:8")
     assert "__gpu$xla.gpu.triton" in found.text
     assert f"f32[{32 if bare else 4},{WIDTH}]" in next(x for x in found.text.splitlines() if "xla.gpu.triton" in x)
@@ -210,8 +210,8 @@ def test_cudnn_attention_is_planned_without_cudnn(around, view, topology):
 @pytest.mark.slow
 def test_a_loss_on_a_mesh_is_checked_and_fitted(mesh):
     loss, plain = loss_of(on_rows(mesh)), loss_of(on_rows(absent_mesh("h200:4")))
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, persist_below=0)
-    absent = zero_shard(optax.adam(1e-3), stage=3, mesh=absent_mesh("h200:4"), persist_below=0)
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
+    absent = zero_shard(optax.adam(1e-3), stage=3, mesh=absent_mesh("h200:4"), tuning=Tuning(persist_below=0))
     found = check(tx.train_step(loss), tx.create(PARAMS), BATCH, topology="h200:4")
     known = check(absent.train_step(plain), absent.create(PARAMS), BATCH)
     assert (found.gathered, found.reduced, found.peak, found.flops) == (
@@ -231,7 +231,7 @@ def test_a_function_is_moved_from_a_mesh_of_equal_sizes():
 
     def made(count):
         mesh = mesh_with(count)
-        tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, persist_below=0)
+        tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
         rows = NamedSharding(mesh, ROWS)
         step = jax.jit(tx.value_and_grad(loss_of(on_rows(mesh))), in_shardings=(None, rows))
         params = jax.eval_shape(tx.shard, PARAMS)

@@ -8,6 +8,7 @@ import optax
 import pytest
 import yardstick
 from conftest import mesh_of
+from flat_options import tuned
 from gpt import GPT, next_byte_loss
 
 from zerojax import Precision, block, estimate, zero_shard
@@ -35,7 +36,7 @@ def windows(rows=ROWS, accumulate=1):
 
 
 def predicted(shapes, loss, batch, stage, **options):
-    return estimate(shapes, tx=optax.adamw(1e-3), stages=(stage,), loss_fn=loss, batch=batch, **options)[stage]
+    return estimate(shapes, tx=optax.adamw(1e-3), stages=(stage,), loss_fn=loss, batch=batch, **tuned(**options))[stage]
 
 
 def found(shapes, loss, batch, stage, *, mesh=None, accumulate=1, precision=None):

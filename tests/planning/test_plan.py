@@ -20,7 +20,7 @@ from command_line import run
 from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import DynamicScale, Offload, Precision, check, estimate, plan, report, zero_shard
+from zerojax import DynamicScale, Offload, Precision, Tuning, check, estimate, plan, report, zero_shard
 from zerojax.gpus import topology
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import KINDS, Topology
@@ -181,7 +181,9 @@ def test_what_the_program_does_not_fix_is_noted_and_hosts_of_more_than_eight(f, 
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("stage", quick_or_slow([(s,) for s in range(4)], [(0,), (3,)]))
 def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
-    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, precision=Precision.bf16(), persist_below=0)
+    tx = zero_shard(
+        optax.adam(1e-3), stage=stage, mesh=mesh, precision=Precision.bf16(), tuning=Tuning(persist_below=0)
+    )
     state = tx.create(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes()))
     compiled = tx.train_step(loss).lower(state, rows(16)).compile()
     found = read_plan(CompiledStep(compiled, {**STATE_PARTS, "batch": "batch"}), "h200:8", batch=16)
@@ -293,7 +295,9 @@ def test_every_gpu_can_be_compiled_for(kind):
 def test_a_step_is_what_the_formulas_say(stage, accumulate):
     """A state on two simulated devices is planned for sixteen absent ones."""
     deep = {"layers": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * DEPTH}
-    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh_of(2), precision=Precision.bf16(), prefetch=0)
+    tx = zero_shard(
+        optax.adam(1e-3), stage=stage, mesh=mesh_of(2), precision=Precision.bf16(), tuning=Tuning(prefetch=0)
+    )
 
     def blocks(params, batch):
         for w in params["layers"]:
@@ -345,7 +349,7 @@ def test_a_step_keeps_its_parts_on_absent_gpus():
         mesh=mesh_of(3),  # which does not divide the parameters: they are padded there, and not on absent GPUs
         precision=Precision(compute=jnp.bfloat16, loss_scale=DynamicScale()),
         trainable=lambda path, leaf: "bias" not in path,
-        persist_below=0,
+        tuning=Tuning(persist_below=0),
     )
     arrays = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes())
     state = tx.create(arrays, mutable={"mean": jnp.zeros((WIDTH,))})
@@ -406,9 +410,9 @@ def test_data_axes_are_resized_to_hosts_and_gpus(names, sizes, axes, resized, mo
 @aot
 def test_a_batch_over_two_axes_is_planned_and_checked():
     mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), persist_below=0)
+    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=Tuning(persist_below=0))
     found = plan(tx.train_step(loss), tx.create(shapes()), rows(64), topology="h100:2x8")
-    row = estimate(shapes(), devices=16, stages=(3,), persist_below=0)[3]
+    row = estimate(shapes(), devices=16, stages=(3,), tuning=Tuning(persist_below=0))[3]
     assert (found.devices, found.memory["parameters"], found.sent_formula) == (16, row.params, row.sent)
     checked = check(tx.train_step(loss), tx.create(shapes()), rows(64), topology="h100:2x8")
     assert (checked.devices, checked.reduced_formula) == (16, DEPTH * WIDTH**2 + WIDTH)

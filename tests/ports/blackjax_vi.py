@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 INNER = optax.adam(2e-2)
 
@@ -39,7 +39,7 @@ def plain():
 
 
 def zero(stage, mesh=None):
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=20)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=20))
     of_params = lambda params: tx.eval_step(logdensity)(params, rows())
     vi = blackjax.meanfield_vi(of_params, tx, num_samples=4)
     state = vi.init(tx.shard(position()))

@@ -11,7 +11,7 @@ from brax.training.acme import running_statistics, specs
 from brax.training.agents.ppo import losses
 from brax.training.agents.ppo import networks as ppo_networks
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 ENVS, UNROLL, MINIBATCHES, UPDATES, STEPS = 32, 4, 2, 2, 3
 INNER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-3))
@@ -91,7 +91,7 @@ def plain():
 
 def zero(stage, mesh=None):
     env, _, loss_fn = parts()
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=20)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=20))
     params = tx.init_params(init_params, jax.random.key(0))
 
     def minibatch_step(normalizer, carry, data):

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 
 @jax.tree_util.register_static
@@ -134,7 +134,7 @@ def plain():
 
 def zero(stage, mesh=None):
     config, mesh = Config(), explicit(mesh.size if mesh else jax.device_count())
-    tx = zero_shard(optax.identity(), stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(optax.identity(), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
 
     @jax.jit
     def step(config, state, batch):

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from jax_privacy import clipping, noise_addition
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 ROWS = 16
 NOISE = noise_addition.gaussian_privatizer(stddev=0.1, prng_key=jax.random.key(7))
@@ -49,7 +49,7 @@ def plain():
 
 
 def zero(stage, mesh=None):
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=20)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=20))
     params = tx.shard(init_params())
     opt_state = tx.init(params)
     clipped = clipping.clipped_grad(loss_fn, l2_clip_norm=0.7, normalize_by=ROWS, return_values=True)

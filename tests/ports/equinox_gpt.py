@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 VOCABULARY, WIDTH, LENGTH = 61, 30, 8  # most leaves are padded: 8 divides neither of the first two
 
@@ -89,7 +89,7 @@ def plain():
 
 def zero(stage, mesh=None):
     model, static = eqx.partition(GPT(jax.random.key(0)), eqx.is_inexact_array)
-    tx = zero_shard(optax.adamw(3e-3), stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(optax.adamw(3e-3), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     model = tx.shard(model)
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 

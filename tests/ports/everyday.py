@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from gpt import GPT, generator
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.data import shard_batches
 
 ROWS, LENGTH = 16, 12
@@ -26,7 +26,9 @@ def own_rows():
 
 def zero(stage, mesh=None):
     rate = optax.linear_schedule(0.0, 1e-2, 4)
-    tx = zero_shard(optax.inject_hyperparams(optax.adamw)(rate, eps=1e-3), stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(
+        optax.inject_hyperparams(optax.adamw)(rate, eps=1e-3), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100)
+    )
     init = lambda key: MODEL.init(key, jnp.zeros((1, LENGTH), jnp.int32))
     teacher = tx.init_params(init, jax.random.key(1))
     teach = tx.eval_step(MODEL.apply)

@@ -10,7 +10,7 @@ from flowjax.flows import masked_autoregressive_flow
 from flowjax.train import fit_to_data
 from flowjax.train.losses import MaximumLikelihoodLoss
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 INNER = optax.adam(5e-3)
 
@@ -37,7 +37,7 @@ def plain():
 
 
 def zero(stage, mesh=None):
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=20)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=20))
     flow = make_flow()
     is_fixed = lambda leaf: isinstance(leaf, paramax.NonTrainable)
     params, static = eqx.partition(flow, eqx.is_inexact_array, is_leaf=is_fixed)

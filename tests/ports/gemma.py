@@ -10,7 +10,7 @@ from flax import nnx
 from flax.training import train_state
 from jax.sharding import AxisType
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 8
 DEPTH = WIDTH // HEADS
@@ -131,7 +131,7 @@ def zero(stage, mesh=None):
     create = lambda key: nnx.split(Gemma(nnx.Rngs(key)))
     with jax.set_mesh(mesh):
         graph, params = jax.jit(create)(jax.random.key(0))
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     state = TrainState.create(apply_fn=graph.apply, params=tx.shard(params), tx=tx, graph=graph)
 
     @jax.jit

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 
 @hk.transform_with_state
@@ -58,7 +58,7 @@ def plain():
 
 def zero(stage, mesh=None):
     params, state = jax.jit(net.init, static_argnums=2)(jax.random.key(0), next(batches())["x"], True)
-    tx = zero_shard(optax.adam(3e-3), stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(optax.adam(3e-3), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     params = tx.shard(params)
     opt_state = tx.init(params)
 

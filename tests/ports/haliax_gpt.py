@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 if not hasattr(jax.core, "is_constant_dim"):
     jax.core.is_constant_dim = lambda dim: isinstance(dim, int)  # jax 0.12 removed what `hax.dot` calls
@@ -98,7 +98,7 @@ def plain():
 
 
 def zero(stage, mesh=None):
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=20)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=20))
     model = tx.init_params(Model.init, jax.random.key(0))
     opt_state = tx.init(eqx.filter(model, eqx.is_inexact_array))
 

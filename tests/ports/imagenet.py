@@ -9,7 +9,7 @@ import optax
 from flax import linen as nn
 from flax.training import train_state
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 
 class ResNet(nn.Module):
@@ -81,7 +81,7 @@ def zero(stage, mesh=None):
     model = ResNet()
     variables = jax.jit(model.init)(jax.random.key(0), next(batches())["image"])
     params, statistics = variables["params"], variables["batch_stats"]
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     state = TrainState.create(apply_fn=model.apply, params=tx.shard(params), tx=tx, batch_stats=statistics)
 
     @jax.jit

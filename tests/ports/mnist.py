@@ -5,7 +5,7 @@ import optax
 from flax import nnx
 
 import zerojax.flax
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 
 class CNN(nnx.Module):
@@ -64,7 +64,7 @@ def plain():
 
 def zero(stage, mesh=None):
     model, rngs = CNN(nnx.Rngs(0)), nnx.Rngs(1)
-    tx = zero_shard(optax.adamw(0.005, 0.9), stage=stage, mesh=mesh, persist_below=100)
+    tx = zero_shard(optax.adamw(0.005, 0.9), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
     zerojax.flax.shard_module(model, tx)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))

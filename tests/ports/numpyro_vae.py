@@ -9,7 +9,7 @@ import optax
 from numpyro.distributions import constraints
 from numpyro.infer import SVI, Trace_ELBO
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 WIDE, HIDDEN, LATENT = 16, 24, 4
 
@@ -60,7 +60,7 @@ def plain():
 
 
 def zero(stage, mesh=None):
-    tx = zero_shard(INNER, stage=stage, mesh=mesh, persist_below=20)
+    tx = zero_shard(INNER, stage=stage, mesh=mesh, tuning=Tuning(persist_below=20))
     elbo = Trace_ELBO(num_particles=2)
 
     class Sharded(Trace_ELBO):

@@ -12,6 +12,7 @@ import kernel_libraries  # noqa: F401
 import kernel_pallas  # noqa: F401
 import numpy as np
 import optax
+from flat_options import tuned
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_registry import FORMS, KERNELS, Where, mesh_of
 from measured import PERSIST_BELOW, SLACK, Cost, Limit, accumulated, cost_of, over
@@ -106,7 +107,7 @@ def by_zerojax(case: Case, stage: int, view: str) -> Result:
         options["precision"] = Precision.bf16()
     if case.option == "wire":
         options["wire"] = WIRES[stage]
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(kernel), **options)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(kernel), **tuned(**options))
     microbatches = MICROBATCHES if case.option == "accumulate" else 1
     grad = tx.value_and_grad(kernel.loss(case.form, Where(view, mesh_of(kernel))), accumulate=microbatches)
     given = tx.shard(params), placed(kernel, batch)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from programs import PUBLISHED, TABLE
 from registry import DEVICES
 
-from zerojax import collectives, zero_shard
+from zerojax import Tuning, collectives, zero_shard
 from zerojax.comm.collectives import LABEL
 from zerojax.inspect.collectives import Collective, cause_of
 from zerojax.inspect.hlo import memory_analysis, read
@@ -98,7 +98,7 @@ def by_zerojax(name: str, stage: int, view: str) -> Cost:
     """A program's cost at a stage and in a view of the loss."""
     program = TABLE[name]
     params, batch, args = program.shapes()
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh(), view=view, persist_below=PERSIST_BELOW)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh(), view=view, tuning=Tuning(persist_below=PERSIST_BELOW))
     batch, args = placed(batch, "data"), placed(args)
     if program.accumulate > 1:
         lowered = tx.train_step(program.loss, accumulate=program.accumulate).lower(tx.create(params), batch, *args)

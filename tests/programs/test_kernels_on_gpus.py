@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu, triton
 from jax.sharding import NamedSharding, PartitionSpec
 from measured import cost_of
 
-from zerojax import Precision, zero_shard
+from zerojax import Precision, Tuning, zero_shard
 from zerojax.gpus.topology import absent_mesh
 
 pytestmark = [
@@ -64,7 +64,9 @@ def compiled(kernel, stage, view, target):
             x = layer(x, w)
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh, view=view, persist_below=1000, precision=Precision.bf16())
+    tx = zero_shard(
+        optax.sgd(0.1), stage=stage, mesh=mesh, view=view, tuning=Tuning(persist_below=1000), precision=Precision.bf16()
+    )
     params = [{name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in PARAMS.items()}] * LAYERS
     rows = NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.ShapeDtypeStruct((ROWS, TIME, WIDTH), jnp.float32, sharding=rows)

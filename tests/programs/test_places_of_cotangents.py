@@ -10,7 +10,7 @@ from measured import mesh, placed
 from programs import TABLE
 from registry import DEVICES
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 # Conditions of a loop, entries that an index chooses, noise that the loss draws, and slices of rows.
 NAMES = "slot_attention dqn noise_contrast dpo_halves dit_scan dit_remat vocabulary_chunks last_token".split()
@@ -23,7 +23,7 @@ def test_every_gradient_is_reduced_and_no_activation_is_a_partial_sum(name):
     params, batch, args = TABLE[name].shapes()
     (rows,) = {x.shape[0] for x in jax.tree.leaves(batch)}
     for stage in (0, 2):
-        tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh(), persist_below=0)
+        tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh(), tuning=Tuning(persist_below=0))
         gradient = jax.jit(tx.value_and_grad(TABLE[name].loss))
         text = gradient.lower(tx.shard(params), placed(batch, "data"), *args).as_text()
         assert not re.findall(rf"tensor<{DEVICES}x{rows}x[x\d]*f32>", text)

@@ -8,7 +8,7 @@ from jax import lax
 from measured import MOST_FLOPS, MOST_PASSES, PERSIST_BELOW, SLACK, cost_of, mesh, placed
 from registry import DEVICES, HIDDEN, LAYERS, OUT, ROWS, TIME, WIDTH, ids, structs, xent
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 VIEWS = 4
 LAYER = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH), "pool": (LAYERS, WIDTH, WIDTH)}
@@ -32,7 +32,7 @@ def test_views_that_are_pooled_in_each_layer_cost_what_they_do_under_plain_jit()
 
     replicated = jax.NamedSharding(mesh(), jax.P())
     plain = jax.jit(jax.value_and_grad(loss), out_shardings=replicated).lower(placed(PARAMS), batch).compile()
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh(), persist_below=PERSIST_BELOW)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh(), tuning=Tuning(persist_below=PERSIST_BELOW))
     sharded = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(PARAMS), batch).compile()
     expected, found = cost_of(plain, PARAMS), cost_of(sharded, PARAMS)
     assert found.flops <= MOST_FLOPS * expected.flops

@@ -13,7 +13,7 @@ import pytest
 from conftest import mesh_of
 from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
 
-from zerojax import Offload, offload, zero_shard
+from zerojax import Offload, Tuning, offload, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload import chunks
@@ -120,7 +120,7 @@ def test_a_write_that_fails_unlocks_the_folder(tmp_path, monkeypatch):
     """Although the traceback, which a notebook keeps, still refers to the files."""
     kept, transfer = [], chunks.transfer
     of_params, to_disk = on_disk(tmp_path / "p", devices=2), Offload("disk", path=tmp_path / "s")
-    of_state = zero_shard(optax.adam(1e-3), stage=2, mesh=mesh_of(2), persist_below=8, offload=to_disk)
+    of_state = zero_shard(optax.adam(1e-3), stage=2, mesh=mesh_of(2), tuning=Tuning(persist_below=8), offload=to_disk)
     ways = [of_params.create, lambda x: of_params.init_params(lambda: x), of_params.shard, of_state.create]
     for way in ways:
         for allowed in (1, 4):

@@ -15,7 +15,7 @@ from models import awkward_batches, awkward_loss, awkward_params
 from safetensors.numpy import load_file
 
 import zerojax
-from zerojax import Offload, Precision, zero_shard
+from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export, import_params, restoring, saving
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.state_files import StateFiles
@@ -97,7 +97,7 @@ def test_a_checkpoint_is_copied_without_the_devices_while_training_goes_on(
 
 
 def stage_1(**options):
-    return zero_shard(optax.adamw(1e-2), stage=1, mesh=mesh_of(2), persist_below=64, **options)
+    return zero_shard(optax.adamw(1e-2), stage=1, mesh=mesh_of(2), tuning=Tuning(persist_below=64), **options)
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_states_of_shapes_and_traced_trees_are_named(tmp_path):
 
 
 def test_a_model_without_large_parameters_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"no parameter to keep on disk.*Lower persist_below="):
+    with pytest.raises(ValueError, match=r"no parameter to keep on disk.*Lower Tuning\(persist_below=\)"):
         on_disk(tmp_path / "run").create({"w": jnp.ones((3, 3))})
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import mesh_of
 
 import zerojax
-from zerojax import Offload, report, zero_shard
+from zerojax import Offload, Tuning, report, zero_shard
 from zerojax.layout.leaf import is_chunked
 from zerojax.streaming import stores
 
@@ -31,7 +31,7 @@ def loss_fn(params, x):
 def zero(room=None, **changes):
     kept = {} if room is None else {"device_bytes": room}
     offload = Offload(**{"optimizer": "host", "chunk_bytes": CHUNK, "update": "device", **kept, **changes})
-    return zero_shard(optax.adamw(1e-2), stage=3, mesh=mesh_of(2), persist_below=20, offload=offload)
+    return zero_shard(optax.adamw(1e-2), stage=3, mesh=mesh_of(2), tuning=Tuning(persist_below=20), offload=offload)
 
 
 @functools.cache

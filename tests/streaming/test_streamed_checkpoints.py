@@ -14,7 +14,7 @@ from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params
 from orbax.checkpoint._src.serialization import limits
 
-from zerojax import Offload, Precision, zero_shard
+from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, export, saving
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload import close
@@ -30,7 +30,7 @@ def transformation(way, folder, stage=3, count=8, precision=None):
         path = folder / f"{way}{random.random()}" if way == "disk" else None
         offload = Offload(optimizer=way, path=path, chunk_bytes=200, update="device")
     options = {"stage": stage, "mesh": mesh_of(count), "precision": precision}
-    return zero_shard(optax.adamw(1e-2), persist_below=20, offload=offload, **options)
+    return zero_shard(optax.adamw(1e-2), tuning=Tuning(persist_below=20), offload=offload, **options)
 
 
 def trained(tx):
@@ -89,7 +89,7 @@ def test_master_weights_on_disk_are_exported(tmp_path):
 
 def small(path):
     offload = Offload(optimizer="disk", path=path)
-    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), persist_below=4, offload=offload)
+    return zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(2), tuning=Tuning(persist_below=4), offload=offload)
 
 
 def test_a_state_can_be_closed_after_an_interrupt(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from conftest import fraction, mesh_of, quick_or_slow
 from models import OPTIMIZERS, awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity, train_plain
 
-from zerojax import Offload, Precision, report, zero_shard
+from zerojax import Offload, Precision, Tuning, report, zero_shard
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload import host
 from zerojax.offload.chunked import joined
@@ -40,7 +40,7 @@ def offload(tmp_path=None, **changes):
 
 
 def zero(tx, stage=3, count=8, *, offload=None, **options):
-    return zero_shard(tx, stage=stage, mesh=mesh_of(count), persist_below=20, offload=offload, **options)
+    return zero_shard(tx, stage=stage, mesh=mesh_of(count), tuning=Tuning(persist_below=20), offload=offload, **options)
 
 
 @functools.cache
@@ -168,7 +168,9 @@ def rank_loss(params, rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_state_of_leaves_of_every_rank(name, mesh):
-    tx = zero_shard(OTHERS[name](), stage=3, mesh=mesh, persist_below=0, offload=Offload(optimizer="host"))
+    tx = zero_shard(
+        OTHERS[name](), stage=3, mesh=mesh, tuning=Tuning(persist_below=0), offload=Offload(optimizer="host")
+    )
     assert_parity(tx, rank_loss, RANKS, [ROWS] * 2, atol=1e-5)
 
 
@@ -176,7 +178,7 @@ def test_state_of_leaves_of_every_rank(name, mesh):
 @pytest.mark.parametrize("name", ["adafactor", "multi_steps", "prodigy"])  # with state that no other one has
 def test_state_of_leaves_of_every_rank_on_disk(name, mesh, tmp_path):
     offloaded = Offload(optimizer="disk", path=tmp_path)
-    tx = zero_shard(OTHERS[name](), stage=3, mesh=mesh, persist_below=0, offload=offloaded)
+    tx = zero_shard(OTHERS[name](), stage=3, mesh=mesh, tuning=Tuning(persist_below=0), offload=offloaded)
     assert_parity(tx, rank_loss, RANKS, [ROWS] * 2, atol=1e-5)
 
 

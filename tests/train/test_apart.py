@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import fraction, quick_or_slow
+from flat_options import tuned
 from jax import lax
 from jax.sharding import AxisType
 
@@ -90,7 +91,7 @@ def mesh(*sizes):
 def transformed(stage, view, options="plain", **more):
     sizes = (8,) if options == "plain" else (2, 4)
     more = {"persist_below": 100, "trainable": lambda path, _: path != "frozen", **OPTIONS[options], **more}
-    return zero_shard(optax.sgd(1.0), stage=stage, view=view, mesh=mesh(*sizes), **more)
+    return zero_shard(optax.sgd(1.0), stage=stage, view=view, mesh=mesh(*sizes), **tuned(**more))
 
 
 def stepped(tx, loss, **options):

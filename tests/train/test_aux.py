@@ -7,7 +7,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Mean, Rows, Same, Sum, zero_shard
+from zerojax import Mean, Rows, Same, Sum, Tuning, zero_shard
 
 BATCH = jax.random.normal(jax.random.key(0), (48, 3))
 PARAMS = {"w": jnp.linspace(-1, 1, 3 * 64).reshape(3, 64)}
@@ -31,7 +31,7 @@ def marked(params, batch):
     ("view", "accumulate", "stage"), [("device", 3, 0), ("global", 2, 3), ("device", 1, 3), ("global", 1, 1)]
 )
 def test_marked_aux_is_that_of_all_rows(view, accumulate, stage):
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(8), view=view, persist_below=20)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(8), view=view, tuning=Tuning(persist_below=20))
     grad = tx.value_and_grad(marked, has_aux=True, accumulate=accumulate)
     (_, aux), _ = grad(tx.shard(PARAMS), BATCH)
     (_, expected), _ = jax.value_and_grad(marked, has_aux=True)(PARAMS, BATCH)
@@ -40,7 +40,7 @@ def test_marked_aux_is_that_of_all_rows(view, accumulate, stage):
 
 
 def test_what_is_not_marked_is_as_it_was_returned_where_the_loss_sees_all_rows():
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), view="global", persist_below=20)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), view="global", tuning=Tuning(persist_below=20))
     loss = lambda p, b: (jnp.mean((b @ p["w"]) ** 2), (b @ p["w"], jnp.argmax(b, 0), b > 0))
     state, step = tx.create(PARAMS), tx.train_step(loss, has_aux=True)
     _, metrics = step(state, BATCH)
@@ -50,7 +50,7 @@ def test_what_is_not_marked_is_as_it_was_returned_where_the_loss_sees_all_rows()
 @pytest.mark.parametrize(("options", "form"), [({}, 2), ({"has_aux": True}, 3)])
 def test_mutable_state_goes_through_a_gradient(options, form):
     """One microbatch after the other."""
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), persist_below=20)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=20))
 
     def loss(params, seen, batch):
         return (jnp.mean((batch @ params["w"]) ** 2), {"rows": seen["rows"] + len(batch)}, batch.mean())[:form]

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from flat_options import tuned
 
 from zerojax import Offload, Precision, zero_shard
 
@@ -181,7 +182,7 @@ def place(request):
     stage, update = request.param
     offload = None if update is None else Offload("host", update=update)
     options = {"precision": Precision.bf16(), "persist_below": 16, "mesh": mesh_of(2), "offload": offload}
-    tx = zero_shard(adam(), stage=stage, **options)
+    tx = zero_shard(adam(), stage=stage, **tuned(**options))
     return tx, tx.train_step(loss)
 
 

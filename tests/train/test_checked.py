@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import checkify
 from jax.sharding import Mesh
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 PARAMS = {"w": jnp.full((16, 8), 0.1), "scale": jnp.ones(())}
 HEALTHY = jnp.linspace(0.5, 1, 16 * 16).reshape(16, 16)
@@ -36,7 +36,7 @@ def messages_of_plain_jax():
 
 
 def test_the_error_is_that_of_plain_jax():
-    tx = zero_shard(optax.sgd(0.1), stage=3, persist_below=10)
+    tx = zero_shard(optax.sgd(0.1), stage=3, tuning=Tuning(persist_below=10))
     gradient = lambda params, batch: tx.value_and_grad(loss)(params, batch)[1]
     checked = jax.jit(checkify.checkify(functools.partial(twice, gradient), errors=checkify.all_checks))
     params = tx.shard(PARAMS)
@@ -49,7 +49,7 @@ def test_the_error_is_that_of_plain_jax():
 
 
 def test_in_device_view_automatic_checks_see_what_devices_return_and_others_are_refused():
-    tx = zero_shard(optax.sgd(0.1), stage=1, view="device", persist_below=10)
+    tx = zero_shard(optax.sgd(0.1), stage=1, view="device", tuning=Tuning(persist_below=10))
     plain = lambda params, batch: jnp.mean(jnp.log(batch @ params["w"])) * params["scale"]
     of = lambda loss: jax.jit(checkify.checkify(tx.value_and_grad(loss), errors=checkify.all_checks))
     assert of(plain)(tx.shard(PARAMS), HEALTHY)[0].get() is None
@@ -62,7 +62,7 @@ def test_in_device_view_automatic_checks_see_what_devices_return_and_others_are_
 @pytest.mark.parametrize("stage", [1, 3])
 def test_steps_in_a_scan_on_a_mesh_of_two_axes(stage):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    tx = zero_shard(optax.adamw(0.1), stage=stage, mesh=mesh, persist_below=10)
+    tx = zero_shard(optax.adamw(0.1), stage=stage, mesh=mesh, tuning=Tuning(persist_below=10))
     step = tx.train_step(loss, accumulate=2)
     scanned = lambda state, batches: jax.lax.scan(step, state, batches)
     checked = jax.jit(checkify.checkify(scanned, errors=checkify.user_checks))

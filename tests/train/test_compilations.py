@@ -10,7 +10,7 @@ import optax
 import pytest
 import several
 
-from zerojax import Offload, cache_compilations, zero_shard
+from zerojax import Offload, Tuning, cache_compilations, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 
@@ -21,7 +21,7 @@ def train(programs, checkpoints, where):
     events = collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rpartition("/")[2]]))
     offload = None if where == "device" else Offload(optimizer=where)
-    tx = zero_shard(optax.adamw(1e-2), stage=3, persist_below=0, offload=offload)
+    tx = zero_shard(optax.adamw(1e-2), stage=3, tuning=Tuning(persist_below=0), offload=offload)
     state = tx.create(tx.init_params(lambda key: {"w": jax.random.normal(key, (16, 8))}, jax.random.key(0)))
     loss, batch = (lambda p, x: jnp.mean((x @ p["w"]) ** 2)), np.ones((8, 16), np.float32)
     step = tx.train_step(loss)

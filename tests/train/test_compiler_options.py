@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 from absent_gpus import aot
+from flat_options import tuned
 from jax.sharding import AxisType
 
 import zerojax
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.gpus.topology import absent_mesh
 from zerojax.train import step_program
 from zerojax.train.step_program import OVERLAP
@@ -22,7 +23,7 @@ def loss(params, x):
 
 
 def begun(mesh, **options):
-    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, persist_below=0)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     return tx.train_step(loss, **options), tx.create({"w": jnp.ones((4, 8))})
 
 
@@ -65,7 +66,7 @@ def test_a_step_of_many_programs_takes_no_options(mesh, tmp_path):
 )
 def test_two_collectives_run_at_once_where_they_have_two_groups(shape, options, is_set, monkeypatch):
     mesh = jax.make_mesh(shape, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    tx = zero_shard(optax.sgd(1e-2), mesh=mesh, axis=("host", "gpu"), **{"stage": 3} | options)
+    tx = zero_shard(optax.sgd(1e-2), mesh=mesh, axis=("host", "gpu"), **tuned(**{"stage": 3} | options))
     assert tx.train_step(loss).compiler_options == {}  # on CPUs
     monkeypatch.setattr(step_program, "is_gpu", lambda config: True)
     step = tx.train_step(loss)
@@ -93,7 +94,7 @@ def scanned(params, x):
 def planned(topology, **options):
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
     mesh = absent_mesh(topology, axes=("host", "gpu"))
-    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), shard_axis="gpu")
+    tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=Tuning(shard_axis="gpu"))
     state = tx.create({"up": shape(6, 2048, 8192), "down": shape(6, 8192, 2048)})
     return zerojax.plan(tx.train_step(scanned, **options), state, shape(128, 512, 2048), topology=topology)
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Precision, zero_shard
+from zerojax import Precision, Tuning, zero_shard
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 DEVICES, MICROBATCHES, WIDTH, LIMIT = 4, 3, 8, 0.02
@@ -73,7 +73,13 @@ def zero(stage, view, **options):
     overwrite = {name: name == "seen" for name in PARAMS}
     mesh = mesh_of(DEVICES)
     return zero_shard(
-        optax.sgd(1.0), stage=stage, view=view, mesh=mesh, persist_below=8, overwrite=overwrite, **options
+        optax.sgd(1.0),
+        stage=stage,
+        view=view,
+        mesh=mesh,
+        tuning=Tuning(persist_below=8),
+        overwrite=overwrite,
+        **options,
     )
 
 

@@ -10,7 +10,7 @@ import optax
 import pytest
 import several
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 BATCH = np.arange(64, dtype=np.int32).reshape(16, 4) % 13
@@ -33,7 +33,9 @@ def train(folder):
     """Print digests of runs: of one that is saved, and where there is a checkpoint, of a whole and a resumed one."""
     found = {}
     for name, (sharded, options) in CONFIGURATIONS.items():
-        tx = zero_shard(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), persist_below=0, **sharded)
+        tx = zero_shard(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), tuning=Tuning(persist_below=0), **sharded
+        )
         step = tx.train_step(loss, **options)
 
         def end(state, steps, tx=tx, step=step):

@@ -7,7 +7,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, Padded, Precision, collectives, zero_shard
+from zerojax import Offload, Padded, Precision, Tuning, collectives, zero_shard
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (13, 64)), "v": jax.random.normal(jax.random.key(1), (13, 7))}
 BATCH = jax.random.normal(jax.random.key(2), (16, 13))
@@ -19,7 +19,7 @@ def predict(params, batch, scale=1.0):
 
 
 def zero(stage=3, **options):
-    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), persist_below=20, **options)
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=20), **options)
 
 
 def assert_close(a, b):

@@ -16,14 +16,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import Mean, Offload, Precision, Rows, Sum, zero_shard
+from zerojax import Mean, Offload, Precision, Rows, Sum, Tuning, zero_shard
 from zerojax.data import shard_batches
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
 SHAPES = jax.eval_shape(lambda: PARAMS)
 X = np.ones((16, 8), np.float32)
 KEY = jax.random.key(0)
-ZERO = functools.partial(zero_shard, optax.sgd(0.1, momentum=0.9), mesh=mesh_of(8), persist_below=1)
+ZERO = functools.partial(zero_shard, optax.sgd(0.1, momentum=0.9), mesh=mesh_of(8), tuning=Tuning(persist_below=1))
 TX = ZERO(stage=3)
 GLOBAL, DEVICE = ZERO(stage=3, view="global"), ZERO(stage=3, view="device")
 HOST = ZERO(stage=3, offload=Offload(optimizer="host", update="device"))

@@ -17,7 +17,7 @@ from flax.nnx import bridge
 from fp8_models import DEPTH, HIDDEN, WIDTH, fp8, gathered
 
 import zerojax.flax
-from zerojax import Offload, Wire, plan, zero_shard
+from zerojax import Offload, Tuning, Wire, plan, zero_shard
 
 X = jax.random.normal(jax.random.key(7), (64, WIDTH))
 OP = functools.partial(fp8_ops.Fp8DirectDotGeneralOp, amax_history_length=3)
@@ -26,7 +26,9 @@ DIFFERENTIATED = nnx.Any(nnx.Param, Overwritten)
 
 
 def transformation(stage=3, devices=8, **options):
-    return zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(devices), persist_below=DEPTH * HIDDEN + 1, **options)
+    return zero_shard(
+        optax.sgd(0.1), stage=stage, mesh=mesh_of(devices), tuning=Tuning(persist_below=DEPTH * HIDDEN + 1), **options
+    )
 
 
 def types(tx, loss, params):
@@ -137,7 +139,7 @@ def test_a_plan_counts_float8_products_at_their_rate():
     batch, plans = jax.ShapeDtypeStruct((8 * 512, 1024), jnp.bfloat16), []
     for op in (None, fp8_ops.Fp8DirectDotGeneralOp):
         loss = lambda v, x, op=op: jnp.mean(Wide(op).apply(v, x).astype(jnp.float32) ** 2)
-        tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(8), persist_below=2000)
+        tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=2000))
         variables = jax.eval_shape(Wide(op).init, jax.random.key(0), jnp.zeros((1, 1024)))
         plans.append(plan(tx.train_step(loss), tx.create(variables), batch, topology="h100:8"))
     wide, narrow = (found.roofline for found in plans)

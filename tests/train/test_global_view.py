@@ -14,7 +14,7 @@ from global_losses import weights
 from jax.experimental import checkify, io_callback
 from published_losses import TABLE
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 STEPS = 2
 COUNTS = (8, 3, 1)
@@ -84,7 +84,9 @@ def on_one_device(names, scanned, optimizer):
 
 
 def zero(stage, count, optimizer="adamw"):
-    return zero_shard(OPTIMIZERS[optimizer](), stage=stage, mesh=mesh_of(count), view="global", persist_below=50)
+    return zero_shard(
+        OPTIMIZERS[optimizer](), stage=stage, mesh=mesh_of(count), view="global", tuning=Tuning(persist_below=50)
+    )
 
 
 def assert_same(found, expected, rounding=3e-6):
@@ -192,7 +194,7 @@ def test_effects_happen_as_often_as_on_one_device(stage, count):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_effects_happen_on_each_device_in_device_view(stage):
     seen = []
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(3), view="device", persist_below=50)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(3), view="device", tuning=Tuning(persist_below=50))
     gradient = tx.value_and_grad(lambda params, batch: watched(seen)(params, batch)[0])
     jax.block_until_ready(gradient(tx.shard(weights(WATCHED)), TABLE["rows_alone"].batch(0)))
     jax.effects_barrier()

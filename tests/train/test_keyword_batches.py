@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import zerojax.flax
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
 X, Y = jnp.sin(jnp.arange(128.0)).reshape(8, 16), {"left": jnp.cos(jnp.arange(8.0))}
@@ -26,7 +26,7 @@ OTHERS = {"key": jax.random.key(0), "power": 4, "double": True}
 
 
 def zero(stage, **options):
-    return zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(4), persist_below=20, **options)
+    return zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=20), **options)
 
 
 SPECS = {"x": PartitionSpec("data"), "y": {"left": PartitionSpec("data")}}

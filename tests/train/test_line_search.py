@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 # No dim of `w` and `b` is divided by 4 devices.
@@ -47,7 +47,7 @@ def fitted(tx, gradient, params):
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "optimizer"), [(3, backtracking), slow(1, lbfgs)])
 def test_a_line_search_equals_that_of_one_device(stage, optimizer):
-    tx = zero_shard(optimizer(), stage=stage, mesh=mesh_of(4), persist_below=0)
+    tx = zero_shard(optimizer(), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=0))
     value, params, _ = fitted(tx, tx.value_and_grad(loss), tx.shard(PARAMS))
     expected, plainly, _ = fitted(optimizer(), jax.value_and_grad(loss), PARAMS)
     np.testing.assert_allclose(value, expected, rtol=1e-5)

@@ -7,9 +7,10 @@ import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
+from flat_options import tuned
 
 import zerojax
-from zerojax import Offload, Padded, collectives, zero_shard
+from zerojax import Offload, Padded, Tuning, collectives, zero_shard
 from zerojax.layout.leaf import is_padded
 
 
@@ -19,7 +20,7 @@ def model():
 
 
 def transformation(**options):
-    return zero_shard(optax.adam(1e-2), **{"stage": 3, "mesh": mesh_of(7), "persist_below": 10, **options})
+    return zero_shard(optax.adam(1e-2), **tuned(**{"stage": 3, "mesh": mesh_of(7), "persist_below": 10, **options}))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ BATCH = jax.random.normal(jax.random.key(1), (14, 20))
 
 
 def test_a_clip_around_zero_shard_clips_padded_gradients_as_on_one_device(stored):
-    inner = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(7), persist_below=10)
+    inner = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh_of(7), tuning=Tuning(persist_below=10))
 
     def trained(tx, gradient, params):
         @jax.jit

@@ -8,7 +8,7 @@ import pytest
 from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
-from zerojax import DynamicScale, Precision, zero_shard
+from zerojax import DynamicScale, Precision, Tuning, zero_shard
 from zerojax.train.loss_scaling import init_scaling, update_scaling
 
 
@@ -86,7 +86,7 @@ def test_an_overflow_on_one_device_leaves_every_bit(stage, name, accumulate, mes
     precision = PRECISIONS[name]
     schedule = optax.linear_schedule(1e-2, 1e-3, 5)
     make = lambda: floats_only(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule)))
-    tx = zero_shard(make(), stage=stage, mesh=mesh, persist_below=50, precision=precision)
+    tx = zero_shard(make(), stage=stage, mesh=mesh, tuning=Tuning(persist_below=50), precision=precision)
     step = tx.train_step(overflowing, skip_nonfinite=True, accumulate=accumulate)
     state, clean = tx.create(awkward_params()), tx.create(awkward_params())
     for i, batch in enumerate(bombs(at=(1, 3))):
@@ -110,7 +110,7 @@ def test_a_skipped_step_keeps_mutable_state_and_overwritten_values_too(count):
         mean = batch["x"].mean()  # what `taken` is overwritten with
         return overflowing(params, batch) + params["taken"] * mean, seen + mean
 
-    options = {"persist_below": 50, "overwrite": lambda path, _: path == "taken"}
+    options = {"tuning": Tuning(persist_below=50), "overwrite": lambda path, _: path == "taken"}
     tx = zero_shard(floats_only(optax.adam(1e-2)), stage=3, mesh=mesh_of(count), **options)
     step = tx.train_step(loss, mutable=True, skip_nonfinite=True)
     state = tx.create(awkward_params() | {"taken": jnp.float32(7)}, mutable=jnp.float32(0))
@@ -123,7 +123,7 @@ def test_a_skipped_step_keeps_mutable_state_and_overwritten_values_too(count):
 
 
 def test_too_many_skips_raise_with_the_leaves_that_began_it(mesh):
-    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, persist_below=4)
+    tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=4))
     loss = lambda p, b: (p["good"] * b).mean() + (p["bad"] * jnp.where(b > 1, jnp.nan, 0)).sum()
     state = tx.create({"bad": jnp.ones(8), "good": jnp.ones(8)})
     step = tx.train_step(loss, skip_nonfinite=True, max_skips=2)

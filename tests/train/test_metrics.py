@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, collectives, zero_shard
+from zerojax import Offload, Tuning, collectives, zero_shard
 
 PARAMS = {"w": jnp.ones((16, 64)), "v": jnp.ones((64, 3)), "learning_rate": jnp.ones(())}
 BATCH = jnp.ones((16, 16))
@@ -21,7 +21,7 @@ def loss(params, batch):
 
 
 def begun(tx, *, offload=None, **options):
-    tx = zero_shard(tx, stage=3, mesh=mesh_of(8), persist_below=8, offload=offload)
+    tx = zero_shard(tx, stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=8), offload=offload)
     return tx.train_step(loss, **options), tx.create(PARAMS)
 
 
@@ -69,7 +69,7 @@ def test_a_step_tells_how_far_each_parameter_moved():
     """A step that is skipped moves none."""
     kept = optax.masked(optax.set_to_zero(), {"w": False, "b": True, "small": False})
     tx = optax.chain(optax.sgd(0.1), optax.add_noise(0.01, 0.5, 3), kept)
-    tx = zero_shard(tx, stage=3, mesh=mesh_of(7), persist_below=10)
+    tx = zero_shard(tx, stage=3, mesh=mesh_of(7), tuning=Tuning(persist_below=10))
     start = {
         "w": jnp.linspace(-1, 4, 9 * 51).reshape(9, 51),
         "b": jnp.linspace(1, 3, 23),

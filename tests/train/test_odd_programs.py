@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, Rows, zero_shard
+from zerojax import Offload, Rows, Tuning, zero_shard
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(8, 24)).astype("float32"), "b": RNG.normal(size=5).astype("float32")}
@@ -39,7 +39,7 @@ def test_microbatches_of_a_batch_with_an_empty_leaf(mesh, view):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_state_that_was_moved_by_hand(stage):
     """A step places a state of NumPy arrays, or of arrays on one device, as it was; offloaded ones are refused."""
-    tx = zero_shard(optax.adam(0.1), stage=stage, mesh=mesh_of(6), persist_below=1)
+    tx = zero_shard(optax.adam(0.1), stage=stage, mesh=mesh_of(6), tuning=Tuning(persist_below=1))
     step = tx.train_step(loss_fn)
     kept, _ = step(tx.create(PARAMS), BATCH)
     on_host = jax.device_get(kept)
@@ -55,7 +55,7 @@ def test_a_state_that_was_moved_by_hand(stage):
 def test_an_offloaded_state_that_was_moved_by_hand(mesh):
     """Its chunks cannot be placed by a step: the error says what can."""
     offload = Offload(optimizer="host", update="device")
-    tx = zero_shard(optax.adam(0.1), stage=1, mesh=mesh, persist_below=1, offload=offload)
+    tx = zero_shard(optax.adam(0.1), stage=1, mesh=mesh, tuning=Tuning(persist_below=1), offload=offload)
     state = tx.create(PARAMS)
     with pytest.raises(ValueError, match=r"state.step is a ndarray, not on the mesh.*Save and restore"):
         tx.train_step(loss_fn)(jax.device_get(state), BATCH)

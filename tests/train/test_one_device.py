@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 from parity import assert_parity
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 
 TINY = {"layers": 3, "tokens": 8, "width": 32, "vocabulary": 64}
 WAYS = {"unrolled": {"scan": False}, "scanned": {"scan": True}, "no remat": {"scan": True, "remat": False}}
@@ -50,7 +50,7 @@ def of_plain_gradient(way):
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
 def test_the_gradient_is_that_of_plain_jit(stage, way):
     loss, params, batch = model(way)
-    tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh_of(1), persist_below=100)
+    tx = zero_shard(optax.adamw(1e-3), stage=stage, mesh=mesh_of(1), tuning=Tuning(persist_below=100))
     lowered = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch)
     assert operations(lowered) == of_plain_gradient(way)
 
@@ -66,7 +66,9 @@ def test_an_axis_of_one_device_adds_nothing_to_hybrid_sharding(stage, axes):
     def text(shard_axis, stage, sizes):
         devices = np.array(jax.devices()[:4]).reshape(sizes)
         mesh = jax.sharding.Mesh(devices, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-        tx = zero_shard(optax.sgd(1.0), stage=stage, mesh=mesh, axis=("host", "gpu"), shard_axis=shard_axis)
+        tx = zero_shard(
+            optax.sgd(1.0), stage=stage, mesh=mesh, axis=("host", "gpu"), tuning=Tuning(shard_axis=shard_axis)
+        )
         return operations(jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch))
 
     if axes == (1, 4):  # as if the axis of hosts did not exist
@@ -80,7 +82,7 @@ def test_an_axis_of_one_device_adds_nothing_to_hybrid_sharding(stage, axes):
 @pytest.mark.parametrize("view", ["global", "device"])
 def test_values_are_those_of_plain_optax(stage, view):
     optimizer = floats_only(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)))
-    tx = zero_shard(optimizer, stage=stage, mesh=mesh_of(1), persist_below=50, view=view)
+    tx = zero_shard(optimizer, stage=stage, mesh=mesh_of(1), tuning=Tuning(persist_below=50), view=view)
     assert_parity(tx, awkward_loss, awkward_params(), awkward_batches(3), accumulate=2)
 
 
@@ -88,6 +90,12 @@ def test_values_are_those_of_plain_optax(stage, view):
 def test_parameters_in_host_memory_are_still_copied_at_each_use():
     """Their one device holds them in full, but not in its own memory."""
     loss, params, batch = model("scanned")
-    tx = zero_shard(optax.sgd(1.0), stage=3, mesh=mesh_of(1), offload=Offload("host", params="host"), persist_below=100)
+    tx = zero_shard(
+        optax.sgd(1.0),
+        stage=3,
+        mesh=mesh_of(1),
+        offload=Offload("host", params="host"),
+        tuning=Tuning(persist_below=100),
+    )
     jaxpr = jax.make_jaxpr(tx.value_and_grad(loss))(tx.shard(params), batch)
     assert str(jaxpr).count("device_put") >= 2 * 3  # both passes copy the stacks, the embedding and its tied reading

@@ -12,7 +12,7 @@ from conftest import mesh_of
 from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 
-from zerojax import Offload, Precision, compat, report, zero_shard
+from zerojax import Offload, Precision, Tuning, compat, report, zero_shard
 from zerojax.train.overwriting import Kind, dependence, unscaled
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -48,7 +48,7 @@ def optimizer():
 
 
 def zero(stage, **options):
-    return zero_shard(optimizer(), stage=stage, mesh=mesh_of(4), persist_below=20, **options)
+    return zero_shard(optimizer(), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=20), **options)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from conftest import mesh_of, quick_or_slow
 from flax import nnx
 
 import zerojax.flax
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (12, 16)), "b": jnp.ones(16)}
 ROWS = {"x": np.asarray(jax.random.normal(jax.random.key(1), (32, 12))), "y": np.ones((32, 16), np.float32)}
@@ -50,7 +50,7 @@ MEANS = {
 
 
 def zero(stage=3, **options):
-    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), persist_below=0, **options)
+    return zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=0), **options)
 
 
 @pytest.mark.parametrize("kind", SUMS)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 PARAMS = {"w": jnp.linspace(-1, 1, 16 * 24).reshape(16, 24), "v": jnp.ones((24, 16))}
 BATCH = jnp.linspace(0, 1, 16 * 16).reshape(16, 16)
@@ -56,7 +56,7 @@ def test_refs_on_the_mesh_hold_what_plain_jax_writes(make, stage):
     loss, refs = make(jax.new_ref)
     wanted = jax.jit(jax.value_and_grad(loss))(PARAMS, BATCH)
     same, placed = make(on_mesh)
-    tx = zero_shard(optax.sgd(1.0), stage=stage, persist_below=10)
+    tx = zero_shard(optax.sgd(1.0), stage=stage, tuning=Tuning(persist_below=10))
     found, grads = tx.value_and_grad(same)(tx.shard(PARAMS), BATCH)
     have = [found, grads, *(ref[...] for ref in placed)]
     want = [*wanted, *(ref[...] for ref in refs)]
@@ -99,7 +99,7 @@ def test_refs_that_cannot_be_used_are_refused(make, new_ref, view):
     """By JAX, whose messages docs/troubleshooting.md lists."""
     words = "Ref|mutable array reference|JaxprInputEffect|incompatible devices"
     for stage in (1, 3):
-        tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, persist_below=10)
+        tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, tuning=Tuning(persist_below=10))
         with pytest.raises((AttributeError, NotImplementedError, TypeError, ValueError), match=words):
             tx.value_and_grad(make(new_ref)[0])(tx.shard(PARAMS), BATCH)
 
@@ -111,7 +111,7 @@ def test_values_of_a_type_of_the_users_own(view):
 
     wanted = jax.jit(jax.grad(loss))(PARAMS, BATCH)
     for stage in (1, 3):
-        tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, persist_below=10)
+        tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, tuning=Tuning(persist_below=10))
         params, gradient = tx.shard(PARAMS), tx.value_and_grad(loss)
         if stage == 3:
             with pytest.raises(TypeError, match=r"value of type Quantised.* at hijax_types\.py:\d+.*use stage 2"):
@@ -130,6 +130,6 @@ def test_a_ref_that_the_loss_makes_itself(view, stage):
 
     params = {"w": PARAMS["w"]}
     wanted = jax.jit(jax.grad(loss))(params, BATCH)
-    tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, persist_below=10)
+    tx = zero_shard(optax.sgd(1.0), stage=stage, view=view, tuning=Tuning(persist_below=10))
     grads = tx.unshard(tx.value_and_grad(loss)(tx.shard(params), BATCH)[1])
     np.testing.assert_allclose(grads["w"], wanted["w"], rtol=1e-4, atol=1e-7)

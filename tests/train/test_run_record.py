@@ -8,7 +8,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, zero_shard
+from zerojax import Offload, Tuning, zero_shard
 from zerojax.train import same_run
 from zerojax.train.same_run import SameCalls, checksum, checksums, environment, in_words, run_record, signature_of
 
@@ -29,7 +29,7 @@ def test_flags_are_compared_in_any_order_and_those_of_one_host_are_not(monkeypat
 
 
 def test_a_record_of_a_run_names_options_and_leaves():
-    options = {"stage": 3, "mesh": mesh_of(8), "persist_below": 10}
+    options = {"stage": 3, "mesh": mesh_of(8), "tuning": Tuning(persist_below=10)}
     tx = zero_shard(optax.adam(1e-2), trainable=lambda path, leaf: True, **options)
     record = run_record(tx.config, tx.create(jax.eval_shape(lambda: PARAMS)).plan)
     assert record["stage"] == "3"

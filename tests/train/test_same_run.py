@@ -11,7 +11,7 @@ import pytest
 import several
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 LAST = r"On process LAST, unlike 0: "
@@ -58,7 +58,7 @@ def loss(params, batch):
 
 
 def begin(tx=None, stage=3, loss=loss, params=None, **options):
-    tx = zero_shard(tx or optax.sgd(1e-2), stage=stage, persist_below=1)
+    tx = zero_shard(tx or optax.sgd(1e-2), stage=stage, tuning=Tuning(persist_below=1))
     return tx.train_step(loss, **options), tx.create({"w": jnp.ones((4, 16))} if params is None else params)
 
 
@@ -145,18 +145,18 @@ def flag_of_xla():
 
 def evaluation():
     _, state = begin()
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, tuning=Tuning(persist_below=1))
     tx.eval_step(lambda params, batch: jnp.max(batch @ params["w"]) - 3.5 * last())(state.params, ROWS)
 
 
 def gradient():
-    tx = zero_shard(optax.sgd(1e-2), stage=3, persist_below=1)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, tuning=Tuning(persist_below=1))
     params = tx.shard({"w": jnp.ones((4, 16))})
     tx.value_and_grad(lambda params, batch: loss(params, batch) * (2 - last()))(params, ROWS)
 
 
 def update():
-    tx = zero_shard(optax.sgd(0.5 * (1 + last())), stage=3, persist_below=1)
+    tx = zero_shard(optax.sgd(0.5 * (1 + last())), stage=3, tuning=Tuning(persist_below=1))
     params = tx.shard({"w": jnp.ones((4, 16))})
     tx.update(params, tx.init(params), params)
 

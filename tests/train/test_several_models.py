@@ -13,7 +13,7 @@ from flax import nnx
 from jax import lax
 from several_models import EXAMPLES
 
-from zerojax import Offload, collectives, zero_shard
+from zerojax import Offload, Tuning, collectives, zero_shard
 from zerojax.checkpoint import export, import_params
 from zerojax.flax import shard_module, value_and_grad
 
@@ -53,7 +53,7 @@ def optimizer():
 
 
 def zero(stage=3, tx=None, **options):
-    return zero_shard(tx or optimizer(), stage=stage, mesh=mesh_of(8), persist_below=20, **options)
+    return zero_shard(tx or optimizer(), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=20), **options)
 
 
 def train(tx, state):

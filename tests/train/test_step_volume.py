@@ -12,7 +12,7 @@ from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType
 from stacked_layers import CLIPPED, DEPTH, MERGES, OPTIMIZERS, WIDTH, compiled_step, loss, make_params
 
-from zerojax import collectives, report, zero_shard
+from zerojax import Tuning, collectives, report, zero_shard
 from zerojax.layout.tree import layout_of
 from zerojax.placement.init_programs import init_programs
 
@@ -94,7 +94,7 @@ def test_gradients_of_a_part_of_a_parameter_are_reduce_scattered_too(name):
     used = USES[name](params["w"])
     batch = jax.random.normal(jax.random.key(1), (16, used.shape[0]))
     loss = lambda params, batch: jnp.mean(jnp.tanh(batch @ USES[name](params["w"])) ** 2)
-    tx = zero_shard(optax.sgd(1e-3), stage=2, mesh=mesh_of(8), persist_below=1000)
+    tx = zero_shard(optax.sgd(1e-3), stage=2, mesh=mesh_of(8), tuning=Tuning(persist_below=1000))
     gradient = jax.jit(tx.value_and_grad(loss)).lower(tx.shard(params), batch).compile()
     found = collectives(gradient)
     assert found.moved("reduce-scatter").elements == params["w"].size
@@ -111,7 +111,7 @@ def test_gradients_of_convolutions_are_reduce_scattered_too(groups):
         conv = nn.Conv(32, (8, 8), feature_group_count=groups, use_bias=False)
         return jnp.mean(conv.apply({"params": params}, batch) ** 2)
 
-    tx = zero_shard(optax.sgd(1e-3), stage=2, mesh=mesh_of(8), persist_below=1000)
+    tx = zero_shard(optax.sgd(1e-3), stage=2, mesh=mesh_of(8), tuning=Tuning(persist_below=1000))
     batch = jax.ShapeDtypeStruct((16, 8, 8, 16), jnp.float32)
     found = collectives(tx.train_step(loss).lower(tx.create(params), batch).compile())
     assert found.moved("reduce-scatter").elements == params["kernel"].size

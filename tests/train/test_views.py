@@ -8,7 +8,7 @@ from conftest import mesh_of
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import zero_shard
+from zerojax import Tuning, zero_shard
 
 PARAMS = {"w": jnp.ones((16, 32))}
 BATCH = jnp.ones((8, 16))
@@ -16,7 +16,7 @@ ROWS = NamedSharding(mesh_of(4), PartitionSpec("data"))
 
 
 def gradient(loss, view, stage, **options):
-    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(4), persist_below=10, view=view)
+    tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(4), tuning=Tuning(persist_below=10), view=view)
     return tx.value_and_grad(loss, **options)(tx.shard(PARAMS), BATCH)
 
 

@@ -12,18 +12,6 @@ from zerojax.config.data_mesh import in_words, spec_entry
 from zerojax.layout.leaf import Leaf, pad
 
 
-def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:
-    """Return the axes that the caller named, as a tuple. `axis=` must name an axis, and other arguments may be None."""
-    if axis is None and argument != "axis":
-        return ()
-    axes = (axis,) if isinstance(axis, str) else axis
-    if not isinstance(axes, tuple | list) or not all(isinstance(name, str) for name in axes):
-        raise TypeError(f'{argument}= names one mesh axis, or several, such as "gpu" or ("host", "gpu"), not {axis!r}.')
-    if not axes or len(set(axes)) < len(axes):
-        raise ValueError(f"{argument}={axis!r} must name at least one mesh axis, and each only once.")
-    return tuple(axes)
-
-
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
     """Check the given mesh, which may have GPUs that this machine does not have. None: all devices on one axis."""
     if mesh is None:

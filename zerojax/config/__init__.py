@@ -1,12 +1,12 @@
 """The options of `zero_shard`, as frozen dataclasses that check their fields when they are created.
 
-This package imports what every run needs. `Precision`, `Wire`, `BatchSpec` and the checks of options that choose
-parameters have their own files, and `Offload` is in `zerojax.offload`.
+This package imports what every run needs. `Precision`, `Wire`, `Tuning`, `BatchSpec` and the checks of options
+that choose parameters have their own files, and `Offload` is in `zerojax.offload`.
 """
 
 from zerojax.config.checks import Option, check_count, check_flag, check_word, path_of
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, OffloadOption, with_auto_axes
-from zerojax.config.data_mesh import DataMesh, LayoutPolicy
+from zerojax.config.data_mesh import DataMesh, LayoutPolicy, resolve_axes
 
 __all__ = [
     "BUCKET_BYTES",
@@ -21,5 +21,6 @@ __all__ = [
     "check_flag",
     "check_word",
     "path_of",
+    "resolve_axes",
     "with_auto_axes",
 ]

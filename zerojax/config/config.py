@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax.config.checks import Option, check_count, check_word
+from zerojax.config.checks import Option, check_word
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def with_auto_axes(mesh: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A transformation and the options of `zero_shard`, whose docstring describes the fields that are not listed here.
+    """A transformation and the options of `zero_shard` and of `Tuning`, which describe the fields not listed here.
 
     Attributes:
         tx: The wrapped optax transformation.
@@ -145,12 +145,11 @@ class Config:
             known = "; ".join(f"{stage}: {what}" for stage, what in STAGES.items())
             raise ValueError(f"Unknown ZeRO stage {self.stage!r}. Give one of {known}.")
         check_word("view=", self.view, ("global", "device"))
-        check_word("matrix_updates=", self.matrix_updates, ("auto", "owner", "sharded"))
         for argument in ("shard_axis", "params_axis", "expert_axis"):
             if missing := [name for name in getattr(self, argument) if name not in self.axis]:
                 raise ValueError(
                     f"{argument} names {in_words(tuple(missing))}, over which no rows are divided: axis={self.axis!r}. "
-                    f"Name some of these axes, or leave {argument}= out."
+                    f"Name some of these axes, or leave {argument} out."
                 )
         if self.params_axis:
             self._check_params_axis()
@@ -158,8 +157,6 @@ class Config:
             self._check_expert_axis()
         if self.batch_spec is not None:
             self.batch_spec.check(self.axis, dict(self.user_mesh.shape))
-        for name, unit in {"persist_below": "elements", "prefetch": "uses", "bucket_bytes": "bytes"}.items():
-            check_count(name, getattr(self, name), unit, least=0)
         given = {name: option for name in EXAMPLES if (option := getattr(self, name)) is not None}
         for name, option in given.items():
             if not isinstance(option, Option) or option.argument != name:
@@ -170,12 +167,12 @@ class Config:
     def _check_params_axis(self) -> None:
         if self.stage != 3:
             raise ValueError(
-                f"params_axis={self.params_axis!r} needs stage 3: stage {self.stage} keeps parameters replicated. Use "
-                f"stage=3, or leave params_axis= out."
+                f"Tuning(params_axis={self.params_axis!r}) needs stage 3: stage {self.stage} keeps parameters "
+                f"replicated. Use stage=3, or leave params_axis out."
             )
         if self.shard_axis:
             raise ValueError(
-                f"shard_axis={self.shard_axis!r} shards everything over these axes, but with "
+                f"Tuning(shard_axis={self.shard_axis!r}) shards everything over these axes, but with "
                 f"params_axis={self.params_axis!r} gradients and optimizer state are sharded over all of axis=. Give "
                 f"one of them."
             )
@@ -188,7 +185,7 @@ class Config:
             )
         if self.params_axis:
             raise ValueError(
-                f"params_axis= cannot be combined with expert_axis={self.expert_axis!r}. Leave one of them out."
+                f"Tuning(params_axis=) cannot be combined with expert_axis={self.expert_axis!r}. Leave one of them out."
             )
 
     def __getstate__(self) -> dict:

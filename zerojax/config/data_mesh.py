@@ -134,3 +134,15 @@ def in_words(axes: tuple[str, ...]) -> str:
     """Describe mesh axes for an error: `axis 'data'`, or `axes 'host' and 'gpu'`."""
     names = [repr(axis) for axis in axes]
     return f"axis {names[0]}" if len(names) == 1 else f"axes {', '.join(names[:-1])} and {names[-1]}"
+
+
+def resolve_axes(axis: str | tuple[str, ...] | None, argument: str = "axis") -> tuple[str, ...]:
+    """Return the axes that the caller named, as a tuple. `axis=` must name an axis, and other arguments may be None."""
+    if axis is None and argument != "axis":
+        return ()
+    axes = (axis,) if isinstance(axis, str) else axis
+    if not isinstance(axes, tuple | list) or not all(isinstance(name, str) for name in axes):
+        raise TypeError(f'{argument}= names one mesh axis, or several, such as "gpu" or ("host", "gpu"), not {axis!r}.')
+    if not axes or len(set(axes)) < len(axes):
+        raise ValueError(f"{argument}={axis!r} must name at least one mesh axis, and each only once.")
+    return tuple(axes)

@@ -97,8 +97,8 @@ class Wire(Option):
             )
         if self.reduce and config.shard_axis:
             raise ValueError(
-                f"shard_axis={config.shard_axis!r} all-reduces shards of gradients over the other axes, and with "
-                f"Wire(reduce={self.reduce!r}) sums would be rounded once more. Use params_axis=, which "
+                f"Tuning(shard_axis={config.shard_axis!r}) all-reduces shards of gradients over the other axes, and "
+                f"with Wire(reduce={self.reduce!r}) sums would be rounded once more. Use params_axis, which "
                 f"reduce-scatters these shards."
             )
         if missing := tuple(axis for axis in self.over or () if axis not in config.axis):

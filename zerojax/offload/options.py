@@ -150,7 +150,7 @@ class Offload(OffloadOption):
         if self.params is not None and config.params_axis:
             raise ValueError(
                 f"Offload(params={self.params!r}) shards a parameter like its optimizer state, but "
-                f"params_axis= shards it over fewer axes. Give one of them."
+                f"Tuning(params_axis=) shards it over fewer axes. Give one of them."
             )
         if self.params != "disk":
             return

@@ -22,10 +22,10 @@ import numpy as np
 import optax
 
 from zerojax.comm.explicit import auto_context
-from zerojax.comm.mesh import resolve_axes
-from zerojax.config import STAGES, Config, check_count
+from zerojax.config import STAGES, Config, check_count, resolve_axes
 from zerojax.config.chosen import LeafMask
 from zerojax.config.precision import Precision
+from zerojax.config.tuning import Tuning, fields_of, unknown_option
 from zerojax.config.wire import Wire
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.offload.options import Offload
@@ -49,14 +49,11 @@ class EstimateOptions(LossOptions, total=False):
 
     precision: Precision | None
     offload: Offload | None
-    persist_below: int
-    prefetch: int
     trainable: Any
     overwrite: Any
-    shard_axis: str | tuple[str, ...] | None
-    params_axis: str | tuple[str, ...] | None
     expert_axis: str | tuple[str, ...] | None
     wire: Wire | None
+    tuning: Tuning | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,9 +125,9 @@ def estimate(
             machine need not have; this needs the extra `aot`. The default is the first local device. XLA fuses
             differently on CPU and GPU, so activations differ. As for `train_step`: `has_aux`, `weighted`. As for
             `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored at stage 0),
-            `persist_below` (ignored for a number of parameters), `prefetch`, `trainable`, `overwrite`, `wire` (at
-            stages that support it), and with hosts `shard_axis="gpu"` or `params_axis="gpu"` (at stage 3), and
-            `expert_axis` for shapes whose `NamedSharding` or Flax metadata names it.
+            `trainable`, `overwrite`, `wire` (at stages that support it), `expert_axis` for shapes whose `NamedSharding`
+            or Flax metadata names it, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. Its `params_axis`
+            counts at stage 3 only, and its `persist_below` is ignored for a number of parameters.
 
     Returns:
         An `Estimate`, whose rows are in the order of `devices`, then of `stages`.
@@ -199,6 +196,8 @@ def mesh_axes(devices: int | str) -> dict[str, Any]:
 def config_options(options: dict[str, Any], number: float | None, stage: int) -> dict[str, Any]:
     """Return the options of `zero_shard` for one stage. `number` is None if the shapes of the model are known."""
     if unknown := sorted(set(options) - set(EstimateOptions.__annotations__)):
+        if unknown[0] in Tuning.__dataclass_fields__:
+            raise unknown_option("estimate", unknown[0], options[unknown[0]])
         raise TypeError(
             f"estimate() has no option {unknown[0]!r}. It has {', '.join(EstimateOptions.__annotations__)}."
         )
@@ -206,8 +205,8 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
     for name in ("trainable", "overwrite"):
         mask = options.get(name)
         changed[name] = mask if mask is None or callable(mask) else LeafMask.of(mask, name)
-    for name in ("shard_axis", "params_axis", "expert_axis"):
-        changed[name] = resolve_axes(options.get(name), name)
+    changed["expert_axis"] = resolve_axes(options.get("expert_axis"), "expert_axis")
+    changed |= fields_of(options.get("tuning") or Tuning())
     if stage < 3:
         changed["params_axis"] = ()
     if wire := options.get("wire"):
@@ -217,7 +216,7 @@ def config_options(options: dict[str, Any], number: float | None, stage: int) ->
         changed["wire"] = dataclasses.replace(wire, gather=gather, **everywhere) if sends else None
     if number is not None:
         changed |= {"persist_below": 0, "precision": options.get("precision") or Precision.bf16()}
-    return options | changed
+    return {name: value for name, value in options.items() if name != "tuning"} | changed
 
 
 def vector(count: float, devices: int) -> PyTree:

@@ -74,8 +74,8 @@ class StagedProgram:
                 f'layers at once. Offload(params="disk") reads one layer per iteration of a jax.lax.scan over stacks '
                 f"of at most {MOST_ROWS} layers that are as in the tree of parameters, and not sharded over their "
                 f"layers. Scan over such stacks outside of other loops and of jax.checkpoint, put jax.checkpoint "
-                f"around one layer, and leave microbatches to accumulate= of train_step. Raise persist_below= to keep "
-                f"small stacks on the devices."
+                f"around one layer, and leave microbatches to accumulate= of train_step. Raise "
+                f"Tuning(persist_below=) to keep small stacks on the devices."
             )
 
     @property

@@ -78,8 +78,8 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int, state_buff
     if not count:
         raise ValueError(
             'Offload(params="disk") has no parameter to keep on disk: each parameter is replicated, because it has '
-            "fewer elements than persist_below, or no dim that can be sharded. Lower persist_below=, or leave out "
-            "params=."
+            "fewer elements than persist_below, or no dim that can be sharded. Lower Tuning(persist_below=), or leave "
+            "out params=."
         )
     leaves = {of.index: of for of in kept}
     assert not isinstance(offload.host_bytes, str)
