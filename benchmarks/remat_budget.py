@@ -5,12 +5,12 @@
     python benchmarks/remat_budget.py --json ... --only-show                          the table of the file
 
 For each model, the stage-3 gradient of a loss is compiled for 8 H200s, with each policy of `jax.checkpoint` around the
-blocks, and with `zerojax.remat` at several budgets. For each policy there is also the smallest budget that repeats
-about as few FLOPs as the bytes that the policy saves allow. A policy is *dominated* if the program with some budget has
-at most 1.02 times the memory and at most 1.005 times the FLOPs. Memory is the temporary memory of the compiled program,
-in MiB. FLOPs are the FLOPs of matrix products and convolutions, in GFLOP. Time is the simulated time of kernels at the
-peak rates of the GPU, with the waits for collectives, in milliseconds. All figures are per device. Needs the extra
-`aot`, but no GPU.
+blocks, and with `zerojax.remat_within` at several budgets. For each policy there is also the smallest budget that
+repeats about as few FLOPs as the bytes that the policy saves allow. A policy is *dominated* if the program with some
+budget has at most 1.02 times the memory and at most 1.005 times the FLOPs. Memory is the temporary memory of the
+compiled program, in MiB. FLOPs are the FLOPs of matrix products and convolutions, in GFLOP. Time is the simulated time
+of kernels at the peak rates of the GPU, with the waits for collectives, in milliseconds. All figures are per device.
+Needs the extra `aot`, but no GPU.
 """
 
 import argparse
@@ -216,7 +216,7 @@ def study(name: str, budgets: int, policies: dict[str, Any]) -> dict[str, Any]:
     shapes = shapes_of(WIDTH, HEADS)
     given = arguments(shapes, ROWS, TOKENS, WIDTH)
     cse: Any = {"prevent_cse": not scan}
-    choice_of = lambda budget: zerojax.remat(block, budget=budget).choice(*given)
+    choice_of = lambda budget: zerojax.remat_within(block, budget=budget).choice(*given)
     most = choice_of(0).most_bytes
     found: dict[str, Any] = {"policies": dict(policies), "budgets": []}
     chosen = {0, *(most * (i + 1) // budgets for i in range(budgets))}
@@ -228,7 +228,7 @@ def study(name: str, budgets: int, policies: dict[str, Any]) -> dict[str, Any]:
         saved = min(most, saved_bytes(theirs, *given))
         chosen.add(leanest(choice_of, saved))
     for budget in sorted(chosen):
-        ours = zerojax.remat(block, budget=budget, **cse)
+        ours = zerojax.remat_within(block, budget=budget, **cse)
         choice = ours.choice(*given)
         row = {"budget": budget, "saved": choice.saved_bytes, "repeated": choice.flops}
         found["budgets"].append(row | measure(ours, shapes, scan))

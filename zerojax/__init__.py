@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
 if _TYPE_CHECKING:
-    from zerojax import checkpoint, data, offload
-    from zerojax.budget.remat import Remat, remat
+    from zerojax import checkpoint, data, metrics, offload
+    from zerojax.budget.remat import Remat, remat_within
     from zerojax.compilations import cache_compilations
     from zerojax.config.precision import DynamicScale, Precision
     from zerojax.config.tuning import Tuning
@@ -22,7 +22,6 @@ if _TYPE_CHECKING:
     from zerojax.planning.compiled_plan import Plan
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
-    from zerojax.train.aux import Mean, Rows, Same, Sum
     from zerojax.train.state import ZeroState, logical
     from zerojax.train.tree_api import Shardings
     from zerojax.transformation import ZeroTransformation
@@ -31,7 +30,7 @@ if _TYPE_CHECKING:
 # Each name is imported at its first use. So `zerojax --help` does not import JAX, and training does not import the
 # code for checkpoints or for the inspection of compiled programs.
 _MODULES = {
-    "budget.remat": "Remat remat",
+    "budget.remat": "Remat remat_within",
     "compilations": "cache_compilations",
     "config.precision": "DynamicScale Precision",
     "config.tuning": "Tuning",
@@ -47,11 +46,18 @@ _MODULES = {
     "planning.compiled_plan": "Plan",
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
-    "train.aux": "Mean Rows Same Sum",
     "train.state": "ZeroState logical",
     "train.tree_api": "Shardings",
     "transformation": "ZeroTransformation",
     "zero": "zero_shard",
+}
+_RENAMED = {
+    "Mean": "metrics.Mean",
+    "Rows": "metrics.PerRow",
+    "Same": "metrics.Replicated",
+    "Sum": "metrics.Sum",
+    "flax": "flax_nnx",
+    "remat": "remat_within",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
@@ -61,17 +67,13 @@ __all__ = [
     "CompiledCollectives",
     "DynamicScale",
     "Estimate",
-    "Mean",
     "Offload",
     "Padded",
     "Plan",
     "Precision",
     "Remat",
     "Report",
-    "Rows",
-    "Same",
     "Shardings",
-    "Sum",
     "Tuning",
     "Wire",
     "ZeroState",
@@ -85,9 +87,10 @@ __all__ = [
     "data",
     "estimate",
     "logical",
+    "metrics",
     "offload",
     "plan",
-    "remat",
+    "remat_within",
     "report",
     "rows",
     "tiled",
@@ -99,12 +102,13 @@ def __getattr__(name: str) -> _Any:
     """Import a public name at its first use."""
     if name == "__version__":
         found = _import_module(f"{__name__}.version").version()
-    elif name in ("checkpoint", "data", "offload"):
+    elif name in ("checkpoint", "data", "metrics", "offload"):
         return _import_module(f"{__name__}.{name}")
     elif name in _MODULE_OF:
         found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        now = f", which is now zerojax.{_RENAMED[name]}" if name in _RENAMED else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{now}")
     globals()[name] = found
     return found
 

@@ -196,8 +196,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             loss_fn: `loss_fn(params, batch, *args)`. It sees logical parameters. In global view it sees all rows of
                 `batch`, and in device view only the rows of its device. It returns the loss, or `(loss, aux)` with
                 `has_aux`. With `weighted`, it returns `(total, weight)` instead of the loss.
-            has_aux: Whether `loss_fn` returns `(loss, aux)`. The markers `Mean`, `Sum`, `Rows` and `Same` say how each
-                leaf of aux is combined over microbatches and devices.
+            has_aux: Whether `loss_fn` returns `(loss, aux)`. The markers of `zerojax.metrics` say how each leaf
+                of aux is combined over microbatches and devices.
             weighted: Whether the loss is `(total, weight)`. The mean loss is then the sum of the totals divided by the
                 sum of the weights, which are not differentiated, over all microbatches and devices. It is NaN, like
                 the gradients, if a weight is negative or the sum of the weights is zero.

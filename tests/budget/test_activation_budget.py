@@ -1,4 +1,4 @@
-"""`zerojax.remat`: exact, within its budget, and with the fewest FLOPs repeated that the budget allows."""
+"""`zerojax.remat_within`: exact, within its budget, and with the fewest FLOPs repeated that the budget allows."""
 
 import itertools
 
@@ -36,9 +36,9 @@ def given(width=WIDTH, rows=ROWS):
 
 def test_a_larger_budget_never_costs_more_and_is_kept():
     args, flops = given(), []
-    most = zerojax.remat(attention, budget=0).choice(*args).most_bytes
+    most = zerojax.remat_within(attention, budget=0).choice(*args).most_bytes
     for budget in np.linspace(0, 1.1 * most, 20):
-        fn = zerojax.remat(attention, budget=int(budget))
+        fn = zerojax.remat_within(attention, budget=int(budget))
         choice = fn.choice(*args)
         flops.append(choice.flops)
         assert choice.saved_bytes <= budget
@@ -83,7 +83,7 @@ def test_collectives_are_not_repeated(mesh):
         return jnp.sin(jax.lax.psum(jnp.tanh(x @ w), "data")) * x
 
     def program(**options):
-        fn = zerojax.remat(block, **options)
+        fn = zerojax.remat_within(block, **options)
         local = lambda w, x: jax.grad(lambda w: fn(w, x).sum())(w)
         mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
         return str(jax.make_jaxpr(mapped)(jnp.ones((WIDTH, WIDTH)), jnp.ones((8 * ROWS, WIDTH))))
@@ -99,7 +99,7 @@ def test_blocks_that_compute_the_same_are_analysed_once(monkeypatch):
     calls = []
     monkeypatch.setattr(module, "choose", lambda *args, **kwargs: calls.append(1) or choose(*args, **kwargs))
     params, x = given()
-    fn = zerojax.remat(attention, budget=500)
+    fn = zerojax.remat_within(attention, budget=500)
     jax.eval_shape(lambda x: fn(params, fn(params, fn(params, x))), x)
     assert len(calls) == 1
 
@@ -111,6 +111,6 @@ def test_sizes_are_checked():
     assert parse_bytes("x", 7e3) == 7000
     for wrong in ("", "1 XB", "-1 GB", "GB", -1, float("nan")):
         with pytest.raises(ValueError, match="no size"):
-            zerojax.remat(attention, budget=wrong)
+            zerojax.remat_within(attention, budget=wrong)
     with pytest.raises(TypeError, match="budget"):
-        zerojax.remat(attention, budget=None)  # pyright: ignore[reportArgumentType]
+        zerojax.remat_within(attention, budget=None)  # pyright: ignore[reportArgumentType]

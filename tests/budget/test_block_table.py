@@ -41,7 +41,7 @@ WRAPPED = {
     "host": jax.checkpoint(
         layer, policy=jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     ),
-    "budget": zerojax.remat(layer, budget=ROWS * 4 * WIDTH * 4),
+    "budget": zerojax.remat_within(layer, budget=ROWS * 4 * WIDTH * 4),
 }
 ONE = ROWS * 4 * WIDTH * 4  # bytes of a hidden value; sin and tanh read one each, and the last product another
 PRODUCT = 2 * ROWS * WIDTH * 4 * WIDTH

@@ -56,7 +56,7 @@ BUDGETS = [0, 4 * ROWS * WIDTH, 1e9]
 @functools.cache
 def trained(form, budget, stage):
     """Loss and logical gradients, and what was shown. Without a budget, of the plain function on one device."""
-    remat = (lambda fn: fn) if budget is None else functools.partial(zerojax.remat, budget=budget)
+    remat = (lambda fn: fn) if budget is None else functools.partial(zerojax.remat_within, budget=budget)
     normal = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape) / WIDTH**0.5
     params, x = {"up": normal(0, WIDTH, 4 * WIDTH), "down": normal(1, 4 * WIDTH, WIDTH)}, normal(2, ROWS, WIDTH)
     loss = lambda params, x, keys: jnp.mean(FORMS[form](remat, params, x, keys) ** 2)

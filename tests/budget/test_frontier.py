@@ -42,11 +42,11 @@ def products(fn, args):
 def test_no_policy_of_jax_saves_less_and_repeats_less(kind):
     """With the bytes that a policy saves, a budget repeats no more FLOPs of products than the policy."""
     block, args = block_of(kind)
-    most = zerojax.remat(block, budget=0).choice(*args).most_bytes
+    most = zerojax.remat_within(block, budget=0).choice(*args).most_bytes
     for name, rule in remat_budget.POLICIES.items():
         theirs = jax.checkpoint(block, policy=rule)
         saved = min(remat_budget.saved_bytes(theirs, *args), most)
-        ours = zerojax.remat(block, budget=saved)
+        ours = zerojax.remat_within(block, budget=saved)
         assert ours.choice(*args).saved_bytes <= saved
         # The choice counts elementwise FLOPs, too. It may repeat a small product instead of a larger softmax.
         assert products(ours, args) <= 1.005 * products(theirs, args), name
@@ -58,11 +58,11 @@ def test_the_compiled_memory_stays_within_the_budget(kind):
     """Of a scan, beyond what it takes with a budget of 0. The backward pass copies the values of one layer of 24."""
     block, (params, x) = block_of(kind)
     stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((LAYERS, *w.shape), w.dtype), params)
-    most = zerojax.remat(block, budget=0).choice(params, x).most_bytes
+    most = zerojax.remat_within(block, budget=0).choice(params, x).most_bytes
     budgets = [int(share * most) for share in np.linspace(0, 1, 4)]
     sizes, flops, compiled = [], [], {}
     for budget in budgets:
-        fn = zerojax.remat(block, budget=budget, prevent_cse=False)
+        fn = zerojax.remat_within(block, budget=budget, prevent_cse=False)
         saved = fn.choice(params, x).saved
         if saved not in compiled:
             loss = lambda params, x, fn=fn: jnp.sum(jax.lax.scan(lambda x, w: (fn(w, x), None), x, params)[0] ** 2)

@@ -15,7 +15,7 @@ from parity import train_plain
 import zerojax
 from zerojax import Offload, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
-from zerojax.flax import shard_module, value_and_grad
+from zerojax.flax_nnx import shard_module, value_and_grad
 
 ADAM = optax.adam(1e-2)
 STEPS = 2

@@ -19,9 +19,10 @@ from explicit_models import (
     zero,
 )
 
-from zerojax import Rows, compat
+from zerojax import compat
 from zerojax.dims import NOWHERE, Follower, at
 from zerojax.inspect.collectives import collectives
+from zerojax.metrics import PerRow
 
 
 @pytest.mark.slow
@@ -67,7 +68,7 @@ def test_results_have_the_types_of_plain_jit():
     def loss(params, batch, bias):
         assert jax.typeof(bias).sharding.spec == P("model")
         h = product(params["embedding"].at[batch["tokens"][:, 0]].get(out_sharding=P("data")), up, "model")
-        return jnp.mean((h + bias) ** 2), {"hidden": h, "columns": h.mean(0), "rows": Rows(h.mean(1))}
+        return jnp.mean((h + bias) ** 2), {"hidden": h, "columns": h.mean(0), "rows": PerRow(h.mean(1))}
 
     up = model.put(2, (DIM, WIDE), None, "model")  # closed over
     with jax.set_mesh(mesh):
@@ -117,7 +118,7 @@ def test_microbatches():
     params, batch = model.params(scanned=False), model.batch()
 
     def loss(params, batch):
-        return model.loss(params, batch), Rows(jnp.tanh(batch["x"]))
+        return model.loss(params, batch), PerRow(jnp.tanh(batch["x"]))
 
     with jax.set_mesh(mesh):
         (value, rows), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)

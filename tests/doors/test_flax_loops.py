@@ -14,7 +14,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
 
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Precision, Tuning, report, zero_shard
 
 STAGES = [0, 3]
@@ -97,11 +97,11 @@ def test_predicates_know_nnx_parameters_by_one_path(mesh):
     tx = zero_shard(
         optax.sgd(0.1), stage=2, mesh=mesh, precision=precision, trainable=lambda path, leaf: path == "kernel"
     )
-    zerojax.flax.shard_module(model, tx)
+    zerojax.flax_nnx.shard_module(model, tx)
     before = jax.device_get(nnx.to_pure_dict(nnx.state(model)))
     assert {k: v.dtype for k, v in before.items()} == {"kernel": jnp.float32, "bias": jnp.float32}  # no bit is lost
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    _, grads = zerojax.flax.value_and_grad(tx, lambda m, b: jnp.mean(m(b) ** 2))(model, X)
+    _, grads = zerojax.flax_nnx.value_and_grad(tx, lambda m, b: jnp.mean(m(b) ** 2))(model, X)
     optimizer.update(model, grads)
     after = nnx.to_pure_dict(nnx.state(model))
     assert not np.array_equal(after["kernel"], before["kernel"])

@@ -13,7 +13,7 @@ from conftest import mesh_of, quick_or_slow
 from flax import nnx
 from jax.sharding import AxisType
 
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Offload, Padded, Tuning, zero_shard
 
 STAGES = [0, 3]
@@ -57,7 +57,7 @@ def metrics():
 def trained(tx, grad, kind=nnx.Optimizer, *, shards=True):
     model, rngs, seen = Model(nnx.Rngs(0)), nnx.Rngs(1), metrics()
     if shards:
-        zerojax.flax.shard_module(model, tx)
+        zerojax.flax_nnx.shard_module(model, tx)
     optimizer = kind(model, tx, wrt=nnx.Param)
 
     @nnx.jit
@@ -89,7 +89,7 @@ def assert_close(a, b):
 def test_what_a_loss_updates_is_updated_as_by_nnx(stage, kind):
     """Dropout of an `nnx.Rngs` that is an argument, statistics, metrics, other variables and those it makes."""
     tx = zero(stage)
-    assert_close(trained(tx, zerojax.flax.value_and_grad(tx, loss_fn), kind), plainly_trained())
+    assert_close(trained(tx, zerojax.flax_nnx.value_and_grad(tx, loss_fn), kind), plainly_trained())
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_an_optimizer_runs_unchanged_around_a_gradient_of_nnx(stage):
 def test_in_tree_mode():
     tx = zero(3)
     with nnx.set_graph_mode(False):
-        found = trained(tx, zerojax.flax.value_and_grad(tx, loss_fn))
+        found = trained(tx, zerojax.flax_nnx.value_and_grad(tx, loss_fn))
     assert_close(found, plainly_trained())
 
 
@@ -118,8 +118,8 @@ def test_argnums_choose_as_in_nnx(stage, argnums):
     tx, first, second = zero(stage), nnx.Linear(8, 16, rngs=nnx.Rngs(0)), nnx.Linear(16, 8, rngs=nnx.Rngs(1))
     expected = nnx.value_and_grad(pair_loss, argnums=argnums)(first, second, BATCH["x"])
     for module in (first, second):
-        zerojax.flax.shard_module(module, tx)
-    found = zerojax.flax.value_and_grad(tx, pair_loss, argnums=argnums)(first, second, BATCH["x"])
+        zerojax.flax_nnx.shard_module(module, tx)
+    found = zerojax.flax_nnx.value_and_grad(tx, pair_loss, argnums=argnums)(first, second, BATCH["x"])
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_close(found, expected)
 
@@ -135,8 +135,8 @@ def test_microbatches_update_one_after_the_other():
         return (losses.sum(), jnp.float32(len(losses))), logits[0, 0]
 
     model, rngs, seen = Model(nnx.Rngs(0)), nnx.Rngs(1), metrics()
-    zerojax.flax.shard_module(model, tx)
-    grad = zerojax.flax.value_and_grad(tx, total, has_aux=True, weighted=True, accumulate=accumulate)
+    zerojax.flax_nnx.shard_module(model, tx)
+    grad = zerojax.flax_nnx.value_and_grad(tx, total, has_aux=True, weighted=True, accumulate=accumulate)
     (loss, _), _ = grad(model, BATCH, rngs, seen)
     np.testing.assert_allclose(seen.compute()["loss"], loss, rtol=1e-5)
     assert seen.loss.count == 16
@@ -145,22 +145,22 @@ def test_microbatches_update_one_after_the_other():
 
 def test_an_assignment_that_would_be_lost_is_refused():
     model, tx = Model(nnx.Rngs(0)), zero(3)
-    zerojax.flax.shard_module(model, tx)
+    zerojax.flax_nnx.shard_module(model, tx)
 
     def assigns(model, batch):
         model.outer.bias[...] = jnp.zeros(8)
         return jnp.mean(model.inner(batch))
 
     with pytest.raises(TypeError, match=r"assigns to outer\.bias of argument 0, a Param"):
-        zerojax.flax.value_and_grad(tx, assigns)(model, BATCH["x"])
+        zerojax.flax_nnx.value_and_grad(tx, assigns)(model, BATCH["x"])
     with pytest.raises(ValueError, match="without a batch"):
-        zerojax.flax.value_and_grad(tx, assigns)(model, nnx.Rngs(0))
+        zerojax.flax_nnx.value_and_grad(tx, assigns)(model, nnx.Rngs(0))
 
 
 def test_in_device_view_integers_of_a_device_are_refused():
     model, tx = Model(nnx.Rngs(0)), zero(3, view="device")
-    zerojax.flax.shard_module(model, tx)
-    grad = zerojax.flax.value_and_grad(tx, lambda model, batch, rngs: model(batch, rngs).mean())
+    zerojax.flax_nnx.shard_module(model, tx)
+    grad = zerojax.flax_nnx.value_and_grad(tx, lambda model, batch, rngs: model(batch, rngs).mean())
     with pytest.raises(TypeError, match=r"int32 to calls of argument 0, a Variable"):
         grad(model, BATCH["x"], nnx.Rngs(0))
 
@@ -187,8 +187,8 @@ def trained_steps(model, tx=None):
     """The optimizer after three steps of a module, sharded where there is a `tx`, and their losses."""
     grad = nnx.value_and_grad(annotated_loss)
     if tx:
-        zerojax.flax.shard_module(model, tx)
-        grad = zerojax.flax.value_and_grad(tx, annotated_loss)
+        zerojax.flax_nnx.shard_module(model, tx)
+        grad = zerojax.flax_nnx.value_and_grad(tx, annotated_loss)
     optimizer = nnx.Optimizer(model, tx or optax.adam(1e-2), wrt=nnx.Param)
 
     @nnx.jit
@@ -261,14 +261,14 @@ def test_annotations_survive_the_optimizer(stage, kind):
 def test_a_module_is_born_sharded():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=100))
-    model = zerojax.flax.init_module(lambda key: Annotated(nnx.Rngs(key)), tx, jax.random.key(0))
+    model = zerojax.flax_nnx.init_module(lambda key: Annotated(nnx.Rngs(key)), tx, jax.random.key(0))
     assert specs_of("up", model) == {("data", "model")}
     variables = lambda model: nnx.to_pure_dict(nnx.state(model))
     assert_close(variables(model), variables(Annotated(nnx.Rngs(0), annotated=False)))
 
 
 def test_a_module_is_born_with_its_other_variables():
-    model = zerojax.flax.init_module(lambda key: Model(nnx.Rngs(key)), zero(3), jax.random.key(0))
+    model = zerojax.flax_nnx.init_module(lambda key: Model(nnx.Rngs(key)), zero(3), jax.random.key(0))
     variables = lambda model: nnx.to_pure_dict(nnx.state(model))
     assert_close(variables(model), variables(Model(nnx.Rngs(0))))
 
@@ -291,9 +291,9 @@ def test_an_annotation_of_the_optimizer_state_is_kept_or_refused(stage, spec, of
         module.kernel = nnx.Param(jnp.ones((16, 32)), optimizer_sharding=spec, out_sharding=of_param or None)
         if wrong:
             with pytest.raises(ValueError, match=rf"kernel.* has optimizer_sharding=.* over '{wrong}.*or drop the"):
-                zerojax.flax.shard_module(module, tx)
+                zerojax.flax_nnx.shard_module(module, tx)
             return
-        zerojax.flax.shard_module(module, tx)
+        zerojax.flax_nnx.shard_module(module, tx)
         (moment,) = jax.tree.leaves(optax.tree_utils.tree_get(tx.init(nnx.state(module)), "mu"))
     assert np.prod(moment.sharding.shard_shape(moment.shape)) == 16 * 32 // (8 if of_param else 4)
 
@@ -313,18 +313,18 @@ def test_a_frozen_base_is_sharded_as_the_warning_says():
         with pytest.raises(
             UserWarning, match=r"leaves .*kB of other parameters whole.*trainable=lambda path, leaf: \"lora"
         ):
-            zerojax.flax.shard_module(adapted(nnx.Rngs(0)), whole, wrt=nnx.LoRAParam)
+            zerojax.flax_nnx.shard_module(adapted(nnx.Rngs(0)), whole, wrt=nnx.LoRAParam)
         with pytest.raises(UserWarning, match="kB of other parameters whole"):
-            zerojax.flax.init_module(init, whole, jax.random.key(0), wrt=nnx.LoRAParam)
+            zerojax.flax_nnx.init_module(init, whole, jax.random.key(0), wrt=nnx.LoRAParam)
     tx = zero_shard(optax.sgd(0.1), trainable=lambda path, leaf: "lora" in path, **options)
     model, plain = adapted(nnx.Rngs(0)), adapted(nnx.Rngs(0))
-    zerojax.flax.shard_module(model, tx)
+    zerojax.flax_nnx.shard_module(model, tx)
     optimizer, expected = (
         nnx.Optimizer(model, tx, wrt=nnx.Param),
         nnx.Optimizer(plain, optax.sgd(0.1), wrt=nnx.LoRAParam),
     )
     for _ in range(2):
-        value, grads = zerojax.flax.value_and_grad(tx, loss)(model, rows)
+        value, grads = zerojax.flax_nnx.value_and_grad(tx, loss)(model, rows)
         optimizer.update(model, grads)
         wanted, plain_grads = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam))(plain, rows)
         expected.update(plain, plain_grads)

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Tuning, zero_shard
 
 ROWS = jax.random.normal(jax.random.key(0), (8, 4))
@@ -36,9 +36,9 @@ def loss_fn(model, x):
 def test_what_a_transform_writes_back_unchanged_is_not_assigned(mesh):
     plain, sharded = Stack(nnx.Rngs(0)), Stack(nnx.Rngs(0))
     tx = zero_shard(optax.sgd(0.1), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
-    zerojax.flax.shard_module(sharded, tx)
+    zerojax.flax_nnx.shard_module(sharded, tx)
     expected, grads = nnx.value_and_grad(loss_fn)(plain, ROWS)
-    found, found_grads = zerojax.flax.value_and_grad(tx, loss_fn)(sharded, ROWS)
+    found, found_grads = zerojax.flax_nnx.value_and_grad(tx, loss_fn)(sharded, ROWS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     pure = nnx.to_pure_dict
     compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
@@ -55,4 +55,4 @@ def test_what_a_transform_changes_is_refused(change, mesh):
     loss = lambda model, x: jnp.mean(nnx.jit(nnx.remat(scaled))(model, x) ** 2)
     tx = zero_shard(optax.sgd(0.1), stage=1, mesh=mesh)
     with pytest.raises(TypeError, match="assigns to kernel of argument 0"):
-        zerojax.flax.value_and_grad(tx, loss)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), ROWS)
+        zerojax.flax_nnx.value_and_grad(tx, loss)(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), ROWS)

@@ -28,7 +28,7 @@ ROOT = Path(zerojax.__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 KINDS = {"python", "diff", "text", ""}  # "": commands, and what programs print elsewhere
-PUBLIC_MODULES = ("checkpoint", "data", "flax", "offload")
+PUBLIC_MODULES = ("checkpoint", "data", "flax_nnx", "metrics", "offload")
 COMPILED_FOR_GPUS = {"plan.md", "stage3.md"}  # which needs the extra `aot`
 FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.M | re.S)
 

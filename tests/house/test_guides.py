@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 
 import zerojax
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Tuning, zero_shard
 
 ROWS = 16
@@ -243,8 +243,8 @@ def fit_module(way, model, loss=model_error, tx=None, **options):
     """Train a module in place; return the losses and the transformation."""
     tx = way.optimizer(tx or ADAM)
     if not way.plain:
-        zerojax.flax.shard_module(model, tx)
-    grad = nnx.value_and_grad if way.plain else partial(zerojax.flax.value_and_grad, tx)
+        zerojax.flax_nnx.shard_module(model, tx)
+    grad = nnx.value_and_grad if way.plain else partial(zerojax.flax_nnx.value_and_grad, tx)
     optimizer, losses = nnx.Optimizer(model, tx, wrt=nnx.Param), []
 
     @nnx.jit

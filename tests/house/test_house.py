@@ -1,6 +1,7 @@
 """The shape of the house: imports point down, what is public is described in plain words."""
 
 import ast
+import functools
 import importlib.metadata
 import inspect
 import pathlib
@@ -9,11 +10,13 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 import zerojax
 
 ROOT = pathlib.Path(zerojax.__file__).parent
 FLOORS = [
-    {"version", "primitives", "gpus", "units"},
+    {"version", "primitives", "gpus", "units", "metrics"},
     {"compat"},
     {"names"},
     {"compilations", "config", "jaxprs"},
@@ -32,7 +35,7 @@ FLOORS = [
     {"zero"},
     {"planning"},
     {"data", "user_code", "doctor"},
-    {"__init__", "flax"},
+    {"__init__", "flax_nnx"},
     {"cli"},
     {"__main__"},
 ]
@@ -112,6 +115,14 @@ def test_what_is_public_is_described():
                 assert f"{parameter}:" in inspect.getdoc(thing), f"{name} does not describe {parameter}"
 
 
+def test_an_old_name_says_the_new_one():
+    importlib.import_module("zerojax.flax_nnx")
+    for old, new in zerojax._RENAMED.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{old}', which is now zerojax.{new}"):
+            getattr(zerojax, old)
+        assert functools.reduce(getattr, new.split("."), zerojax)
+
+
 def test_importing_costs_little():
     code = "import jax, optax, sys; before = set(sys.modules); import zerojax; print(*set(sys.modules) - before)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
@@ -134,7 +145,7 @@ def test_help_and_completion_show_the_surface():
         name for name in dir(zerojax) if not name.startswith("__") or name == "__version__"
     }
     assert all(getattr(zerojax, name) is not None for name in dir(zerojax))
-    for name in ("checkpoint", "data", "flax", "offload"):
+    for name in ("checkpoint", "data", "flax_nnx", "metrics", "offload"):
         module = importlib.import_module(f"zerojax.{name}")
         public = [name for name in dir(module) if not name.startswith("__")]
         assert sorted(module.__all__) == public

@@ -14,7 +14,7 @@ from flax import nnx
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.checkpoint import Checkpointer, export, import_params
-from zerojax.flax import shard_module
+from zerojax.flax_nnx import shard_module
 from zerojax.optim.master_weights import current_weight
 
 RATE = 2.0**-12  # less than half a step of bfloat16 for most weights, so that a rounded weight would not move

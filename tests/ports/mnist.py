@@ -4,7 +4,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Tuning, zero_shard
 
 
@@ -65,13 +65,13 @@ def plain():
 def zero(stage, mesh=None):
     model, rngs = CNN(nnx.Rngs(0)), nnx.Rngs(1)
     tx = zero_shard(optax.adamw(0.005, 0.9), stage=stage, mesh=mesh, tuning=Tuning(persist_below=100))
-    zerojax.flax.shard_module(model, tx)
+    zerojax.flax_nnx.shard_module(model, tx)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
 
     @nnx.jit
     def train_step(model, optimizer, metrics, rngs, batch):
-        grad_fn = zerojax.flax.value_and_grad(tx, loss_fn, has_aux=True)
+        grad_fn = zerojax.flax_nnx.value_and_grad(tx, loss_fn, has_aux=True)
         (loss, logits), grads = grad_fn(model, rngs, batch)
         metrics.update(loss=loss, logits=logits, labels=batch["label"])
         optimizer.update(model, grads)

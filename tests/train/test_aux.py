@@ -7,7 +7,8 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Mean, Rows, Same, Sum, Tuning, zero_shard
+from zerojax import Tuning, zero_shard
+from zerojax.metrics import Mean, PerRow, Replicated, Sum
 
 BATCH = jax.random.normal(jax.random.key(0), (48, 3))
 PARAMS = {"w": jnp.linspace(-1, 1, 3 * 64).reshape(3, 64)}
@@ -17,10 +18,10 @@ def marked(params, batch):
     logits = batch @ params["w"]
     positive = logits[:, 0] > 0
     aux = {
-        "logits": Rows(logits),
+        "logits": PerRow(logits),
         "seen": Sum({"rows": jnp.asarray(batch.shape[0]), "positive": positive.sum()}),
         "columns": Mean(logits.mean(0)),
-        "version": Same(jnp.array([3, 4])),
+        "version": Replicated(jnp.array([3, 4])),
         "loss": jnp.mean(logits),
     }
     return jnp.mean(logits**2), aux
@@ -35,7 +36,7 @@ def test_marked_aux_is_that_of_all_rows(view, accumulate, stage):
     grad = tx.value_and_grad(marked, has_aux=True, accumulate=accumulate)
     (_, aux), _ = grad(tx.shard(PARAMS), BATCH)
     (_, expected), _ = jax.value_and_grad(marked, has_aux=True)(PARAMS, BATCH)
-    expected = {name: x.tree if isinstance(x, Mean | Rows | Same | Sum) else x for name, x in expected.items()}
+    expected = {name: x.tree if isinstance(x, Mean | PerRow | Replicated | Sum) else x for name, x in expected.items()}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), aux, expected)
 
 

@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import Mean, Offload, Precision, Rows, Sum, Tuning, zero_shard
+from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.data import shard_batches
+from zerojax.metrics import Mean, PerRow, Sum
 
 PARAMS = {"w": jnp.linspace(0.1, 1, 64).reshape(8, 8), "b": jnp.ones(8)}
 SHAPES = jax.eval_shape(lambda: PARAMS)
@@ -191,8 +192,8 @@ OF_LOSSES = {
     "integer": (lambda: gradient(lambda p, x: jnp.sum(x > 0)), "Compute it with floating point", gradient),
     "rows in aux": (
         lambda: in_parts(with_aux(lambda x: {"rows": x[:, 0]}), has_aux=True),
-        r"zerojax\.Mean\(x\).*zerojax\.Rows\(x\) for one entry per row",
-        lambda: in_parts(with_aux(lambda x: {"rows": Rows(x[:, 0]), "m": Mean(x.mean())}), has_aux=True),
+        r"zerojax\.metrics: Mean\(x\).*PerRow\(x\) for one entry per row",
+        lambda: in_parts(with_aux(lambda x: {"rows": PerRow(x[:, 0]), "m": Mean(x.mean())}), has_aux=True),
     ),
     "all rows in aux": (
         lambda: gradient(with_aux(lambda x: x.T @ x), has_aux=True, tx=DEVICE),
@@ -201,12 +202,12 @@ OF_LOSSES = {
     ),
     "count in aux": (
         lambda: in_parts(with_aux(lambda x: {"n": Mean(jnp.int32(1))}), has_aux=True),
-        r"aux\['n'\] is int32.*mark it with zerojax\.Sum",
+        r"aux\['n'\] is int32.*mark it with zerojax\.metrics\.Sum",
         lambda: in_parts(with_aux(lambda x: {"n": Sum(jnp.int32(1))}), has_aux=True),
     ),
     "scalar rows in aux": (
-        lambda: in_parts(with_aux(lambda x: Rows(x.sum())), has_aux=True),
-        r"Mark it with zerojax\.Mean or zerojax\.Sum",
+        lambda: in_parts(with_aux(lambda x: PerRow(x.sum())), has_aux=True),
+        r"Mark it with zerojax\.metrics\.Mean or zerojax\.metrics\.Sum",
         lambda: in_parts(with_aux(lambda x: (Mean(x.sum()), Sum(x.sum()))), has_aux=True),
     ),
     "sum": (
@@ -254,7 +255,7 @@ OF_STEPS = {
     "memory in jit": (
         lambda: in_jit(memory="1 GB"),
         r"use zerojax\.remat in the loss instead of memory=",
-        lambda: in_jit(zerojax.remat(loss, budget="1 GB")),
+        lambda: in_jit(zerojax.remat_within(loss, budget="1 GB")),
     ),
     "options in jit": (
         lambda: in_jit(compiler_options={"xla_cpu_enable_fast_math": False}),

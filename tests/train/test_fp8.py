@@ -16,7 +16,7 @@ from flax.linen import fp8_ops
 from flax.nnx import bridge
 from fp8_models import DEPTH, HIDDEN, WIDTH, fp8, gathered
 
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Offload, Tuning, Wire, plan, zero_shard
 
 X = jax.random.normal(jax.random.key(7), (64, WIDTH))
@@ -67,9 +67,9 @@ def test_nnx_trains_as_on_one_device_and_gathers_float8():
     assert types(tx, lambda params, x: module_loss(nnx.merge(graph, params, rest, copy=True), x), params) == {
         "float8_e4m3fn"
     }
-    zerojax.flax.shard_module(module, tx, wrt=DIFFERENTIATED)
+    zerojax.flax_nnx.shard_module(module, tx, wrt=DIFFERENTIATED)
     run = nnx.Optimizer(module, tx, wrt=DIFFERENTIATED)
-    gradient = zerojax.flax.value_and_grad(tx, module_loss, wrt=DIFFERENTIATED)
+    gradient = zerojax.flax_nnx.value_and_grad(tx, module_loss, wrt=DIFFERENTIATED)
     plain_gradient = nnx.grad(module_loss, argnums=nnx.DiffState(0, DIFFERENTIATED))
     for _ in range(2):
         run.update(module, gradient(module, X)[1])

@@ -9,7 +9,7 @@ from conftest import mesh_of
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Tuning, zero_shard
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(16, 16)}
@@ -102,8 +102,8 @@ def test_with_mutable_state_and_with_nnx():
     of_module = lambda module, *, x, y, power=2: jnp.mean((module(x).mean(1) - y["left"]) ** power)
     module = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
     value = of_module(module, **ROWS, power=4)
-    zerojax.flax.shard_module(module, tx)
-    gradient = zerojax.flax.value_and_grad(tx, of_module)
+    zerojax.flax_nnx.shard_module(module, tx)
+    gradient = zerojax.flax_nnx.value_and_grad(tx, of_module)
     np.testing.assert_allclose(gradient(module, **ROWS, power=4)[0], value, rtol=1e-5)
     with pytest.raises(ValueError, match="without a batch"):
         gradient(module, power=4)

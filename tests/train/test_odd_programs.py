@@ -9,7 +9,8 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Offload, Rows, Tuning, zero_shard
+from zerojax import Offload, Tuning, zero_shard
+from zerojax.metrics import PerRow
 
 RNG = np.random.default_rng(0)
 PARAMS = {"w": RNG.normal(size=(8, 24)).astype("float32"), "b": RNG.normal(size=5).astype("float32")}
@@ -29,7 +30,7 @@ def assert_equal(a, b):  # sums are in another order
 def test_microbatches_of_a_batch_with_an_empty_leaf(mesh, view):
     """A leaf of rows without elements is divided as the others are, and comes back so from the aux."""
     tx = zero_shard(optax.sgd(0.1), stage=2, mesh=mesh, view=view)
-    with_aux = lambda params, batch: (loss_fn(params, batch), Rows({"x": batch["x"], "none": batch["none"]}))
+    with_aux = lambda params, batch: (loss_fn(params, batch), PerRow({"x": batch["x"], "none": batch["none"]}))
     (value, aux), grads = tx.value_and_grad(with_aux, has_aux=True, accumulate=3)(tx.shard(PARAMS), BATCH)
     assert_equal((value, grads), jax.value_and_grad(loss_fn)(PARAMS, BATCH))
     assert_equal(aux, BATCH)

@@ -10,7 +10,7 @@ import pytest
 from conftest import mesh_of, quick_or_slow
 from flax import nnx
 
-import zerojax.flax
+import zerojax.flax_nnx
 from zerojax import Offload, Tuning, zero_shard
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (12, 16)), "b": jnp.ones(16)}
@@ -92,8 +92,8 @@ def test_sums_are_added_up(way, tmp_path):
 def test_modules_and_weights():
     model, loss = nnx.Linear(12, 16, rngs=nnx.Rngs(0)), lambda model, rows: jnp.sum(model(rows["x"]) ** 2)
     wanted = loss(model, ROWS)
-    zerojax.flax.shard_module(model, tx := zero())
-    gradient = functools.partial(zerojax.flax.value_and_grad, tx, loss, accumulate=2)
+    zerojax.flax_nnx.shard_module(model, tx := zero())
+    gradient = functools.partial(zerojax.flax_nnx.value_and_grad, tx, loss, accumulate=2)
     np.testing.assert_allclose(gradient(reduction="sum")(model, ROWS)[0], wanted, rtol=1e-5)
     with pytest.raises(ValueError, match="sum over the rows"):
         gradient()(model, ROWS)

@@ -15,7 +15,7 @@ from several_models import EXAMPLES
 
 from zerojax import Offload, Tuning, collectives, zero_shard
 from zerojax.checkpoint import export, import_params
-from zerojax.flax import shard_module, value_and_grad
+from zerojax.flax_nnx import shard_module, value_and_grad
 
 DECAY = 0.75
 random = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """Find the blocks of a loss, and let each block save the same share of the bytes that its backward pass reads.
 
 A block is a function that `zerojax.block` marks, or the body of a `scan`. A block that contains a `jax.checkpoint` or
-a `zerojax.remat` stays as it is, because the user has already decided what the block saves.
+a `zerojax.remat_within` stays as it is, because the user has already decided what the block saves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 class UsersBlock(NamedTuple):
-    """A block with a `jax.checkpoint` or `zerojax.remat` in it, or a call of such a function outside of blocks."""
+    """A block with a `jax.checkpoint` or `remat_within` in it, or a call of such a function outside of blocks."""
 
     line: str
     calls: int

@@ -60,8 +60,8 @@ def choose(graph: Graph, budget: int) -> Choice:
     found = _minimised(graph, np.concatenate([cost, _PRICE * sizes]), cost.sum(), budget)
     if found is None:
         raise ValueError(
-            f"remat(budget=) allows {budget} bytes per call, and the results of collectives, which are not repeated, "
-            f"need {least_bytes(graph)}. Raise the budget, or call the collectives outside of the function."
+            f"remat_within(budget=) allows {budget} bytes per call, and the results of collectives, which are not "
+            f"repeated, need {least_bytes(graph)}. Raise the budget, or call the collectives outside of the function."
         )
     recomputed, saved = np.split(found, [len(graph.equations)])
     flops = np.array([eqn.flops for eqn in graph.equations], float)

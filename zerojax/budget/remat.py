@@ -1,4 +1,4 @@
-"""Define `remat`: a `jax.checkpoint` with a budget of bytes instead of a policy."""
+"""Define `remat_within`: a `jax.checkpoint` with a budget of bytes instead of a policy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerojax.primitives import Kind
 from zerojax.units import parse_bytes
 
 
-def remat(fn: Callable, *, budget: float | str, prevent_cse: bool = True) -> Remat:
+def remat_within(fn: Callable, *, budget: float | str, prevent_cse: bool = True) -> Remat:
     """Rematerialise a function within a budget of memory.
 
     Between its forward and its backward pass, a call keeps at most `budget` bytes in addition to its arguments. Within
-    this budget, `remat` chooses the values to save so that the fewest FLOPs are repeated. With a budget of 0, it is
+    this budget, the values to save are chosen so that the fewest FLOPs are repeated. With a budget of 0, this is
     `jax.checkpoint`. With at least `choice(...).most_bytes`, all values that the backward pass reads are saved, and
     nothing is repeated. Values and gradients equal those of `fn`. The backward pass repeats no collectives. It does not
     repeat callbacks either, such as `jax.debug.print`, unless the call is under `jax.vmap`.
@@ -43,15 +43,15 @@ def remat(fn: Callable, *, budget: float | str, prevent_cse: bool = True) -> Rem
         Chen et al. 2016, arXiv 1604.06174: rematerialisation.
 
     Examples:
-        >>> block = zerojax.remat(lambda w, x: jnp.tanh(x @ w), budget="64 MiB")
+        >>> block = zerojax.remat_within(lambda w, x: jnp.tanh(x @ w), budget="64 MiB")
         >>> jax.grad(lambda w, x: block(w, x).sum())(jnp.ones((4, 4)), jnp.ones((2, 4))).shape
         (4, 4)
     """
-    return Remat(fn, parse_bytes("remat(budget=)", budget), prevent_cse=prevent_cse)
+    return Remat(fn, parse_bytes("remat_within(budget=)", budget), prevent_cse=prevent_cse)
 
 
 class Remat:
-    """A function that saves at most a budget of bytes for its backward pass. `remat` returns it.
+    """A function that saves at most a budget of bytes for its backward pass. `remat_within` returns it.
 
     Calls with the same jaxpr share one choice and one traced function.
     """

@@ -39,7 +39,7 @@ HINTS = {
     'the rows of one device or microbatch. Take view="global" and no microbatches.',
     "parameters": "The gradients are the same and the update is not: please report the optimizer.",
     "mutable": "The mutable state is averaged over the devices, or passed from one microbatch to the next.",
-    "aux": "aux is averaged over devices and microbatches: wrap sums in zerojax.Sum and rows in zerojax.Rows.",
+    "aux": "aux is averaged over devices and microbatches: wrap sums in zerojax.metrics.Sum and rows in PerRow.",
 }
 
 

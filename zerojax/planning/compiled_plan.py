@@ -64,7 +64,7 @@ class Plan:
             if all state stays on the device, or if the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
-            `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat`. Empty for a function.
+            `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat_within`. Empty for a function.
         notes: Sentences about effects that these figures leave out.
         compiler_options: The options of XLA with which the step was compiled, by name: those of the user, or those for
             the mesh.

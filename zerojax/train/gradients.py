@@ -24,10 +24,11 @@ from zerojax.config.data_mesh import spec_entry
 from zerojax.inspect.nonfinite import origins
 from zerojax.layout.leaf import Leaf, replace_items
 from zerojax.layout.tree import Layout
+from zerojax.metrics import unmarked
 from zerojax.placement.storage import in_logical_shape, to_device
 from zerojax.train.apart import TracedLoss
 from zerojax.train.arguments import batch_shardings, check_args, fold_keys
-from zerojax.train.aux import combine, merged, unmarked
+from zerojax.train.combined_aux import combine, merged
 from zerojax.train.loss import at_least_float32, mean_mutable
 from zerojax.train.loss_scaling import unscale
 from zerojax.train.reduction import check_reduction

@@ -11,6 +11,7 @@ from jax import lax
 
 from zerojax.comm.mesh import constrain, replicated, to_storage, wait_if_simulated
 from zerojax.layout.leaf import is_chunked
+from zerojax.metrics import unmarked
 from zerojax.optim.plan import ShardingPlan
 from zerojax.optim.state_forms import check_state
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
@@ -23,7 +24,7 @@ from zerojax.staged.state import files_of, trained_on_disk
 from zerojax.staged.update import StagedQueue
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate, UpdateInputs
-from zerojax.train.aux import combine, merged, unmarked
+from zerojax.train.combined_aux import combine, merged
 from zerojax.train.gradients import Gradients as AllGradients
 from zerojax.train.loss import mean_mutable
 from zerojax.train.loss_scaling import unscale

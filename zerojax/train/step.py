@@ -58,7 +58,7 @@ class Step:
         if options.memory is not None and config.params_on_disk:
             raise ValueError(
                 f'train_step(memory={options.memory!r}) fits one compiled program, and with Offload(params="disk") a '
-                f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat."
+                f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat_within."
             )
         self._fitting = None if options.memory is None else StepFitting(program)
         stream = lambda plan: StreamedUpdate(config, plan, options.users_options)
@@ -154,7 +154,7 @@ class Step:
             if self._fitting is not None:
                 raise TypeError(
                     "train_step(memory=) compiles the step to see what fits, which is not possible while it is traced. "
-                    "Call the step as it is, outside of jax.jit, or use zerojax.remat in the loss instead of memory=."
+                    "Call the step as it is, outside of jax.jit, or use zerojax.remat_within in the loss instead."
                 )
             if self.options.users_options:
                 raise TypeError(

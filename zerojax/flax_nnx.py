@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax import compat, jaxprs
+from zerojax.metrics import Replicated
 from zerojax.train.arguments import has_rows
-from zerojax.train.aux import Same
 from zerojax.transformation import ZeroTransformation
 from zerojax.units import format_bytes
 
@@ -226,7 +226,7 @@ class ModuleLoss:
         updated, created = nnx.split_state(new[2], lambda path, _: path in before, ...)
         if self.in_device_view:
             check_integers(assigned, updated)
-        return loss, updated, (aux, Same(after), created)
+        return loss, updated, (aux, Replicated(after), created)
 
 
 def is_node(x: Any) -> bool:
@@ -300,7 +300,7 @@ def check_integers(assigned: Collection, after: nnx.State) -> None:
                 raise TypeError(
                     f"In device view the loss function assigns {new.dtype} to {named(path)}, a {type(x).__name__}. "
                     f"Every device assigns its own value, and integers have no mean. Make it a float, return it as aux "
-                    f'marked with zerojax.Sum, or pass view="global" to zero_shard.'
+                    f'marked with zerojax.metrics.Sum, or pass view="global" to zero_shard.'
                 )
 
 
