@@ -1,10 +1,9 @@
 """ZeRO for JAX: any optax transformation, sharded over a device mesh."""
 
+import typing as _typing
 from importlib import import_module as _import_module
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from zerojax import checkpoint, data, metrics, offload
     from zerojax.budget.remat import Remat, remat_within
     from zerojax.compilations import cache_compilations
@@ -26,6 +25,8 @@ if _TYPE_CHECKING:
     from zerojax.train.tree_api import Shardings
     from zerojax.transformation import ZeroTransformation
     from zerojax.zero import zero_shard
+
+    __version__: str
 
 # Each name is imported at its first use. So `zerojax --help` does not import JAX, and training does not import the
 # code for checkpoints or for the inspection of compiled programs.
@@ -98,19 +99,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> _Any:
-    """Import a public name at its first use."""
-    if name == "__version__":
-        found = _import_module(f"{__name__}.version").version()
-    elif name in ("checkpoint", "data", "metrics", "offload"):
-        return _import_module(f"{__name__}.{name}")
-    elif name in _MODULE_OF:
-        found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    else:
-        now = f", which is now zerojax.{_RENAMED[name]}" if name in _RENAMED else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{now}")
-    globals()[name] = found
-    return found
+if not _typing.TYPE_CHECKING:  # otherwise the type checker would accept every misspelled name
+
+    def __getattr__(name: str) -> _typing.Any:
+        """Import a public name at its first use."""
+        if name == "__version__":
+            found = _import_module(f"{__name__}.version").version()
+        elif name in ("checkpoint", "data", "metrics", "offload"):
+            return _import_module(f"{__name__}.{name}")
+        elif name in _MODULE_OF:
+            found = getattr(_import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        else:
+            now = f", which is now zerojax.{_RENAMED[name]}" if name in _RENAMED else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{now}")
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,8 @@ from typing import assert_type
 import jax
 import optax
 
-from zerojax import Offload, ZeroState, zero_shard
+import zerojax
+from zerojax import Offload, Tuning, Wire, ZeroState, estimate, zero_shard
 
 
 def loop(state: ZeroState, batch: jax.Array):
@@ -16,18 +17,37 @@ def loop(state: ZeroState, batch: jax.Array):
     assert_type(metrics["grad_norm"], jax.Array)
     assert_type(metrics["loss_scale"], jax.Array)
     print(metrics["los"])  # pyright: ignore[reportGeneralTypeIssues]
-    zero_shard(optax.sgd(0.1), stage=5)  # pyright: ignore[reportArgumentType]
+    zero_shard(optax.sgd(0.1), stage=4)  # pyright: ignore[reportArgumentType]
+    zero_shard(optax.sgd(0.1))  # pyright: ignore[reportCallIssue]
     zero_shard(optax.sgd(0.1), stage="3")  # pyright: ignore[reportArgumentType]
     zero_shard(optax.sgd(0.1), stage=3, view="rows")  # pyright: ignore[reportArgumentType]
     zero_shard(optax.sgd(0.1), stage=3, mesh=jax.devices())  # pyright: ignore[reportArgumentType]
     zero_shard(optax.sgd(0.1), stage=3, offload="host")  # pyright: ignore[reportArgumentType]
     zero_shard(optax.sgd(0.1), stage=3, precision="bf16")  # pyright: ignore[reportArgumentType]
-    zero_shard(optax.sgd(0.1), stage=3, offset=1)  # pyright: ignore[reportCallIssue]
+    zero_shard(optax.sgd(0.1), stage=3, offset=1)  # pyright: ignore[reportArgumentType]
     zero_shard(0.1, stage=3)  # pyright: ignore[reportArgumentType]
     Offload(optimizer="gpu")  # pyright: ignore[reportArgumentType]
     tx.train_step(lambda params, batch: batch.mean(), accumulat=2)  # pyright: ignore[reportCallIssue]
     Offload("hosst")  # pyright: ignore[reportArgumentType]
-    zero_shard(optax.sgd(0.1), stage=3, prefech=2)  # pyright: ignore[reportCallIssue]
+    Wire("int5")  # pyright: ignore[reportArgumentType]
+    print(zerojax.Rows)  # pyright: ignore[reportAttributeAccessIssue]
+    print(zerojax.zero_shrad)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def tuning():
+    """A setting that is misspelled, or given beside `tuning=`, is found before the script runs."""
+    tuned = Tuning(shard_axis="gpu", prefetch=2, bucket_bytes="64 MiB", matrix_updates="owner")
+    assert_type(tuned.prefetch, int)
+    zero_shard(optax.sgd(0.1), stage=3, axis=("host", "gpu"), tuning=tuned)
+    estimate(7e9, tuning=tuned)
+    Tuning(prefech=2)  # pyright: ignore[reportCallIssue]
+    Tuning(prefetch="2")  # pyright: ignore[reportArgumentType]
+    Tuning(matrix_updates="all")  # pyright: ignore[reportArgumentType]
+    tuned.prefetch = 1  # pyright: ignore[reportAttributeAccessIssue]
+    zero_shard(optax.sgd(0.1), stage=3, tuning={"prefetch": 2})  # pyright: ignore[reportArgumentType]
+    zero_shard(optax.sgd(0.1), stage=3, prefetch=2)  # pyright: ignore[reportArgumentType]
+    zero_shard(optax.sgd(0.1), stage=3, prefech=2)  # pyright: ignore[reportArgumentType]
+    estimate(7e9, prefetch=2)  # pyright: ignore[reportCallIssue]
 
 
 def loss(params: dict[str, jax.Array], batch: jax.Array, *, scale: float = 1.0) -> jax.Array:

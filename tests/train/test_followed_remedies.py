@@ -254,7 +254,7 @@ OF_STEPS = {
     ),
     "memory in jit": (
         lambda: in_jit(memory="1 GB"),
-        r"use zerojax\.remat in the loss instead of memory=",
+        r"use zerojax\.remat_within in the loss instead",
         lambda: in_jit(zerojax.remat_within(loss, budget="1 GB")),
     ),
     "options in jit": (
