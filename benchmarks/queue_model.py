@@ -22,8 +22,9 @@ import optax
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.offload.chunked import Chunked, chunked
+from zerojax.optim.update import UpdateInputs
 from zerojax.streaming.stores import HostStateStore, chunk_bytes
-from zerojax.streaming.stream import DEVICE, StreamedUpdate, UpdateInputs, UpdateQueue
+from zerojax.streaming.stream import DEVICE, StreamedUpdate, UpdateQueue
 
 RUN, IN, OUT, WAIT = "program", "to device", "to host", "wait"
 LAUNCH = 15e-6  # seconds that a program takes in addition to its memory traffic

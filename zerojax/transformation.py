@@ -8,7 +8,6 @@ import optax
 
 from zerojax.config import Config, check_count
 from zerojax.config.data_mesh import spec_entry
-from zerojax.optim.logical_state import as_params, weights
 from zerojax.staged.state import loaded
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
@@ -120,6 +119,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Raises:
             ValueError: If `mirror` and the trained parameters differ in structure or shapes.
         """
+        from zerojax.optim.logical_state import as_params
+
         return as_params(self.config, mirror, loaded(params))
 
     def weights(self, params: Any, opt_state: Any) -> Any:
@@ -132,6 +133,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Returns:
             A tree in storage. Without master weights it is `params` itself: copy it before a step donates it.
         """
+        from zerojax.optim.logical_state import weights
+
         return weights(self.config, loaded(params), opt_state)
 
     def eval_step(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:

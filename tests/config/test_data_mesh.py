@@ -14,7 +14,7 @@ from parity import assert_parity
 
 from zerojax import Offload, Tuning, collectives, report, zero_shard
 from zerojax.config import DataMesh
-from zerojax.optim.plan import make_plan
+from zerojax.optim.sharding_plan import make_plan
 
 AXES = ("host", "gpu")
 CLIPPED = floats_only(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))

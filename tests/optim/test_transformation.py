@@ -18,9 +18,9 @@ from models import awkward_params
 from zerojax import Tuning, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.optim import logical_state
-from zerojax.optim.plan import make_plan
-from zerojax.optim.state_forms import check_state
+from zerojax.optim.sharding_plan import make_plan
 from zerojax.optim.transformation import with_extra_args
+from zerojax.optim.update import check_state
 from zerojax.train import eval_step
 from zerojax.train import step as train_step
 

@@ -19,7 +19,6 @@ from zerojax import Offload, Precision, Tuning, report, zero_shard
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload import host
 from zerojax.offload.chunked import joined
-from zerojax.optim.plan import partitioned_update
 from zerojax.streaming import stream as streaming
 
 # Bytes of a chunk: the larger leaves of the awkward model take several, the last one shorter.
@@ -260,7 +259,7 @@ def test_few_chunks_are_in_flight(monkeypatch):
 
     tx = zero(optax.adamw(1e-2), 3, offload=offload())
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
-    monkeypatch.setattr("zerojax.train.step.store_for", lambda config, plan, nodes: Counted(config, plan, nodes))
+    monkeypatch.setattr("zerojax.streaming.stores.store_for", lambda config, plan, nodes: Counted(config, plan, nodes))
     step(state, awkward_batches(1)[0])
     assert not open_ones
     assert len(most) >= 9
@@ -309,10 +308,10 @@ def test_what_is_shared_is_computed_once():
     """The norm of all gradients, the count and the schedule are in the resident program, not in the groups."""
     tx = zero(CLIPPED["clip+adamw"](), 3, offload=offload())
     plan = tx.create(jax.eval_shape(awkward_params)).plan
-    partition = partitioned_update(tx.config, plan)
+    partition = plan.partitioned(tx.config)
     sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
-    assert sums(partition.first.equations[0]) > 0
-    assert all(sums(part) == 0 for group in partition.groups for part in group.equations.values())
+    assert sums(partition.first.equations) > 0
+    assert all(sums(group.equations) == 0 for group in partition.groups)
     assert len(partition.groups) == 4
 
 
@@ -346,7 +345,7 @@ def test_parameters_that_need_each_others_state_are_one_group():
     loss = lambda p, b: awkward_loss({**p, "count": jnp.arange(4), "empty": jnp.zeros((0, 4))}, b)
     tx = zero(coupled, 3, offload=offload())
     plan = tx.create(jax.eval_shape(lambda: params)).plan
-    (group,) = partitioned_update(tx.config, plan).groups
+    (group,) = plan.partitioned(tx.config).groups
     assert group.chunking is None
     assert len(group.params) == 6
     assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)

@@ -31,9 +31,10 @@ from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload.chunked import joined, replaced
 from zerojax.offload.host import KINDS
 from zerojax.offload.lock import DiskError
+from zerojax.optim.description import description_of
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import to_device
-from zerojax.streaming.init_state import check_host_room
+from zerojax.streaming.init_state import check_state_room
 from zerojax.train.state import ZeroState, create_like
 
 REMEDY = "Give as to= a zero_shard of the same optax transformation, with options that keep the same state."
@@ -51,7 +52,7 @@ def reshard(config: Config, state: ZeroState, to: Any, *, donate: bool) -> ZeroS
     shapes = [with_experts(to, leaf) for leaf in state.plan.layout.grads]
     like = create_like(to, jax.tree.unflatten(state.plan.layout.treedef, shapes), state.mutable)
     if not state.plan.offloaded:
-        check_host_room(to, like.plan)
+        check_state_room(to, like.plan)
     move = functools.partial(moved_state, like=like, donate=donate)
     return on_auto_mesh(to.user_mesh, move, state)
 
@@ -77,7 +78,7 @@ def with_experts(to: Config, leaf: Leaf) -> jax.ShapeDtypeStruct:
 def moved_state(state: ZeroState, like: ZeroState, *, donate: bool) -> ZeroState:
     """Return the state in the layout of `like`, which has shapes. If `donate`, free each array when it is moved."""
     given = state_leaves(state)
-    description = None if state.plan.describe is None else state.plan.describe.description
+    description = description_of(state.plan.tx, state.plan.trained)
     records = tuple(map(record_of, given.values()))
     manifest = Manifest(0, records, files={}, made_by=made_by(1), transformation=description)
     matched = match(manifest, like, partial=False, where="The state", remedy=REMEDY)

@@ -30,7 +30,7 @@ import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, step_name, step_number, steps_in, write_synced
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, Processes, ReplacedError
-from zerojax.optim.transformation import Description
+from zerojax.optim.description import Description
 from zerojax.version import version
 
 ARRAYS = "arrays"

@@ -27,7 +27,8 @@ from zerojax.comm.explicit import on_auto_mesh
 from zerojax.compat import common_dtype
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload.chunked import filled, joined, replaced
-from zerojax.optim.transformation import Describe, Description
+from zerojax.optim.description import Description, description_of
+from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -217,7 +218,7 @@ def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: st
         missing=tuple(name for name in wanted if name in differences),
         unused=tuple(name for name in by_name if name in differences),
         cast=tuple(leaf.name for saved, leaf in pairs if is_rounded(saved, leaf)),
-        warning="" if partial else other_optimizer(manifest, like.plan.describe, where, remedy),
+        warning="" if partial else other_optimizer(manifest, like.plan, where, remedy),
     )
 
 
@@ -259,7 +260,7 @@ def widens_exactly(narrow: Any, wide: Any) -> bool:
     return both and narrow != wide and common_dtype(narrow, wide) == wide
 
 
-def other_optimizer(manifest: Manifest, describe: Describe | None, where: str, remedy: str) -> str:
+def other_optimizer(manifest: Manifest, plan: ShardingPlan, where: str, remedy: str) -> str:
     """Raise an error if the saved transformation has another structure, and warn if it computes another update.
 
     Different transformations may have the same leaves. If another version of JAX or optax saved the checkpoint, another
@@ -267,9 +268,9 @@ def other_optimizer(manifest: Manifest, describe: Describe | None, where: str, r
     the warning, or an empty string. An early zerojax saved no description.
     """
     saved = manifest.transformation
-    if saved is None or describe is None:
+    if saved is None:
         return ""
-    wanted, now = describe.description, made_by(1)
+    wanted, now = description_of(plan.tx, plan.trained), made_by(1)
     others = ((name, manifest.made_by.get(name)) for name in ("jax", "optax"))
     old = ", ".join(f"{name} {made}" for name, made in others if made != now[name])
     if saved.structure != wanted.structure:

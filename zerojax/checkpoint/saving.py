@@ -45,6 +45,7 @@ from zerojax.checkpoint.manifest import (
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.offload.chunked import Chunked, joined
 from zerojax.offload.lock import lock_folder
+from zerojax.optim.description import description_of
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -94,7 +95,7 @@ class Save:
 
     def _begin(self, state: ZeroState, data: str) -> None:
         leaves = state_leaves(state)
-        description = None if state.plan.describe is None else state.plan.describe.description
+        description = description_of(state.plan.tx, state.plan.trained)
         manifest = Manifest(self.step, saved_leaves(leaves), files={}, made_by={}, transformation=description)
         failure = attempt(self._make_folders) if self._processes.is_first else ""
         name = self._processes.agree("begin to save", failure, self._temporary.name)

@@ -19,8 +19,8 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked
-from zerojax.optim.plan import ShardingPlan, make_plan
-from zerojax.optim.state_forms import Annotated, as_planned
+from zerojax.optim.returned_state import Annotated, as_planned
+from zerojax.optim.sharding_plan import ShardingPlan, make_plan
 from zerojax.placement.problems import Misplaced, misplaced
 from zerojax.placement.usable import unusable_named
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from zerojax.comm.mapped import mapped
+from zerojax.comm.mesh import replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import ChunkedNode, Leaf, replace_at
 from zerojax.offload.host import host_sharding, to_memory
@@ -220,6 +221,17 @@ def join_chunks(
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
     return Chunked(leaf, chunking, named(config, leaf), tuple(chunks))
+
+
+def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:
+    """Return an offloaded leaf with shapes and shardings in place of its chunks. A node on disk has no store."""
+    assert config.offload is not None
+    if config.offload.optimizer == "disk":
+        version = jax.ShapeDtypeStruct((), np.int32, sharding=replicated(config.mesh))
+        return chunked(config, [version], leaf, chunking)
+    where = host_sharding(config.mesh, leaf.spec)
+    chunks = [jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=where) for shape in chunking.chunk_shapes(leaf)]
+    return chunked(config, chunks, leaf, chunking)
 
 
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:

@@ -1,17 +1,19 @@
-"""Shard the optax update over the devices, divide it into groups, and run the groups.
+"""Shard the optax update over the devices.
 
-Read the files in this order:
+The core is four files:
 
-1. `transformation` calls the wrapped transformation, and describes it for checkpoints. `master_weights` keeps wide
-   copies of narrow parameters.
-2. `traced` makes the update a function of lists, and a list of equations.
-3. `elementwise` finds the leaves whose update is elementwise. These leaves may be flat, or be updated in chunks.
-4. `partition` chooses the state to offload, and divides the update into groups. Offloaded state stays on the host or
-   on disk between steps.
-5. `cores` and `owned` choose the matrices that owners compute. A core is the part of a leaf's update that needs the
-   full leaf. An owner is the device, or the group of devices, that computes a core.
-6. `plan` runs these analyses once per plan, and makes the plan.
-7. `update` runs the first group in the program of a step. `zerojax.streaming` runs all other groups.
+1. `transformation` calls the wrapped transformation.
+2. `elementwise` finds the leaves whose update is elementwise. These leaves may be flat, or be updated in chunks.
+3. `sharding_plan` plans from shapes how parameters, gradients and state are sharded.
+4. `update` makes the first state, and runs the update in the program of a step.
 
-The remaining files check and convert states and parameters: `state_forms` and `logical_state`.
+The other files are loaded when an option or an update needs them:
+
+- `traced`, `planned_update`: the update as equations, and what a plan says of it.
+- `cores`, `owned`, `equations`: owners compute matrix updates. A core is the part of a leaf's update that needs the
+  full leaf. An owner is the device, or the group of devices, that computes a core.
+- `partition`, `offloaded`: offloaded state, and the groups of the update, which `zerojax.streaming` runs.
+- `master_weights`: wide copies of narrow parameters.
+- `returned_state`, `logical_state`: the state outside of a step. `description`: the transformation in a checkpoint.
+- `mismatch`: why a state does not fit a step.
 """

@@ -14,9 +14,8 @@ from typing import Any
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.elementwise import is_by_element
+from zerojax.optim.elementwise import has_products, is_by_element
 from zerojax.optim.traced import GRAD, PARAM, STATE, Core, TracedUpdate, union
-from zerojax.primitives import Kind
 
 # Maximum number of elements of a value that is not sharded, such as a norm, and that a core reads or returns. Such a
 # value is sent to all devices.
@@ -187,7 +186,3 @@ class CoreFinder:
             if param == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
                 return self.state[k]
         return self._layout_of(var, leaf)
-
-
-def has_products(eqn: Any) -> bool:
-    return any(jaxprs.facts(e).kind in (Kind.PRODUCT, Kind.DECOMPOSITION) for e in jaxprs.with_inner(eqn))

@@ -21,6 +21,7 @@ import optax
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.transformation import TransformationError, guarded
+from zerojax.primitives import Kind
 
 SHAPE_ONLY = frozenset(("shape", "broadcast_dimensions", "sharding", "out_sharding", "axes"))
 SCALAR, LEAF, MIXED = "scalar", "leaf", "mixed"
@@ -113,6 +114,22 @@ def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]
     return list(zip([*count, *param_of], walk(jaxpr, consts, inputs), strict=True))
 
 
+def computes_by_element(jaxpr, of_leaf: Sequence[bool]) -> bool:
+    """Return whether element i of each result depends only on scalars, and on element i of the inputs in `of_leaf`.
+
+    All results, and all inputs in `of_leaf`, must have one shape.
+    """
+    shapes = {var.aval.shape for var in jaxpr.outvars}
+
+    def known(var, ours: bool) -> Known:
+        if var.aval.shape == ():
+            return Known(SCALAR)
+        return Known(LEAF, leaf=0) if ours and {var.aval.shape} == shapes else Known(MIXED)
+
+    results = walk(jaxpr, (), list(map(known, jaxpr.invars, of_leaf)))
+    return len(shapes) == 1 and all(x.kind != MIXED for x in results)
+
+
 def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:
     return jaxprs.evaluate(jaxpr, [of_closed_over(c) for c in consts], inputs, interpret, literal=of_constant)
 
@@ -185,6 +202,10 @@ def stays_zero(eqn, values: list[Known]) -> bool:
 def is_by_element(eqn) -> bool:
     """Return whether an equation computes element by element. A bitcast does between types of equal size."""
     return jaxprs.facts(eqn).elementwise or eqn.primitive.name in ("optimization_barrier", "bitcast_convert_type")
+
+
+def has_products(eqn) -> bool:
+    return any(jaxprs.facts(e).kind in (Kind.PRODUCT, Kind.DECOMPOSITION) for e in jaxprs.with_inner(eqn))
 
 
 def choose(eqn, values: list[Known]) -> list[Known]:

@@ -26,10 +26,11 @@ from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.tree import layout_of
 from zerojax.offload.chunked import joined
 from zerojax.optim.master_weights import MasterState, current_weight, is_copy, narrow_leaves
-from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
-from zerojax.optim.state_forms import Annotated, as_planned, check_state, rechunked, seen_in
+from zerojax.optim.offloaded import rechunked
+from zerojax.optim.returned_state import Annotated, as_planned, seen_in
+from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.transformation import tree_difference
-from zerojax.optim.update import unshard_after_update
+from zerojax.optim.update import check_state, unshard_after_update
 from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, named_tree, storage_leaves, to_device
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def weights(config: Config, params: PyTree, opt_state: PyTree) -> Any:
     if not config.has_master_weights:
         return params
     plan = plan_for(config, params, opt_state)
-    opt_state = as_planned(plan, rechunked(config, plan, opt_state))
+    opt_state = as_planned(plan, rechunked(config, plan, opt_state) if plan.offloaded else opt_state)
     leaves = jax.tree.leaves(opt_state, is_leaf=is_chunked)
     if len(leaves) == plan.state_def.num_leaves:  # the variables in nnx.Optimizer's state are other nodes
         opt_state = jax.tree.unflatten(plan.state_def, leaves)

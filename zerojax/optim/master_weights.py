@@ -21,9 +21,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from zerojax.config import Config
 from zerojax.layout.tree import Layout
-from zerojax.optim.transformation import with_extra_args
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree
@@ -39,14 +37,10 @@ class MasterState(NamedTuple):
     master: PyTree  # the master weights; `optax.MaskedNode()` for a parameter that is itself stored in the wide type
 
 
-def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
-    """Return the user's transformation, wrapped to update master weights if the configuration has them.
-
-    With master weights, its `update` returns new parameters, not increments.
-    """
-    inner = with_extra_args(config.tx)
-    if not config.has_master_weights:
-        return inner
+def with_master_weights(
+    inner: optax.GradientTransformationExtraArgs, trained: Layout
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap a transformation so that it updates master weights. Its `update` returns new parameters, not increments."""
     narrow = zip(trained.params, narrow_leaves(trained), strict=True)
     stored = [leaf.dtype if on else None for leaf, on in narrow]  # None: a parameter without a master weight
 

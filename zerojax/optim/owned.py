@@ -22,9 +22,10 @@ from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.moves import free_dims
-from zerojax.optim.cores import CoreFinder, has_products
-from zerojax.optim.traced import Core, OwnedGroup, TracedUpdate, UpdatedLeaves, equations_after, item_of
-from zerojax.optim.transformation import TransformationError
+from zerojax.optim.cores import CoreFinder
+from zerojax.optim.elementwise import has_products
+from zerojax.optim.traced import Core, OwnedGroup, TracedUpdate, equations_after, item_of
+from zerojax.optim.transformation import TransformationError, UpdatedLeaves
 from zerojax.primitives import Kind
 
 # TF32 FLOPs per second and NVLink bytes per second of an H200, and the shortest time of a collective in seconds. Only

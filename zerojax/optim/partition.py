@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zerojax import jaxprs
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.offload.options import Offload
-from zerojax.optim.elementwise import refused_leaves
-from zerojax.optim.master_weights import wrapped_tx
+from zerojax.optim.elementwise import computes_by_element
 from zerojax.optim.owned import OwnedUpdate
 from zerojax.optim.traced import (
     EXTRA,
@@ -37,13 +34,11 @@ from zerojax.optim.traced import (
     OwnedGroup,
     Read,
     TracedUpdate,
-    UpdatedLeaves,
     equations_behind,
     union,
 )
-from zerojax.optim.transformation import TransformationError
+from zerojax.optim.transformation import UpdatedLeaves
 from zerojax.placement.storage import shapes
-from zerojax.primitives import Kind
 
 # A unit is a set of state leaves that are offloaded together. The integer i means all state that mirrors trained
 # parameter i. ("state", k) means only leaf k.
@@ -101,9 +96,9 @@ class OffloadedState:
         return self.config.offload
 
     @functools.cached_property
-    def chunkable(self) -> dict[int, Chunking]:
-        """Map each parameter that may be updated in chunks, because its update is elementwise, to its chunking."""
-        grads, state, param_of = self.leaves
+    def chunkings(self) -> dict[int, Chunking]:
+        """Map each parameter that is updated by a group to the chunks in which its update may be divided."""
+        grads, state = self.leaves.grads, self.leaves.state
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():
             if isinstance(i, int):
@@ -111,25 +106,7 @@ class OffloadedState:
         chunk_bytes = lambda i: self._offload.chunk_bytes * grads[i].dtype.itemsize // itemsizes[i]
         chunkings = {i: chunking_of(grads[i], chunk_bytes(i)) for i in itemsizes}
         by_row = row_chunkings_of(grads, self._offload.chunk_bytes) if self.params_on_disk else {}
-        chunkings |= {i: by_row[i] for i in self.params_on_disk}
-        if not chunkings:
-            return {}
-        params = jax.tree.unflatten(self.trained.treedef, shapes(grads))
-        inner = wrapped_tx(self.config, self.trained)
-        # `train_step` gives the loss as `value`. In this trace, any number except zero can replace the loss.
-        tx = optax.GradientTransformation(inner.init, functools.partial(inner.update, value=jnp.float32(1)))
-        # The last chunk may be shorter, and a transformation may treat shorter arrays differently.
-        first, last = (
-            {i: chunking.chunk_shape(grads[i], chunking.extents[n]) for i, chunking in chunkings.items()}
-            for n in (0, -1)
-        )
-        refused: set = set()
-        try:
-            for changed in [first] if first == last else [first, last]:
-                refused |= refused_leaves(tx, params, grads, param_of, changed)
-        except TransformationError:  # tx needs more arguments, or refuses chunks: update full arrays
-            return {}
-        return {i: chunking for i, chunking in chunkings.items() if i not in refused}
+        return chunkings | {i: by_row[i] for i in self.params_on_disk}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,22 +118,22 @@ class UpdateGroup:
         state: Indices of the offloaded state leaves that the group reads and replaces.
         resident: Indices of the state leaves on the device that the group replaces.
         chunking: How the parameter and its state are chunked; None if the group is updated as full arrays.
-        equations: The equations by length of a chunk; the key 0 means full arrays. The results are parameters, then
-            offloaded state, then resident state.
+        equations: The equations, in logical shapes. The results are parameters, then offloaded state, then resident
+            state.
     """
 
     params: tuple[int, ...]
     state: tuple[int, ...]
     resident: tuple[int, ...]
     chunking: Chunking | None
-    equations: dict[int, Equations]
+    equations: Equations
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
         return ((0, 0),) if self.chunking is None else self.chunking.chunks
 
     def reads(self, kind: str) -> tuple[int, ...]:
-        return next(iter(self.equations.values())).indices(kind)
+        return self.equations.indices(kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,17 +162,15 @@ def partition(
     traced: TracedUpdate,
     offloaded: OffloadedState,
     groups: Sequence[Sequence[int]],
-    trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
     owned: Sequence[OwnedGroup],
 ) -> Partition:
     """Partition an update of logical arrays into groups.
 
-    `groups` has the indices of each group's results, without the first group. `trace` traces the update with other
-    shapes of some parameters. `owned` has the cores of all groups that owners compute.
+    `groups` has the indices of each group's results, without the first group. `owned` has the cores of all groups that
+    owners compute.
     """
-    units, chunkings = offloaded.units, offloaded.chunkable
+    units, chunkings = offloaded.units, offloaded.chunkings
     shared_scalars = Dependencies.of(traced, offloaded).shared_scalars
-    traces_of = chunk_traces(chunkings, offloaded.leaves.grads, trace)
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
     found = []
@@ -212,17 +187,10 @@ def partition(
             kind, i = traced.reads.get(var, (SHARED, 0))
             is_shared = kind in (SHARED, EXTRA) or (kind == STATE and i not in units)
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if is_shared else (kind, i)
-        alone = len(params) == 1 and not resident
-        chunking = chunkings.get(params[0]) if alone and may_chunk(traced, units, eqns, reads, outs) else None
-        traces = {0: traced} if chunking is None else traces_of(params[0])
-        # The variables of a chunk's trace are found by position. So without equal structures, the group is not chunked.
-        if any(other.structure != traced.structure for other in traces.values()):
-            chunking, traces = None, {0: traced}
-        equations = {}
-        for length, other in traces.items():
-            same = {other.variables[traced.positions[var]]: read for var, read in reads.items()}
-            wanted = [other.jaxpr.outvars[o] for o in outs]
-            equations[length] = other.equations(eqns, same, wanted, owned if chunking is None else ())
+        equations = traced.equations(eqns, reads, [outvars[o] for o in outs], owned)
+        chunking = chunkings.get(params[0]) if len(params) == 1 and not resident else None
+        if chunking is not None and not may_chunk(equations, units, params[0]):
+            chunking = None
         found.append(UpdateGroup(params, state, resident, chunking, equations))
     first = first_group(traced, found, list(shared), owned)
     shared_shapes = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in shared)
@@ -248,35 +216,16 @@ def first_group(
     outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
     eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
     equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
-    return UpdateGroup(params, (), state, None, {0: equations})
+    return UpdateGroup(params, (), state, None, equations)
 
 
-def may_chunk(
-    traced: TracedUpdate, units: dict[int, Unit], eqns: Sequence[int], reads: dict[Any, Read], outs: Sequence[int]
-) -> bool:
-    """Return whether a parameter's group may be updated in chunks.
+def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
+    """Return whether the group of parameter `i` may be updated in chunks, because its equations are elementwise.
 
-    The group must not reduce an array. It may read only scalars, and arrays of the parameter that have the parameter's
-    shape. All its results must have this shape. For example, a group with a `cond` over all leaves cannot be chunked.
+    For example, a group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked.
     """
-    i, shape = outs[0], traced.jaxpr.outvars[outs[0]].aval.shape
-
-    def fits(var, read: Read) -> bool:
-        kind, k = read
-        of_param = units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
-        return var.aval.shape == () or (of_param and var.aval.shape == shape)
-
-    return (
-        all(fits(var, read) for var, read in reads.items())
-        and all(traced.jaxpr.outvars[o].aval.shape == shape for o in outs)
-        and not any(reduces(traced.jaxpr.eqns[e]) for e in eqns)
-    )
-
-
-def reduces(eqn: Any) -> bool:
-    """Return whether an equation, or an equation in its inner jaxprs, computes an element from several of an array."""
-    mixing = Kind.REDUCTION, Kind.ALONG, Kind.WINDOW, Kind.PRODUCT, Kind.DECOMPOSITION
-    return any(jaxprs.facts(e).kind in mixing for e in jaxprs.with_inner(eqn))
+    of_param = lambda kind, k: units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
+    return computes_by_element(equations.jaxpr, [of_param(*read) for read in equations.reads])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,19 +290,3 @@ def connected(sets: Sequence[Collection]) -> list[list[int]]:
     overlapping = lambda n: [m for x in sets[n] for m in holders.pop(x, ())]
     is_new = lambda n: not holders.keys().isdisjoint(sets[n])  # no group has taken the elements
     return [sorted(jaxprs.reached([n], overlapping)) for n in range(len(sets)) if is_new(n)]
-
-
-def chunk_traces(
-    chunkings: dict[int, Chunking], leaves: Sequence[Leaf], trace: Callable
-) -> Callable[[int], dict[int, TracedUpdate]]:
-    """Return a function that maps a parameter's index to traces of its update, one per length of its chunks.
-
-    All parameters share two traces. The first has a full chunk of every parameter, and the second has the last chunks.
-    """
-    lengths = {i: tuple(dict.fromkeys(chunking.extents)) for i, chunking in chunkings.items()}
-
-    @functools.cache
-    def nth(n: int) -> TracedUpdate:
-        return trace({i: chunkings[i].chunk_shape(leaves[i], of[min(n, len(of) - 1)]) for i, of in lengths.items()})
-
-    return lambda i: {length: nth(n) for n, length in enumerate(lengths[i])}

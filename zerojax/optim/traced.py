@@ -1,7 +1,7 @@
-"""Call an optax update as a function of lists, or trace it into equations, and describe parts of these equations.
+"""Trace an optax update into equations, with all calls inlined, and describe parts of these equations.
 
-`FlatUpdate` calls the update, and `TracedUpdate` has its equations, with all calls inlined. A `Core` is the part of a
-leaf's update that needs the full leaf. The cores of an `OwnedGroup` have equal programs, which owners compute together.
+A `Core` is the part of a leaf's update that needs the full leaf. The cores of an `OwnedGroup` have equal programs.
+Owners compute them together.
 """
 
 from __future__ import annotations
@@ -9,24 +9,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.core
-import optax
 
 from zerojax import compat, jaxprs
-from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.layout.tree import Layout
-from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.transformation import check_new_state, guarded
-from zerojax.placement.storage import cast
+from zerojax.optim.transformation import NO_MESH, FlatUpdate, UpdatedLeaves, guarded
 
 # Each input of an update is named by its kind, and by its index among the inputs of this kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED = "grad", "state", "param", "extra", "const", "shared"
 Read = tuple[str, int]
-NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +94,53 @@ class TracedUpdate:
                 taken = group.take([core for core, _ in cores])
                 inside.append(dataclasses.replace(taken, cores=tuple(core for _, core in cores)))
         return dataclasses.replace(part, owned=tuple(inside))
+
+
+def tracer(
+    update: FlatUpdate, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict
+) -> Callable[..., TracedUpdate]:
+    """Return a function `trace(changed)` that traces the update for these values or shapes.
+
+    `changed` maps the indices of some trained parameters to other shapes. Their state gets the shapes that
+    `_state_shape` returns. If the transformation raises an error, `trace` raises a `TransformationError`.
+    """
+    numbers, tree = jax.tree.flatten(extra)
+    fixed = [None if is_traced(x) else x for x in numbers]
+    arrays = [_shaped(x) for x in numbers if is_traced(x)]
+
+    def flat(grads, state, moved, arrays):
+        rest = iter(arrays)
+        filled = [next(rest) if value is None else value for value in fixed]
+        return guarded(update)(grads, state, None if params is None else moved, jax.tree.unflatten(tree, filled))
+
+    def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
+        of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
+        seen = [_shaped(x, _state_shape(update.leaves, k, changed)) for k, x in enumerate(state)]
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return trace_update(flat, of_params(grads), seen, of_params(params or []), arrays)
+
+    return trace
+
+
+def is_traced(x: Any) -> bool:
+    """Return whether an extra argument of an update is an array or an array's shape. Other arguments are static."""
+    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
+
+
+def _shaped(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
+    """Return a `ShapeDtypeStruct` with the type of `x`, and with `shape`, or the shape of `x` if `shape` is None."""
+    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+
+
+def _state_shape(leaves: UpdatedLeaves, k: int, changed: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """Return the new shape of state leaf `k` if its parameter is in `changed`, or None if the shape stays."""
+    i, leaf = leaves.param_of[k], leaves.state[k]
+    if i is None or i not in changed:
+        return None
+    param, new = leaves.grads[i].shape, changed[i]
+    if leaf.shape == param:
+        return new
+    return (new[0], *leaf.shape[1:]) if leaf.shape[:1] == param[:1] and new[1:] == param[1:] else None
 
 
 def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> TracedUpdate:
@@ -220,83 +260,3 @@ def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[in
     made = jaxprs.dependent_on([var for e in inside for var in jaxpr.eqns[e].outvars], jaxpr.eqns)
     late = {e for e, eqn in enumerate(jaxpr.eqns) if not made.isdisjoint(jaxprs.variables_in(eqn.invars))}
     return inside, late - inside
-
-
-class UpdatedLeaves(NamedTuple):
-    """The layouts of an update's gradients and state."""
-
-    grads: tuple[Leaf, ...]  # one `Leaf` per trained parameter, for its gradient and its update
-    state: tuple[Leaf, ...]  # one `Leaf` per leaf of the state
-    # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
-    param_of: tuple[int | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class FlatUpdate:
-    """The wrapped transformation's update as a function of lists.
-
-    With `applies`, the function returns new parameters, in their stored types, instead of updates.
-    """
-
-    config: Config
-    trained: Layout
-    leaves: UpdatedLeaves
-    state_def: jax.tree_util.PyTreeDef
-    applies: bool = False
-
-    def __call__(self, grads: list, state: list, params: list | None, extra: dict) -> tuple[list, list]:
-        """Return `(updates, state)`, or the new `(params, state)` with `applies`."""
-        tree: Any = self.trained.treedef
-        old: Any = None if params is None else jax.tree.unflatten(tree, params)
-        updates, new = wrapped_tx(self.config, self.trained).update(
-            jax.tree.unflatten(tree, grads), jax.tree.unflatten(self.state_def, state), old, **extra
-        )
-        check_new_state(self.leaves.state, new)
-        if self.applies:
-            moved = updates if self.config.has_master_weights else optax.apply_updates(old, updates)
-            updates = cast(jax.tree.leaves(moved), [leaf.dtype for leaf in self.trained.params])
-        return jax.tree.leaves(updates), jax.tree.leaves(new)
-
-    def tracer(self, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict) -> Callable:
-        """Return a function `trace(changed)` that traces the update for these values or shapes.
-
-        `changed` maps the indices of some trained parameters to other shapes. Their state gets the shapes that
-        `_state_shape` returns. If the transformation raises an error, `trace` raises a `TransformationError`.
-        """
-        numbers, tree = jax.tree.flatten(extra)
-        fixed = [None if is_traced(x) else x for x in numbers]
-        arrays = [_shaped(x) for x in numbers if is_traced(x)]
-
-        def update(grads, state, moved, arrays):
-            rest = iter(arrays)
-            filled = [next(rest) if value is None else value for value in fixed]
-            return guarded(self)(grads, state, None if params is None else moved, jax.tree.unflatten(tree, filled))
-
-        def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
-            of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
-            seen = [_shaped(x, self._state_shape(k, changed)) for k, x in enumerate(state)]
-            # Equations record the mesh of their context, and owners use another mesh. So trace without a mesh.
-            with jax.sharding.use_abstract_mesh(NO_MESH):
-                return trace_update(update, of_params(grads), seen, of_params(params or []), arrays)
-
-        return trace
-
-    def _state_shape(self, k: int, changed: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
-        """Return the new shape of state leaf `k` if its parameter is in `changed`, or None if the shape stays."""
-        i, leaf = self.leaves.param_of[k], self.leaves.state[k]
-        if i is None or i not in changed:
-            return None
-        param, new = self.leaves.grads[i].shape, changed[i]
-        if leaf.shape == param:
-            return new
-        return (new[0], *leaf.shape[1:]) if leaf.shape[:1] == param[:1] and new[1:] == param[1:] else None
-
-
-def is_traced(x: Any) -> bool:
-    """Return whether an extra argument of an update is an array or an array's shape. Other arguments are static."""
-    return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _shaped(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Return a `ShapeDtypeStruct` with the type of `x`, and with `shape`, or the shape of `x` if `shape` is None."""
-    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))

@@ -1,24 +1,22 @@
-"""Call a wrapped transformation with the loss, guard its calls in an analysis, and check the state that it returns.
+"""Call the wrapped transformation: with the loss, on lists of arrays, and guarded in an analysis.
 
-A `Description` describes a transformation in a checkpoint, so that a later run can tell whether it uses another one.
-The states of two transformations, such as AdamW and LAMB, may have the same leaves. Their descriptions differ.
+An optax transformation is called in three places: a step calls `FlatUpdate`, the plan traces it, and `guarded` turns
+its errors in such a trace into a `TransformationError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
-from zerojax import compat
+from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout
+from zerojax.placement.storage import cast
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -29,7 +27,8 @@ NOTE = (
     "optax.lookahead(zero_shard(tx, ...), ...)."
 )
 UNEXPECTED = "unexpected keyword argument 'value'"  # Python's message
-PARAMS, LEAF = "params", "*"  # in the structure of a state
+# Equations record the mesh of their context, and owners use another mesh. So an analysis traces without a mesh.
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class TransformationError(Exception):
@@ -101,85 +100,57 @@ def tree_difference(found: Sequence, required: Sequence[Leaf]) -> str:
     return f"has {surplus[0]} beyond that" if surplus else "has other nodes"
 
 
+def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationExtraArgs:
+    """Return the user's transformation, wrapped to update master weights if the configuration has them.
+
+    With master weights, its `update` returns new parameters, not increments.
+    """
+    inner = with_extra_args(config.tx)
+    if not config.has_master_weights:
+        return inner
+    from zerojax.optim.master_weights import with_master_weights
+
+    return with_master_weights(inner, trained)
+
+
+class UpdatedLeaves(NamedTuple):
+    """The layouts of an update's gradients and state."""
+
+    grads: tuple[Leaf, ...]  # one `Leaf` per trained parameter, for its gradient and its update
+    state: tuple[Leaf, ...]  # one `Leaf` per leaf of the state
+    # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
+    param_of: tuple[int | None, ...]
+
+
 @dataclasses.dataclass(frozen=True)
-class Description:
-    """The description of a transformation in a checkpoint.
+class FlatUpdate:
+    """The wrapped transformation's update as a function of lists.
 
-    Attributes:
-        structure: The nested types of its state, such as `(ScaleByAdamState(*, params, params), EmptyState())`.
-        operations: The sorted distinct operations of its update, each with its constants, such as `mul 0.9`. Empty if
-            the update needs arguments that a step does not give.
-        program: The sha256 of all operations in order, each with the numbers of the variables that it reads.
+    With `applies`, the function returns new parameters, in their stored types, instead of updates.
     """
 
-    structure: str
-    operations: tuple[str, ...]
-    program: str
+    config: Config
+    trained: Layout
+    leaves: UpdatedLeaves
+    state_def: jax.tree_util.PyTreeDef
+    applies: bool = False
 
+    def __call__(self, grads: list, state: list, params: list | None, extra: dict) -> tuple[list, list]:
+        """Return `(updates, state)`, or the new `(params, state)` with `applies`."""
+        tree: Any = self.trained.treedef
+        old: Any = None if params is None else jax.tree.unflatten(tree, params)
+        updates, new = wrapped_tx(self.config, self.trained).update(
+            jax.tree.unflatten(tree, grads), jax.tree.unflatten(self.state_def, state), old, **extra
+        )
+        check_new_state(self.leaves.state, new)
+        if self.applies:
+            moved = updates if self.config.has_master_weights else optax.apply_updates(old, updates)
+            updates = cast(jax.tree.leaves(moved), [leaf.dtype for leaf in self.trained.params])
+        return jax.tree.leaves(updates), jax.tree.leaves(new)
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Describe:
-    """Describe the transformation `tx` of the trained parameters `params`, which have logical shapes.
-
-    The description is made when a checkpoint first reads it, because tracing takes time.
-    """
-
-    tx: optax.GradientTransformation
-    params: Any
-
-    @functools.cached_property
-    def description(self) -> Description:
-        """Return the description. It does not depend on the stage, the mesh, or the float types of the parameters."""
-        wide = lambda x: jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, wide(x)), self.params)
-        tx = with_extra_args(self.tx)
-        state = compat.eval_shape(tx.init, params)
-        try:
-            update = lambda grads, state, params, value: guarded(tx.update)(grads, state, params, value=value)
-            traced = jax.make_jaxpr(update)(params, state, params, jax.ShapeDtypeStruct((), np.float32))
-        except TransformationError:  # the update needs arguments that a step does not give
-            found: list[tuple[str, tuple]] = []
-        else:
-            jaxpr, consts = compat.opened(traced)
-            found = [(f"constant {in_words(x)}", ()) for x in consts] + list(operations_in(jaxpr))
-        structure = structure_of(jax.tree.structure(state), jax.tree.structure(params))
-        program = hashlib.sha256("\n".join(f"{name} {reads}" for name, reads in found).encode()).hexdigest()
-        return Description(structure, tuple(sorted({name for name, _ in found})), program)
-
-
-def structure_of(state: Any, params: Any) -> str:
-    """Return a state's nested types as text, with `params` for a part that has the structure of the parameters."""
-    if state == params:
-        return PARAMS
-    if (data := state.node_data()) is None:
-        return LEAF if state.num_leaves else "None"
-    kind, keys = data
-    children = [structure_of(child, params) for child in state.children()]
-    if kind is dict:
-        children = [f"{key!r}: {child}" for key, child in zip(keys, children, strict=True)]
-    return f"{'' if kind is tuple else kind.__name__}({', '.join(children)})"
-
-
-def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield each operation as text, and the numbers of the variables that it reads. Include inner jaxprs."""
-    numbers: dict[Any, int] = {}
-    for var in (*compat.constvars_of(jaxpr), *jaxpr.invars):
-        numbers[var] = len(numbers)
-    for eqn in jaxpr.eqns:
-        literals = [in_words(atom.val) for atom in eqn.invars if compat.is_literal(atom)]
-        literals += [f"{name}={x}" for name, x in sorted(eqn.params.items()) if name == "y" and isinstance(x, int)]
-        reads = tuple(numbers[atom] for atom in eqn.invars if not compat.is_literal(atom))
-        yield " ".join([eqn.primitive.name, *literals]), reads
-        numbers.update((var, len(numbers) + i) for i, var in enumerate(eqn.outvars))
-        for inner in compat.inner_jaxprs(eqn):
-            yield from operations_in(inner)
-
-
-def in_words(x: Any) -> str:
-    """Return a number as text, or the type, shape and digest of an array."""
-    if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    x = np.asarray(x)
-    if x.size == 1:
-        return f"{x.item():.7g}" if x.dtype.kind in "fc" else str(x.item())
-    return f"{x.dtype}{list(x.shape)} {hashlib.sha256(x.tobytes()).hexdigest()[:12]}"
+    def planned_shapes(self) -> tuple[list, list, list, dict]:
+        """Return the shapes of the arguments in a training step."""
+        seen = lambda leaf: leaf.storage_shape if leaf.kind == "flat" else leaf.shape
+        shapes = lambda leaves: [jax.ShapeDtypeStruct(seen(leaf), leaf.dtype) for leaf in leaves]
+        grads = shapes(self.leaves.grads)
+        return grads, shapes(self.leaves.state), grads, {"value": jax.ShapeDtypeStruct((), "float32")}

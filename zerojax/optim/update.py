@@ -1,8 +1,9 @@
-"""Run the optax update. Each of N devices does 1/N of the work, and the result is exact for every transformation.
+"""Make the optimizer's state, and run the update. Each of N devices does 1/N of the work.
 
-The update runs in global view under `jit`. Gradients, parameters and state are logical arrays with fixed layouts, and
-the compiler divides the work. So a norm over all parameters, a factored second moment or a Newton-Schulz iteration sees
-full matrices, as on one device. A leaf that is updated element by element may be flat. Owners compute the cores.
+The result is exact for every transformation, because the update runs in global view under `jit`. Gradients, parameters
+and state are logical arrays with fixed layouts, and the compiler divides the work. So a norm over all parameters, a
+factored second moment or a Newton-Schulz iteration sees full matrices, as on one device. A leaf that is updated element
+by element may be flat. Owners compute the cores of matrix updates.
 
 References:
     Xu et al. 2020, arXiv 2004.13336: the sharded weight update.
@@ -10,116 +11,84 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import optax
 
-from zerojax import compat, jaxprs, names
+from zerojax import names
 from zerojax.comm.collectives import UPDATE
 from zerojax.comm.mesh import constrain, to_storage
-from zerojax.comm.owners import Owners
 from zerojax.compat import common_dtype
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_padded
-from zerojax.optim.owned import owned_update
-from zerojax.optim.plan import ShardingPlan, partitioned_update
-from zerojax.optim.traced import (
-    CONST,
-    EXTRA,
-    GRAD,
-    PARAM,
-    STATE,
-    Equations,
-    FlatUpdate,
-    OwnedGroup,
-    equations_after,
-    is_traced,
-    item_of,
-)
-from zerojax.optim.transformation import TransformationError
+from zerojax.optim.sharding_plan import ShardingPlan, state_shardings
+from zerojax.optim.transformation import wrapped_tx
 from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical, to_device, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree, Shaped
 
 
-def evaluate(config: Config, equations: Equations, values: Sequence) -> list:
-    """Evaluate `equations` on `values`, which have logical shapes, and return the results.
+def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
+    """Make the first state in one program, sharded as `plan` says. The device holds all state at once."""
 
-    All cores are computed together. So the equations that do not depend on a core run first, then the cores, and then
-    all other equations.
-    """
-    jaxpr, variables = equations.jaxpr, equations.variables
-    if not equations.owned:
-        return jax.core.eval_jaxpr(jaxpr, (), *values)
-    cores = [core for group in equations.owned for core in group.cores]
-    inside, late = equations_after(jaxpr, cores)
-    before = [eqn for e, eqn in enumerate(jaxpr.eqns) if e not in inside | late]
-    after = [jaxpr.eqns[e] for e in sorted(late)]
-    env = dict(zip(jaxpr.invars, values, strict=True))
-    results = set(jaxprs.variables_in(jaxpr.outvars))
-    wanted = {variables[n] for core in cores for n in core.inputs}
-    _evaluate(jaxpr, before, env, wanted | _read(after) | results)
-    for group in equations.owned:
-        env |= _compute(config, group, env, variables)
-    _evaluate(jaxpr, after, env, results)
-    return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+    def init(stored):
+        state = first_leaves(config, plan, [to_device(x) for x in stored])
+        leaves = [to_storage(config.mesh, x, leaf) for x, leaf in zip(state, plan.state, strict=True)]
+        return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, leaves))
+
+    return jax.jit(init, out_shardings=state_shardings(config, plan))(list(stored))
 
 
-def _read(eqns: Sequence) -> set:
-    return {v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)}
+def first_leaves(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:
+    """Return the leaves of the wrapped transformation's first state, without padding. Call this under `jax.jit`."""
+    layout = plan.layout
+    params = [unpadded(stored[i], layout.params[i]) for i in layout.trained]
+    wide = cast(params, [leaf.dtype for leaf in plan.grads])
+    return jax.tree.leaves(wrapped_tx(config, plan.trained).init(jax.tree.unflatten(plan.trained.treedef, wide)))
 
 
-def _evaluate(jaxpr: Any, eqns: Sequence, env: dict, wanted: set) -> None:
-    """Evaluate `eqns`, and add the results that are in `wanted` to `env`."""
-    made = [v for eqn in eqns for v in eqn.outvars if v in wanted]
-    given = [v for v in _read(eqns) if v in env]
-    part = compat.part_of(jaxpr, eqns, given, made)
-    env.update(zip(made, jax.core.eval_jaxpr(part, (), *(env[v] for v in given)), strict=True))
+def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """Return the state with the chunks of all offloaded leaves copied to the device and joined."""
+    if not plan.offloaded:
+        return state
+    from zerojax.optim.offloaded import all_on_device
+
+    return all_on_device(config, plan, state)
 
 
-def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
-    """Let owners compute a group's cores. Return a map from the cores' result variables to their values."""
-    first = group.cores[0]
-    value = lambda n: env[variables[n]]
+def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """Undo `state_to_device`."""
+    if not plan.offloaded:
+        return state
+    from zerojax.optim.offloaded import all_on_host
 
-    def stack(n: int, where: Leaf) -> Array:
-        x = to_storage(config.mesh, value(n), where)
-        return x.reshape(-1, group.size, *x.shape[1:]) if group.size else x[None]
+    return all_on_host(config, plan, state)
 
-    arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
-    numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
-    same = [len(set(of_each)) == 1 for of_each in numbers]  # whether all cores read the same variable
 
-    def each_item(of_each: Sequence[int]) -> Array:
-        rows = zip(of_each, group.counts, strict=True)
-        return jnp.stack([x for n, count in rows for x in [value(n)] * count])
+def check_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool = False) -> None:
+    """Raise a `ValueError` unless `state` is as the plan says; see `mismatch.check_leaves_of_state`."""
+    leaves, structure = jax.tree.flatten(state)
+    is_planned = lambda x, leaf: (x.shape, x.dtype) == (leaf.storage_shape, leaf.dtype)
+    if plan.offloaded or structure != plan.state_def or not all(map(is_planned, leaves, plan.state)):
+        from zerojax.optim.mismatch import check_leaves_of_state
 
-    def fn(*args):
-        taken, each = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
-        shared = iter(args[len(args) - sum(same) :])
-        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else each) for one in same))
+        check_leaves_of_state(plan, state, may_be_wider=may_be_wider)
 
-    outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
-        fn,
-        arrays,
-        [item_of(where, group.size) for _, where in first.arrays],
-        [each_item(of_each) for of_each, one in zip(numbers, same, strict=True) if not one],
-        [value(of_each[0]) for of_each, one in zip(numbers, same, strict=True) if one],
-        [item_of(where, group.size) for _, where in first.outs],
-    )
-    found, at = {}, 0
-    for core, count in zip(group.cores, group.counts, strict=True):
-        for x, (n, where) in zip(outs, core.outs, strict=True):
-            stored = x[at : at + count].reshape(-1, *x.shape[2:]) if group.size else x[at]
-            found[variables[n]] = unpadded(stored, where)
-        found |= {variables[n]: x[at] for x, n in zip(small_outs, core.small_outs, strict=True)}
-        at += count
-    return found
+
+def check_params(config: Config, plan: ShardingPlan, params: PyTree) -> None:
+    """Raise a `ValueError` unless the plan was made for these parameters and for the configuration of the step."""
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_padded)
+    is_planned = lambda x, leaf: (tuple(x.shape), x.dtype) == (leaf.shape, leaf.dtype)
+    fit = structure == plan.layout.treedef and all(map(is_planned, leaves, plan.layout.params))
+    if not fit or config.plans.get(plan.layout) != plan:
+        from zerojax.optim.mismatch import check_plan
+
+        check_plan(config, plan, params)
 
 
 @jax.named_scope(names.SHARDS)
@@ -183,9 +152,12 @@ def update(
     types = [part.dtype for part in plan.grads]
     wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
     params = None if params is None else [to_device(x) for x in params]
-    updates, new_state = logical_update(
-        config,
-        plan,
+    run: Callable = plan.update(config, applies=False)
+    if plan.may_have_owners:
+        from zerojax.optim.equations import update_by_owners
+
+        run = functools.partial(update_by_owners, run)
+    updates, new_state = run(
         views(cast(grads, wide), plan.grads),
         views(jax.tree.leaves(state), plan.state),
         None if params is None else views(cast(params, types), plan.grads),
@@ -194,30 +166,6 @@ def update(
     if wide != types and plan.offloaded:
         check_state_dtypes(new_state, plan.state)
     return keep(updates, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
-
-
-def logical_update(
-    config: Config, plan: ShardingPlan, grads: list, state: list, params: list | None, extra: dict
-) -> tuple[list[Array], list[Array]]:
-    """Call the wrapped transformation on logical arrays, let owners compute cores, and return `(updates, state)`."""
-    flat = FlatUpdate(config, plan.trained, plan.leaves, plan.state_def)
-    # The update is traced again, because a custom loop may give it other arguments and types than the plan assumed.
-    # `plan.matrices` is None if the plan could not trace the update without extra arguments. `extra` may have them.
-    if plan.matrices is None or plan.matrices.owned:
-        trace = flat.tracer(grads, state, params, extra)
-        try:
-            traced = trace()
-        except TransformationError:  # tracing may need the mesh's context. The call below raises any other error
-            return flat(grads, state, params, extra)
-        if found := owned_update(config, plan.leaves, traced, trace).groups:
-            arrays = filter(is_traced, jax.tree.leaves(extra))
-            consts = jaxprs.as_jax_values(traced.consts)
-            values = [*grads, *state, *(params or ()), *arrays, *consts]
-            jaxpr = traced.jaxpr
-            whole = traced.equations(range(len(jaxpr.eqns)), traced.reads, jaxpr.outvars, found)
-            results = evaluate(config, whole, values)
-            return results[: len(grads)], results[len(grads) :]
-    return flat(grads, state, params, extra)
 
 
 def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
@@ -269,6 +217,18 @@ class Updated(NamedTuple):
     grads: tuple[int, ...]
 
 
+class UpdateInputs(NamedTuple):
+    """The results of a step's first program that the streamed update reads."""
+
+    params: list  # one array per parameter, as stored; None for the parameters in `pending`
+    # the parameters that the groups will update, by index among the trained parameters, sharded like their gradients
+    pending: dict[int, Array]
+    state: list  # one array per leaf of the state; None for offloaded leaves
+    grads: dict[int, Array]  # the gradients that the groups read, by index, in storage shape
+    shared: list  # the shared values, which several groups may read
+    skipped: Bool[Array, ""] | None  # whether the step is skipped; None: it is not
+
+
 def resident_update(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
 ) -> Updated:
@@ -276,21 +236,10 @@ def resident_update(
 
     `grads` and `params` have the storage shapes and shardings of `plan.grads`. `state` has None for offloaded leaves.
     """
-    if all(x is not None for x in state):
-        tree = jax.tree.unflatten(plan.state_def, state)
-        updated, tree = apply_update(config, plan, grads, tree, params, {"value": value})
-        return Updated(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())
-    partition = partitioned_update(config, plan)
-    first, equations = partition.first, partition.first.equations[0]
-    read = {
-        GRAD: lambda i: unpadded(grads[i], plan.grads[i]),
-        PARAM: lambda i: unpadded(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
-        STATE: lambda k: unpadded(state[k], plan.state[k]),
-        EXTRA: lambda _: value.astype(jnp.float32),
-        CONST: lambda i: partition.consts[i],
-    }
-    results = iter(evaluate(config, equations, [read[kind](i) for kind, i in equations.reads]))
-    new_params = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in first.params}
-    new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in first.resident}
-    leaves = [new_state.get(k, x) for k, x in enumerate(state)]
-    return Updated(new_params, leaves, list(results), partition.grads)
+    if any(x is None for x in state):
+        from zerojax.optim.equations import update_first_group
+
+        return Updated(*update_first_group(config, plan, grads, state, params, value))
+    tree = jax.tree.unflatten(plan.state_def, state)
+    updated, tree = apply_update(config, plan, grads, tree, params, {"value": value})
+    return Updated(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())

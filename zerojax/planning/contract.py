@@ -21,8 +21,8 @@ from zerojax.gather import WorkingSet
 from zerojax.inspect.hlo import Module, memory_analysis, read
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.optim.transformation import wrapped_tx
 from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.shapes import rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes

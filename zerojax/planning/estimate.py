@@ -29,7 +29,7 @@ from zerojax.config.tuning import Tuning, fields_of, unknown_option
 from zerojax.config.wire import Wire
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.offload.options import Offload
-from zerojax.optim.plan import make_plan
+from zerojax.optim.sharding_plan import make_plan
 from zerojax.planning.activations import LossOptions, PlainGradient, device_rows, split_options
 from zerojax.planning.shapes import is_array, named_sharding
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage

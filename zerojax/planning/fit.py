@@ -20,7 +20,7 @@ from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.offload.options import Offload
-from zerojax.optim.plan import make_plan
+from zerojax.optim.sharding_plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.shapes import abstract, with_rows

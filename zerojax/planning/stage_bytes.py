@@ -21,7 +21,7 @@ from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import storage_forms
 from zerojax.streaming.stores import kept_on_device
 from zerojax.train.tree_api import returned_grads

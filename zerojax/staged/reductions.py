@@ -19,10 +19,10 @@ import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
+from zerojax.optim.equations import evaluate_as
 from zerojax.optim.traced import GRAD, Equations, equations_behind, producers_of
 from zerojax.placement.storage import unpadded
 from zerojax.staged.sources import OnDisk
-from zerojax.streaming.host_update import evaluate_as
 
 if TYPE_CHECKING:
     from jaxtyping import Array

@@ -17,7 +17,7 @@ from zerojax.layout.leaf import Leaf, is_chunked, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import chunks_of, joined, row_chunkings_of
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import leaves_of, named, place_array, storage_leaves
 from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk

@@ -12,11 +12,12 @@ import numpy as np
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.traced import GRAD, PARAM
+from zerojax.optim.update import UpdateInputs
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.sources import OnDisk
 from zerojax.streaming.chunk_programs import update_on_device
 from zerojax.streaming.stores import IN_FLIGHT, StateStore
-from zerojax.streaming.stream import Chunk, StreamedUpdate, UpdateInputs, UpdateQueue
+from zerojax.streaming.stream import Chunk, StreamedUpdate, UpdateQueue
 
 if TYPE_CHECKING:
     from jaxtyping import Array

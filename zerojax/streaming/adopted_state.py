@@ -20,11 +20,11 @@ from zerojax.layout.padded import Padded
 from zerojax.layout.tree import canonical, has_gradient, is_numeric
 from zerojax.offload.chunked import splitting
 from zerojax.optim.master_weights import narrow_leaves
-from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.state_forms import state_to_host, tree_difference
+from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.optim.transformation import tree_difference
+from zerojax.optim.update import state_to_host
 from zerojax.placement.storage import leaves_of, logical, named, place_array, to_device
-from zerojax.streaming.init_state import check_host_room, store_by_group
-from zerojax.streaming.stores import store_for
+from zerojax.streaming.init_state import check_state_room, store_by_group
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -52,7 +52,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
         stored = [to_storage(config.mesh, jnp.asarray(x), leaf) for x, leaf in zip(values, plan.state, strict=True)]
         return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, stored))
     wait_if_simulated(config.mesh, values)
-    check_host_room(config, plan)
+    check_state_room(config, plan)
 
     def make(indices: Sequence[int]) -> list[list[Array]]:
         pairs = {k: (values[k], plan.state[k]) for k in indices}
@@ -62,7 +62,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
 
     if not plan.offloaded:
         return jax.tree.unflatten(plan.state_def, [x for (x,) in make(range(len(plan.state)))])
-    return store_by_group(config, plan, make, store_for(config, plan))
+    return store_by_group(config, plan, make)
 
 
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:

@@ -14,10 +14,11 @@ from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunked import Chunking, slice_chunk, update_chunk
+from zerojax.optim.equations import evaluate_as, evaluate_equations
 from zerojax.optim.partition import UpdateGroup
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
-from zerojax.optim.update import evaluate, roll_back
+from zerojax.optim.update import roll_back
 from zerojax.placement.storage import gather, named, unpadded
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class ProgramKey:
     @classmethod
     def of(cls, plan: ShardingPlan, group: UpdateGroup, length: int) -> ProgramKey:
         """Return the key of the program for chunks of `group` with this `length`, which is 0 for full arrays."""
-        equations = group.equations[length]
+        equations = group.equations
         places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
 
         def chosen(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
@@ -101,25 +102,19 @@ def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, ji
             state, because a kernel reads the old state after another kernel has replaced it.
         jit: `jax.jit`, with the compiler options of the program.
     """
-    full, num_params, num_state = key.dim is None, len(key.params), len(key.state)
-
-    def typed(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
-        arrays = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=True)]
-        return [unpadded(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)] if full else arrays
+    num_params, num_state = len(key.params), len(key.state)
+    store = to_storage if key.dim is None else constrain
 
     def stored(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
-        store = to_storage if full else constrain
         return [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
 
     def run(params, state, resident, inputs: GroupInputs, start, skipped):
-        operands = {
-            PARAM: typed(slice_chunks(config, key, params, key.params, start), key.params) if key.reads_params else (),
-            GRAD: typed(slice_chunks(config, key, inputs.grads, key.grads, start), key.grads),
-            STATE: typed(state, key.state),
-            SHARED: inputs.shared,
-            CONST: inputs.consts,
-        }
-        results = evaluate(config, key.equations, [operands[kind][i] for kind, i in key.reads])
+        old = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
+        inputs = inputs._replace(grads=slice_chunks(config, key, inputs.grads, key.grads, start))
+        if key.dim is None:
+            results = evaluate_equations(config, key.equations, operands(key, old, state, inputs))
+        else:
+            results = updated_chunk(key, old, state, inputs)
         new_params = stored(results[:num_params], key.params)
         new_state = stored(results[num_params:], [*key.state, *key.resident])
         if skipped is not None:
@@ -128,6 +123,26 @@ def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, ji
         return params, new_state[:num_state], new_state[num_state:]
 
     return jit(run, donate_argnums=(0, 1, 2) if donate else ())
+
+
+def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
+    """Return the new parameters and the new state of a chunk, as one list."""
+    shape = (*params, *inputs.grads, *state)[0].shape
+    new = evaluate_as(key.equations.jaxpr, (), operands(key, params, state, inputs), shape)
+    return [jnp.broadcast_to(x, shape) for x in new]
+
+
+def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
+    """Return the values that the equations read, in their types. Full arrays lose their padding."""
+
+    def typed(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
+        arrays = [x.astype(leaf.dtype) for x, leaf in zip(arrays, leaves, strict=False)]
+        return arrays if key.dim is not None else list(map(unpadded, arrays, leaves))
+
+    grads = typed(inputs.grads, key.grads)
+    of = {PARAM: typed(params, key.params), GRAD: grads, STATE: typed(state, key.state)}
+    of |= {SHARED: inputs.shared, CONST: inputs.consts}
+    return [of[kind][i] for kind, i in key.reads]
 
 
 def chunks_for_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import compat, jaxprs
+from zerojax import compat
 from zerojax.config import Config
 from zerojax.offload.blocked import in_blocks
 from zerojax.offload.host import host_sharding
 from zerojax.optim.elementwise import is_by_element
-from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE
-from zerojax.streaming.chunk_programs import ProgramKey
+from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, updated_chunk
 
 
 def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
@@ -29,7 +25,7 @@ def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) 
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
     sharded, replicated = key.params[0].local_spec, PartitionSpec()
-    compute = update_in_blocks if may_block(key) else update_chunk
+    compute = update_in_blocks if may_block(key) else cast_chunk
 
     def run(params, grads, state, shared, consts):
         # Use a shard_map, because otherwise a block of an array could span several devices.
@@ -52,61 +48,27 @@ def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) 
     return jit(run, donate_argnums=donated, out_shardings=outputs)
 
 
-def update_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Return the new parameters and the new state of a chunk, as one list."""
-    inputs = {PARAM: params, GRAD: grads, STATE: state, SHARED: shared, CONST: consts}
-    leaves = {PARAM: key.params, GRAD: key.grads, STATE: key.state}
-
-    def typed(kind: str, i: int) -> Any:
-        return inputs[kind][i].astype(leaves[kind][i].dtype) if kind in leaves else inputs[kind][i]
-
-    shape = (params or grads or state)[0].shape
-    new = evaluate_as(key.equations.jaxpr, (), [typed(kind, i) for kind, i in key.reads], shape)
+def cast_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
+    """Return the new parameters and the new state of a chunk, in the types in which they are stored, as one list."""
+    new = updated_chunk(key, params, state, GroupInputs(grads, shared, consts))
     dtypes = [*key.stored_dtypes, *(x.dtype for x in state)]
-    return [jnp.broadcast_to(x, shape).astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
+    return [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
 
 
 def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
-    """Compute the results of `update_chunk` block by block. The results overwrite operands of the same type."""
+    """Compute the results of `cast_chunk` block by block. The results overwrite operands of the same type."""
     operands = [*params, *grads, *state]
     ends = len(params), len(params) + len(grads)
 
     def block(operands: list, shared: list) -> list:
-        return update_chunk(key, operands[: ends[0]], operands[ends[0] : ends[1]], operands[ends[1] :], shared, consts)
+        return cast_chunk(key, operands[: ends[0]], operands[ends[0] : ends[1]], operands[ends[1] :], shared, consts)
 
     over = [0 if ends[1] and operands[0].dtype == dtype else None for dtype in key.stored_dtypes]
     return in_blocks(block, operands, shared, overwrites=[*over, *range(ends[1], len(operands))])
 
 
-def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
-    """Evaluate an elementwise `jaxpr` on `values` of another `shape` than the arrays in its trace.
-
-    All branches of a `cond` are evaluated, because the shapes in a traced branch cannot change. If any of `values` is
-    in host memory, constants that are broadcast are copied to host memory.
-    """
-    on_host = any(compat.in_host_memory(jax.typeof(x)) for x in values)
-
-    def rule(eqn, operands):
-        if eqn.primitive.name == "broadcast_in_dim":
-            out = jnp.broadcast_to(operands[0], shape)
-            moved = on_host and not compat.in_host_memory(jax.typeof(out))
-            return [jax.device_put(out, jax.memory.Space.Host) if moved else out]
-        if eqn.primitive.name == "cond":
-            index, *rest = operands
-            results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]
-            return [lax.select_n(index, *jnp.broadcast_arrays(*cases)) for cases in zip(*results, strict=True)]
-        if (body := compat.evaluated(eqn)) is not None:
-            return evaluate_as(*compat.opened(body), operands, shape)
-        return None
-
-    return jaxprs.evaluate(jaxpr, consts, values, rule)
-
-
 def may_block(key: ProgramKey) -> bool:
     """Return whether the blocks of a chunk can be updated one by one, because all equations are elementwise."""
-    jaxpr = key.equations.jaxpr
-    elementwise = all(eqn.primitive.name == "broadcast_in_dim" or is_by_element(eqn) for eqn in jaxpr.eqns)
-    scalars = all(
-        var.aval.shape == () for var, (kind, _) in zip(jaxpr.invars, key.reads, strict=True) if kind in (SHARED, CONST)
-    )
-    return elementwise and scalars and not any(any(leaf.others) for leaf in (*key.params, *key.state))
+    eqns = key.equations.jaxpr.eqns
+    elementwise = all(eqn.primitive.name == "broadcast_in_dim" or is_by_element(eqn) for eqn in eqns)
+    return elementwise and not any(any(leaf.others) for leaf in (*key.params, *key.state))

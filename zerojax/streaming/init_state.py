@@ -1,4 +1,4 @@
-"""Make the optimizer's first state. Offloaded state is made per group, so the device never holds all state."""
+"""Make an optimizer's first state that is offloaded, group by group, so the device never holds all state."""
 
 from __future__ import annotations
 
@@ -15,24 +15,15 @@ from zerojax.config import Config
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.chunked import split_chunks
 from zerojax.offload.host import check_host_memory
-from zerojax.optim.master_weights import wrapped_tx
-from zerojax.optim.plan import ShardingPlan, partitioned_update
-from zerojax.optim.state_forms import is_on_disk, state_shapes, state_shardings, state_to_host
+from zerojax.optim.offloaded import is_on_disk
+from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
 from zerojax.optim.traced import trace_inlined
-from zerojax.placement.storage import cast, named, to_device, unpadded
-from zerojax.streaming.stores import StateStore, disk_nodes, kept_on_device, store_for
+from zerojax.optim.update import first_leaves
+from zerojax.placement.storage import named, to_device
+from zerojax.streaming.stores import disk_nodes, kept_on_device, store_for
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
-
-
-def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Return the wrapped transformation's first state, sharded and offloaded as `plan` says."""
-    is_whole = not plan.offloaded and not config.params_on_disk
-    if is_whole or any(isinstance(x, jax.core.Tracer) for x in stored):
-        return init_state(config, plan, stored)
-    check_host_room(config, plan)
-    return init_state_by_group(config, plan, stored, store_for(config, plan))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,30 +35,20 @@ class Deferred:
     dtype: Any  # the parameter's type
 
 
-def check_host_room(config: Config, plan: ShardingPlan) -> None:
+def check_state_room(config: Config, plan: ShardingPlan) -> None:
     """Raise a `MemoryError` if the state that is offloaded to host memory does not fit there."""
     if config.offload is not None and config.offload.optimizer == "host" and plan.offloaded:
         needed = sum(plan.state[k].local_bytes for k in plan.offloaded) - sum(kept_on_device(config, plan).values())
         check_host_memory(config.mesh, needed, "The offloaded optimizer state")
 
 
-def init_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> PyTree:
-    """Make all state in one program. This works under `jax.jit`, too. The device holds all state at once."""
-
-    def init(stored):
-        state = logical_state(config, plan, [to_device(x) for x in stored])
-        leaves = [to_storage(config.mesh, x, leaf) for x, leaf in zip(state, plan.state, strict=True)]
-        return state_to_host(config, plan, jax.tree.unflatten(plan.state_def, leaves))
-
-    return jax.jit(init, out_shardings=state_shardings(config, plan))(list(stored))
-
-
 def init_state_by_group(
-    config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]], store: StateStore
+    config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"] | Deferred]
 ) -> PyTree:
     """Make the state with one program for all leaves that stay on the device, and one program per offloaded group."""
+    check_state_room(config, plan)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in stored]
-    jaxpr, consts = trace_inlined(lambda *xs: logical_state(config, plan, xs), *shapes)
+    jaxpr, consts = trace_inlined(lambda *xs: first_leaves(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
 
     def init(leaves: Sequence[int]) -> list[list[Array]]:
@@ -93,20 +74,19 @@ def init_state_by_group(
         loaded = [x.load() if isinstance(x, Deferred) else to_device(x) for x in values]
         return jax.jit(program, out_shardings=shardings)(loaded)
 
-    return store_by_group(config, plan, init, store)
+    return store_by_group(config, plan, init)
 
 
-def store_by_group(
-    config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]], store: StateStore
-) -> PyTree:
-    """Return a state whose offloaded leaves are written to `store`, group by group.
+def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]]) -> PyTree:
+    """Return a state whose offloaded leaves are written to its store, group by group.
 
     `make(indices)` returns a list of chunks, on the device, for each of these leaves of the state.
     """
+    store = store_for(config, plan)
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     try:
         state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
-        for group in partitioned_update(config, plan).groups:
+        for group in plan.partitioned(config).groups:
             for n, chunks in enumerate(zip(*make(group.state), strict=True)):
                 store.complete(store.write(group, n, chunks))
             state |= zip(group.state, store.nodes(group), strict=True)
@@ -118,14 +98,6 @@ def store_by_group(
 
 def first_shapes(config: Config, plan: ShardingPlan) -> PyTree:
     """Return `state_shapes` of a first state. Do not create the files of state on disk."""
-    nodes = disk_nodes(config, plan) if is_on_disk(config) and plan.offloaded else {}
+    nodes = disk_nodes(config, plan) if is_on_disk(config) else {}
     leaves = jax.tree.leaves(state_shapes(config, plan), is_leaf=is_chunked)
     return jax.tree.unflatten(plan.state_def, [nodes.get(k, x) for k, x in enumerate(leaves)])
-
-
-def logical_state(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Array, "*storage"]]) -> list:
-    """Return the leaves of the wrapped transformation's first state, without padding. Call this under `jax.jit`."""
-    layout = plan.layout
-    params = [unpadded(stored[i], layout.params[i]) for i in layout.trained]
-    wide = cast(params, [leaf.dtype for leaf in plan.grads])
-    return jax.tree.leaves(wrapped_tx(config, plan.trained).init(jax.tree.unflatten(plan.trained.treedef, wide)))

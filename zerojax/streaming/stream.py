@@ -27,8 +27,9 @@ from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.offload.host import host_kind, to_memory
 from zerojax.optim.partition import UpdateGroup
-from zerojax.optim.plan import ShardingPlan, partitioned_update
+from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, SHARED
+from zerojax.optim.update import UpdateInputs
 from zerojax.placement.storage import is_on_host, return_to_host, to_device
 from zerojax.streaming.chunk_programs import (
     GroupInputs,
@@ -42,23 +43,11 @@ from zerojax.streaming.host_update import update_on_host
 from zerojax.streaming.stores import IN_FLIGHT, StateStore
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool
+    from jaxtyping import Array
 
 DEVICE = "device"
 # Bytes of one array of the chunks that the host updates at a time. Copies of their parameters and gradients wait there.
 HOST_BYTES = 4 << 30
-
-
-class UpdateInputs(NamedTuple):
-    """The results of a step's first program that the streamed update reads."""
-
-    params: list  # one array per parameter, as stored; None for the parameters in `pending`
-    # the parameters that the groups will update, by index among the trained parameters, sharded like their gradients
-    pending: dict[int, Array]
-    state: list  # one array per leaf of the state; None for offloaded leaves
-    grads: dict[int, Array]  # the gradients that the groups read, by index, in storage shape
-    shared: list  # the shared values, which several groups may read
-    skipped: Bool[Array, ""] | None  # whether the step is skipped; None: it is not
 
 
 class StreamedUpdate:
@@ -72,7 +61,7 @@ class StreamedUpdate:
         self.config = config
         self.plan = plan
         self.update = None if config.offload is None else config.offload.update
-        self.partition = partitioned_update(config, plan)
+        self.partition = plan.partitioned(config)
         jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
         self.program = functools.cache(lambda make, *given, **how: make(config, *given, **how, jit=jit))
         self.key = functools.cache(lambda g, length: ProgramKey.of(plan, self.partition.groups[g], length))
@@ -89,7 +78,7 @@ class StreamedUpdate:
     def lower(self) -> list[Any]:
         """Lower the programs that update a chunk on the device, one program per key."""
         shared, consts = self.partition.shared_shapes, self.partition.consts
-        groups = {self.key(g, n): group for g, group in enumerate(self.partition.groups) for n in group.equations}
+        groups = {self.key(g, n): group for g, group in enumerate(self.partition.groups) for _, n in group.chunks}
         lowered = []
         for key, group in groups.items():
             *updated, grads = key.shapes(self.config)

@@ -19,7 +19,7 @@ from zerojax.comm.events import EVENTS, first_array, is_of_all
 from zerojax.comm.processes import Processes, require_same
 from zerojax.config import Config
 from zerojax.layout.leaf import is_chunked
-from zerojax.optim.plan import ShardingPlan
+from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import to_device
 from zerojax.train.arguments import is_constant
 from zerojax.version import version

@@ -12,10 +12,9 @@ from jax import lax
 from zerojax.comm.mesh import constrain, replicated, to_storage, wait_if_simulated
 from zerojax.layout.leaf import is_chunked
 from zerojax.metrics import unmarked
-from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.state_forms import check_state
+from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
-from zerojax.optim.update import Updated
+from zerojax.optim.update import Updated, UpdateInputs, check_state
 from zerojax.placement.storage import leaves_of, storage_leaves, unpadded
 from zerojax.staged.gradients import Gradients
 from zerojax.staged.model_files import ModelFiles
@@ -23,7 +22,7 @@ from zerojax.staged.reductions import Reductions
 from zerojax.staged.state import files_of, trained_on_disk
 from zerojax.staged.update import StagedQueue
 from zerojax.streaming.stores import StateStore, store_for
-from zerojax.streaming.stream import StreamedUpdate, UpdateInputs
+from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.combined_aux import combine, merged
 from zerojax.train.gradients import Gradients as AllGradients
 from zerojax.train.loss import mean_mutable
@@ -44,7 +43,7 @@ class StagedStep:
         self._trained = trained_on_disk(program.config, plan)
         self._loss = StagedLoss(program, plan)
         self._update = StreamedUpdate(program.config, plan)
-        self._reductions = Reductions(self._update.partition.first.equations[0], self._trained)
+        self._reductions = Reductions(self._update.partition.first.equations, self._trained)
         self._finish = jax.jit(self._finished)
 
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:

@@ -20,8 +20,8 @@ from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded, is_number_array
 from zerojax.layout.tree import Layout, canonical, check_experts_named, layout_of
 from zerojax.offload.chunked import Chunked, joined
-from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
-from zerojax.optim.state_forms import as_planned, state_shardings
+from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout, state_shapes, state_shardings
+from zerojax.optim.update import init_state
 from zerojax.placement import storage
 from zerojax.placement.init_programs import MOST_PROGRAMS, init_programs
 from zerojax.placement.problems import problem_of
@@ -45,8 +45,6 @@ from zerojax.staged.state import (
     unlocked_on_error,
     write_params,
 )
-from zerojax.streaming.adopted_state import adopt_state
-from zerojax.streaming.init_state import Deferred, first_shapes, init_opt_state
 from zerojax.train.loss_scaling import ScalingState, init_scaling
 from zerojax.train.same_run import require_same_programs, require_same_run, require_same_values
 from zerojax.units import format_bytes
@@ -119,6 +117,8 @@ class ZeroState:
             **changes: New values of fields. `opt_state` may also be a state that `tx.init` or `tx.adopt` returned.
         """
         if "opt_state" in changes:
+            from zerojax.optim.returned_state import as_planned
+
             changes["opt_state"] = as_planned(self.plan, changes["opt_state"])
         return dataclasses.replace(self, **changes)
 
@@ -304,21 +304,39 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
     if config.params_on_disk:
         files = files_of_run(config, plan)
         tree = write_params(config, layout, leaves_of(params), files, shapes=shapes)
+        from zerojax.streaming.init_state import Deferred
+
         # These are copied to the devices later, one after the other, and keep their types.
         later = lambda x, leaf: Deferred(lambda: placed_leaf(config, x, leaf), leaf.storage_shape, canonical(x.dtype))
         wide: Any = [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
     else:
         wide = place_params(config, layout, params)
     with contextlib.nullcontext() if files is None else unlocked_on_error(files):
-        if shapes:
+        if shapes and not plan.offloaded:
+            opt_state = state_shapes(config, plan)
+        elif shapes:
+            from zerojax.streaming.init_state import first_shapes
+
             opt_state = first_shapes(config, plan)
+        elif plain is None:
+            opt_state = init_opt_state(config, plan, wide)
         else:
-            opt_state = (
-                init_opt_state(config, plan, wide) if plain is None else adopt_state(config, plan, plain, params)
-            )
+            from zerojax.streaming.adopted_state import adopt_state
+
+            opt_state = adopt_state(config, plan, plain, params)
     if tree is None:
         tree = in_storage(cast_params(config, layout, wide, like=layout.params), layout)
     return ZeroState(step, tree, opt_state, scaling, mutable, plan)
+
+
+def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Any]) -> PyTree:
+    """Return the wrapped transformation's first state, sharded and offloaded as `plan` says."""
+    is_whole = not plan.offloaded and not config.params_on_disk
+    if is_whole or any(isinstance(x, jax.core.Tracer) for x in stored):
+        return init_state(config, plan, stored)
+    from zerojax.streaming.init_state import init_state_by_group
+
+    return init_state_by_group(config, plan, stored)
 
 
 def logical(tree: PyTree) -> PyTree:

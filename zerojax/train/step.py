@@ -16,11 +16,9 @@ from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.leaf import is_chunked
-from zerojax.optim.state_forms import check_state
+from zerojax.optim.update import check_state
 from zerojax.placement.storage import in_storage
 from zerojax.placement.usable import PlacementCheck, unusable_named
-from zerojax.streaming.stores import store_for
-from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.fitting import MemoryFit, StepFitting
 from zerojax.train.loss import Loss
@@ -61,7 +59,12 @@ class Step:
                 f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat_within."
             )
         self._fitting = None if options.memory is None else StepFitting(program)
-        stream = lambda plan: StreamedUpdate(config, plan, options.users_options)
+
+        def stream(plan):
+            from zerojax.streaming.stream import StreamedUpdate
+
+            return StreamedUpdate(config, plan, options.users_options)
+
         self._streamed = functools.lru_cache(maxsize=4)(stream)
         self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
         self._name = getattr(loss.fn, "__name__", "a loss")
@@ -213,6 +216,8 @@ class Step:
 
     def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
+        from zerojax.streaming.stores import store_for
+
         plan = state.plan
         check_state(plan, state.opt_state)
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)

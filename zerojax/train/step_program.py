@@ -20,11 +20,20 @@ from zerojax.comm.explicit import on_auto_mesh, with_types
 from zerojax.comm.mesh import row_shardings
 from zerojax.config import Config, check_count, check_flag
 from zerojax.layout.leaf import is_chunked, replace_items
-from zerojax.optim.plan import ShardingPlan
-from zerojax.optim.state_forms import check_params, check_state, state_to_device, state_to_host
-from zerojax.optim.update import Updated, resident_update, roll_back, shard_for_update, unshard_after_update
+from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.optim.update import (
+    Updated,
+    UpdateInputs,
+    check_params,
+    check_state,
+    resident_update,
+    roll_back,
+    shard_for_update,
+    state_to_device,
+    state_to_host,
+    unshard_after_update,
+)
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves, to_device
-from zerojax.streaming.stream import UpdateInputs
 from zerojax.train.gradients import Gradients, loss_and_grads
 from zerojax.train.loss import Loss, at_least_float32
 from zerojax.train.loss_scaling import ScalingState, update_scaling
@@ -123,10 +132,11 @@ class StepProgram:
         """Run a whole step. Differentiate, update, and gather the parameters that the stage replicates."""
         config, plan = self.config, state.plan
         check_state(plan, state.opt_state)
-        on_device = state.replace(opt_state=jax.tree.leaves(state_to_device(config, plan, state.opt_state)))
+        leaves = jax.tree.leaves(state_to_device(config, plan, state.opt_state))
+        on_device = dataclasses.replace(state, opt_state=leaves)
         new, metrics, updated = self.resident_step(on_device, batch, *args)
         opt_state = state_to_host(config, plan, jax.tree.unflatten(plan.state_def, updated.state))
-        return new.replace(params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
+        return dataclasses.replace(new, params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
     def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, UpdateInputs]:
         """Run the part of a step that does not need offloaded state, and return `(state, metrics, inputs)`.

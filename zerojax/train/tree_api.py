@@ -22,20 +22,17 @@ from zerojax.compat import common_dtype
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_padded, without_padding
 from zerojax.layout.tree import Layout, has_gradient, layout_of
-from zerojax.optim.logical_state import unshard_state
-from zerojax.optim.plan import ShardingPlan, make_plan, plan_of_layout
-from zerojax.optim.state_forms import (
-    as_planned,
-    as_returned,
+from zerojax.optim.returned_state import as_planned, as_returned, seen_in
+from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout, state_shardings
+from zerojax.optim.transformation import tree_difference
+from zerojax.optim.update import (
+    apply_update,
     check_state,
-    rechunked,
-    seen_in,
-    state_shardings,
+    shard_for_update,
     state_to_device,
     state_to_host,
-    tree_difference,
+    unshard_after_update,
 )
-from zerojax.optim.update import apply_update, shard_for_update, unshard_after_update
 from zerojax.optim.update import update as update_shards
 from zerojax.placement.storage import (
     Form,
@@ -52,13 +49,11 @@ from zerojax.placement.storage import (
 )
 from zerojax.placement.usable import PlacementCheck, unusable_named
 from zerojax.staged.state import files_of, loaded, shapes_on_disk
-from zerojax.streaming.adopted_state import adopt_state
-from zerojax.streaming.init_state import init_opt_state
 from zerojax.train.arguments import place_batch, separated
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss
 from zerojax.train.same_run import SameCalls, signature_of
-from zerojax.train.state import ZeroState
+from zerojax.train.state import ZeroState, init_opt_state
 from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
@@ -186,7 +181,11 @@ def jitted_update(
     check_grads(grads, layout)
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
-    state = as_planned(plan, rechunked(config, plan, state))
+    if plan.offloaded:
+        from zerojax.optim.offloaded import rechunked
+
+        state = rechunked(config, plan, state)
+    state = as_planned(plan, state)
     check_state(plan, state, may_be_wider=not plan.offloaded)
     if params is None and config.has_master_weights:
         raise ValueError(
@@ -257,6 +256,8 @@ def init(config: Config, params: Any) -> Any:
 
 def adopt(config: Config, state: Any, params: Any) -> Any:
     """Shard a plain optimizer state; see `ZeroTransformation.adopt`."""
+    from zerojax.streaming.adopted_state import adopt_state
+
     plan = make_plan(config, params)
     place = lambda state, params: as_returned(config, plan, adopt_state(config, plan, state, params))
     return on_auto_mesh(config.user_mesh, place, state, params, shardings=lambda _: init_shardings(config, plan))
@@ -264,6 +265,8 @@ def adopt(config: Config, state: Any, params: Any) -> Any:
 
 def unshard(config: Config, tree: Any, params: Any = None) -> Any:
     """Gather a tree into logical arrays; see `ZeroTransformation.unshard`."""
+    from zerojax.optim.logical_state import unshard_state
+
     if isinstance(tree, ZeroState):
         raise ValueError(
             "tx.unshard takes parameters or an optimizer state, and this is a ZeroState, which has both. Call "

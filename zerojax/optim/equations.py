@@ -1,0 +1,169 @@
+"""Evaluate the equations of an update. Owners compute its cores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import compat, jaxprs
+from zerojax.comm.mesh import to_storage
+from zerojax.comm.owners import Owners
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf
+from zerojax.optim.owned import owned_update
+from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.optim.traced import (
+    CONST,
+    EXTRA,
+    GRAD,
+    PARAM,
+    STATE,
+    Equations,
+    OwnedGroup,
+    equations_after,
+    is_traced,
+    item_of,
+    tracer,
+)
+from zerojax.optim.transformation import FlatUpdate, TransformationError
+from zerojax.placement.storage import to_device, unpadded
+
+if TYPE_CHECKING:
+    from jaxtyping import Array
+
+
+def update_by_owners(
+    update: FlatUpdate, grads: list, state: list, params: list | None, extra: dict
+) -> tuple[list, list]:
+    """Call `update`, and let owners compute the cores that it has.
+
+    The update is traced again, because a custom loop may give it other arguments and types than the plan assumed.
+    """
+    trace = tracer(update, grads, state, params, extra)
+    try:
+        traced = trace()
+    except TransformationError:  # tracing may need the mesh's context. The call raises any other error
+        return update(grads, state, params, extra)
+    found = owned_update(update.config, update.leaves, traced, trace).groups
+    if not found:
+        return update(grads, state, params, extra)
+    arrays = filter(is_traced, jax.tree.leaves(extra))
+    values = [*grads, *state, *(params or ()), *arrays, *jaxprs.as_jax_values(traced.consts)]
+    jaxpr = traced.jaxpr
+    whole = traced.equations(range(len(jaxpr.eqns)), traced.reads, jaxpr.outvars, found)
+    results = evaluate_equations(update.config, whole, values)
+    return results[: len(grads)], results[len(grads) :]
+
+
+def update_first_group(
+    config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
+) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
+    """Compute the group that needs no offloaded state. Return the fields of `Updated`; see `resident_update`."""
+    partition = plan.partitioned(config)
+    first, equations = partition.first, partition.first.equations
+    read = {
+        GRAD: lambda i: unpadded(grads[i], plan.grads[i]),
+        PARAM: lambda i: unpadded(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
+        STATE: lambda k: unpadded(state[k], plan.state[k]),
+        EXTRA: lambda _: value.astype(jnp.float32),
+        CONST: lambda i: partition.consts[i],
+    }
+    results = iter(evaluate_equations(config, equations, [read[kind](i) for kind, i in equations.reads]))
+    new_params = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in first.params}
+    new_state = {k: to_storage(config.mesh, next(results), plan.state[k]) for k in first.resident}
+    return new_params, [new_state.get(k, x) for k, x in enumerate(state)], list(results), partition.grads
+
+
+def evaluate_equations(config: Config, equations: Equations, values: Sequence) -> list:
+    """Evaluate `equations` on `values`, which have logical shapes, and return the results.
+
+    All cores are computed together. So the equations that do not depend on a core run first, then the cores, and then
+    all other equations.
+    """
+    jaxpr, variables = equations.jaxpr, equations.variables
+    if not equations.owned:
+        return jax.core.eval_jaxpr(jaxpr, (), *values)
+    inside, late = equations_after(jaxpr, [core for group in equations.owned for core in group.cores])
+    env = dict(zip(jaxpr.invars, values, strict=True))
+    _evaluate_some(jaxpr, [eqn for e, eqn in enumerate(jaxpr.eqns) if e not in inside | late], env)
+    for group in equations.owned:
+        env |= _compute(config, group, env, variables)
+    _evaluate_some(jaxpr, [jaxpr.eqns[e] for e in sorted(late)], env)
+    return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+
+
+def _evaluate_some(jaxpr: Any, eqns: Sequence, env: dict) -> None:
+    """Evaluate `eqns`, and add their results to `env`, which maps variables to values."""
+    made = [v for eqn in eqns for v in eqn.outvars if not compat.is_dropped(v)]
+    given = [v for v in {v: None for eqn in eqns for v in jaxprs.variables_in(eqn.invars)} if v in env]
+    part = compat.part_of(jaxpr, eqns, given, made)
+    env.update(zip(made, jax.core.eval_jaxpr(part, (), *(env[v] for v in given)), strict=True))
+
+
+def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
+    """Let owners compute a group's cores. Return a map from the cores' result variables to their values."""
+    first = group.cores[0]
+    value = lambda n: env[variables[n]]
+
+    def stack(n: int, where: Leaf) -> Array:
+        x = to_storage(config.mesh, value(n), where)
+        return x.reshape(-1, group.size, *x.shape[1:]) if group.size else x[None]
+
+    arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
+    numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
+    same = [len(set(of_each)) == 1 for of_each in numbers]  # whether all cores read the same variable
+
+    def each_item(of_each: Sequence[int]) -> Array:
+        rows = zip(of_each, group.counts, strict=True)
+        return jnp.stack([x for n, count in rows for x in [value(n)] * count])
+
+    def fn(*args):
+        taken, each = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
+        shared = iter(args[len(args) - sum(same) :])
+        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else each) for one in same))
+
+    outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
+        fn,
+        arrays,
+        [item_of(where, group.size) for _, where in first.arrays],
+        [each_item(of_each) for of_each, one in zip(numbers, same, strict=True) if not one],
+        [value(of_each[0]) for of_each, one in zip(numbers, same, strict=True) if one],
+        [item_of(where, group.size) for _, where in first.outs],
+    )
+    found, at = {}, 0
+    for core, count in zip(group.cores, group.counts, strict=True):
+        for x, (n, where) in zip(outs, core.outs, strict=True):
+            stored = x[at : at + count].reshape(-1, *x.shape[2:]) if group.size else x[at]
+            found[variables[n]] = unpadded(stored, where)
+        found |= {variables[n]: x[at] for x, n in zip(small_outs, core.small_outs, strict=True)}
+        at += count
+    return found
+
+
+def evaluate_as(jaxpr: Any, consts: Sequence, values: Sequence, shape: tuple[int, ...]) -> list:
+    """Evaluate an elementwise `jaxpr` on `values` of another `shape` than the arrays in its trace.
+
+    All branches of a `cond` are evaluated, because the shapes in a traced branch cannot change. If any of `values` is
+    in host memory, constants that are broadcast are copied to host memory.
+    """
+    on_host = any(compat.in_host_memory(jax.typeof(x)) for x in values)
+
+    def rule(eqn, operands):
+        if eqn.primitive.name == "broadcast_in_dim":
+            out = jnp.broadcast_to(operands[0], shape)
+            moved = on_host and not compat.in_host_memory(jax.typeof(out))
+            return [jax.device_put(out, jax.memory.Space.Host) if moved else out]
+        if eqn.primitive.name == "cond":
+            index, *rest = operands
+            results = [evaluate_as(*compat.opened(branch), rest, shape) for branch in eqn.params["branches"]]
+            return [lax.select_n(index, *jnp.broadcast_arrays(*cases)) for cases in zip(*results, strict=True)]
+        if (body := compat.evaluated(eqn)) is not None:
+            return evaluate_as(*compat.opened(body), operands, shape)
+        return None
+
+    return jaxprs.evaluate(jaxpr, consts, values, rule)

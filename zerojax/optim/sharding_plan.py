@@ -1,0 +1,213 @@
+"""Plan from shapes alone how parameters, gradients and optimizer state are sharded.
+
+A plan is made once, before any array is placed. It is frozen and hashable, because it is static data in `ZeroState`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import optax
+
+from zerojax import compat
+from zerojax.comm.explicit import auto_context
+from zerojax.config import Config
+from zerojax.layout.leaf import CachedHash, Leaf
+from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state
+from zerojax.optim.elementwise import elementwise_leaves, has_products
+from zerojax.optim.transformation import (
+    NO_MESH,
+    FlatUpdate,
+    TransformationError,
+    UpdatedLeaves,
+    guarded,
+    wrapped_tx,
+)
+from zerojax.placement.storage import named, shapes
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from zerojax.offload.chunked import Chunking
+    from zerojax.optim.partition import Partition
+    from zerojax.optim.planned_update import MatrixUpdates
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ShardingPlan(CachedHash):
+    """A plan of how parameters, gradients and optimizer state are sharded. `print(plan)` shows one line per leaf."""
+
+    layout: Layout  # the layout of all parameters
+    # the layout of the trained parameters; in its tree, `optax.MaskedNode()` replaces all other parameters
+    trained: Layout
+    grads: tuple[Leaf, ...]  # one `Leaf` per trained parameter, for its reduced gradient and its update
+    state: tuple[Leaf, ...]  # one `Leaf` per leaf of the optimizer's state
+    # the tree structure of the wrapped transformation's state, inside a `MasterState` if there are master weights
+    state_def: jax.tree_util.PyTreeDef
+    # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
+    param_of: tuple[int | None, ...]
+    # for each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on the device
+    chunkings: tuple[Chunking | None, ...]
+    # how matrices are updated; None if the update multiplies none that are sharded
+    matrices: MatrixUpdates | None
+    # whether owners compute a part of the update, or may do so, because it needs arguments that a step does not give
+    may_have_owners: bool
+    groups: str  # a text that describes the groups of the update and their places; empty if nothing is offloaded
+    # the wrapped transformation, which checkpoints describe; equality of plans ignores it
+    tx: optax.GradientTransformation = dataclasses.field(compare=False)
+
+    @property
+    def leaves(self) -> UpdatedLeaves:
+        return UpdatedLeaves(self.grads, self.state, self.param_of)
+
+    def update(self, config: Config, *, applies: bool) -> FlatUpdate:
+        return FlatUpdate(config, self.trained, self.leaves, self.state_def, applies)
+
+    def partitioned(self, config: Config) -> Partition:
+        """Return the groups of the update of a training step."""
+        from zerojax.optim.planned_update import planned_update
+
+        return planned_update(self.update(config, applies=True)).partition
+
+    @functools.cached_property
+    def offloaded(self) -> dict[int, Chunking]:
+        return {k: chunking for k, chunking in enumerate(self.chunkings) if chunking is not None}
+
+    def along_others(self, sizes: Mapping[str, int]) -> ShardingPlan:
+        """Restrict the plan to one slice of the mesh along all axes but the data axes. `sizes` has all axes' sizes."""
+        pick = lambda leaves: tuple(leaf.along_others(sizes) for leaf in leaves)
+        layout, trained = (
+            dataclasses.replace(x, params=pick(x.params), grads=pick(x.grads)) for x in (self.layout, self.trained)
+        )
+        return dataclasses.replace(self, layout=layout, trained=trained, grads=pick(self.grads), state=pick(self.state))
+
+    def __repr__(self) -> str:
+        """Return one line. `str` describes every leaf."""
+        return f"ShardingPlan(stage={self.layout.policy.stage}, {len(self.grads)} trained parameters)"
+
+    def __str__(self) -> str:
+        """Return a line with stage and axes, then one line per leaf with its type, logical shape and layout."""
+        policy = self.layout.policy
+        uses = map(self.layout.why_not_trained, range(len(self.layout.params)))
+        pairs = zip(self.layout.params, uses, strict=True)
+        rows = [("params", leaf, _sent(leaf) + (f", {why}" if why not in leaf.reason else "")) for leaf, why in pairs]
+        rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
+        chunks = [f", offloaded in {len(x.extents)} chunks" if x else "" for x in self.chunkings]
+        rows += [("opt_state", leaf, more) for leaf, more in zip(self.state, chunks, strict=True)]
+        title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
+        lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
+        return "\n".join([*lines, *self.update_in_words])
+
+    @property
+    def update_in_words(self) -> list[str]:
+        """Return one line per set of similar groups of the update, and per set of similar matrices."""
+        return [*self.groups.splitlines(), *str(self.matrices or "").splitlines()]
+
+
+def _sent(leaf: Leaf) -> str:
+    return f", {leaf.sent}" if leaf.sent else ""
+
+
+def make_plan(config: Config, params: Any) -> ShardingPlan:
+    """Plan a run, from shapes alone. `params` are arrays, `Padded` arrays or shapes."""
+    with auto_context(config.user_mesh):
+        return plan_of_layout(config, layout_of(config, params))
+
+
+def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
+    """Add gradients and optimizer state to a layout of parameters. Only leaves with an elementwise update stay flat."""
+    config.require_jit()
+    check_choices(config, layout)
+    trained = layout.trained_only()
+    tx = wrapped_tx(config, trained)
+    params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
+    state = compat.eval_shape(tx.init, params)
+    param_of = params_of_state(state, trained)
+    flat = elementwise_leaves(tx, params, trained.grads, param_of)
+    grads = tuple(
+        dataclasses.replace(leaf, kind="replicated", reason=f"{leaf.reason}; its update is not elementwise")
+        if leaf.kind == "flat" and i not in flat
+        else leaf
+        for i, leaf in enumerate(trained.grads)
+    )
+    state_leaves = lay_out_state(state, trained, param_of=param_of, flat=flat)
+    structure = jax.tree.structure(state)
+    plan = ShardingPlan(
+        layout,
+        trained,
+        grads,
+        state_leaves,
+        structure,
+        param_of,
+        chunkings=(None,) * len(state_leaves),
+        matrices=None,
+        may_have_owners=False,
+        groups="",
+        tx=config.tx,
+    )
+    if config.offload is not None or may_have_owners(config, plan):
+        from zerojax.optim.planned_update import planned_update
+
+        found = planned_update(plan.update(config, applies=True))
+        chunkings, matrices = found.chunkings, found.matrices
+        owners = matrices is None or bool(matrices.owned)
+        changes = {"chunkings": chunkings, "matrices": matrices, "may_have_owners": owners, "groups": found.groups}
+        plan = dataclasses.replace(plan, **changes)
+    config.plans[layout] = plan
+    return plan
+
+
+def may_have_owners(config: Config, plan: ShardingPlan) -> bool:
+    """Return whether the update may multiply sharded matrices, which owners may compute.
+
+    This is also true if the update cannot be traced, because it needs arguments that a step does not give.
+    """
+    if config.matrix_updates == "sharded" or all(leaf.kind != "sharded" or leaf.shards == 1 for leaf in plan.grads):
+        return False
+    update = plan.update(config, applies=True)
+    try:
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            jaxpr, _ = compat.opened(jax.make_jaxpr(guarded(update))(*update.planned_shapes()))
+    except TransformationError:
+        return True
+    return any(map(has_products, jaxpr.eqns))
+
+
+def check_choices(config: Config, layout: Layout) -> None:
+    """Raise a ValueError for an option that was given to choose parameters, and chooses none."""
+    choices: dict[str, Any] = {"trainable=": config.trainable, "overwrite=": config.overwrite}
+    if config.precision is not None:
+        choices["Precision(keep=)"] = config.precision.keep
+    if config.offload is not None:
+        choices["Offload(where=)"] = config.offload.where
+    if config.wire is not None:
+        choices["Wire(where=)"] = config.wire.where
+    if any(where is not None for where in choices.values()):
+        from zerojax.config.chosen import LeafMask, check_chosen
+
+        if isinstance(config.overwrite, LeafMask):  # it names every leaf, so a mask that chooses none is meant
+            del choices["overwrite="]
+        for option, where in choices.items():
+            check_chosen(option, where, layout.paths, shapes(layout.grads))
+
+
+def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
+    """Return the state's tree of `NamedSharding`s. Offloaded leaves are `Chunked` nodes of shardings."""
+    return jax.tree.map(lambda x: x.sharding, state_shapes(config, plan))
+
+
+def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
+    """Return the storage shapes and shardings of the state as a tree. The nodes of state on disk have no store."""
+    found: list[Any] = [
+        jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf)) for leaf in plan.state
+    ]
+    if plan.offloaded:
+        from zerojax.offload.chunked import chunked_shape
+
+        for k, chunking in plan.offloaded.items():
+            found[k] = chunked_shape(config, plan.state[k], chunking)
+    return jax.tree.unflatten(plan.state_def, found)
