@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.core
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.config import DataMesh
+from zerojax.config import Config, DataMesh
 from zerojax.config.chosen import LeafMask
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words
-from zerojax.layout.leaf import OVERWRITE, Leaf, is_padded, metadata_of, restricted, shard_extent
+from zerojax.layout.leaf import OVERWRITE, Leaf, is_padded, metadata_of, restricted, shard_extent, without_last_nones
 
 
 def partition_metadata(params) -> list:
@@ -76,6 +76,34 @@ def axes_of_model(params: Any, data: DataMesh, known: Sequence[tuple] = ()) -> S
         return known
     pairs = zip(jax.tree.leaves(params, is_leaf=is_padded), partition_metadata(params), strict=True)
     return [other_axes(x, spec, data) for x, spec in pairs]
+
+
+def axes_of_last_plan(config: Config, params: Any) -> Sequence[tuple]:
+    """Return `Leaf.others` of the parameters in the last plan that fits them, or () if it is not needed or not found.
+
+    There are two cases. Inside the caller's `jax.jit`, the type of an array does not name Auto axes, but `shard` or
+    `init` made a plan before the call. And if an axis of experts divides a stored array, its sharding does not say
+    whether the array is an expert, or the stage shards it over all data axes.
+    """
+    leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
+    is_traced = any(isinstance(x.storage if is_padded(x) else x, jax.core.Tracer) for x in leaves)
+    if not (config.expert_axis or is_traced):
+        return ()
+    for layout in reversed(config.plans):
+        if layout.treedef == treedef and all(map(is_stored_as, leaves, layout.params)):
+            return [leaf.others for leaf in layout.params]
+    return ()
+
+
+def is_stored_as(x: Any, leaf: Leaf) -> bool:
+    """Return whether an array has a leaf's logical shape and, if it shows its sharding, the leaf's spec."""
+    array = x.storage if is_padded(x) else x
+    if tuple(getattr(x, "shape", ())) != leaf.shape:
+        return False
+    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return sharding is None
+    return PartitionSpec(*without_last_nones(sharding.spec)) == leaf.spec
 
 
 def other_axes(x, metadata: tuple, data: DataMesh) -> tuple:

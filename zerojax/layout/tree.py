@@ -9,11 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.config import Config, LayoutPolicy, path_of
 from zerojax.config.data_mesh import axes_of, in_words
@@ -24,7 +22,6 @@ from zerojax.layout.leaf import (
     is_padded,
     keep_whole,
     shard_extent,
-    without_last_nones,
 )
 
 if TYPE_CHECKING:
@@ -92,37 +89,13 @@ class Layout(CachedHash):
 
 def layout_of(config: Config, params, *, others: Sequence[tuple] = (), overwritten: Collection[int] = ()) -> Layout:
     """Lay out a tree of parameters (arrays, `Padded` arrays or shapes) for a configuration. See `lay_out`."""
-    policy, others = config.layout_policy, others or axes_of_last_plan(config, params)
+    policy = config.layout_policy
+    if not others and (config.expert_axis or config.data.compiler_axes):
+        from zerojax.layout.annotations import axes_of_last_plan
+
+        others = axes_of_last_plan(config, params)
     chosen = {"precision": config.precision, "trainable": config.trainable, "wire": config.wire}
     return lay_out(params, policy, others=others, overwrite=config.overwrite, overwritten=overwritten, **chosen)
-
-
-def axes_of_last_plan(config: Config, params: Any) -> Sequence[tuple]:
-    """Return `Leaf.others` of the parameters in the last plan that fits them, or () if it is not needed or not found.
-
-    There are two cases. Inside the caller's `jax.jit`, the type of an array does not name Auto axes, but `shard` or
-    `init` made a plan before the call. And if an axis of experts divides a stored array, its sharding does not say
-    whether the array is an expert, or the stage shards it over all data axes.
-    """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_padded)
-    is_traced = any(isinstance(x.storage if is_padded(x) else x, jax.core.Tracer) for x in leaves)
-    if not (config.expert_axis or (config.data.compiler_axes and is_traced)):
-        return ()
-    for layout in reversed(config.plans):
-        if layout.treedef == treedef and all(map(is_stored_as, leaves, layout.params)):
-            return [leaf.others for leaf in layout.params]
-    return ()
-
-
-def is_stored_as(x: Any, leaf: Leaf) -> bool:
-    """Return whether an array has a leaf's logical shape and, if it shows its sharding, the leaf's spec."""
-    array = x.storage if is_padded(x) else x
-    if tuple(getattr(x, "shape", ())) != leaf.shape:
-        return False
-    sharding = None if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return sharding is None
-    return PartitionSpec(*without_last_nones(sharding.spec)) == leaf.spec
 
 
 def lay_out(
