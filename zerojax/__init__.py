@@ -11,7 +11,8 @@ if _typing.TYPE_CHECKING:
     from zerojax.config.tuning import Tuning
     from zerojax.config.wire import Wire
     from zerojax.dims.declared import rows
-    from zerojax.gather import block, tiled
+    from zerojax.gather.engine import block
+    from zerojax.gather.tiled import tiled
     from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
@@ -37,7 +38,8 @@ _MODULES = {
     "config.tuning": "Tuning",
     "config.wire": "Wire",
     "dims.declared": "rows",
-    "gather": "block tiled",
+    "gather.engine": "block",
+    "gather.tiled": "tiled",
     "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",

@@ -13,6 +13,8 @@ from types import MappingProxyType
 # The names of zerojax's own primitives.
 MAPPED = "zerojax_mapped"  # a call that `comm.mapped` defines
 ROWS = "zerojax_rows"  # `zerojax.rows`
+SHARDWISE = "zerojax_shardwise"  # a quantised weight that is computed on shards (`gather.shardwise`)
+WIDEN = "zerojax_widen"  # a weight that is computed from its gathered quantised value (`gather.shardwise`)
 
 
 class Kind(enum.Enum):
@@ -98,7 +100,7 @@ _NAMES: Mapping[Kind, str] = {
         accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze get log_extend log_read new_box new_log
         new_ref swap
     """,
-    Kind.UNKNOWN: """
+    Kind.UNKNOWN: f"""
         after_all assert_consumed_value axis_index bitcast_convert_type broadcast_to buffer_callback call_exported
         call_hi_primitive call_hi_primitive_linearized check cholesky_update composite compute_on consume core_map
         create_linear create_token cudnn_fusion custom_jvp_call_jaxpr custom_lin custom_linear_solve
@@ -108,7 +110,7 @@ _NAMES: Mapping[Kind, str] = {
         reduced_vary_cast reduced_vary_cast_p relayout remat_opt rng_bit_generator rng_uniform rnn_bwd rnn_fwd
         run_state scaled_dot scaled_matmul scaled_matmul_wrapper shape_assertion shard_alike spsolve stage
         symmetric_product tie to_edtype tpu_custom_call tridiagonal_solve unpin unreachable vary_unreduced_cast
-        vary_unreduced_cast_p xla_metadata_call xla_metadata_value zerojax_shardwise zerojax_widen zeros_like
+        vary_unreduced_cast_p xla_metadata_call xla_metadata_value zeros_like {SHARDWISE} {WIDEN}
 
         dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
         dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper

@@ -11,7 +11,7 @@ from jax import lax
 from parity import assert_parity
 
 from zerojax import Tuning, zero_shard
-from zerojax.gather import working_set
+from zerojax.gather.working_set import working_set
 
 X = jax.random.normal(jax.random.key(9), (24, 8))
 

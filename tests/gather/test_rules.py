@@ -118,6 +118,12 @@ def repeated():
     assert [primitives(segment)[:2] for segment in uses] == [["transpose", "dot_general"]] * 2
 
 
+def scale():
+    """The norm is computed in the block of the product, not in a block of its own."""
+    (block,) = reading(lambda w, x: jnp.sum(x @ (w / jnp.linalg.norm(w))), W)
+    assert primitives(block)[-1] == "dot_general"
+
+
 def masked():
     """The masked weight is computed where it is read, and is not passed on like an activation."""
     (use,) = reading(lambda w, x: jnp.sum(x @ (w * (x[0] > 0).astype(w.dtype))), W)
@@ -164,8 +170,9 @@ CASES = {
     "activations": (activations, "tanh"),
     "on the shard": (on_the_shard, "convert_element_type"),
     "quantised": (quantised, "zerojax_shardwise"),
-    "reduction": (reduction, "reduce_sum"),
     "repeated": (repeated, "transpose"),
+    "reduction": (reduction, "reduce_sum"),
+    "scale": (scale, "reduce_sum"),
     "masked": (masked, "mul"),
     "shared gather": (shared_gather, "dot_general"),
     "loop over layers": (loop_over_layers, "scan"),

@@ -16,7 +16,7 @@ Read docs/stage3.md first, from "The rewrite" to "The schedule". Then read the f
 
 A loss becomes a program:
     engine          `gather_on_use` rewrites a loss to take shards; `block` marks a layer
-    planner         turns the jaxpr of the loss into a `Program`, in five steps
+    planner         turns the jaxpr of the loss into a `Program`, and lists the optional passes
     sharded_param   describes a parameter's shard, and the equations that are applied to it before the gather
     rules           has the table of rules that decides about each equation
     assembly        completes the segments that the rules drafted
@@ -27,48 +27,50 @@ A program runs:
     options         has the collectives of a pass, and how far ahead it gathers
     schedule        decides when each gather starts, and when each gradient is reduced
     run             runs a program forward, and backward over the residuals
-    known_parts     divides each `shard_map` into what it computes from parameters alone, and the rest
     vjp             makes the two passes of a segment, and chooses the residuals to store
     segments        (the methods)
-    equal           lets equal segments share their passes, and keeps the names of each
     evaluate        runs equations on parameters that were gathered in a narrower type
+
+The remaining modules are imported when a loss needs them.
 
 Loops:
     loop            sorts the operands of a scan over layers, and gathers for one iteration
     scan            makes a scan over layers a segment, and runs its forward pass
     scan_backward   runs its backward pass, a pipeline of four stages
+    paired          computes both cotangents of a product of activations next to each other
+    per_layer       moves computations on whole layers into the loop that gathers these layers
+    unrolled        unrolls loops over parameters on disk
 
 Values that are computed on shards:
     narrow          finds quantised weights, and moves their computation to the start of the loss
+    unread          opens functions with a custom derivative that read a parameter only to quantise it
     shardwise       computes quantised weights on shards, and differentiates them
     parts           finds values that can be computed on one device's part of an array, or on a layer
     on_parts        computes them
-    on_shards       finds reductions of parameters, such as penalties and norms
-    reduced         reduces parameters on shards, forward and backward
+    reduced         finds reductions of parameters, such as penalties and norms, and computes them on shards
     apart           takes reductions out of a loss on full parameters, for stages 1 and 2
 
-Details that a first reading can skip:
+Equations that share something:
     clusters        finds the equations that share a gather with an earlier use of their parameter
-    per_layer       moves computations on whole layers into the loop that gathers these layers
     merged          merges equations that compute the same value
+    equal           lets equal segments share their passes, and keeps the names of each
+    known_parts     divides each `shard_map` into what it computes from parameters alone, and the rest
+
+Around the engine:
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           runs a loop over tiles of a sequence as one block
 """
 
-from zerojax.gather.apart import taken_apart
 from zerojax.gather.engine import alike_args, block, gather_on_use, param_states, row_states, split_arrays
 from zerojax.gather.options import Sums
 from zerojax.gather.residuals import StandIn
 from zerojax.gather.run import as_function
-from zerojax.gather.tiled import tiled
 from zerojax.gather.vjp import RowStates, traced_passes
-from zerojax.gather.working_set import WorkingSet, working_set
 
 __all__ = [
     "RowStates",
     "StandIn",
     "Sums",
-    "WorkingSet",
     "alike_args",
     "as_function",
     "block",
@@ -76,8 +78,5 @@ __all__ = [
     "param_states",
     "row_states",
     "split_arrays",
-    "taken_apart",
-    "tiled",
     "traced_passes",
-    "working_set",
 ]

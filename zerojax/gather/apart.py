@@ -7,22 +7,20 @@ runs on its shards, as at stage 3. The rest of the loss takes the results of the
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from zerojax import compat, jaxprs
-from zerojax.gather.planner import inlined, plan
-from zerojax.gather.reduced import ReducedSegment
-from zerojax.gather.rules import Decisions
-from zerojax.gather.segments import Program
-from zerojax.gather.sharded_param import root_param
+from zerojax import compat, jaxprs, names
 from zerojax.layout.leaf import Leaf
+
+if TYPE_CHECKING:
+    from zerojax.gather.segments import Program
 
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
     """A traced loss, divided into its reductions of parameters and the rest."""
 
-    program: Program  # computes the reductions from the arguments with the indices `reads`
+    program: "Program"  # computes the reductions from the arguments with the indices `reads`
     reads: tuple[int, ...]  # indices into the loss's arguments, followed by its constants
     constants: Sequence  # the values of the loss's constants
     rest: Any  # a jaxpr from the loss's arguments, the constants and the reductions' results
@@ -37,7 +35,20 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
     `leaves` has, for each argument, the layout of the shards that devices take of it, or None. `alike` says which
     arguments are alike on all devices.
     """
+    jaxpr, _ = compat.opened(closed)
+    params = {var for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
+    same = {var for var, on in zip(jaxpr.invars, alike, strict=True) if on}
+    if not _reduces(jaxpr, params, same.union(compat.constvars_of(jaxpr))):
+        return None  # Most losses, for which the planner need not be imported.
+
+    from zerojax.gather.planner import closed_over, inlined, plan
+    from zerojax.gather.reduced import ReducedSegment, without_ravels
+    from zerojax.gather.rules import Decisions
+    from zerojax.gather.sharded_param import root_param
+
     jaxpr, constants = inlined(closed, leaves)
+    jaxpr, new = closed_over(*without_ravels(jaxpr, leaves))
+    constants = [*constants, *new]
     if any(map(compat.is_ref, (v for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars)))):
         return None
     layouts = [*leaves, *[None] * len(constants)]
@@ -63,3 +74,30 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
         return None
     rest = compat.part_of(jaxpr, others, [*jaxpr.invars, *results], jaxpr.outvars)
     return Apart(program, reads, jaxprs.as_jax_values(constants), rest)
+
+
+def _reduces(jaxpr: Any, weights: set, same: set) -> bool:
+    """Return whether an equation may be a reduction of parameters alone, also inside of calls.
+
+    `weights` has the parameters, and `same` the other arguments that are alike on all devices. Values computed from
+    them alone are added to the sets.
+    """
+    for eqn in jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        body = compat.opened(compat.called(eqn))[0]
+        if body is not None and not names.is_block(eqn) and not weights.isdisjoint(reads):
+            pairs = [*zip(body.invars, eqn.invars, strict=True)]
+            inside = {v for v, a in pairs if not compat.is_literal(a) and a in weights}
+            given = {v for v, a in pairs if compat.is_literal(a) or a in same}.union(compat.constvars_of(body))
+            if _reduces(body, inside, given):
+                return True
+            pairs = [*zip(eqn.outvars, body.outvars, strict=True)]
+            weights.update(v for v, a in pairs if not compat.is_literal(a) and a in inside)
+            same.update(v for v, a in pairs if compat.is_literal(a) or a in given)
+        elif same.issuperset(reads) and weights.isdisjoint(reads):
+            same.update(eqn.outvars)
+        elif all(v in weights or v in same for v in reads):
+            if jaxprs.facts(eqn).is_combinable or eqn.primitive.name == "dot_general":
+                return True
+            weights.update(eqn.outvars)
+    return False

@@ -2,25 +2,18 @@
 
 Power iterations and orthogonality penalties are such equations. If their results only scale weights, as a spectral norm
 does, the equations are repeated where the weight is used (`only_scales`). Otherwise they are a cluster: they join a
-block that gathers the weight already (`Clusters`).
+block that gathers the weight already (`Clusters`). The planner and the rules load this module for losses with such
+equations, and for losses that read a parameter more than once.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
+from zerojax.gather.segments import is_plain
 from zerojax.gather.sharded_param import ShardedParam
-
-
-def is_plain(eqn: Any) -> bool:
-    """Return whether an equation can run in any block. Effects, remats, kernels and loops over layers cannot."""
-    if eqn.effects or eqn.primitive.name in ("shard_map", "pallas_call") or compat.is_remat(eqn):
-        return False
-    # The arrays of which iterations read rows may be stacks of layers. Power iterations read none.
-    loop = compat.loop_of(eqn)
-    return loop is None or len(eqn.invars) == loop.consts + loop.carry
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
@@ -151,39 +144,21 @@ class Joined(NamedTuple):
     again: dict
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Clusters:
-    """Finds the block that an equation can join, among the decisions so far."""
+    """Decides whether an equation can join an earlier block. The fields are the decisions so far; see `Decisions`."""
 
-    params: Mapping[Any, ShardedParam]  # as in `Decisions`
-    repeated: Mapping  # as in `Decisions`
+    params: Mapping[Any, ShardedParam]
+    repeated: Mapping
     alike: Set  # variables that have the same value on all devices
+    roots: Mapping
     made: Mapping  # the equation of each variable
-    made_in: Mapping  # for each variable, the index of the draft that computes it
-    blocks: dict = dataclasses.field(default_factory=dict)  # the last draft that gathers each parameter, by variable
-    # For each value that a block computes from only one parameter, the variable of this parameter.
-    roots: dict = dataclasses.field(default_factory=dict)
+    made_in: Mapping
 
-    def root_of(self, reads: Collection) -> Any:
-        """Return the variable of the only parameter from which `reads` are computed, or None if not exactly one is."""
-        found = {self.params[var].root if var in self.params else self.roots.get(var) for var in self._behind(reads)}
-        found -= {None}
-        return found.pop() if len(found) == 1 else None
-
-    def _behind(self, reads: Iterable) -> dict:
-        """Return `reads`, and what is read by the repeated equations that compute them."""
-        stops = lambda var: var in self.params or var in self.roots or var not in self.repeated
-        return jaxprs.reached(reads, lambda v: () if stops(v) else jaxprs.variables_in(self.repeated[v].invars))
-
-    def joined(self, eqn: Any) -> Joined | None:
-        """Return the block that gathers the only parameter of `eqn`, or None if `eqn` cannot run in that block."""
-        reads = jaxprs.variables_in(eqn.invars)
-        root = self.root_of(reads)
-        place = self.blocks.get(root)
-        if place is None or not is_plain(eqn):
-            return None
+    def joined(self, eqn: Any, root: Any, place: int) -> Joined | None:
+        """Return the block `place`, which gathers the only parameter of `eqn`, `root`, or None if `eqn` cannot join."""
         again: dict = {}
-        pending, seen = reads, set()
+        pending, seen = jaxprs.variables_in(eqn.invars), set()
         while pending:
             var = pending.pop()
             if var in seen:

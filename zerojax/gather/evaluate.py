@@ -22,7 +22,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.sharded_param import ShardedParam, narrower
-from zerojax.gather.shardwise import widen_p, widened, with_cotangent_of
+from zerojax.primitives import WIDEN
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +38,15 @@ class Narrow:
     carrier: jax.Array | None = None
 
 
+@jax.custom_vjp
+def _with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
+    """Return `value`. In the backward pass, `carrier` gets the cotangent, and `value` gets none."""
+    return value
+
+
+_with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
+
+
 def as_gathered(value: jax.Array | Narrow, param: ShardedParam) -> jax.Array | Narrow:
     return value if isinstance(value, Narrow) or param.leaf.dtype == param.wide else Narrow(value, param.wide)
 
@@ -47,7 +56,7 @@ def widen(value):
     if not isinstance(value, Narrow):
         return value
     wide = lax.convert_element_type(value.value, value.dtype)
-    return wide if value.carrier is None else with_cotangent_of(wide, value.carrier)
+    return wide if value.carrier is None else _with_cotangent_of(wide, value.carrier)
 
 
 def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
@@ -65,12 +74,13 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
         return list(map(widen, jaxprs.evaluate_call(eqn, values, _rule)))
     if compat.is_remat(eqn):
         return jaxprs.evaluate_remat(eqn, values, evaluate)
-    if eqn.primitive is widen_p:
+    if name == WIDEN:
+        tail, consts = compat.opened(eqn.params["tail"])
         z, others = values[0], list(map(widen, values[1:]))
-        if not isinstance(z, Narrow):
-            return [with_cotangent_of(widened(eqn, lax.convert_element_type(z, eqn.params["dtype"]), others), z)]
-        value = widened(eqn, z.value, others)
-        return [value if z.carrier is None else with_cotangent_of(value, z.carrier)]
+        narrow = z.value if isinstance(z, Narrow) else lax.convert_element_type(z, eqn.params["dtype"])
+        (value,) = jaxprs.run(tail, consts, narrow, *others)
+        carrier = z.carrier if isinstance(z, Narrow) else z
+        return [value if carrier is None else _with_cotangent_of(value, carrier)]
     if not any(isinstance(value, Narrow) for value in values):
         return None
     if (
@@ -103,7 +113,7 @@ def _demands(var, uses: dict, results: frozenset) -> set[np.dtype | None]:
     types: set[np.dtype | None] = {None} if var in results else set()
     for eqn, index in uses.get(var, ()):
         name = compat.name_of(eqn)
-        if eqn.primitive is widen_p and index == 0:
+        if name == WIDEN and index == 0:
             types.add(np.dtype(eqn.params["dtype"]))
         elif name == "convert_element_type" and narrower(eqn.params["new_dtype"], var.aval.dtype):
             types.add(np.dtype(eqn.params["new_dtype"]))

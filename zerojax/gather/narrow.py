@@ -18,6 +18,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs, names
 from zerojax.gather.parts import call, dims_of, flat
+from zerojax.gather.sharded_param import quantises
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
 from zerojax.gather.unread import is_small, spared
 from zerojax.layout.leaf import Leaf
@@ -59,7 +60,7 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
     are `constants` constants of the loss.
     """
     # An effect, or a write to a ref, has no result that shows which equations need it.
-    if jaxprs.has_effects(jaxpr) or not any(map(quantises, jaxprs.equations(jaxpr))):
+    if jaxprs.has_effects(jaxpr):
         return jaxpr, ()
     triples = zip(jaxpr.invars, leaves, alike, strict=True)
     given = {v: leaf and leaf.dim for v, leaf, on in triples if on or leaf is not None}
@@ -78,15 +79,6 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
     layouts = {v: leaf for v, leaf in zip(new.invars, leaves, strict=True) if leaf is not None}
     found = [Shardwise.of(eqn, layouts) for eqn in new.eqns if eqn.primitive is shardwise_p]
     return (new, consts) if all(found) else (jaxpr, ())
-
-
-def quantises(eqn: Any) -> bool:
-    """Return whether an equation rounds to integers, or casts to a type of at most one byte."""
-    if eqn.primitive.name != "convert_element_type":
-        return jaxprs.facts(eqn).rounds
-    dtypes = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
-    is_number = [jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes]
-    return all(is_number) and dtypes[0].itemsize == 1 < dtypes[1].itemsize
 
 
 def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:

@@ -17,7 +17,7 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.layout.leaf import replace_items
-from zerojax.primitives import TABLE, Kind, of_kind
+from zerojax.primitives import SHARDWISE, TABLE, Kind, of_kind
 
 # Reductions whose terms devices can combine. A product is combined if it is an inner product.
 REDUCTIONS = frozenset(name for name, facts in TABLE.items() if facts.is_combinable)
@@ -83,7 +83,7 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False) -> Sequence[int | 
     divided = [v for v in reads if dims[v] is not None]
     if not divided:
         return [None] * len(eqn.outvars)
-    if (results := eqn.params.get("out_dims")) is not None and name == "zerojax_shardwise":
+    if (results := eqn.params.get("out_dims")) is not None and name == SHARDWISE:
         return results
     given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
     if layers and name == "custom_jvp_call":

@@ -1,33 +1,26 @@
 """The planner turns the jaxpr of a loss into a `Program`. `engine` calls `planned`.
 
-1. Inline the calls that parameters are passed to, and drop dead equations.
-2. Move the computation of quantised weights to the start (`narrow`), and changes and values of whole layers into the
-   loops over these layers (`per_layer`). Merge equations that compute the same value (`merged`).
+1. Inline the calls that parameters are passed to, and drop dead equations (`inlined`).
+2. Run the optional passes (`PASSES`), which rewrite losses that have something for them to do.
 3. Apply to each equation the first rule that matches (`rules`). The rules draft the segments.
 4. Complete the drafts: add the equations that a segment repeats, and find its inputs and results (`assembly`).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
-from jax import lax
 
 from zerojax import compat, jaxprs, names
 from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather.assembly import Draft, assembled
-from zerojax.gather.clusters import reads_together, weights_late
-from zerojax.gather.equal import with_shared_passes
-from zerojax.gather.merged import merged
-from zerojax.gather.narrow import hoisted
-from zerojax.gather.on_shards import without_ravels
-from zerojax.gather.per_layer import moved_into_loops
 from zerojax.gather.rules import Decisions, is_repeatable
-from zerojax.gather.segments import BlockSegment, Gathered, Program
-from zerojax.gather.sharded_param import root_param
+from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
+from zerojax.gather.sharded_param import quantises, root_param
 from zerojax.layout.leaf import Leaf
 
 
@@ -46,36 +39,25 @@ def planned(
     the first arguments are alike on all devices. If it is None, parameters are neither reduced nor quantised on shards.
     Scans over the arguments `by_row` are unrolled.
     """
-    bare, more = inlined(closed, leaves)
-    constant = [not isinstance(x, jax.core.Tracer) for x in more]
-    layouts = [*leaves, *[None] * (len(bare.invars) - len(leaves))]
+    loss = Inlined(*inlined(closed, leaves), leaves, alike, by_row)
+    for optional in PASSES:
+        if (found := optional(loss)) is not None:
+            loss = loss.rewritten(*found)
+    jaxpr, same = loss.jaxpr, None
+    states = [*given, *[NOWHERE] * (len(jaxpr.invars) - len(given))]
+    rows = {} if follower is None else follower.with_implied(jaxpr, follower.states(jaxpr, states))
     if alike is not None:
-        bare, new = _closed_over(*hoisted(bare, layouts, [*alike, *constant], len(constant)))
-        more, layouts, constant = [*more, *new], [*layouts, *[None] * len(new)], [*constant, *[True] * len(new)]
-    known = [False] * len(closed.in_avals) if alike is None else alike
-    bare, new = _closed_over(*moved_into_loops(bare, layouts, [*known, *constant]))
-    more = [*more, *new]
-    params = [var for var, leaf in zip(bare.invars, leaves, strict=False) if leaf is not None]
-    bare = reads_together(weights_late(merged(bare, params), params), params)
-    if by_row:
-        bare, new = _closed_over(*unrolled(bare, params, [bare.invars[i] for i in by_row]))
-        more = [*more, *new]
-    missing = [None] * (len(bare.invars) - len(leaves))
-    states = [*given, *[NOWHERE] * (len(bare.invars) - len(given))]
-    rows = {} if follower is None else follower.with_implied(bare, follower.states(bare, states))
-    same = None
-    if alike is not None:
-        same = {var for var, on in zip(bare.invars, alike, strict=False) if on} | {*bare.invars[len(closed.in_avals) :]}
-    return plan(bare, [*leaves, *missing], rows, same), jaxprs.as_jax_values(more)
+        same = {v for v, on in zip(jaxpr.invars, alike, strict=False) if on} | {*jaxpr.invars[len(alike) :]}
+    return plan(jaxpr, loss.layouts, rows, same), jaxprs.as_jax_values(loss.consts)
 
 
-def _closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
+def closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
     """Return a jaxpr without dead equations, which takes its constants as its last arguments, and these constants."""
     invars = [*jaxpr.invars, *compat.constvars_of(jaxpr)]
     return compat.part_of(jaxpr, jaxprs.alive(jaxpr), invars, jaxpr.outvars), consts
 
 
-def inlined(closed: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, list]:
+def inlined(closed: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequence]:
     """Return a traced function without dead equations and without calls of parameters, or of values of them alone.
 
     `leaves` has the layouts of the first arguments. The constants become the last arguments. Also return their values.
@@ -98,8 +80,155 @@ def inlined(closed: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, list]:
         return jaxprs.evaluate(jaxpr, consts, args, rule)
 
     again, more = compat.opened(jax.make_jaxpr(run)([var.aval for var in jaxpr.invars], list(consts)))
-    bare, new = _closed_over(*without_ravels(_closed_over(again, ())[0], leaves))
-    return bare, [*consts, *more, *new]
+    return closed_over(again, [*consts, *more])
+
+
+# A jaxpr, and the values of its new constants; None for an unchanged loss.
+Rewritten = tuple[Any, Sequence] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Inlined:
+    """A loss between two passes. `leaves`, `alike` and `by_row` are those of `planned`."""
+
+    jaxpr: Any  # without constants
+    consts: Sequence  # the values of the jaxpr's last arguments, which were constants
+    leaves: Sequence[Leaf | None]
+    alike: Sequence[bool] | None
+    by_row: Collection[int]
+
+    def rewritten(self, jaxpr: Any, consts: Sequence) -> "Inlined":
+        jaxpr, new = closed_over(jaxpr, consts)
+        return dataclasses.replace(self, jaxpr=jaxpr, consts=[*self.consts, *new])
+
+    @property
+    def layouts(self) -> list[Leaf | None]:
+        return [*self.leaves, *[None] * (len(self.jaxpr.invars) - len(self.leaves))]
+
+    @property
+    def all_alike(self) -> list[bool]:
+        """Return, for each argument of the jaxpr, whether it is known to be alike on all devices."""
+        first = self.alike or [False] * (len(self.jaxpr.invars) - len(self.consts))
+        return [*first, *(not isinstance(x, jax.core.Tracer) for x in self.consts)]
+
+    @property
+    def params(self) -> list:
+        return [v for v, leaf in zip(self.jaxpr.invars, self.leaves, strict=False) if leaf is not None]
+
+    def of_weights(self) -> tuple[set, list]:
+        """Return the values that are computed from parameters alone, and the equations that compute them."""
+        weights, free, eqns = set(self.params), set(), []
+        for eqn in self.jaxpr.eqns:
+            reads = jaxprs.variables_in(eqn.invars)
+            if free.issuperset(reads):
+                free.update(eqn.outvars)
+            elif all(v in weights or v in free for v in reads):
+                weights.update(eqn.outvars)
+                eqns.append(eqn)
+        return weights, eqns
+
+
+def flattened_reductions(loss: Inlined) -> Rewritten:
+    """Let `jnp.linalg.norm(w)` reduce `w` in its own shape, which shards can do."""
+    is_flat = lambda eqn: eqn.primitive.name == "reshape" and eqn.outvars[0].aval.ndim == 1 < eqn.invars[0].aval.ndim
+    if not any(map(is_flat, loss.of_weights()[1])):
+        return None
+    from zerojax.gather.reduced import without_ravels
+
+    return without_ravels(loss.jaxpr, loss.leaves)
+
+
+def quantised_weights(loss: Inlined) -> Rewritten:
+    """Move the quantisation in `x @ jnp.round(w / scale)` to the start of the loss."""
+    if loss.alike is None or not any(map(quantises, jaxprs.equations(loss.jaxpr))):
+        return None
+    from zerojax.gather.narrow import hoisted
+
+    return hoisted(loss.jaxpr, loss.layouts, loss.all_alike, len(loss.consts))
+
+
+def values_of_layers(loss: Inlined) -> Rewritten:
+    """Move the norms in `lax.scan(layer, x, w / norms(w))` into the loop."""
+    if all(compat.loop_of(eqn) is None for eqn in loss.jaxpr.eqns):
+        return None
+    from zerojax.gather.per_layer import moved_into_loops
+
+    return moved_into_loops(loss.jaxpr, loss.layouts, loss.all_alike)
+
+
+def equal_equations(loss: Inlined) -> Rewritten:
+    """Compute `net(w, x)` once in `net(w, x).mean() + net(w, x).std()`."""
+    if not _repeats(loss.jaxpr, {}, set()):
+        return None
+    from zerojax.gather.merged import merged
+
+    return merged(loss.jaxpr, loss.params), ()
+
+
+def late_functionals(loss: Inlined) -> Rewritten:
+    """Move `jnp.tanh(u @ w @ v)` behind the model's first use of `w`."""
+    if all(is_repeatable(eqn, [True] * len(eqn.invars)) for eqn in loss.of_weights()[1]):
+        return None
+    from zerojax.gather.clusters import weights_late
+
+    return weights_late(loss.jaxpr, loss.params), ()
+
+
+def shared_reads(loss: Inlined) -> Rewritten:
+    """Move the layers in `net(w, x) - net(w, y)` side by side."""
+    weights, _ = loss.of_weights()
+    counts = Counter(v for eqn in loss.jaxpr.eqns for v in {*jaxprs.variables_in(eqn.invars)})
+    if not any(count > 1 and v in weights for v, count in counts.items()):
+        return None
+    from zerojax.gather.clusters import reads_together
+
+    return reads_together(loss.jaxpr, loss.params), ()
+
+
+def unrolled_loops(loss: Inlined) -> Rewritten:
+    """Make each iteration over `Inlined.by_row` a block."""
+    if not loss.by_row:
+        return None
+    from zerojax.gather.unrolled import unrolled
+
+    return unrolled(loss.jaxpr, loss.params, [loss.jaxpr.invars[i] for i in loss.by_row])
+
+
+# The optional passes, in order. Each begins with a cheap test, imports its module only if it has something to do, and
+# returns the arguments of `Inlined.rewritten`, or None. The planner also works without any of them.
+PASSES: Sequence[Callable[[Inlined], Rewritten]] = (
+    flattened_reductions,
+    quantised_weights,
+    values_of_layers,
+    equal_equations,
+    late_functionals,
+    shared_reads,
+    unrolled_loops,
+)
+
+
+def _repeats(jaxpr: Any, of: dict, seen: set) -> bool:
+    """Return whether two equations apply the same primitive to equal values, perhaps inside of calls.
+
+    `of` maps variables to other variables or objects that stand for their values, and to None for literals.
+    """
+    for eqn in jaxpr.eqns:
+        reads = [None if compat.is_literal(a) else of.get(a, a) for a in eqn.invars]
+        body = compat.opened(compat.called(eqn))[0]
+        if eqn.primitive.name == "stop_gradient":
+            of[eqn.outvars[0]] = reads[0]
+        elif body is not None:
+            inside = dict(zip(body.invars, reads, strict=True))
+            if _repeats(body, inside, seen):
+                return True
+            results = (None if compat.is_literal(a) else inside.get(a, a) for a in body.outvars)
+            of.update(zip(eqn.outvars, results, strict=True))
+        elif (key := (eqn.primitive, *filter(None, reads))) in seen:
+            return True
+        else:
+            seen.add(key)
+            of.update((v, object()) for v in eqn.outvars)
+    return False
 
 
 def plan(
@@ -121,43 +250,15 @@ def plan(
         drafts.append(Draft(BlockSegment, [], returned))
     outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
     segments = assembled(jaxpr, drafts, params, repeated)
-    return Program(tuple(jaxpr.invars), with_shared_passes(segments), outs, tuple(decisions.shardwise), rows)
+    if _are_alike(segments):
+        from zerojax.gather.equal import with_shared_passes
+
+        segments = with_shared_passes(segments)
+    return Program(tuple(jaxpr.invars), segments, outs, tuple(decisions.shardwise), rows)
 
 
-def unrolled(jaxpr: Any, params: Collection, stacks: Collection) -> tuple[Any, list]:
-    """Return a jaxpr whose scans over `stacks` call their body once per iteration, and the constants of the jaxpr.
-
-    This is for parameters on disk, which Python reads layer by layer. Each call is a block, which reads one row of each
-    stack. Rows of other operands are sliced before the first call, so that they are results of one segment. A scan that
-    also reads one of the other `params` layer by layer stays.
-    """
-
-    def rule(eqn, values):
-        loop = compat.loop_of(eqn)
-        if loop is None or not loop.length:
-            return None
-        inner = loop.consts + loop.carry
-        scanned = [not compat.is_literal(atom) and atom in params for atom in eqn.invars[inner:]]
-        if not any(scanned) or not all(v in stacks for v, on in zip(eqn.invars[inner:], scanned, strict=True) if on):
-            return None
-
-        def layer(*operands):
-            return jaxprs.run(*compat.opened(loop.body), *operands)
-
-        layer.__name__ = names.BLOCK
-        layer = jax.jit(layer)
-        pairs = zip(values, eqn.invars, strict=True)
-        values = [jnp.asarray(x, atom.aval.dtype) if compat.is_literal(atom) else x for x, atom in pairs]
-        consts, carry, stacked = values[: loop.consts], values[loop.consts : inner], values[inner:]
-        row = lambda x, i: lax.index_in_dim(x, i, keepdims=False)
-        others = [[] if on else [row(x, i) for i in range(loop.length)] for x, on in zip(stacked, scanned, strict=True)]
-        rows = dict[int, list]()
-        for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
-            own = [each[i] if each else row(x, i) for x, each in zip(stacked, others, strict=True)]
-            results = layer(*consts, *carry, *own)
-            carry, rows[i] = results[: loop.carry], results[loop.carry :]
-        return [*carry, *(jnp.stack(column) for column in zip(*(rows[i] for i in sorted(rows)), strict=True))]
-
-    again = jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, (), args, rule))
-    jaxpr, consts = compat.opened(again(*(var.aval for var in jaxpr.invars)))
-    return jaxpr, list(consts)
+def _are_alike(segments: Sequence[Segment]) -> bool:
+    """Return whether two segments apply the same primitives to inputs of the same types."""
+    parts = [segment.jaxpr for segment in segments if isinstance(segment, BlockSegment)]
+    keys = [(*(v.aval for v in part.invars), *(eqn.primitive for eqn in part.eqns)) for part in parts]
+    return len(set(keys)) < len(keys)

@@ -1,11 +1,14 @@
-"""Compute penalties, norms and statistics of parameters on shards. The rule "reduction" makes these segments.
+"""Compute penalties, norms and statistics of parameters on shards. The rule "reduction" finds them and makes segments.
 
-Each device evaluates the equations of the segment on its shards (`parts`), and one small collective combines the terms
-of all devices. The cotangents of the results are as small as the results, and each device computes its shard of the
-gradient from them. So the backward pass needs no gather and no reduce-scatter.
+A penalty such as `jnp.sum(w**2)` needs no gather. Each device reduces its shard, and one small collective combines the
+results. The equations that compute the operand of the reduction are its chain. They read parameters, and values that
+are alike on all devices: literals, arguments, results of earlier reductions. Each equation of the chain must be
+computable on one device's part of its operands (`parts.dims_after`). `Analysis` finds the chains.
 
-In global view, there is one loss, and the cotangent of a result is complete. In device view, each device has a loss and
-a cotangent, so the backward pass first sums the cotangents over the devices.
+`ReducedSegment` evaluates chains and reductions. The cotangents of its results are as small as the results, and each
+device computes its shard of the gradient from them. So the backward pass needs no gather and no reduce-scatter. In
+global view, there is one loss, and the cotangent of a result is complete. In device view, each device has a loss and a
+cotangent, so the backward pass first sums the cotangents over the devices.
 """
 
 import dataclasses
@@ -14,17 +17,192 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.on_parts import Division, evaluate_parts, together
-from zerojax.gather.parts import bare, both_passes, call, flat
+from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, bare, both_passes, call, dims_after, flat
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
+from zerojax.layout.leaf import Leaf
 from zerojax.placement.storage import to_device
+
+_SMALL = 8  # A value of at most 1/8 of a parameter's elements is cheap to compute again.
+_MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
+
+
+@dataclasses.dataclass
+class Chain:
+    """The inputs and equations that a segment needs to compute an equation on shards."""
+
+    again: dict  # equations on values that are alike on all devices, which the segment computes again, as keys
+    reads: list  # variables that are alike on all devices, and that the segment reads
+    is_link: bool  # whether the equation belongs to the chain of reductions, whose segments repeat it
+
+
+class Analysis:
+    """Finds chains among the decisions so far. `Decisions` adds to `params`, `repeated` and `alike` later."""
+
+    def __init__(self, jaxpr: Any, params: Mapping[Any, ShardedParam], repeated: Mapping, alike: Set):
+        """Analyse a function."""
+        self.params, self.repeated, self.alike = params, repeated, alike
+        self.made = jaxprs.makers(jaxpr.eqns)
+        self.uses, final = jaxprs.uses_of(jaxpr)
+        # Variables that only reductions read, directly or after equations that can be computed on parts.
+        self.reduced: set = set()
+        for eqn in reversed(jaxpr.eqns):
+            for var in eqn.outvars:
+                readers = self.uses.get(var, ())
+                if var not in final and readers and all(self._reduces(reader) for reader, _ in readers):
+                    self.reduced.add(var)
+        self.divisions: dict = {}  # how devices divide a variable, if shards can compute it
+        self._dims: dict = {}  # the divided dims of variables; see `dims`
+
+    def _reduces(self, eqn: Any) -> bool:
+        name = eqn.primitive.name
+        if name in REDUCTIONS or (name == "dot_general" and not eqn.outvars[0].aval.shape):
+            return True
+        return name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
+
+    def ends(self, eqn: Any) -> list:
+        """Return `[eqn]` if `eqn` is a reduction, or else the reductions to whose chains `eqn` belongs."""
+        is_end = lambda eqn: not self.reduced.issuperset(eqn.outvars)
+        readers = lambda eqn: [use for var in eqn.outvars for use, _ in self.uses.get(var, ())]
+        return [*filter(is_end, jaxprs.reached([eqn], lambda eqn: [] if is_end(eqn) else readers(eqn)))]
+
+    def dims(self, eqn: Any) -> Sequence[int | None]:
+        """Return, for each result of `eqn`, the dim in which shards divide it, or `UNKNOWN` if they cannot compute it.
+
+        The dim of a reduction is None if devices combine their results. At least one operand must be divided.
+        """
+        of = {v: self._dim(v) for v in jaxprs.variables_in(eqn.invars)}
+        divisions = {self.divisions[v] for v, dim in of.items() if dim not in (None, UNKNOWN)}
+        if UNKNOWN in of.values() or len(divisions) != 1:
+            return [UNKNOWN] * len(eqn.outvars)
+        self.divisions |= dict.fromkeys(eqn.outvars, *divisions)
+        return dims_after(eqn, of)
+
+    def _dim(self, var: Any) -> int | None:
+        if var not in self._dims:
+            self._dims[var] = self._found(var)
+        return self._dims[var]
+
+    def _found(self, var: Any) -> int | None:
+        if var in self.params:
+            leaf = self.params[var].leaf
+            self.divisions[var] = Division.of(leaf)
+            return UNKNOWN if any(leaf.others) else leaf.dim
+        if var in self.repeated:
+            dim = self.dims(self.repeated[var])[self.repeated[var].outvars.index(var)]
+            return UNKNOWN if dim is None else dim
+        return None if var in self.alike else UNKNOWN
+
+    def chain(self, eqn: Any) -> Chain | None:
+        """Return the chain of `eqn` if devices can compute `eqn` on their shards, or None.
+
+        `eqn` is a reduction, or belongs to the chain of reductions, because only they read its result.
+        """
+        name = eqn.primitive.name
+        is_link = name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
+        if eqn.effects or not (is_link or name in REDUCTIONS or name == "dot_general"):
+            return None
+        (dim, *_) = self.dims(eqn)
+        if dim == UNKNOWN:
+            return None
+        if dim is not None and not is_link:
+            # Every device gets the whole result of a reduction, so it must be small.
+            division, largest = self.divisions[eqn.outvars[0]], max(a.aval.size for a in eqn.invars)
+            if name not in REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
+                return None
+        return Chain(*self._inputs(eqn), is_link=is_link and dim is not None)
+
+    def _inputs(self, eqn: Any) -> tuple[dict, list]:
+        again, reads, small = {}, [], max(atom.aval.size for atom in eqn.invars) // _SMALL
+
+        def behind(var):
+            made = self.made.get(var)
+            if var in self.params:
+                reads.extend(self.params[var].operands)
+            elif var in self.repeated:
+                return jaxprs.variables_in(self.repeated[var].invars)
+            # A broadcast would be as large as the parameter, and small values are cheap.
+            elif made is not None and self._is_cheap(made, small):
+                again[made] = None
+                return jaxprs.variables_in(made.invars)
+            else:
+                reads.append(var)
+            return ()
+
+        jaxprs.reached(jaxprs.variables_in(eqn.invars), behind)
+        return again, reads
+
+    def _is_cheap(self, eqn: Any, small: int) -> bool:
+        """Return whether computing `eqn`, which reads only alike values, again costs less than keeping its result.
+
+        A result of at most `small` elements counts as cheap, and a change of constants.
+        """
+        reads = jaxprs.variables_in(eqn.invars)
+        if any(v in self.params or v in self.repeated or v not in self.alike for v in reads):
+            return False
+        if eqn.primitive.name == "broadcast_in_dim":
+            return True
+        by_element, is_small = jaxprs.facts(eqn).elementwise, eqn.outvars[0].aval.size <= small
+        of_broadcasts = all(v in self.made and self.made[v].primitive.name == "broadcast_in_dim" for v in reads)
+        return is_small if eqn.primitive.name in _MOVES else by_element and (is_small or of_broadcasts)
+
+
+def without_ravels(jaxpr: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequence]:
+    """Return `(jaxpr, consts)`, where reductions of a flattened parameter read the parameter in its own shape.
+
+    `jnp.linalg.norm` and `jnp.vdot` flatten their operands. Devices do not hold a range of a flattened parameter.
+    `leaves` has the layouts of the first arguments, and None for those that are not sharded. A jaxpr without such
+    reductions is returned unchanged.
+    """
+    # Until it is reduced, a flattened value is evaluated as an array in the shape of the parameter.
+    uses, ravels = jaxprs.uses_of(jaxpr)[0], set()
+    weights = {var for var, leaf in zip(jaxpr.invars, leaves, strict=False) if leaf is not None}
+    for eqn in jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        if reads and weights.issuperset(reads):
+            weights.update(eqn.outvars)
+            if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 < len(reads[0].aval.shape):
+                ravels.update(v for v in eqn.outvars if all(_may_be_flat(reader) for reader, _ in uses.get(v, ())))
+    if not ravels:
+        return jaxpr, ()
+
+    def rule(eqn, values):
+        if any(v in ravels for v in eqn.outvars):
+            return values
+        whole = [x.ndim > a.aval.ndim if jnp.ndim(x) else False for x, a in zip(values, eqn.invars, strict=True)]
+        shapes = {x.shape for x, on in zip(values, whole, strict=True) if on}
+        if not shapes:
+            return None
+        dims, name = tuple(range(len(next(iter(shapes))))), eqn.primitive.name
+        if len(shapes) == 1 and all(on or not jnp.ndim(x) for x, on in zip(values, whole, strict=True)):
+            if jaxprs.facts(eqn).elementwise:
+                return compat.evaluate_one(eqn, values)
+            if name in REDUCTIONS:
+                return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": dims}), values)
+            if name == "dot_general" and all(whole):
+                numbers = ((dims, dims), ((), ()))
+                return compat.evaluate_one(eqn.replace(params={**eqn.params, "dimension_numbers": numbers}), values)
+        return compat.evaluate_one(eqn, [x.ravel() if on else x for x, on in zip(values, whole, strict=True)])
+
+    def run(*args):
+        pairs = zip(jaxprs.evaluate(jaxpr, (), args, rule), jaxpr.outvars, strict=True)
+        return [x.ravel() if jnp.ndim(x) > atom.aval.ndim else x for x, atom in pairs]
+
+    return compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
+
+
+def _may_be_flat(eqn: Any) -> bool:
+    """Return whether an equation may read an array in its own shape instead of the flattened array."""
+    is_inner = eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape
+    return is_inner or jaxprs.facts(eqn).elementwise or eqn.primitive.name in REDUCTIONS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,19 +8,21 @@ result. If they ran only once, their result, which is as large as a gathered par
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerojax import compat, jaxprs
 from zerojax.gather.assembly import Draft
-from zerojax.gather.clusters import Clusters, Joined, is_plain, only_scales
-from zerojax.gather.on_shards import Analysis, Chain
-from zerojax.gather.reduced import ReducedSegment
-from zerojax.gather.scan import ScanSegment
-from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment
+from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, is_plain
 from zerojax.gather.sharded_param import OF_STACKS, ShardedParam, extended, scanned_over
-from zerojax.gather.shardwise import Shardwise, shardwise_p
+from zerojax.primitives import SHARDWISE
+
+if TYPE_CHECKING:
+    from zerojax.gather.clusters import Clusters, Joined
+    from zerojax.gather.reduced import Analysis, Chain
+    from zerojax.gather.shardwise import Shardwise
 
 
 class Site(NamedTuple):
@@ -59,9 +61,10 @@ class Decisions:
         # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
         self._uniform: set = set(alike or ())
         self._given = frozenset(self._uniform)
-        self.analysis = Analysis(jaxpr, self.params, self.repeated, self._uniform)
         self._made_in: dict = {}  # the index of the draft that computes a variable
-        self.clusters = Clusters(self.params, self.repeated, self._uniform, self.analysis.made, self._made_in)
+        self._blocks: dict = {}  # the last draft that gathers each parameter, by variable
+        # For each value that a block computes from only one parameter, the variable of this parameter.
+        self._roots: dict = {}
 
     def decide(self) -> None:
         """Apply the first rule that matches to each equation."""
@@ -103,24 +106,38 @@ class Decisions:
     def compute_on_shard(self, site: Site, param: ShardedParam) -> None:
         self.params[site.eqn.outvars[0]] = param
 
-    def of_computation(self, site: Site) -> Shardwise | None:
-        layouts = {var: param.stored for var, param in self.params.items()}
-        return Shardwise.of(site.eqn, layouts) if site.eqn.primitive is shardwise_p else None
+    def of_computation(self, site: Site) -> "Shardwise | None":
+        if site.eqn.primitive.name != SHARDWISE:
+            return None
+        from zerojax.gather.shardwise import Shardwise
 
-    def compute_first(self, site: Site, computation: Shardwise) -> None:
+        return Shardwise.of(site.eqn, {var: param.stored for var, param in self.params.items()})
+
+    def compute_first(self, site: Site, computation: "Shardwise") -> None:
         self.shardwise.append(computation)
         self.params[site.eqn.outvars[0]] = computation.param
 
-    def reducible(self, site: Site) -> Chain | None:
+    @functools.cached_property
+    def _reductions(self) -> "Analysis":
+        from zerojax.gather.reduced import Analysis
+
+        return Analysis(self._jaxpr, self.params, self.repeated, self._uniform)
+
+    def reducible(self, site: Site) -> "Chain | None":
         """Return what a segment needs to compute an equation on shards, if the equation is part of a reduction."""
-        chain = self.analysis.chain(site.eqn) if self._reduces else None
+        is_known = lambda v: v in self.params or v in self.repeated or v in self._uniform
+        if not self._reduces or not all(map(is_known, site.reads)):
+            return None
+        chain = self._reductions.chain(site.eqn)
         # Statistics that only change a weight (a norm) are computed where the weight is gathered anyway.
-        if chain is None or all(self._only_scales(end, site) for end in self.analysis.ends(site.eqn)):
+        if chain is None or all(self._only_scales(end, site) for end in self._reductions.ends(site.eqn)):
             return None
         return chain
 
-    def reduce_on_shards(self, site: Site, chain: Chain) -> None:
+    def reduce_on_shards(self, site: Site, chain: "Chain") -> None:
         """Add a reduction to the first segment of reductions that runs after all values that the reduction reads."""
+        from zerojax.gather.reduced import ReducedSegment
+
         if chain.is_link:
             self.repeat(site, None)
             return
@@ -136,11 +153,14 @@ class Decisions:
         self._made_in |= dict.fromkeys(site.eqn.outvars, places[0])
 
     def is_repeatable(self, site: Site) -> bool:
-        """Return whether an equation reads parameters alone and may be repeated, or is a norm that scales a weight."""
-        eqn = site.eqn
-        size = max((atom.aval.size for atom in eqn.invars), default=0)
-        of_params = [not compat.is_literal(a) and self._is_of_params(a, size) for a in eqn.invars]
-        return is_repeatable(eqn, of_params) or (self.is_of_params_alone(site) and self._only_scales(eqn, site))
+        """Return whether an equation reads parameters alone and may be repeated in each segment that needs it."""
+        size = max((atom.aval.size for atom in site.eqn.invars), default=0)
+        of_params = [not compat.is_literal(a) and self._is_of_params(a, size) for a in site.eqn.invars]
+        return is_repeatable(site.eqn, of_params)
+
+    def scales(self, site: Site) -> bool:
+        """Return whether an equation reads parameters alone and is a norm that only scales a weight."""
+        return self.is_of_params_alone(site) and self._only_scales(site.eqn, site)
 
     def _is_of_params(self, var: Any, size: int) -> bool:
         """Return whether a variable depends on parameters alone, or is an alike value that is small or an argument."""
@@ -153,6 +173,8 @@ class Decisions:
 
     def _only_scales(self, eqn: Any, site: Site) -> bool:
         """Return whether the result of `eqn`, which is at `site` or later, only scales weights; see `only_scales`."""
+        from zerojax.gather.clusters import only_scales
+
         following = self._jaxpr.eqns[site.index + 1 :]
         return only_scales(following, eqn, lambda var: self._is_of_params(var, site.size), self._final)
 
@@ -195,6 +217,8 @@ class Decisions:
 
     def gather_per_iteration(self, site: Site, loop: compat.LoopEqn) -> None:
         """Gather one layer per iteration. Parameters that the loop needs whole are gathered before the loop."""
+        from zerojax.gather.scan import ScanSegment
+
         eqn = site.eqn
 
         def stays_sharded(i: int, var: Any) -> bool:
@@ -207,30 +231,47 @@ class Decisions:
         self.drafts += [Draft(BlockSegment, [], early)] * bool(early)
         self.drafts.append(Draft(ScanSegment, [eqn], reads={v: Gathered(v, len(self.drafts) - 1) for v in early}))
 
-    def of_cluster(self, site: Site) -> Joined | None:
-        """Return the block of a cluster if the equation reads its results, and otherwise only alike values."""
-        if site.touched or self.clusters.roots.keys().isdisjoint(site.reads):
-            return None
-        return self.clusters.joined(site.eqn)
+    def _root_of(self, reads: Sequence) -> Any:
+        """Return the variable of the only parameter from which `reads` are computed, or None if not exactly one is."""
+        stops = lambda var: var in self.params or var in self._roots or var not in self.repeated
+        behind = jaxprs.reached(reads, lambda v: () if stops(v) else jaxprs.variables_in(self.repeated[v].invars))
+        found = {self.params[var].root if var in self.params else self._roots.get(var) for var in behind} - {None}
+        return found.pop() if len(found) == 1 else None
 
-    def of_one_param(self, site: Site) -> Joined | None:
+    @functools.cached_property
+    def _clusters(self) -> "Clusters":
+        from zerojax.gather.clusters import Clusters
+
+        made = jaxprs.makers(self._jaxpr.eqns)
+        return Clusters(self.params, self.repeated, self._uniform, self._roots, made, self._made_in)
+
+    def _joined(self, site: Site) -> "Joined | None":
+        """Return the block that gathers the only parameter of an equation, or None if it cannot run in that block."""
+        place = self._blocks.get(root := self._root_of(site.reads))
+        return None if place is None or not is_plain(site.eqn) else self._clusters.joined(site.eqn, root, place)
+
+    def of_cluster(self, site: Site) -> "Joined | None":
+        """Return the block of a cluster if the equation reads its results, and otherwise only alike values."""
+        return None if site.touched or self._roots.keys().isdisjoint(site.reads) else self._joined(site)
+
+    def of_one_param(self, site: Site) -> "Joined | None":
         """Return the block that gathers the only parameter of an equation, if the result is at most half as large."""
         size = 2 * sum(var.aval.size for var in site.eqn.outvars)
-        found = self.clusters.joined(site.eqn)
+        found = self._joined(site)
         return found if found and size <= found.root.aval.size else None
 
-    def join_block(self, site: Site, block: Joined) -> None:
+    def join_block(self, site: Site, block: "Joined") -> None:
         draft = self.drafts[block.place]
         draft.eqns.append(site.eqn)
         draft.again |= block.again
-        self.clusters.roots |= dict.fromkeys(site.eqn.outvars, block.root)
+        self._roots |= dict.fromkeys(site.eqn.outvars, block.root)
         self._made_in |= dict.fromkeys(site.eqn.outvars, block.place)
 
     def gather_for_use(self, site: Site, _) -> None:
-        roots = {self.clusters.root_of([var]) for var in site.touched} - {None}
-        self.clusters.blocks |= dict.fromkeys(roots, len(self.drafts))
+        roots = {self._root_of([var]) for var in site.touched} - {None}
+        self._blocks |= dict.fromkeys(roots, len(self.drafts))
         if len(roots) == 1 and self.is_of_params_alone(site):
-            self.clusters.roots |= dict.fromkeys(site.eqn.outvars, *roots)
+            self._roots |= dict.fromkeys(site.eqn.outvars, *roots)
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 
 
@@ -252,8 +293,9 @@ RULES = (
     Rule("activations", "jnp.tanh(x)", lambda so_far, site: not site.touched, Decisions.run_in_place),
     Rule("on the shard", "w.astype(jnp.bfloat16)", Decisions.of_shard, Decisions.compute_on_shard),
     Rule("quantised", "jnp.round(w / scale)", Decisions.of_computation, Decisions.compute_first),
-    Rule("reduction", "jnp.sum(w**2)", Decisions.reducible, Decisions.reduce_on_shards),
     Rule("repeated", "x @ w.T", Decisions.is_repeatable, Decisions.repeat),
+    Rule("reduction", "jnp.sum(w**2)", Decisions.reducible, Decisions.reduce_on_shards),
+    Rule("scale", "x @ (w / jnp.linalg.norm(w))", Decisions.scales, Decisions.repeat),
     Rule("masked", "x @ (w * mask)", Decisions.is_masked, Decisions.repeat),
     Rule("shared gather", "x @ w; u @ w @ v", Decisions.of_one_param, Decisions.join_block),
     Rule(

@@ -25,7 +25,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection, Hashable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -37,9 +37,11 @@ from zerojax.gather.options import Sums
 from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
-from zerojax.gather.shardwise import Shardwise
 from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes
 from zerojax.primitives import Kind
+
+if TYPE_CHECKING:
+    from zerojax.gather.shardwise import Shardwise
 
 _COMPUTING = frozenset({Kind.PRODUCT, Kind.KERNEL, Kind.FOREIGN})
 
@@ -280,6 +282,15 @@ class BlockSegment(Segment):
             grads.add_params([self.params[i] for i in passes.active_params], to_params, exposed=exposed, waits=waits)
 
 
+def is_plain(eqn: Any) -> bool:
+    """Return whether an equation can run in any block. Effects, remats, kernels and loops over layers cannot."""
+    if eqn.effects or eqn.primitive.name in ("shard_map", "pallas_call") or compat.is_remat(eqn):
+        return False
+    # The arrays of which iterations read rows may be stacks of layers. Power iterations read none.
+    loop = compat.loop_of(eqn)
+    return loop is None or len(eqn.invars) == loop.consts + loop.carry
+
+
 @dataclasses.dataclass(frozen=True)
 class PlainSegment(BlockSegment):
     """Equations that use no sharded parameter: a block that gathers nothing."""
@@ -310,7 +321,7 @@ class Program:
     invars: tuple  # variables of the arguments: parameters' shards, other arguments, constants
     segments: tuple[Segment, ...]  # in the order in which they run
     outs: tuple  # the results: variables, `Gathered` values, or literals
-    shardwise: tuple[Shardwise, ...]  # computations of quantised weights, on shards at the start of each pass
+    shardwise: "tuple[Shardwise, ...]"  # computations of quantised weights, on shards at the start of each pass
     rows: Mapping[Any, State]  # which dims of a variable hold the rows of the batch; empty in device view
     experts: frozenset = frozenset()  # variables of experts that a data axis divides, and that are not gathered
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax import compat
+from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.placement.storage import to_device
 
@@ -211,6 +211,15 @@ def narrower(new, old) -> bool:
     """Return whether `new` and `old` are floating types, and a cast from `old` to `new` saves bytes."""
     both = jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(old, jnp.floating)
     return both and np.dtype(new).itemsize < np.dtype(old).itemsize
+
+
+def quantises(eqn: Any) -> bool:
+    """Return whether an equation rounds to integers, or casts to a type of at most one byte."""
+    if eqn.primitive.name != "convert_element_type":
+        return jaxprs.facts(eqn).rounds
+    dtypes = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
+    is_number = [jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes]
+    return all(is_number) and dtypes[0].itemsize == 1 < dtypes[1].itemsize
 
 
 def _sharded_dim(value, eqn) -> int:

@@ -30,10 +30,11 @@ from zerojax.gather.on_parts import Division, evaluate_parts
 from zerojax.gather.parts import bare, both_passes, call, flat, result_dims
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.layout.leaf import Leaf
+from zerojax.primitives import SHARDWISE, WIDEN
 
-shardwise_p = Primitive("zerojax_shardwise")
+shardwise_p = Primitive(SHARDWISE)
 shardwise_p.multiple_results = True
-widen_p = Primitive("zerojax_widen")
+widen_p = Primitive(WIDEN)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,20 +58,6 @@ def _of_shardwise(*_: Any, of: Computation, **__: Any) -> list:
 @widen_p.def_abstract_eval
 def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
     return bare(compat.opened(tail)[0].outvars[0])
-
-
-def widened(eqn: Any, narrow: jax.Array, others: Sequence) -> jax.Array:
-    """Evaluate a `widen` equation on the gathered narrow value and on its `others`: scales and alike operands."""
-    return call(eqn.params["tail"], narrow, *others)[0]
-
-
-@jax.custom_vjp
-def with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
-    """Return `value`. In the backward pass, `carrier` gets the cotangent, and `value` gets none."""
-    return value
-
-
-with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
 
 
 @jax.custom_jvp

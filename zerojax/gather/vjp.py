@@ -29,7 +29,6 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import Narrow
-from zerojax.gather.known_parts import divided
 from zerojax.gather.options import Sums
 from zerojax.gather.paired import depend_on_weights, with_pairs
 from zerojax.jaxprs import differentiable
@@ -214,7 +213,10 @@ def traced_passes(
     results = len(shapes[0])
     given = [*[NOWHERE] * len(params), *rows.others]
     jaxpr, consts = compat.opened(closed if rows.divide is None else rows.divide(closed, given))
-    jaxpr = divided(jaxpr, jaxpr.invars[: len(params)])
+    if any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns):
+        from zerojax.gather.known_parts import divided
+
+        jaxpr = divided(jaxpr, jaxpr.invars[: len(params)])
     forward, sources, derive, reads = _classified(jaxpr, consts, len(params), results)
     states: list[State] = [UNKNOWN] * len(jaxpr.outvars)
     if rows.follower is not None:

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.comm.quantised import reduce_codec
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
-from zerojax.gather import WorkingSet
+from zerojax.gather.working_set import WorkingSet
 from zerojax.inspect.hlo import Module, memory_analysis, read
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
