@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from zerojax import compat, jaxprs, names
+from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 
 if TYPE_CHECKING:
@@ -35,12 +35,8 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
     `leaves` has, for each argument, the layout of the shards that devices take of it, or None. `alike` says which
     arguments are alike on all devices.
     """
-    jaxpr, _ = compat.opened(closed)
-    params = {var for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
-    same = {var for var, on in zip(jaxpr.invars, alike, strict=True) if on}
-    if not _reduces(jaxpr, params, same.union(compat.constvars_of(jaxpr))):
-        return None  # Most losses, for which the planner need not be imported.
-
+    if not _may_reduce(compat.opened(closed)[0], leaves, alike):
+        return None
     from zerojax.gather.planner import closed_over, inlined, plan
     from zerojax.gather.reduced import ReducedSegment, without_ravels
     from zerojax.gather.rules import Decisions
@@ -76,28 +72,15 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
     return Apart(program, reads, jaxprs.as_jax_values(constants), rest)
 
 
-def _reduces(jaxpr: Any, weights: set, same: set) -> bool:
-    """Return whether an equation may be a reduction of parameters alone, also inside of calls.
-
-    `weights` has the parameters, and `same` the other arguments that are alike on all devices. Values computed from
-    them alone are added to the sets.
-    """
+def _may_reduce(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool]) -> bool:
+    """Return whether a reduction reads parameters, and otherwise only values that are alike, or whether a call may."""
+    every = list(zip(jaxpr.invars, leaves, alike, strict=True))
+    differing = jaxprs.dependent_on([v for v, leaf, on in every if leaf is None and not on], jaxpr.eqns)
+    weights = jaxprs.dependent_on([v for v, leaf, _ in every if leaf is not None], jaxpr.eqns) - differing
     for eqn in jaxpr.eqns:
         reads = jaxprs.variables_in(eqn.invars)
-        body = compat.opened(compat.called(eqn))[0]
-        if body is not None and not names.is_block(eqn) and not weights.isdisjoint(reads):
-            pairs = [*zip(body.invars, eqn.invars, strict=True)]
-            inside = {v for v, a in pairs if not compat.is_literal(a) and a in weights}
-            given = {v for v, a in pairs if compat.is_literal(a) or a in same}.union(compat.constvars_of(body))
-            if _reduces(body, inside, given):
-                return True
-            pairs = [*zip(eqn.outvars, body.outvars, strict=True)]
-            weights.update(v for v, a in pairs if not compat.is_literal(a) and a in inside)
-            same.update(v for v, a in pairs if compat.is_literal(a) or a in given)
-        elif same.issuperset(reads) and weights.isdisjoint(reads):
-            same.update(eqn.outvars)
-        elif all(v in weights or v in same for v in reads):
-            if jaxprs.facts(eqn).is_combinable or eqn.primitive.name == "dot_general":
-                return True
-            weights.update(eqn.outvars)
+        reduces = jaxprs.facts(eqn).is_combinable or eqn.primitive.name == "dot_general"
+        reduces = compat.called(eqn) is not None or (reduces and differing.isdisjoint(reads))
+        if reduces and not weights.isdisjoint(reads):
+            return True
     return False

@@ -158,7 +158,12 @@ def values_of_layers(loss: Inlined) -> Rewritten:
 
 def equal_equations(loss: Inlined) -> Rewritten:
     """Compute `net(w, x)` once in `net(w, x).mean() + net(w, x).std()`."""
-    if not _repeats(loss.jaxpr, {}, set()):
+    readers: dict = {}  # for each variable, the primitives that read it
+    for eqn in loss.jaxpr.eqns:
+        hides = eqn.primitive.name == "stop_gradient" or compat.called(eqn) is not None  # what other primitives read
+        for var in {*jaxprs.variables_in(eqn.invars)}:
+            readers.setdefault(var, []).append(None if hides else eqn.primitive)
+    if all(len(of) == 1 or (len({*of}) == len(of) and None not in of) for of in readers.values()):
         return None
     from zerojax.gather.merged import merged
 
@@ -205,30 +210,6 @@ PASSES: Sequence[Callable[[Inlined], Rewritten]] = (
     shared_reads,
     unrolled_loops,
 )
-
-
-def _repeats(jaxpr: Any, of: dict, seen: set) -> bool:
-    """Return whether two equations apply the same primitive to equal values, perhaps inside of calls.
-
-    `of` maps variables to other variables or objects that stand for their values, and to None for literals.
-    """
-    for eqn in jaxpr.eqns:
-        reads = [None if compat.is_literal(a) else of.get(a, a) for a in eqn.invars]
-        body = compat.opened(compat.called(eqn))[0]
-        if eqn.primitive.name == "stop_gradient":
-            of[eqn.outvars[0]] = reads[0]
-        elif body is not None:
-            inside = dict(zip(body.invars, reads, strict=True))
-            if _repeats(body, inside, seen):
-                return True
-            results = (None if compat.is_literal(a) else inside.get(a, a) for a in body.outvars)
-            of.update(zip(eqn.outvars, results, strict=True))
-        elif (key := (eqn.primitive, *filter(None, reads))) in seen:
-            return True
-        else:
-            seen.add(key)
-            of.update((v, object()) for v in eqn.outvars)
-    return False
 
 
 def plan(
