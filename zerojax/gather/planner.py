@@ -129,7 +129,7 @@ class Inlined:
 
 
 def flattened_reductions(loss: Inlined) -> Rewritten:
-    """Let `jnp.linalg.norm(w)` reduce `w` in its own shape, which shards can do."""
+    """Let `jnp.vdot(w, w)` reduce `w` in its own shape, which shards can do."""
     is_flat = lambda eqn: eqn.primitive.name == "reshape" and eqn.outvars[0].aval.ndim == 1 < eqn.invars[0].aval.ndim
     if not any(map(is_flat, loss.of_weights()[1])):
         return None
