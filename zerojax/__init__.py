@@ -11,8 +11,7 @@ if _typing.TYPE_CHECKING:
     from zerojax.config.tuning import Tuning
     from zerojax.config.wire import Wire
     from zerojax.dims.declared import rows
-    from zerojax.gather.engine import block
-    from zerojax.gather.tiled import tiled
+    from zerojax.gather.tiled import block, tiled
     from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
@@ -38,8 +37,7 @@ _MODULES = {
     "config.tuning": "Tuning",
     "config.wire": "Wire",
     "dims.declared": "rows",
-    "gather.engine": "block",
-    "gather.tiled": "tiled",
+    "gather.tiled": "block tiled",
     "inspect.collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",

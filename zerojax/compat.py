@@ -70,6 +70,11 @@ def opened(closed) -> tuple[Any, Sequence]:
     return closed, ()
 
 
+def with_jaxpr(closed, jaxpr):
+    # An inner jaxpr is open or closed, and from 0.12 both are one class.
+    return jaxpr if closed is opened(closed)[0] else closed.replace(jaxpr=jaxpr)
+
+
 def is_jaxpr(x) -> bool:
     return isinstance(x, _jex().Jaxpr | _jex().ClosedJaxpr)
 
@@ -152,7 +157,7 @@ def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
             return value
         closed: Any = value
         inner = new[id(opened(closed)[0])]
-        return inner if closed is opened(closed)[0] else closed.replace(jaxpr=inner)
+        return with_jaxpr(closed, inner)
 
     return eqn.replace(params={name: replaced(value) for name, value in eqn.params.items()})
 

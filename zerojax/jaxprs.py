@@ -203,6 +203,17 @@ def with_inner(eqn: Any) -> Iterator[Any]:
         yield from equations(inner)
 
 
+def has_kernel(jaxpr: Any) -> bool:
+    """Return whether a jaxpr runs a Pallas kernel outside of a `jax.shard_map`."""
+    return any(map(calls_kernel, jaxpr.eqns))
+
+
+def calls_kernel(eqn: Any) -> bool:
+    if eqn.primitive.name in ("pallas_call", "shard_map"):
+        return eqn.primitive.name == "pallas_call"
+    return any(map(has_kernel, compat.inner_jaxprs(eqn)))
+
+
 def has_effects(jaxpr: Any) -> bool:
     """Return whether an equation in a jaxpr, or in a jaxpr inside it, has an effect or uses a ref.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 # The names of zerojax's own primitives.
-MAPPED = "zerojax_mapped"  # a call that `comm.mapped` defines
+MAPPED = "zerojax_mapped"  # a call that `comm.mesh.mapped` makes
 ROWS = "zerojax_rows"  # `zerojax.rows`
 SHARDWISE = "zerojax_shardwise"  # a quantised weight that is computed on shards (`gather.shardwise`)
 WIDEN = "zerojax_widen"  # a weight that is computed from its gathered quantised value (`gather.shardwise`)

@@ -12,8 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import jaxprs
-from zerojax.comm.buckets import buckets
-from zerojax.comm.collectives import Collectives
+from zerojax.comm.collectives import Collectives, buckets_of
 from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.mesh import in_storage_shape
 from zerojax.layout.leaf import Leaf
@@ -172,7 +171,7 @@ INNER, HALF = dataclasses.replace(W, axes=("gpu",), shards=4), dataclasses.repla
     ],
 )
 def test_which_leaves_share_a_bucket(leaves, limit, expected):
-    assert buckets([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], leaves, limit) == expected
+    assert buckets_of([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves], leaves, limit) == expected
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import compat, zero_shard
+from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.own_rows import on_own_rows
-from zerojax.dims import NOWHERE, Follower, at
+from zerojax.dims import NOWHERE, at
 from zerojax.dims.kernels import own_rows
 
 WORKERS, ROWS = 2, 8
@@ -116,6 +117,12 @@ def test_a_kernel_is_divided_in_a_forward_pass_that_calls_its_own_derivative_rul
     op.defvjp(lambda x, w: (op(x, w), (x, w)), lambda kept, g: (g * kept[1], g.sum(0)))
     closed = jax.make_jaxpr(lambda x, w: jax.vjp(op, x, w)[0])(X, W)
     divided = []
-    island = lambda split, primitive, values: divided.append(split) or [values[0]]
-    on_own_rows(closed, [at(0), NOWHERE], Follower(WORKERS, guesses=True), island)
-    assert [split.out_dims for split in divided] == [(0,)]
+
+    class Recording(GlobalCollectives):
+        def per_shard(self, fn, values, dims, out_dims, axes):
+            divided.append(out_dims)
+            return [values[0]]
+
+    comm = Recording(("data",), mesh=jax.make_mesh((WORKERS,), ("data",)))
+    on_own_rows(closed, [at(0), NOWHERE], comm, comm.follower)
+    assert divided == [(0,)]

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.sharding import PartitionSpec as P
 
-from zerojax.gather import block
+from zerojax.gather.tiled import block
 from zerojax.gather.working_set import working_set
 
 SIZE, DEVICES = 64, 8

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax.gather import block
+from zerojax.gather.tiled import block
 
 POLICIES = jax.checkpoint_policies
 ROWS = 24  # shared evenly by 2, 3 and 8 devices

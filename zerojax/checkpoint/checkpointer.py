@@ -18,7 +18,7 @@ from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, no_ze
 from zerojax.checkpoint.manifest import newest_verified, reading, retried, verify_steps
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.mesh import on_auto_mesh
 from zerojax.config import check_count, check_word
 from zerojax.offload.lock import DiskError, Lock, lock
 from zerojax.placement.problems import problem_of

@@ -27,7 +27,7 @@ from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verif
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.mesh import on_auto_mesh
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.offload.chunked import joined
 from zerojax.placement.problems import problem_of

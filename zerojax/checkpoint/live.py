@@ -22,8 +22,7 @@ from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
 from zerojax.checkpoint.restoring import match, read_plan, target_layout, zeros_of
 from zerojax.checkpoint.saving import record_of
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
-from zerojax.comm.explicit import on_auto_mesh
-from zerojax.comm.mesh import replicated
+from zerojax.comm.mesh import on_auto_mesh, replicated
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
 from zerojax.config.data_mesh import entry_axes, spec_entry

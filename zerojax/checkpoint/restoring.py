@@ -23,7 +23,7 @@ from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import Processes, no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
-from zerojax.comm.explicit import on_auto_mesh
+from zerojax.comm.mesh import on_auto_mesh
 from zerojax.compat import common_dtype
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload.chunked import filled, joined, replaced

@@ -1,13 +1,17 @@
 """The mesh, every collective that zerojax writes, and messages between processes.
 
-In reading order:
+Every step, in reading order:
+    mesh                 chooses the mesh, moves arrays between Explicit and Auto axes, and has zerojax's `shard_map`
+    barriers             fixes the order of operations
+    collectives          gathers and reduces leaves in buckets, inside a `shard_map` (device view)
+    global_collectives   does so outside (global view)
+    partial_sums         keeps gradients as partial sums until they are reduced (global view)
 
-1. Which devices: `mesh` chooses the mesh. `explicit` moves arrays between Explicit and Auto axes, and `typed` evaluates
-   functions that are written for Explicit axes.
-2. What is sent: `buckets` packs leaves that share a collective, and `quantised` has formats of few bits.
-3. How it is sent: `collectives` has the interface, and its implementation inside a `shard_map` (device view).
-   `global_collectives` has the implementation outside (global view), which needs `partial_sums`. `owners` sends
-   matrices to the devices that update them.
-4. Helpers: `mapped` is the `shard_map` that these modules use, and `barriers` fixes the order of operations.
-5. Without devices: `events` publishes the calls of each process, and `processes` exchanges messages.
+Loaded when a loss or an option needs it:
+    quantised            is the codec of leaves that are sent in few bits (`Wire`)
+    typed                evaluates functions that are written for Explicit axes
+    own_rows             runs Pallas kernels on each device's rows
+    worker_sums          leaves sums over the workers out of a `shard_map`
+    owners               sends matrices to the devices that update them (`Owners`)
+    events, processes    publish the calls of each process, and exchange messages between processes
 """

@@ -1,12 +1,13 @@
 """Order collectives and compute through data dependences, because XLA's schedulers keep no other order."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import names
+from zerojax import compat, names
 
 
 @jax.named_scope(names.SHARDS)
@@ -37,3 +38,12 @@ def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
 
 def first_float(arrays: Sequence[jax.Array]) -> int | None:
     return next((i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)
+
+
+def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | None:
+    """Make the array of zeros that `eqn` makes from `zero` instead. Return None for another equation, or no `zero`."""
+    makes_zeros = eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]
+    if zero is None or not makes_zeros:
+        return None
+    out = eqn.outvars[0].aval
+    return [lax.broadcast(zero.astype(out.dtype), out.shape)]

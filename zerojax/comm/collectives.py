@@ -1,11 +1,17 @@
 """Gather shards into full arrays, and reduce gradients to shards, with explicit collectives.
 
 `Collectives` does so inside a `shard_map`. `GlobalCollectives`, in another file, does so outside of any `shard_map`.
+
+Many small collectives cost more than a few large ones, so leaves are grouped into buckets, with one collective per
+bucket. The leaves of a bucket are packed as one array of shape `(shards, elements)`, whose row i is sent to, or comes
+from, shard i.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,9 +23,8 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs, names
-from zerojax.comm import quantised
-from zerojax.comm.barriers import barrier, zero_after
-from zerojax.comm.buckets import buckets, from_rows, split, to_rows
+from zerojax.comm.barriers import barrier, zero_after, zeros_from
+from zerojax.comm.mesh import in_storage_shape
 from zerojax.compat import common_dtype
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import axes_of, in_words
@@ -30,7 +35,7 @@ from zerojax.layout.leaf import Leaf, pad, replace_items, trim
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
-    from zerojax.jaxprs import Rule
+    from zerojax.comm.quantised import Codec
 
 # For each value, the state that says which dims hold the rows of the batch.
 Rows = Sequence[State]
@@ -107,9 +112,6 @@ class Collectives:
                     "`in_specs`."
                 )
 
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return leaf.local_shape
-
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         """Return the shape that a leaf's gradient has after the backward pass."""
         return leaf.local_shape if self.defers else leaf.part_shape
@@ -120,9 +122,15 @@ class Collectives:
         """Gather shards into full arrays, in logical shape, with one collective per bucket.
 
         A replicated leaf is returned unchanged. `exposed` says whether these collectives cannot overlap with the
-        compute of another block.
+        compute of another block. They overlap only with their own block, which begins when its first leaves have
+        arrived, so their buckets are smaller.
         """
-        return self._by_bucket("gather", self._gather, shards, leaves, exposed=exposed)
+        results = list(shards)
+        for bucket in self._buckets(shards, leaves, exposed):
+            members = [leaves[i] for i in bucket]
+            with jax.named_scope(f"zerojax_gather[{_label(members)}]"):
+                results = replace_items(results, bucket, self._gather([shards[i] for i in bucket], members))
+        return results
 
     @jax.named_scope(names.SHARDS)
     def reduce_scatter(
@@ -135,14 +143,31 @@ class Collectives:
 
         Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
         gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
+        Buckets of at most `shared_bytes` have no order, because the order would only delay larger ones.
         """
-        values = [grad.astype(self.reduce_dtype(grad.dtype)) for grad in grads]
-        return self._by_bucket("reduce_scatter", self._reduce, values, leaves, exposed=exposed, from_last=exposed)
+        return self._reduced([grad.astype(self.reduce_dtype(grad.dtype)) for grad in grads], leaves, exposed=exposed)
+
+    def _reduced(self, values: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
+        results, before = list(values), []
+        buckets = self._buckets(values, leaves, exposed)
+        for bucket in buckets[::-1] if exposed else buckets:
+            given, members = [values[i] for i in bucket], [leaves[i] for i in bucket]
+            waits = exposed and sum(x.nbytes for x in given) > self.shared_bytes
+            given = [barrier([x], before)[0][0] for x in given] if waits else given
+            with jax.named_scope(f"zerojax_reduce_scatter[{_label(members)}]"):
+                shards = self._reduce(given, members)
+            before = shards if waits else before
+            results = replace_items(results, bucket, shards)
+        return results
 
     def across(self, leaf: Leaf) -> tuple[str, ...]:
         """Return the data axes over which a leaf is not sharded (hybrid sharding). `reduce_across` sums over them."""
         known = {*leaf.axes, *axes_of(leaf.others)}
         return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in known)
+
+    def is_across(self, leaf: Leaf) -> bool:
+        """Return whether a result of `reduce_scatter` must be reduced across groups during the backward pass, too."""
+        return not self.defers and bool(self.across(leaf))
 
     def experts(self, leaves: Iterable[Leaf]) -> dict[int, tuple[str, ...]]:
         """Find the experts, which stay divided over a data axis (`expert_axis`).
@@ -165,8 +190,7 @@ class Collectives:
                     sums[i] = lax.psum(shards[i], axes)
         further = [i for i, leaf in enumerate(leaves) if leaf.further > 1]
         parts = [leaves[i].divided(self.axes) for i in further]
-        reduced = self._by_bucket("reduce_scatter", self._reduce, [shards[i] for i in further], parts)
-        return replace_items(sums, further, reduced)
+        return replace_items(sums, further, self._reduced([shards[i] for i in further], parts))
 
     def own_part(self, shard: Array, leaf: Leaf) -> Array:
         """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
@@ -196,32 +220,31 @@ class Collectives:
 
     def backward(
         self,
-        fn: Callable,
+        closed: Any,
         values: Sequence,
         rows: Rows,
         grads: Sequence[int],
-        rule: Rule | None = None,
+        zero: Array | None = None,
         *,
         experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
-        """Run a backward pass `fn(values)`, where `values` are residuals and cotangents. Return the results' leaves.
+        """Run a backward pass, a closed jaxpr, where `values` are residuals and cotangents, and return its results.
 
         `grads` has the indices of the results that are gradients for `reduce_scatter`. In global view, they may have a
         leading dim with one partial sum per worker. Only global view reads `rows`, the dims of `values` that hold the
-        rows of the batch, and `experts`, the axes over which gradients of experts are summed. `rule` is a rule for
-        `jaxprs.evaluate`, or None.
+        rows of the batch, and `experts`, the axes over which gradients of experts are summed. If `zero` is given, it is
+        a zero from which arrays of zeros are made, so that XLA cannot make them before it.
         """
-        if rule is None:
-            return jax.tree.leaves(fn(values))
-        closed = jax.make_jaxpr(fn)(values)
-        return jaxprs.evaluate(*compat.opened(closed), values, rule)
+        return jaxprs.evaluate(*compat.opened(closed), values, lambda eqn, values: zeros_from(zero, eqn, values))
 
-    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """Call `fn(collectives, cotangents)`, a linear function of cotangents, with those of one worker.
+    @property
+    def manual(self) -> Collectives:
+        """Return the collectives of one worker, in device view."""
+        return self
 
-        The cotangents have these `shapes`, or a leading dim with one partial sum per worker. Then so has the result.
-        """
-        return fn(self, cotangents)
+    def by_worker(self, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> list[Array] | None:
+        """Return cotangents with one partial sum per worker, or None if each has its shape, without partial sums."""
+        return None
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         return jnp.zeros(shape, dtype)
@@ -234,12 +257,23 @@ class Collectives:
         """Add two unreduced gradients. If one has partial sums, so does the result."""
         return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
+    def add_use(self, total: Array | None, grad: Array) -> Array:
+        """Add the gradient of one more use to a total, in a wide type. The first gradient keeps its type."""
+        if total is None:
+            return grad
+        wide = self.sum_dtype(grad.dtype)
+        return self.add(total.astype(wide), grad.astype(wide))
+
     def on_own_rows(self, closed: Any, rows: Rows) -> Any:
         """Return a jaxpr whose kernels run on each device's rows. In device view they do so already.
 
         `rows` says which dim of each argument of the jaxpr holds the rows of the batch.
         """
         return closed
+
+    def undivided_kernels(self) -> list[str]:
+        """Warn about kernels that every device runs on all rows, and return the warnings. Device view has none."""
+        return []
 
     def element(self, x: Array, rows: State) -> Array:
         """Return any one element of an array. If `rows` says which dim holds rows, this needs no communication."""
@@ -249,59 +283,43 @@ class Collectives:
         """Return `barriers.zero_after(anchor)`. If `rows` says which dim holds rows, this needs no communication."""
         return zero_after(anchor)
 
-    def _by_bucket(
-        self,
-        scope: str,
-        collective: Callable[[list[Array], Sequence[Leaf]], list[Array]],
-        arrays: Sequence[Array],
-        leaves: Sequence[Leaf],
-        *,
-        exposed: bool = False,
-        from_last: bool = False,
-    ) -> list[Array]:
-        """Run a collective on each bucket, in a name scope with the kind of collective and the leaves.
+    def _buckets(self, arrays: Sequence[Array], leaves: Sequence[Leaf], exposed: bool) -> list[list[int]]:
+        return buckets_of(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)
 
-        Exposed collectives overlap only with the compute of their own block, which begins when its first leaves have
-        arrived. So their buckets are smaller. If `from_last` is true, the buckets run one by one, from the last
-        to the first. Buckets of at most `shared_bytes` have no order, because the order would only delay larger ones.
-        """
-        results, before = list(arrays), []
-        found = buckets(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)
-        for bucket in reversed(found) if from_last else found:
-            waits = from_last and sum(arrays[i].nbytes for i in bucket) > self.shared_bytes
-            given = [barrier([arrays[i]], before)[0][0] if waits else arrays[i] for i in bucket]
-            members = [leaves[i] for i in bucket]
-            with jax.named_scope(f"zerojax_{scope}[{_label(members)}]"):
-                moved = collective(given, members)
-            before = moved if waits else before
-            for i, result in zip(bucket, moved, strict=True):
-                results[i] = result
-        return results
+    def _codec(self, leaf: Leaf, *, gathers: bool) -> Codec | None:
+        """Return the codec of a leaf that is sent quantised, or None."""
+        if self.wire is None:
+            return None
+        from zerojax.comm import quantised
+
+        return (quantised.gather_codec if gathers else quantised.reduce_codec)(self.wire, leaf)
 
     def _gather(self, shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         leaf = leaves[0]
         if leaf.kind == "replicated":
             return shards
-        if (codec := quantised.gather_codec(self.wire, leaf)) is not None:
-            return quantised.all_gather(shards, leaves, codec, quantised.narrow_axes(self.wire, leaf))
-        if leaf.dim is not None and len(leaves) == 1:
+        if (codec := self._codec(leaf, gathers=True)) is not None:
+            rows = codec.all_gather(shards, leaf.axes)
+        elif leaf.dim is not None and len(leaves) == 1:
             gathered = lax.all_gather(shards[0], leaf.axes, axis=leaf.dim, tiled=True)
             return [trim(gathered, leaf.dim, leaf.shape[leaf.dim])]
-        rows = lax.all_gather(jnp.concatenate([shard.ravel() for shard in shards]), leaf.axes)
-        return [from_rows(x, leaf) for x, leaf in zip(split(rows, leaves), leaves, strict=True)]
+        else:
+            rows = split(lax.all_gather(jnp.concatenate([shard.ravel() for shard in shards]), leaf.axes), leaves)
+        return [from_rows(x, leaf) for x, leaf in zip(rows, leaves, strict=True)]
 
     def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        leaf = leaves[0]
-        if (codec := quantised.reduce_codec(self.wire, leaf)) is not None:
-            return quantised.reduce_scatter(values, leaves, codec, quantised.narrow_axes(self.wire, leaf))
+        leaf, codec = leaves[0], self._codec(leaves[0], gathers=False)
         if leaf.kind == "replicated":
             return [lax.psum(values[0], self.axes) if leaf.size else values[0]]
-        if leaf.dim is not None and len(leaves) == 1:
+        if leaf.dim is not None and len(leaves) == 1 and codec is None:
             padded = pad(values[0], leaf.dim, leaf.storage_shape[leaf.dim])
             return [lax.psum_scatter(padded, leaf.axes, scatter_dimension=leaf.dim, tiled=True)]
-        rows = jnp.concatenate([to_rows(*pair) for pair in zip(values, leaves, strict=True)], axis=1)
-        row = lax.psum_scatter(rows, leaf.axes, scatter_dimension=0)
-        return [x.reshape(leaf.local_shape) for x, leaf in zip(split(row, leaves), leaves, strict=True)]
+        rows = [to_rows(*pair) for pair in zip(values, leaves, strict=True)]
+        if codec is not None:
+            parts = codec.reduce_scatter(rows, leaf.axes)
+        else:
+            parts = split(lax.psum_scatter(jnp.concatenate(rows, axis=1), leaf.axes, scatter_dimension=0), leaves)
+        return [x.reshape(leaf.local_shape) for x, leaf in zip(parts, leaves, strict=True)]
 
 
 def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
@@ -316,3 +334,64 @@ def _label(leaves: Sequence[Leaf]) -> str:
     In programs that several layers share, leaves have no path.
     """
     return (leaves[0].path or "a parameter") + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
+
+
+def buckets_of(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list[list[int]]:
+    """Group arrays into buckets, and return the indices of each bucket's arrays.
+
+    - Flat leaves of one type share a bucket.
+    - Consecutive sharded leaves of one type share a bucket of up to `limit` logical bytes.
+    - A leaf that is also sharded over other mesh axes is alone in its bucket. Packing would gather the leaf over them.
+    - A replicated leaf is alone in its bucket.
+
+    Quantised and unquantised leaves never share a bucket.
+    """
+    found: list[list[int]] = []
+    filled: dict = {}
+    for i, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
+        flat = leaf.kind == "flat"
+        size = 0 if flat else jnp.dtype(array.dtype).itemsize * leaf.size
+        others = any(entry is not None for entry in leaf.others)
+        if leaf.kind == "replicated" or (not flat and (others or size >= limit)):
+            found.append([i])
+            continue
+        key = leaf.kind, leaf.axes, array.dtype, leaf.is_quantised
+        bucket, total = filled.get(key, ([], 0))
+        if not bucket or (total + size > limit and not flat):
+            bucket, total = [], 0
+            found.append(bucket)
+        bucket.append(i)
+        filled[key] = bucket, total + size
+    return found
+
+
+def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shards elements"]:
+    """Return a logical array as one row per shard, with zeros in the padding."""
+    stored, local, dim = in_storage_shape(value, leaf), leaf.local_shape, leaf.dim
+    if dim is None:
+        return stored.reshape(leaf.shards, -1)
+    divided = stored.reshape(*local[:dim], leaf.shards, *local[dim:])
+    return jnp.moveaxis(divided, dim, 0).reshape(leaf.shards, -1)
+
+
+def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
+    """Undo `to_rows`, and return the logical array without the padding."""
+    if leaf.dim is None:
+        return trim(rows.reshape(-1), 0, leaf.size).reshape(leaf.shape)
+    divided = jnp.moveaxis(rows.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
+    return trim(divided.reshape(leaf.storage_shape), leaf.dim, leaf.shape[leaf.dim])
+
+
+def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
+    """Split the last dim of a bucket's rows into one array per leaf.
+
+    XLA cannot see through the barrier where each leaf begins, so it compiles one kernel for all leaves of one shape.
+    Without the barrier, it compiled one kernel per leaf, which took most of the compile time. An unsigned offset would
+    save a few equations, but then XLA schedules a gather of the backward pass next to no product (docs/fit.md's model).
+    """
+    if len(leaves) == 1:
+        return [rows]
+    sizes = [math.prod(leaf.local_shape) for leaf in leaves]
+    starts = lax.optimization_barrier([jnp.int32(start) for start in itertools.accumulate(sizes[:-1], initial=0)])
+    slices = zip(starts, sizes, strict=True)
+    return [lax.dynamic_slice_in_dim(rows, start, size, axis=rows.ndim - 1) for start, size in slices]

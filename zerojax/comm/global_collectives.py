@@ -18,20 +18,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compat, names
-from zerojax.comm import barriers, own_rows, partial_sums
+from zerojax import compat, jaxprs, names
+from zerojax.comm import barriers, partial_sums
 from zerojax.comm.collectives import Collectives, Rows
-from zerojax.comm.mapped import mapped
-from zerojax.comm.mesh import to_storage
-from zerojax.comm.worker_sums import local_sizes
+from zerojax.comm.mesh import mapped, to_storage
 from zerojax.config.data_mesh import axes_of, dim_spec, spec_entry
 from zerojax.dims import Follower, State
 from zerojax.layout.leaf import Leaf, pad, replace_items
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
-
-    from zerojax.jaxprs import Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +57,6 @@ class GlobalCollectives(Collectives):
     @property
     def losses(self) -> int:
         return 1  # from all rows
-
-    def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        return leaf.storage_shape
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
         for leaf, shard in zip(leaves, shards, strict=True):
@@ -155,38 +148,39 @@ class GlobalCollectives(Collectives):
 
     def backward(
         self,
-        fn: Callable,
+        closed: Any,
         values: Sequence,
         rows: Rows,
         grads: Sequence[int],
-        rule: Rule | None = None,
+        zero: Array | None = None,
         *,
         experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
         if self._workers == 1:  # Every sum is complete.
-            return super().backward(fn, values, rows, grads, rule)
-        closed = self.on_own_rows(jax.make_jaxpr(fn)(values), rows)
-        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, rule, self.axes)
-        return partial_sums.evaluate(closed, values, how, grads=grads, rows=rows, experts=experts)
+            return super().backward(closed, values, rows, grads, zero)
+        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, zero, self.axes)
+        divided = self.on_own_rows(closed, rows)
+        return partial_sums.evaluate(divided, values, how, grads=grads, rows=rows, experts=experts)
 
     def on_own_rows(self, closed: Any, rows: Rows) -> Any:
-        def island(split, primitive, values):
-            spec = lambda dim: dim_spec(dim, self.axes)
-            body = split.params["jaxpr"]  # JAX's interpreter of kernels evaluates it where `run` is traced
-            run = lambda *values: primitive.bind(*values, **{**split.params, "jaxpr": compat.all_in_force(body)})
-            return self._mapped(run, [*map(spec, split.dims)], [*map(spec, split.out_dims)])(*values)
+        if not jaxprs.has_kernel(compat.opened(closed)[0]):
+            return closed
+        from zerojax.comm import own_rows
 
-        return own_rows.on_own_rows(closed, rows, self.follower, island)
+        return own_rows.on_own_rows(closed, rows, self, self.follower)
 
-    def each_worker(self, fn: Callable, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> PyTree:
-        """Call `fn` for each worker's partial sums, or once if all cotangents are summed."""
-        if all(x.ndim == len(shape) for x, shape in zip(cotangents, shapes, strict=True)):
-            return fn(self, cotangents)
-        rows = [
-            x if x.ndim > len(shape) else partial_sums.as_rows(x, self._workers)
-            for x, shape in zip(cotangents, shapes, strict=True)
-        ]
-        return jax.vmap(lambda row: fn(self.manual, row))(rows)
+    def undivided_kernels(self) -> list[str]:
+        if not self.follower.undivided:
+            return []
+        from zerojax.comm import own_rows
+
+        return own_rows.warn_of_kernels(self.follower.undivided.values())
+
+    def by_worker(self, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> list[Array] | None:
+        pairs = list(zip(cotangents, shapes, strict=True))
+        if all(x.ndim == len(shape) for x, shape in pairs):
+            return None
+        return [x if x.ndim > len(shape) else partial_sums.as_rows(x, self._workers) for x, shape in pairs]
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         if self._workers == 1:
@@ -220,12 +214,13 @@ class GlobalCollectives(Collectives):
         the mesh, whose axes are Manual in this `shard_map`. So the sharding is left out.
         """
         params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
-        ragged = divided.places[0] if eqn.primitive.name == "ragged_dot_general" else None
 
         def row(*values):
             values = divided.closed(values)
-            if ragged is not None:
-                values[2] = local_sizes(values[2], values[0].shape[ragged.dim], self.axes)
+            if eqn.primitive.name == "ragged_dot_general":
+                from zerojax.comm.worker_sums import local_sizes
+
+                values[2] = local_sizes(values[2], values[0].shape[divided.places[0].dim], self.axes)
             return eqn.primitive.bind(*values, **params)[None]
 
         return self._mapped(row, divided.specs(self.axes), dim_spec(0, self.axes))(*divided.opened(values))

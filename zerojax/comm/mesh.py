@@ -1,15 +1,39 @@
-"""Choose and check the mesh, and make the shardings that depend only on the mesh and a leaf."""
+"""Choose the mesh, make the shardings that depend on it, map functions over shards, and leave Explicit axes.
 
-from typing import Any
+On Explicit axes an array's type says how the array is sharded, and every operation must be valid for the types. zerojax
+computes on Auto axes. Public functions use `on_auto_mesh` to move their arguments to the same devices with Auto axes,
+and their results back to the caller's mesh. Moving a concrete array keeps its buffers, so donating the moved array
+donates the caller's array. Moving a traced array changes its type. If the sharding stays the same, no operation runs.
+
+`mapped` is a `jax.shard_map` that `checkify` does not look into. `checkify` carries its error through every equation.
+After one `shard_map` the error has one entry per device, and after the next one entry per pair of devices. A step has
+dozens of `shard_map`s, so the error would take terabytes, and checks after the first would fail because shapes do not
+fit. Automatic checks need not look inside, because the results show any NaN. So `checkify` has no rule for `mapped`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax.comm.buckets import flatten
-from zerojax.config import DataMesh
-from zerojax.config.data_mesh import in_words, spec_entry
-from zerojax.layout.leaf import Leaf, pad
+from zerojax import compat, jaxprs
+from zerojax.config import DataMesh, with_auto_axes
+from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
+from zerojax.layout.leaf import Leaf, pad, replace_items
+from zerojax.primitives import MAPPED
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
@@ -47,7 +71,7 @@ def constrain(mesh: Mesh, stored: jax.Array, leaf: Leaf) -> jax.Array:
 def in_storage_shape(value: jax.Array, leaf: Leaf) -> jax.Array:
     """Pad or flatten a logical array as its layout says. A flat array that is already in storage shape is unchanged."""
     if leaf.kind == "flat":
-        return flatten(value, leaf)
+        return pad(value.reshape(-1), 0, leaf.storage_shape[0])
     return value if leaf.dim is None else pad(value, leaf.dim, leaf.storage_shape[leaf.dim])
 
 
@@ -88,3 +112,184 @@ def wait_if_simulated(mesh: Mesh, arrays: Any) -> Any:
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)
     return arrays
+
+
+def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_names: set[str]) -> Callable:
+    """Map a function over shards, as `jax.shard_map` does with these arguments and `check_vma=False`.
+
+    The plain `shard_map` is used if the call is differentiated or batched by `vmap`, or if `fn` creates a `jax.Ref`.
+    """
+    over_shards = jax.shard_map(
+        fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axis_names, check_vma=False
+    )
+
+    def call(*args):
+        closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
+        jaxpr, consts = compat.opened(closed)
+        if compat.makes_refs(jaxpr.effects):  # JAX removes refs with a rule per primitive: mapped_p has no such rule
+            return over_shards(*args)
+        if any(map(compat.is_check, jaxpr.effects)):
+            raise NotImplementedError(
+                "The loss calls checkify.check in device view, where each device would have its own error. "
+                'Use view="global", or return what you check as an auxiliary result.'
+            )
+        bare = compat.part_of(jaxpr, jaxpr.eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars], jaxpr.outvars)
+        results = mapped_p.bind(*consts, *jax.tree.leaves(args), jaxpr=bare)
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return call
+
+
+def _evaluate(*args: Any, jaxpr: Any) -> list:
+    return jaxprs.run(jaxpr, (), *args)
+
+
+def _abstract(*_: Any, jaxpr: Any) -> tuple[list, Any]:
+    return [atom.aval for atom in jaxpr.outvars], jaxpr.effects
+
+
+def _differentiated(primals: Sequence, tangents: Sequence, *, jaxpr: Any) -> tuple[list, list]:
+    moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero)]
+
+    of_moving = lambda *some: _evaluate(*replace_items(primals, moving, some), jaxpr=jaxpr)
+    results, found = jax.jvp(of_moving, [primals[i] for i in moving], [tangents[i] for i in moving])
+    zero = lambda x: ad.Zero(jax.typeof(x).to_tangent_aval())
+    return results, [zero(x) if t.dtype == jax.dtypes.float0 else t for x, t in zip(results, found, strict=True)]
+
+
+def _batched(args: Sequence, dims: Sequence, *, jaxpr: Any) -> tuple[list, list]:
+    results = jax.vmap(lambda *args: _evaluate(*args, jaxpr=jaxpr), in_axes=tuple(dims))(*args)
+    return results, [0] * len(results)
+
+
+mapped_p = Primitive(MAPPED)
+mapped_p.multiple_results = True
+mapped_p.def_impl(_evaluate)
+mapped_p.def_effectful_abstract_eval(_abstract)
+ad.primitive_jvps[mapped_p] = _differentiated
+batching.primitive_batchers[mapped_p] = _batched
+# JAX calls this rule if a value has a hijax type. The plain `shard_map` lowers such values.
+setattr(mapped_p, "to_lojax", _evaluate)  # noqa: B010
+mlir.register_lowering(mapped_p, mlir.lower_fun(_evaluate, multiple_results=True))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["spec"])
+@dataclasses.dataclass(frozen=True)
+class Typed:
+    """A leaf on the Auto mesh, with the sharding that its type names on the caller's mesh."""
+
+    value: Any
+    spec: PartitionSpec
+
+
+def is_typed(x: Any) -> bool:
+    return isinstance(x, Typed)
+
+
+def with_types(tree: PyTree) -> Any:
+    """Wrap each array that is divided over Explicit axes in `Typed`, which keeps its type on the Auto mesh."""
+
+    def one(x):
+        if not is_explicit(x):
+            return x
+        spec = explicit_part((jax.typeof(x) if isinstance(x, jax.core.Tracer) else x).sharding.spec, mesh_of(x))
+        return Typed(x, spec) if axes_of(spec) else x
+
+    return jax.tree.map(one, tree)
+
+
+def without_types(tree: PyTree) -> Any:
+    return jax.tree.map(lambda x: x.value if is_typed(x) else x, tree, is_leaf=is_typed)
+
+
+def on_auto_mesh(
+    mesh: Mesh | None, fn: Callable, *args: PyTree, shardings: Callable[[Any], PyTree] = lambda _: PartitionSpec()
+) -> Any:
+    """Call `fn(*args)` on the Auto mesh, and return the results on the caller's mesh.
+
+    If `mesh` is None, the first argument that has a mesh decides. `shardings` is a function of the results that returns
+    their shardings or specs, as a tree or a tree prefix. Traced results need it, except `Typed` ones, because their
+    types do not say how Auto axes divide them.
+    """
+    mesh = mesh or next((m for x in jax.tree.leaves(args) if isinstance(m := mesh_of(x), Mesh)), None)
+    if mesh is None:
+        return fn(*args)
+    with auto_context(mesh):
+        results = fn(*to_auto(args))
+    return to_explicit(mesh, results, shardings)
+
+
+@contextlib.contextmanager
+def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
+    """Enter a context without Explicit axes or another mesh, even inside `jax.set_mesh`. Also usable as a decorator.
+
+    A library may have called `jax.set_mesh` when it was imported, and no `shard_map` accepts another mesh than the
+    context's. Code that may be traced must pass the caller's mesh.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)
+    if not compat.is_tracing():
+        with jax.set_mesh(None) if context.explicit_axes or other else contextlib.nullcontext():
+            yield
+    elif mesh is not None and (context.explicit_axes or mesh.explicit_axes or other):
+        with jax.sharding.use_abstract_mesh(with_auto_axes(mesh).abstract_mesh):
+            yield
+    else:
+        yield
+
+
+def to_auto(tree: PyTree) -> Any:
+    one = lambda x: moved(x, with_auto_axes(mesh_of(x)), PartitionSpec()) if is_explicit(x) else x
+    return jax.tree.map(one, tree)
+
+
+def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = lambda _: PartitionSpec()) -> Any:
+    """Move values on the Auto mesh to the caller's `mesh`. See `on_auto_mesh` for `shardings`."""
+    if not mesh.explicit_axes:
+        return tree
+
+    def one(x, spec: PartitionSpec):
+        if is_typed(x):
+            return one(x.value, x.spec)
+        if isinstance(x, jax.core.Tracer):
+            return moved(x, mesh, explicit_part(spec, mesh))
+        return moved(x, mesh, spec) if mesh_of(x) == with_auto_axes(mesh) else x
+
+    def subtree(sharding, values):
+        spec = getattr(sharding, "spec", sharding)
+        return jax.tree.map(lambda x: one(x, spec), values, is_leaf=is_typed)
+
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+    return jax.tree.map(subtree, shardings(without_types(tree)) if traced else PartitionSpec(), tree)
+
+
+def mesh_of(x: Any) -> Any:
+    if isinstance(x, jax.core.Tracer):
+        x = jax.typeof(x)
+    sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def is_explicit(x: Any) -> bool:
+    mesh = mesh_of(x)
+    return mesh is not None and bool(mesh.explicit_axes)
+
+
+def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:
+    """Move a leaf to another mesh of the same devices. `spec` is the new sharding of a traced array."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.sharding.reshard(x, NamedSharding(mesh.abstract_mesh, spec))
+    old = x if isinstance(x, NamedSharding) else x.sharding
+    sharding = NamedSharding(mesh, old.spec, memory_kind=old.memory_kind)
+    if isinstance(x, NamedSharding):
+        return sharding
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
+
+
+def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Remove all but the Explicit axes from a spec, because a type names only Explicit axes."""
+    kept = lambda entry: tuple(axis for axis in entry_axes(entry) if axis in mesh.explicit_axes)
+    return PartitionSpec(*(kept(entry) or None for entry in spec))

@@ -4,14 +4,17 @@ The compiler cannot divide a kernel. Outside of a `shard_map`, each device gathe
 kernel. Warnings name the user's line, so Python shows each of them once.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from zerojax import compat, jaxprs
+from zerojax.comm.collectives import Collectives
 from zerojax.dims import Follower, State, states_of
 from zerojax.dims.kernels import OwnRows, own_rows
 
@@ -21,26 +24,33 @@ _BODIES = ("jaxpr", "branches", "call_jaxpr")
 
 @dataclasses.dataclass(frozen=True)
 class _Rewrite:
-    """Rewrite jaxprs. `island(split, values)` runs a divided kernel on each device's part of its operands."""
+    """Rewrites jaxprs. A divided kernel runs on each device's part of its operands."""
 
+    comm: Collectives
     follower: Follower
-    island: Callable[[OwnRows, Any, Sequence], list]
 
     def evaluate(self, jaxpr: Any, consts: Sequence, given: Sequence[State], values: Sequence) -> list:
         found = self.follower.states(jaxpr, given)
 
         def rule(eqn, values):
-            if not _has_kernel(eqn):
+            if not jaxprs.calls_kernel(eqn):
                 return None
             states = states_of(eqn.invars, found)
-            split = own_rows(eqn, states, self.follower.count)
-            if split is not None:
+            if (split := own_rows(eqn, states, self.follower.count)) is not None:
                 with eqn.ctx.manager:
-                    return self.island(split, eqn.primitive, values)
+                    return self._on_parts(split, eqn.primitive, values)
             again = self._with_bodies(eqn, states)
             return None if again is None else compat.evaluate_one(again, values)
 
         return jaxprs.evaluate(jaxpr, consts, values, rule)
+
+    def _on_parts(self, split: OwnRows, primitive: Any, values: Sequence) -> list:
+        def kernel(*values):
+            # JAX's interpreter of kernels evaluates the body here, on the mesh of the `shard_map`.
+            body = compat.all_in_force(split.params["jaxpr"])
+            return primitive.bind(*values, **{**split.params, "jaxpr": body})
+
+        return self.comm.per_shard(kernel, values, split.dims, split.out_dims, self.comm.axes)
 
     def _with_bodies(self, eqn: Any, states: Sequence[State]) -> Any:
         if (loop := compat.loop_of(eqn)) is not None:
@@ -61,31 +71,19 @@ class _Rewrite:
         return compat.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
 
 
-def on_own_rows(closed: Any, given: Sequence[State], follower: Follower, island: Callable) -> Any:
-    """Return a jaxpr whose kernels run on each device's rows where that is proved.
-
-    `given` has the states of the arguments. `island` is as in `_Rewrite`.
-    """
-    if not any(map(_has_kernel, compat.opened(closed)[0].eqns)):
-        return closed
-    return _Rewrite(follower, island).rewritten(closed, given)
+def on_own_rows(closed: Any, given: Sequence[State], comm: Collectives, follower: Follower) -> Any:
+    """Return a jaxpr whose kernels run on each device's rows where that is proved, given the arguments' states."""
+    return _Rewrite(comm, follower).rewritten(closed, given)
 
 
-def _has_kernel(eqn: Any) -> bool:
-    if eqn.primitive.name == "shard_map":
-        return False
-    return eqn.primitive.name == "pallas_call" or any(
-        _has_kernel(inner) for body in compat.inner_jaxprs(eqn) for inner in body.eqns
-    )
-
-
-def warn_of_kernels(follower: Follower | None, record: list[str]) -> None:
-    """Warn about kernels that every device runs on all rows. Replace the contents of `record` by the warnings."""
-    record[:] = [
+def warn_of_kernels(eqns: Iterable) -> list[str]:
+    """Warn about kernels that every device runs on all rows, and return the warnings."""
+    found = [
         f"`{eqn.primitive.name}` at {compat.line_of(eqn) or 'an unknown line'} runs all rows of the batch on every "
         "device, and its operands are gathered for that: the compiler cannot divide it. Put it into a jax.shard_map "
         'over the data axes, for example jax.shard_map(kernel, mesh=mesh, in_specs=P("data"), out_specs=P("data"))'
-        for eqn in ([] if follower is None else follower.undivided.values())
+        for eqn in eqns
     ]
-    for words in record:
+    for words in found:
         warnings.warn(f"{words}.", stacklevel=2)
+    return found

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.comm.mapped import mapped
+from zerojax.comm.mesh import mapped
 from zerojax.config.data_mesh import dim_spec, spec_entry
 from zerojax.layout.leaf import Leaf, pad, trim
 

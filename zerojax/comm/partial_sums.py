@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
 from zerojax.comm import worker_sums
+from zerojax.comm.barriers import zeros_from
 from zerojax.config.data_mesh import dim_spec
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
 from zerojax.dims.guess import LARGE
@@ -85,8 +86,7 @@ class Evaluation:
     island: Callable[[Any, Divided, Sequence], jax.Array]
     # constrains a gradient that is computed from parameters alone; if None, the compiler decides
     alike: Callable[[jax.Array], jax.Array] | None = None
-    # a rule for `jaxprs.evaluate`, for all other equations; if None, they are evaluated unchanged
-    rule: jaxprs.Rule | None = None
+    zero: jax.Array | None = None  # a zero from which arrays of zeros are made, if given
     axes: tuple[str, ...] = ()  # the mesh axes of the workers; if empty, what a `shard_map` sums over them stays summed
 
 
@@ -129,7 +129,7 @@ def evaluate(
             holds_rows = lambda i, var: i < loop.carry and has_rows(var)
             wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads and not holds_rows(i, var)]
             # `alike` constrains the loop's results, after the loop.
-            in_body = dataclasses.replace(how, alike=None, rule=None)
+            in_body = dataclasses.replace(how, alike=None, zero=None)
             body_rows = follower.into_loop(loop, states_of(eqn.invars, found))
             inside = lambda args, grads: evaluate(loop.body, args, in_body, grads=grads, rows=body_rows)
             return _loop(eqn, loop, values, wanted, inside, how.workers)
@@ -145,7 +145,7 @@ def evaluate(
             wanted = {i: summed[var] for i, var in enumerate(eqn.outvars) if var in summed}
             if (sums := worker_sums.unreduced(eqn, values, wanted)) is not None:
                 return [PartialSum(x) if i in sums[1] else x for i, x in enumerate(sums[0])]
-        return None if how.rule is None else how.rule(eqn, values)
+        return zeros_from(how.zero, eqn, values)
 
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
     if how.alike is not None:

@@ -1,8 +1,7 @@
 """Gather and reduce quantised values. Each block of narrow elements has a scale, and one array of bytes holds both.
 
-A gather sends each shard's bytes, and decodes the received bytes. A reduction handles the mesh axes one by one, the
-innermost first. An all-to-all sends each device the bytes of its shard from all other devices, and the device sums the
-decoded values in float32. So partial sums along one axis are not rounded.
+`Collectives` asks for the `Codec` of a bucket's leaves, if the option `wire` is given, and calls its methods instead of
+JAX's collectives.
 
 References:
     Wang et al. 2023, arXiv 2306.10209, sections 3.2 and 3.4: ZeRO++.
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.buckets import from_rows, to_rows
 from zerojax.config.wire import FORMATS, SCALE_BYTES, Wire
 from zerojax.layout.leaf import Leaf, pad
 
@@ -43,6 +41,7 @@ class Codec:
     format: str  # one of `FORMATS`
     block: int  # the number of elements that share a scale; even
     stochastic: bool = False  # whether integers are rounded up or down at random, so that rounding is unbiased
+    over: tuple[str, ...] = ()  # the mesh axes over which values are sent quantised; over others they are not
 
     def bytes(self, size: int) -> int:
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
@@ -65,6 +64,45 @@ class Codec:
         wide = self._wide(elements.reshape(*rows, blocks, -1))
         values = wide * lax.bitcast_convert_type(scales, jnp.float32)[..., None]
         return values.reshape(*rows, -1)[..., :size]
+
+    def all_gather(
+        self, shards: Sequence[Shaped[Array, "*local"]], axes: tuple[str, ...]
+    ) -> list[Shaped[Array, "shards elements"]]:
+        """Gather one bucket, and return the shards of each leaf as rows. Each device sends its bytes."""
+        sizes = [shard.size for shard in shards]
+        plain = tuple(axis for axis in axes if axis not in self.over)
+        payload = jnp.concatenate([self.encode(shard.ravel()) for shard in shards])
+        rows = _split(lax.all_gather(payload, self.over), [self.bytes(size) for size in sizes])
+        rows = [self.decode(x, n).astype(shard.dtype) for x, n, shard in zip(rows, sizes, shards, strict=True)]
+        if plain:
+            rows = _split(lax.all_gather(jnp.concatenate(rows, axis=-1), plain), sizes)
+        order = [(*plain, *self.over).index(axis) for axis in axes]
+        counts = [lax.axis_size(axis) for axis in (*plain, *self.over)]
+        in_order = lambda x: jnp.moveaxis(x.reshape(*counts, -1), order, range(len(order))).reshape(-1, x.shape[-1])
+        return list(map(in_order, rows))
+
+    def reduce_scatter(
+        self, rows: Sequence[Shaped[Array, "shards elements"]], axes: tuple[str, ...]
+    ) -> list[Float[Array, " elements"]]:
+        """Reduce-scatter one bucket, whose leaves are given as one row per shard, and return float32.
+
+        The axes are reduced one by one, the innermost first. An all-to-all sends each device the bytes of its shard
+        from all other devices, and the device sums the decoded values in float32. So partial sums along one axis are
+        not rounded.
+        """
+        counts = [lax.axis_size(axis) for axis in axes]
+        rows = [row.reshape(*counts, -1) for row in rows]
+        sizes = [row.shape[-1] for row in rows]
+        for dim in reversed(range(len(axes))):
+            if axes[dim] in self.over:
+                payload = jnp.concatenate([self.encode(row) for row in rows], axis=-1)
+                arrived = lax.all_to_all(payload, axes[dim], dim, dim, tiled=True)
+                parts = _split(arrived, [self.bytes(size) for size in sizes])
+                rows = [self.decode(x, n).sum(dim) for x, n in zip(parts, sizes, strict=True)]
+            else:
+                summed = lax.psum_scatter(jnp.concatenate(rows, axis=-1), axes[dim], scatter_dimension=dim)
+                rows = _split(summed, sizes)
+        return [row.astype(jnp.float32) for row in rows]
 
     @property
     def _limit(self) -> float:
@@ -105,15 +143,10 @@ def reduce_codec(wire: Wire | None, leaf: Leaf) -> Codec | None:
     return wire and _codec(wire, leaf, wire.reduce, stochastic=wire.rounding == "stochastic")
 
 
-def narrow_axes(wire: Wire | None, leaf: Leaf) -> tuple[str, ...]:
-    """Return the axes of a leaf over which quantised values are sent."""
-    return tuple(axis for axis in leaf.axes if wire is None or wire.over is None or axis in wire.over)
-
-
 def _codec(wire: Wire, leaf: Leaf, fmt: str | None, *, stochastic: bool = False) -> Codec | None:
-    if fmt is None or leaf.dim is None or not leaf.is_quantised or not narrow_axes(wire, leaf):
-        return None
-    return Codec(fmt, wire.block, stochastic)
+    over = tuple(axis for axis in leaf.axes if wire.over is None or axis in wire.over)
+    asked = fmt is not None and leaf.dim is not None and leaf.is_quantised and bool(over)
+    return Codec(fmt, wire.block, stochastic, over) if asked else None
 
 
 def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
@@ -127,43 +160,6 @@ def uniform(x: Float[Array, ...]) -> Float[Array, ...]:
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return ((bits ^ (bits >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
-
-
-def all_gather(
-    shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], codec: Codec, over: Sequence[str]
-) -> list[Shaped[Array, "*logical"]]:
-    """Gather one bucket. Shards are sent quantised over the axes `over`, and unquantised over the other axes."""
-    axes, sizes = leaves[0].axes, [shard.size for shard in shards]
-    narrow, plain = (tuple(axis for axis in axes if (axis in over) is on) for on in (True, False))
-    payload = jnp.concatenate([codec.encode(shard.ravel()) for shard in shards])
-    rows = _split(lax.all_gather(payload, narrow), [codec.bytes(size) for size in sizes])
-    rows = [codec.decode(x, n).astype(shard.dtype) for x, n, shard in zip(rows, sizes, shards, strict=True)]
-    if plain:
-        rows = _split(lax.all_gather(jnp.concatenate(rows, axis=-1), plain), sizes)
-    order = [(*plain, *narrow).index(axis) for axis in axes]
-    counts = [lax.axis_size(axis) for axis in (*plain, *narrow)]
-    in_order = lambda x: jnp.moveaxis(x.reshape(*counts, -1), order, range(len(order))).reshape(-1, x.shape[-1])
-    return [from_rows(in_order(x), leaf) for x, leaf in zip(rows, leaves, strict=True)]
-
-
-def reduce_scatter(
-    values: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], codec: Codec, over: Sequence[str]
-) -> list[Float[Array, "*local"]]:
-    """Reduce-scatter one bucket, and return float32. Gradients are quantised only over the axes `over`."""
-    axes = leaves[0].axes
-    counts = [lax.axis_size(axis) for axis in axes]
-    rows = [to_rows(*pair).reshape(*counts, -1) for pair in zip(values, leaves, strict=True)]
-    sizes = [row.shape[-1] for row in rows]
-    for dim in reversed(range(len(axes))):
-        if axes[dim] in over:
-            payload = jnp.concatenate([codec.encode(row) for row in rows], axis=-1)
-            arrived = lax.all_to_all(payload, axes[dim], dim, dim, tiled=True)
-            parts = _split(arrived, [codec.bytes(size) for size in sizes])
-            rows = [codec.decode(x, n).sum(dim) for x, n in zip(parts, sizes, strict=True)]
-        else:
-            summed = lax.psum_scatter(jnp.concatenate(rows, axis=-1), axes[dim], scatter_dimension=dim)
-            rows = _split(summed, sizes)
-    return [row.astype(jnp.float32).reshape(leaf.local_shape) for row, leaf in zip(rows, leaves, strict=True)]
 
 
 def _split(rows: Array, sizes: Sequence[int]) -> list[Any]:

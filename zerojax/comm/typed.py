@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs
-from zerojax.comm.explicit import to_auto
+from zerojax.comm.mesh import to_auto
 from zerojax.config import with_auto_axes
 from zerojax.config.data_mesh import axes_of, entry_axes
 

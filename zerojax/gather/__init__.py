@@ -15,18 +15,15 @@ view, no gradient has this dim.
 Read docs/stage3.md first, from "The rewrite" to "The schedule". Then read the files in this order.
 
 A loss becomes a program:
-    engine          `gather_on_use` rewrites a loss to take shards; `block` marks a layer
+    engine          `gather_on_use` rewrites a loss to take shards, and runs the program
     planner         turns the jaxpr of the loss into a `Program`, and lists the optional passes
-    sharded_param   describes a parameter's shard, and the equations that are applied to it before the gather
+    sharded_param   describes a parameter's shard, and what is applied to it before the gather
     rules           has the table of rules that decides about each equation
     assembly        completes the segments that the rules drafted
     segments        defines `Program` and the kinds of segments (read only the classes' docstrings now)
 
 A program runs:
-    residuals       defines the records that go from the forward pass to the backward pass
-    options         has the collectives of a pass, and how far ahead it gathers
     schedule        decides when each gather starts, and when each gradient is reduced
-    run             runs a program forward, and backward over the residuals
     vjp             makes the two passes of a segment, and chooses the residuals to store
     segments        (the methods)
     evaluate        runs equations on parameters that were gathered in a narrower type
@@ -57,15 +54,21 @@ Equations that share something:
     known_parts     divides each `shard_map` into what it computes from parameters alone, and the rest
 
 Around the engine:
+    sliced          slices a parameter's shard, or changes its layout, before the gather
     working_set     counts how much is gathered at a time, for `check` and `estimate`
-    tiled           runs a loop over tiles of a sequence as one block
+    tiled           `block` marks a layer; `tiled` runs a loop over tiles of a sequence as one block
 """
 
-from zerojax.gather.engine import alike_args, block, gather_on_use, param_states, row_states, split_arrays
-from zerojax.gather.options import Sums
-from zerojax.gather.residuals import StandIn
-from zerojax.gather.run import as_function
-from zerojax.gather.vjp import RowStates, traced_passes
+from zerojax.gather.engine import (
+    StandIn,
+    alike_args,
+    as_function,
+    gather_on_use,
+    param_states,
+    row_states,
+    split_arrays,
+)
+from zerojax.gather.vjp import RowStates, Sums, traced_passes
 
 __all__ = [
     "RowStates",
@@ -73,7 +76,6 @@ __all__ = [
     "Sums",
     "alike_args",
     "as_function",
-    "block",
     "gather_on_use",
     "param_states",
     "row_states",

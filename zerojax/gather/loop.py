@@ -15,7 +15,7 @@ from zerojax import compat, names
 from zerojax.comm.barriers import barrier
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import as_gathered, evaluate
-from zerojax.gather.options import Options
+from zerojax.gather.schedule import Options
 from zerojax.gather.sharded_param import ShardedParam
 
 

@@ -9,7 +9,7 @@ prefetch it does so. Here both cotangents pass one barrier, so each is computed 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,24 +18,14 @@ from jax import lax
 from zerojax import compat, jaxprs, names
 
 
-def with_pairs(
-    backward: Callable[[list], Any], weights: Sequence[bool], pairs: bool = True, *, is_bare: bool = False
-) -> Callable[[list], Any]:
-    """Return a backward pass that computes both cotangents of a product of activations next to each other, if `pairs`.
+def with_pairs(backward: Any, weights: Sequence[bool]) -> Any:
+    """Return a backward pass, a closed jaxpr, that computes both cotangents of a product of activations together.
 
-    `weights` says for each array whether it depends on parameters alone. Products with such arrays are left out: the
-    cotangent of a parameter may be computed late, because its reduction hides behind products. If `is_bare`, the name
-    scopes of JAX's transforms are removed; see `Passes`.
+    `weights` says for each argument whether it depends on parameters alone. Products with such values are left out: the
+    cotangent of a parameter may be computed late, because its reduction hides behind products.
     """
-    if not pairs and not is_bare:
-        return backward
-
-    def run(values):
-        jaxpr, consts = compat.opened(jax.make_jaxpr(lambda values: jax.tree.leaves(backward(values)))(values))
-        jaxpr = names.without_transforms(jaxpr, "transpose", "jvp") if is_bare else jaxpr
-        return _evaluate(jaxpr, consts, values, weights) if pairs else jaxprs.run(jaxpr, consts, *values)
-
-    return run
+    jaxpr, consts = compat.opened(backward)
+    return jax.make_jaxpr(lambda *values: _evaluate(jaxpr, consts, values, weights))(*(v.aval for v in jaxpr.invars))
 
 
 def depend_on_weights(jaxpr: Any, weights: Sequence[bool]) -> list[bool]:

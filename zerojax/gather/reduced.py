@@ -23,9 +23,8 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.gather.on_parts import Division, evaluate_parts, together
 from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, bare, both_passes, call, dims_after, flat
-from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import Segment
+from zerojax.gather.segments import BlockResiduals, Segment, Static
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
 from zerojax.layout.leaf import Leaf

@@ -26,9 +26,8 @@ from jax import lax
 from zerojax import compat, names
 from zerojax.gather import scan_backward
 from zerojax.gather.loop import LayerGathers, Loop
-from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import Segment
+from zerojax.gather.segments import BlockResiduals, Segment, Static
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
@@ -177,7 +176,7 @@ class ScanSegment(Segment):
         rows = [jax.eval_shape(lambda x: lax.index_in_dim(x, 0, 0, keepdims=False), x) for x in slices]
         comm = gathers.options.comm
         inside = loop.rows_inside(gathers.rows_of(self.others), comm.follower)
-        states = RowStates(inside, (), comm.follower, comm.on_own_rows)
+        states = RowStates(inside, (), comm.follower, comm)
         return traced_passes(
             loop.run,
             entry,

@@ -32,11 +32,9 @@ from zerojax import compat
 from zerojax.comm.barriers import barrier
 from zerojax.dims import State, stacked
 from zerojax.gather.loop import LayerGathers, Loop
-from zerojax.gather.options import Sums
-from zerojax.gather.residuals import BlockResiduals
-from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import Segment
-from zerojax.gather.vjp import Passes
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, reduce_scattered
+from zerojax.gather.segments import BlockResiduals, Segment
+from zerojax.gather.vjp import Passes, Sums
 
 # The iterations that are at these stages in the step that computes iteration i: i + GATHER, ... The loop counts down.
 _GATHER, _REDUCE_WITHIN, _REDUCE_ACROSS = -1, 1, 2
@@ -198,12 +196,12 @@ class Backward:
                 shared.append(grad)
                 continue
             key = self.loop.stacked[index - first].key
-            totals[key] = self.layers.options.add(totals[key], grad)
+            totals[key] = self.layers.options.comm.add_use(totals[key], grad)
         return list(totals.values()), shared
 
     @property
     def is_across(self) -> bool:
-        return any(map(self.layers.options.is_across, self._layers))
+        return any(self.layers.options.comm.is_across(layer.leaf) for layer in self._layers)
 
     @property
     def _layers(self) -> list:
@@ -214,7 +212,7 @@ class Backward:
         """Reduce-scatter one iteration's gradients into `(stacks, scattered)`. Only final shards go into the stacks."""
         if not grads:
             return list(stacks), []
-        shards = self.layers.options.reduce_scatter(grads, self._layers)
+        shards = reduce_scattered(self.layers.options.comm, grads, self._layers)
         return (list(stacks), shards) if self.is_across else (self._into(stacks, shards, iteration), [])
 
     def _reduced_across(self, stacks: Sequence, scattered: Sequence, iteration) -> list:

@@ -23,7 +23,6 @@ group as if it were one block, except that each block's gradients are still comp
 import bisect
 import dataclasses
 import enum
-import functools
 import itertools
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
@@ -35,9 +34,18 @@ from jax import lax
 
 from zerojax import names
 from zerojax.comm.barriers import barrier
+from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, State
-from zerojax.gather.options import Options
 from zerojax.gather.sharded_param import ShardedParam
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The options for gathering parameters and reducing gradients in a pass."""
+
+    comm: Collectives
+    prefetch: int  # how many uses ahead a gather may start; 0 disables prefetch
+    reshard_after_forward: bool  # whether gathered parameters are dropped after the forward pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +133,7 @@ class GatherScheduler:
         params = list(unique.values())
         # The shards passed a barrier, but XLA:CPU removes barriers. It would then slice a layer at a constant index
         # early. So the index depends on the anchor.
-        zero = functools.cache(lambda: self.options.comm.zero_after(anchor, rows))
+        zero = self.options.comm.zero_after(anchor, rows) if any(p.layer is not None for p in params) else None
         shards = [p.shard(env, zero) for p in params]
         # If no work hides this gather, its buckets are smaller, so that the use can start on the first of them.
         start = bisect.bisect_left(self._groups, self._groups[places[0]] - self.options.prefetch)
@@ -162,6 +170,14 @@ class GatherScheduler:
         results, gathered = barrier(results, *(self._gathered[place] for place in following))
         self._gathered |= dict(zip(following, gathered, strict=True))
         return results
+
+
+def reduce_scattered(
+    comm: Collectives, grads: Sequence[jax.Array], params: Sequence[ShardedParam], *, exposed: bool = False
+) -> list[jax.Array]:
+    """Reduce-scatter gradients whose dims are in the `order` of their parameter; see `Collectives`."""
+    shards = comm.reduce_scatter(grads, [param.grad_leaf for param in params], exposed=exposed)
+    return [param.from_order(shard) for param, shard in zip(params, shards, strict=True)]
 
 
 class GradState(enum.Enum):
@@ -270,7 +286,7 @@ class GradScheduler:
         totals: dict[tuple, tuple[ShardedParam, jax.Array]] = {}
         for param, grad in zip(params, grads, strict=True):
             first, total = totals.get(param.key, (param, None))
-            totals[param.key] = first, self.options.add(total, grad)
+            totals[param.key] = first, self.options.comm.add_use(total, grad)
         computed = [
             # Before the barrier, the compiler sees that this transpose undoes the transpose of the product.
             self._with_waiting(PendingGrad(param, param.to_order(total), GradState.COMPUTED, stacks.get(key)))
@@ -294,7 +310,7 @@ class GradScheduler:
             if earlier.key.key == new.key.key and earlier.stack == new.stack:
                 del self._waiting[i]
                 value = new.key.to_order(earlier.key.from_order(earlier.value))
-                return dataclasses.replace(new, value=self.options.add(value, new.value))
+                return dataclasses.replace(new, value=self.options.comm.add_use(value, new.value))
         return new
 
     def add_scattered(self, params: Sequence[ShardedParam], shards: Sequence, stacks: Sequence[int]) -> None:
@@ -328,12 +344,13 @@ class GradScheduler:
         self.cotangents[key] = cotangent if total is None else self.options.comm.add(total, cotangent)
 
     def _scattered(self, computed: Sequence[PendingGrad], *, exposed: bool = False) -> list[PendingGrad]:
-        shards = self.options.reduce_scatter([p.value for p in computed], [p.key for p in computed], exposed=exposed)
+        grads, params = [p.value for p in computed], [p.key for p in computed]
+        shards = reduce_scattered(self.options.comm, grads, params, exposed=exposed)
         pairs = zip(computed, shards, strict=True)
         return [dataclasses.replace(pending, value=x, state=self._after(pending.key)) for pending, x in pairs]
 
     def _after(self, param: ShardedParam) -> GradState:
-        return GradState.SCATTERED if self.options.is_across(param) else GradState.REDUCED
+        return GradState.SCATTERED if self.options.comm.is_across(param.leaf) else GradState.REDUCED
 
     def _reduced_across(self, scattered: Sequence[PendingGrad]) -> list[PendingGrad]:
         sums = self.options.comm.reduce_across([p.value for p in scattered], [p.key.leaf for p in scattered])

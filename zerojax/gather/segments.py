@@ -33,11 +33,9 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import State
 from zerojax.gather.evaluate import as_gathered, evaluate
-from zerojax.gather.options import Sums
-from zerojax.gather.residuals import BlockResiduals, Static
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
-from zerojax.gather.vjp import Passes, RowStates, differentiable, shared_passes
+from zerojax.gather.vjp import Passes, RowStates, Sums, differentiable, shared_passes
 from zerojax.primitives import Kind
 
 if TYPE_CHECKING:
@@ -57,6 +55,32 @@ class Gathered:
 
     var: Any
     segment: int
+
+
+# `eq=False` compares by identity. The structure of a pytree must be hashable, but the value may be a list.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """A pytree without leaves. It passes a value that is known while tracing to the backward pass."""
+
+    value: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BlockResiduals:
+    """What a segment's forward pass leaves for its backward pass. For JAX, a part of the program's residuals."""
+
+    # The saved residuals of `Passes.run`. For a scan, a pair `(saved, carried)` of stacks of these residuals, and
+    # stacks of the carry with which each iteration started. For reductions, their results.
+    saved: Any
+    others: Any  # inputs of the segment that are not gathered; None for an input that the backward pass does not read
+    operands: Any  # values that the slices of the segment's parameters read (`ShardedParam.operands`)
+    # None if the backward pass gathers the parameters again, else the list of gathered parameters. For a scan, a pair
+    # `(shared, kept)` of parameters that every iteration uses, and stacks of gathered layers.
+    gathered: Any
+    # The `Passes` of the segment, or of one iteration of a scan. For reductions, the indices of the moving sources.
+    passes: Static
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +200,7 @@ class Segment(abc.ABC):
 
     def row_states(self, gathers: GatherScheduler) -> RowStates:
         comm = gathers.options.comm
-        return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm.on_own_rows)
+        return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm)
 
     def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
         """Return the indices of the others whose cotangents stay partial sums: arguments, and values that hold no rows.
@@ -197,13 +221,16 @@ class Segment(abc.ABC):
     def pulled(
         self, residuals: BlockResiduals, gathered: Sequence, given: Sequence, comm: Collectives, sums: Sums, zero=None
     ) -> tuple[list, list]:
-        """Call `Passes.pull`. It runs once per worker, in device view, if a cotangent has partial sums."""
+        """Call `Passes.pull`, once per worker and in device view if a cotangent has partial sums."""
         passes: Passes = residuals.passes.value
         kept, avals = (residuals.others, residuals.saved), [self.jaxpr.outvars[i].aval for i in passes.active_results]
         given = [x.sum(0) if self.has_rule and x.ndim > a.ndim else x for x, a in zip(given, avals, strict=True)]
-        pull = lambda comm, cotangents: passes.pull(comm, gathered, *kept, cotangents, zero, sums=sums)
+        rows = comm.by_worker(given, [aval.shape for aval in avals])
         with self.naming(passes, "transpose"):
-            return comm.each_worker(pull, given, [aval.shape for aval in avals])
+            if rows is None:
+                return passes.pull(comm, gathered, *kept, given, zero, sums=sums)
+            pull = lambda row: passes.pull(comm.manual, gathered, *kept, row, zero, sums=sums)
+            return jax.vmap(pull)(rows)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""

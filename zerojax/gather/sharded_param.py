@@ -3,14 +3,12 @@
 `rules` asks `extended` whether an equation can be applied to the shard. `schedule` asks `ShardedParam.shard` for the
 array to gather.
 
-A cast to a narrower type is applied to the shard, because the gather then moves fewer bytes. A slice that keeps the
-sharded dim whole is applied to the shard, so that a gather moves one layer and not a stack of layers. Most other
-equations run on the gathered parameter; `_SHARDWISE` has the exceptions.
+A cast to a narrower type is applied to the shard, because the gather then moves fewer bytes. So are slices and changes
+of layout that keep the sharded dim (`sliced`). Other equations run on the gathered parameter.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +19,12 @@ from jax import lax
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.placement.storage import to_device
+
+# Equations that copy the shard. The copy is made only for a stack that a loop scans over. Without it, the whole stack
+# would be gathered before the loop.
+OF_STACKS = frozenset({"transpose", "rev", "reshape"})
+# All primitives that may be applied to the shard. Of casts, only those to a narrower type are applied.
+OF_SHARDS = OF_STACKS | {"slice", "dynamic_slice", "squeeze", "convert_element_type"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,12 +74,12 @@ class ShardedParam:
         return dataclasses.replace(self, leaf=leaf, order=order)
 
     def at_layer(self, layer: int) -> "ShardedParam":
-        return dataclasses.replace(self, layer=layer, leaf=_with_dims(self.leaf, range(1, len(self.leaf.shape))))
+        return dataclasses.replace(self, layer=layer, leaf=self.leaf.with_dims(range(1, len(self.leaf.shape))))
 
     @property
     def grad_leaf(self) -> Leaf:
         """Return the layout of the gradient, with its dims in the order in which the use computes it."""
-        return _with_dims(self.leaf, self.order) if self.order else self.leaf
+        return self.leaf.with_dims(self.order) if self.order else self.leaf
 
     def to_order(self, grad: jax.Array) -> jax.Array:
         """Transpose a gradient to the order of dims in which its use computes it."""
@@ -87,14 +91,14 @@ class ShardedParam:
         first = tuple(range(grad.ndim - len(self.order)))
         return lax.transpose(grad, (*first, *(np.argsort(self.order) + len(first)))) if self.order else grad
 
-    def shard(self, env: Mapping, zero: Callable[[], jax.Array]) -> jax.Array:
+    def shard(self, env: Mapping, zero: jax.Array | None) -> jax.Array:
         """Return this device's shard of the value, on the device and in the gathered type, given the shards in `env`.
 
-        `zero()` returns a zero that XLA can compute only when the gather may start. It is added to the index of a
-        layer, so that the layer is not sliced earlier.
+        `zero` is a zero that XLA can compute only when the gather may start. It is added to the index of a layer, so
+        that the layer is not sliced earlier.
         """
         value = self.sliced(env)
-        return self._as_sent(value) if self.layer is None else self.row(value, self.layer + zero())
+        return self._as_sent(value) if self.layer is None else self.row(value, self.layer + zero)
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
         # A stack in host memory is indexed there, so that only one layer is copied.
@@ -107,11 +111,12 @@ class ShardedParam:
         """Return the parameter's shard after its slices. A shard in host memory stays there if the slices allow it."""
         return self._slice(env[self.root], {v: env[v] for v in self.operands})
 
-    def _slice(self, value, operands: Mapping):
-        for eqn in self.slices:
-            indices = [v.val if compat.is_literal(v) else operands[v] for v in eqn.invars[1:]]
-            value = _SHARDWISE[eqn.primitive.name](value, eqn, indices)
-        return value
+    def _slice(self, shard: jax.Array, operands: Mapping) -> jax.Array:
+        if not self.slices:
+            return shard
+        from zerojax.gather.sliced import sliced_shard
+
+        return sliced_shard(shard, self.slices, operands)
 
     def root_grad(self, grad: jax.Array, env: Mapping, shape: tuple[int, ...]) -> jax.Array:
         """Return the gradient of the parameter's shard, given `grad`, the gradient of the sliced shard.
@@ -149,62 +154,19 @@ def bytes_of(params: Iterable[ShardedParam]) -> int:
 
 def extended(param: ShardedParam, eqn) -> ShardedParam | None:
     """Return `param` after `eqn` is applied to it, or None if `eqn` cannot be applied to the shard."""
-    if not eqn.outvars:
+    name = eqn.primitive.name
+    if not eqn.outvars or name not in OF_SHARDS:
         return None
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
-    leaf = param.leaf
-    assert leaf.dim is not None
     if name == "convert_element_type":
-        if param.is_cast or not narrower(out.dtype, leaf.dtype):
+        dtype = eqn.outvars[0].aval.dtype
+        if param.is_cast or not narrower(dtype, param.leaf.dtype):
             return None
-        dtype = np.dtype(out.dtype)
-        return dataclasses.replace(param, leaf=dataclasses.replace(leaf, dtype=dtype), wide=dtype)
-    if name not in _SHARDWISE:
-        return None
-    if name == "transpose":
-        leaf = _with_dims(leaf, eqn.params["permutation"])
-    elif name == "rev":
-        if leaf.dim in eqn.params["dimensions"]:
-            return None
-    elif name == "reshape":
-        kept = _dims_kept(leaf.shape, out.shape)
-        first = len(leaf.shape) - kept
-        if leaf.dim < first or any(leaf.others[:first]):
-            return None
-        missing = len(out.shape) - kept
-        others = (*[None] * missing, *leaf.others[first:]) if leaf.others else ()
-        leaf = dataclasses.replace(leaf, shape=tuple(out.shape), dim=leaf.dim - first + missing, others=others)
-    elif name in ("slice", "dynamic_slice"):
-        strides = eqn.params.get("strides")
-        if out.shape[leaf.dim] != leaf.shape[leaf.dim] or (strides is not None and strides[leaf.dim] != 1):
-            return None
-        sizes = zip(leaf.others, leaf.shape, out.shape, strict=False)
-        others = tuple(name if before == after else None for name, before, after in sizes)
-        leaf = dataclasses.replace(leaf, shape=tuple(out.shape), others=others)
-    elif name == "squeeze":
-        dropped = {d % len(leaf.shape) for d in eqn.params["dimensions"]}
-        if leaf.dim in dropped:
-            return None
-        leaf = _with_dims(leaf, [d for d in range(len(leaf.shape)) if d not in dropped])
-    return dataclasses.replace(param, leaf=leaf, slices=(*param.slices, eqn))
+        dtype = np.dtype(dtype)
+        return dataclasses.replace(param, leaf=dataclasses.replace(param.leaf, dtype=dtype), wide=dtype)
+    from zerojax.gather.sliced import sliced_leaf
 
-
-def _dims_kept(before: Sequence[int], after: Sequence[int]) -> int:
-    """Return the number of trailing dims that a reshape does not change."""
-    pairs = zip(reversed(before), reversed(after), strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
-
-
-def _with_dims(leaf: Leaf, dims) -> Leaf:
-    """Return a leaf with only the given dims, in the given order. The sharded dim must be among them."""
-    assert leaf.dim is not None
-    dims, others = list(dims), [*leaf.others, *[None] * len(leaf.shape)]
-    return dataclasses.replace(
-        leaf,
-        shape=tuple(leaf.shape[d] for d in dims),
-        dim=dims.index(leaf.dim),
-        others=tuple(others[d] for d in dims) if leaf.others else (),
-    )
+    leaf = sliced_leaf(param.leaf, eqn)
+    return None if leaf is None else dataclasses.replace(param, leaf=leaf, slices=(*param.slices, eqn))
 
 
 def narrower(new, old) -> bool:
@@ -220,57 +182,6 @@ def quantises(eqn: Any) -> bool:
     dtypes = eqn.params["new_dtype"], eqn.invars[0].aval.dtype
     is_number = [jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes]
     return all(is_number) and dtypes[0].itemsize == 1 < dtypes[1].itemsize
-
-
-def _sharded_dim(value, eqn) -> int:
-    """Return the dim in which the shard is shorter than the logical value, or -1 if there is none."""
-    for dim, (have, full) in enumerate(zip(value.shape, eqn.invars[0].aval.shape, strict=True)):
-        if have != full:
-            return dim
-    return -1
-
-
-def _slice(value, eqn, indices):
-    starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
-    if (dim := _sharded_dim(value, eqn)) >= 0:
-        starts[dim], limits[dim] = 0, value.shape[dim]
-    if any(stride != 1 for stride in eqn.params["strides"] or ()):
-        value = to_device(value)  # XLA copies only contiguous ranges from host memory.
-    return lax.slice(value, starts, limits, eqn.params["strides"])
-
-
-def _dynamic_slice(value, eqn, indices):
-    sizes = list(eqn.params["slice_sizes"])
-    if (dim := _sharded_dim(value, eqn)) >= 0:
-        sizes[dim] = value.shape[dim]
-    return lax.dynamic_slice(value, indices, sizes)
-
-
-def _reshape(value, eqn, indices):
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    kept = _dims_kept(before, after)
-    return lax.reshape(to_device(value), (*after[: len(after) - kept], *value.shape[len(before) - kept :]))
-
-
-# How to apply an equation to a shard, by its primitive: `fn(shard, equation, values of the operands after the first)`.
-_SHARDWISE: Mapping[str, Callable] = MappingProxyType(
-    {
-        "slice": _slice,
-        "dynamic_slice": _dynamic_slice,
-        "squeeze": lambda value, eqn, _: lax.squeeze(value, eqn.params["dimensions"]),
-        "transpose": lambda value, eqn, _: lax.transpose(to_device(value), eqn.params["permutation"]),
-        "rev": lambda value, eqn, _: lax.rev(to_device(value), eqn.params["dimensions"]),
-        "reshape": _reshape,
-    }
-)
-
-
-# All primitives that may be applied to the shard. Of casts, only those to a narrower type are applied.
-OF_SHARDS = frozenset(_SHARDWISE) | {"convert_element_type"}
-
-# Equations that copy the shard. The copy is made only for a stack that a loop scans over. Without it, the whole stack
-# would be gathered before the loop.
-OF_STACKS = frozenset({"transpose", "rev", "reshape"})
 
 
 def scanned_over(jaxpr: Any) -> set:

@@ -1,4 +1,4 @@
-"""`tiled` runs a function on one tile of a sequence at a time, so that only the values of one tile are in memory."""
+"""`block` marks a layer. `tiled` runs a function on one tile of a sequence at a time, which saves memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,37 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax import names
 from zerojax.compat import common_dtype
 from zerojax.config import check_count
-from zerojax.gather.engine import block
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
+
+
+def block(fn: Callable) -> Callable:
+    """Mark `fn` as one layer, whose parameters are gathered together, and dropped when `fn` returns.
+
+    Use `block` for models whose layers are not under `jax.checkpoint`. Outside of stage 3, `block` is `jax.jit`.
+
+    Args:
+        fn: A function of arrays. It takes parameters as arguments, or closes over them.
+
+    Returns:
+        A function that returns the results of `fn`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> layer = block(lambda w, x: jnp.tanh(x @ w))
+        >>> layer(jnp.ones((2, 2)), jnp.zeros((1, 2)))
+        Array([[0., 0.]], dtype=float32)
+    """
+
+    def zerojax_block(*args, **kwargs):
+        return fn(*args, **kwargs)
+
+    zerojax_block.__name__ = names.BLOCK
+    return jax.jit(zerojax_block)
 
 
 def tiled(fn: Callable, *, tiles: int) -> Callable:

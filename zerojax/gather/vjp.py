@@ -17,7 +17,7 @@ saved     everything else: activations. They are stored, as JAX would store them
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -29,10 +29,20 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.gather.evaluate import Narrow
-from zerojax.gather.options import Sums
-from zerojax.gather.paired import depend_on_weights, with_pairs
 from zerojax.jaxprs import differentiable
 from zerojax.layout.leaf import replace_items
+
+
+class Sums(NamedTuple):
+    """The sums over devices that the reduction of gradients makes, instead of the backward pass of a segment."""
+
+    later: tuple[int, ...] = ()  # indices of the others whose cotangents may be partial sums
+    experts: tuple[tuple[int, tuple[str, ...]], ...] = ()  # `Collectives.experts` of `(*params, *others)`, as pairs
+
+    @classmethod
+    def of(cls, later: Iterable[int], experts: Mapping[int, tuple[str, ...]]) -> "Sums":
+        return cls(tuple(later), tuple(experts.items()))
+
 
 NO_SUMS = Sums()
 
@@ -93,12 +103,6 @@ class Passes:
     def pull(self) -> Callable[..., tuple[list, list]]:
         return jax.jit(self._pull, static_argnames=("comm", "sums", "paired")) if self.is_shared else self._pull
 
-    @functools.cached_property
-    def _weights(self) -> list[bool]:
-        """Return whether each residual depends on parameters alone."""
-        derived = depend_on_weights(self.derive.jaxpr, [pool == "param" for pool, _ in self.derive_reads])
-        return [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
-
     def _check_types(self, cotangents: Sequence) -> None:
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
             dtype = self.forward.jaxpr.outvars[index].aval.dtype
@@ -136,24 +140,33 @@ class Passes:
             # Without the barrier, XLA would keep the product from the forward pass.
             reads, _ = jax.lax.optimization_barrier((reads, comm.zero_after(cotangents, self.result_rows)))
         pools["derived"] = self.derive(*reads)
-        size, residuals = len(self.sources), [pools[pool][index] for pool, index in self.sources]
-        unpaired = lambda values: jax.tree.unflatten(self.tree, values[:size])(list(values[size:]))
-
-        def zeros_from_seed(eqn, values):
-            assert zero is not None
-            if eqn.primitive.name != "broadcast_in_dim" or not compat.is_literal(eqn.invars[0]) or values[0]:
-                return None
-            return [jax.lax.broadcast(zero.astype((out := eqn.outvars[0].aval).dtype), out.shape)]
-
-        rule = None if zero is None else zeros_from_seed
+        values = [*(pools[pool][index] for pool, index in self.sources), *cotangents]
+        backward = self._backward(values, paired=paired)
         count, axes, rows = len(self.active_params), dict(sums.experts), [*self.residual_rows, *self.result_rows]
         places = [*self.active_params, *(len(params) + i for i in self.active_others)]
         divided = {k: axes[i] for k, i in enumerate(places) if i in axes}
         later = [count + k for k, i in enumerate(self.active_others) if i in sums.later]
         grads = [k for k in (*range(count), *later) if k not in divided]
-        backward = with_pairs(unpaired, [*self._weights, *[False] * len(cotangents)], paired, is_bare=self.is_bare)
-        results = comm.backward(backward, [*residuals, *cotangents], rows, grads, rule, experts=divided)
+        results = comm.backward(backward, values, rows, grads, zero, experts=divided)
         return results[:count], results[count:]
+
+    def _backward(self, values: Sequence, *, paired: bool) -> Any:
+        """Return JAX's backward function as a closed jaxpr of `values`, the residuals and the cotangents."""
+        size = len(self.sources)
+
+        def pull(values):
+            return jax.tree.leaves(jax.tree.unflatten(self.tree, values[:size])(list(values[size:])))
+
+        closed = jax.make_jaxpr(pull)(values)
+        if self.is_bare:
+            closed = compat.with_jaxpr(closed, names.without_transforms(compat.opened(closed)[0], "transpose", "jvp"))
+        if not paired:
+            return closed
+        from zerojax.gather.paired import depend_on_weights, with_pairs
+
+        derived = depend_on_weights(self.derive.jaxpr, [pool == "param" for pool, _ in self.derive_reads])
+        weights = [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
+        return with_pairs(closed, [*weights, *[False] * (len(values) - size)])
 
 
 class RowStates(NamedTuple):
@@ -162,8 +175,7 @@ class RowStates(NamedTuple):
     others: Sequence[State] = ()  # of each argument that is no parameter
     results: Sequence[State] = ()  # of each result in the whole program; if empty, the function's own trace gives them
     follower: Follower | None = None  # finds the rows in the function's values; without it, all states are unknown
-    # `Collectives.on_own_rows` for the forward pass. If None, kernels run unchanged.
-    divide: Callable[[Any, Sequence[State]], Any] | None = None
+    comm: Collectives | None = None  # runs kernels on each device's rows (`on_own_rows`); None: they are unchanged
 
 
 NO_ROWS = RowStates()
@@ -212,7 +224,7 @@ def traced_passes(
     closed, shapes = jax.make_jaxpr(both, return_shape=True)(list(params), list(others))
     results = len(shapes[0])
     given = [*[NOWHERE] * len(params), *rows.others]
-    jaxpr, consts = compat.opened(closed if rows.divide is None else rows.divide(closed, given))
+    jaxpr, consts = compat.opened(closed if rows.comm is None else rows.comm.on_own_rows(closed, given))
     if any(eqn.primitive.name == "shard_map" for eqn in jaxpr.eqns):
         from zerojax.gather.known_parts import divided
 

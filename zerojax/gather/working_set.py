@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.engine import trace_loss
-from zerojax.gather.run import groups_of
+from zerojax.gather.engine import groups_of, trace_loss
 from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam, bytes_of
 from zerojax.layout.leaf import Leaf

@@ -145,6 +145,17 @@ class Leaf:
         shape = (*(size // n for size, n in zip(self.shape, parts, strict=False)), *self.shape[len(parts) :])
         return dataclasses.replace(self, shape=shape, others=())
 
+    def with_dims(self, dims: Iterable[int]) -> Leaf:
+        """Return a leaf with only the given dims, in the given order. The sharded dim must be among them."""
+        assert self.dim is not None
+        dims, others = list(dims), [*self.others, *[None] * len(self.shape)]
+        return dataclasses.replace(
+            self,
+            shape=tuple(self.shape[d] for d in dims),
+            dim=dims.index(self.dim),
+            others=tuple(others[d] for d in dims) if self.others else (),
+        )
+
     @property
     def bytes(self) -> int:
         return self.size * self._itemsize

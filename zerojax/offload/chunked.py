@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from zerojax.comm.mapped import mapped
-from zerojax.comm.mesh import replicated
+from zerojax.comm.mesh import mapped, replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import ChunkedNode, Leaf, replace_at
 from zerojax.offload.host import host_sharding, to_memory

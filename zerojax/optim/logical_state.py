@@ -19,8 +19,7 @@ import jax
 import jax.core
 from jax.sharding import Mesh
 
-from zerojax.comm.explicit import auto_context, mesh_of, on_auto_mesh
-from zerojax.comm.mesh import replicated, to_storage, wait_if_simulated
+from zerojax.comm.mesh import auto_context, mesh_of, on_auto_mesh, replicated, to_storage, wait_if_simulated
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.tree import layout_of

@@ -14,7 +14,7 @@ import jax
 import optax
 
 from zerojax import compat
-from zerojax.comm.explicit import auto_context
+from zerojax.comm.mesh import auto_context
 from zerojax.config import Config
 from zerojax.layout.leaf import CachedHash, Leaf
 from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state

@@ -10,7 +10,7 @@ import jax
 import jax.core
 
 from zerojax import compat
-from zerojax.comm.explicit import auto_context, to_auto
+from zerojax.comm.mesh import auto_context, to_auto
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout

@@ -17,10 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import compat, names
-from zerojax.comm.buckets import unflatten
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.mapped import mapped
-from zerojax.comm.mesh import owned, replicated
+from zerojax.comm.mesh import mapped, owned, replicated
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf, is_padded, is_stored_node, pad, trim
@@ -123,7 +121,7 @@ def unpadded(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
 
 
 def in_logical_shape(stored: Shaped[Array, "*storage"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    return unflatten(stored, leaf) if leaf.kind == "flat" else unpadded(stored, leaf)
+    return trim(stored, 0, leaf.size).reshape(leaf.shape) if leaf.kind == "flat" else unpadded(stored, leaf)
 
 
 def storage_of(params: PyTree, layout: Layout) -> list:

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.budget.blocks import Blocks
 from zerojax.budget.table import describe
-from zerojax.comm.explicit import auto_context
+from zerojax.comm.mesh import auto_context
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.comm.explicit import auto_context, to_auto, with_types
+from zerojax.comm.mesh import auto_context, to_auto, with_types
 from zerojax.comm.owners import EXCHANGE
 from zerojax.comm.partial_sums import ROWS_UNKNOWN
 from zerojax.comm.quantised import Codec

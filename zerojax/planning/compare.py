@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax.comm.explicit import auto_context
+from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config
 from zerojax.inspect.nonfinite import Origin, origins
 from zerojax.layout.leaf import is_chunked

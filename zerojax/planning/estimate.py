@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax.comm.explicit import auto_context
+from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config, check_count, resolve_axes
 from zerojax.config.chosen import LeafMask
 from zerojax.config.precision import Precision

@@ -8,7 +8,7 @@ from typing import Any, Unpack
 
 import optax
 
-from zerojax.comm.explicit import auto_context
+from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config, check_count
 from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, absent_mesh

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from zerojax import compat, jaxprs
-from zerojax.comm.explicit import without_types
+from zerojax.comm.mesh import without_types
 from zerojax.inspect.nonfinite import is_float
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout, is_numeric, layout_of

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.comm.quantised import gather_codec, narrow_axes, reduce_codec
+from zerojax.comm.quantised import gather_codec, reduce_codec
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
@@ -218,10 +218,10 @@ def sent_bytes(
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to gather a leaf once, by mesh axes."""
     size = config.data.size
-    codec, narrow = gather_codec(config.wire, leaf), narrow_axes(config.wire, leaf)
+    codec = gather_codec(config.wire, leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
-    plain = tuple(axis for axis in leaf.axes if axis not in narrow)
+    narrow, plain = codec.over, tuple(axis for axis in leaf.axes if axis not in codec.over)
     shard = math.prod(leaf.local_shape)
     return {
         narrow: (size(narrow) - 1) * codec.bytes(shard),
@@ -231,13 +231,13 @@ def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
-    codec, narrow = reduce_codec(config.wire, leaf), narrow_axes(config.wire, leaf)
+    codec = reduce_codec(config.wire, leaf)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)
     for axis in reversed(leaf.axes):  # each hop sends only the rows that remain after the previous hop
         size = config.data.size((axis,))
-        is_narrow, rows = axis in narrow, rows // size
+        is_narrow, rows = axis in codec.over, rows // size
         sent[axis,] = (size - 1) * rows * (codec.bytes(shard) if is_narrow else shard * itemsize)
         itemsize = np.dtype(np.float32).itemsize if is_narrow else itemsize
     return sent

@@ -10,8 +10,8 @@ from typing import Any
 
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE
-from zerojax.gather.options import Options
 from zerojax.gather.scan import ScanSegment
+from zerojax.gather.schedule import Options
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.gather.vjp import RowStates
 from zerojax.offload.chunked import MOST_ROWS

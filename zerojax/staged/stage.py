@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.mesh import constrain
-from zerojax.gather.options import Options
-from zerojax.gather.residuals import BlockResiduals, Static
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Uses
-from zerojax.gather.segments import BlockSegment, Segment
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
+from zerojax.gather.segments import BlockResiduals, BlockSegment, Segment, Static
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, traced_passes
 

@@ -20,7 +20,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather import as_function
 from zerojax.gather.apart import taken_apart
-from zerojax.gather.options import Options
+from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 from zerojax.train.loss import at_least_float32
 

@@ -11,8 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from zerojax.comm.explicit import on_auto_mesh, with_types
-from zerojax.comm.mesh import replicated, row_shardings, wait_if_simulated
+from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
 from zerojax.gather import StandIn
 from zerojax.gather.engine import split_arrays

@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.mapped import mapped
-from zerojax.comm.mesh import constrain, replicated
+from zerojax.comm.mesh import constrain, mapped, replicated
 from zerojax.compat import common_dtype
 from zerojax.config.data_mesh import spec_entry
 from zerojax.inspect.nonfinite import origins

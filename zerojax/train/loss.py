@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.explicit import Typed, explicit_part, is_typed, without_types
+from zerojax.comm.mesh import Typed, explicit_part, is_typed, without_types
 from zerojax.comm.typed import TypedFunction, typed_mesh
 from zerojax.compat import common_dtype
 from zerojax.config import Config, check_word

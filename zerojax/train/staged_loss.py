@@ -12,7 +12,7 @@ from jax import lax
 
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.gather.engine import split_arrays, trace_loss
-from zerojax.gather.options import Options
+from zerojax.gather.schedule import Options
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.staged.gradients import Gradients
 from zerojax.staged.microbatch import Microbatch, Reader

@@ -13,8 +13,7 @@ import jax.core
 import jax.numpy as jnp
 
 from zerojax import compat
-from zerojax.comm.explicit import auto_context, mesh_of, on_auto_mesh, to_explicit
-from zerojax.comm.mesh import owned, replicated
+from zerojax.comm.mesh import auto_context, mesh_of, on_auto_mesh, owned, replicated, to_explicit
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded, is_number_array

@@ -12,8 +12,7 @@ import jax
 import jax.core
 
 from zerojax.comm.events import EVENTS
-from zerojax.comm.explicit import on_auto_mesh, with_types
-from zerojax.comm.mesh import wait_if_simulated
+from zerojax.comm.mesh import on_auto_mesh, wait_if_simulated, with_types
 from zerojax.config import Config
 from zerojax.layout.leaf import is_chunked
 from zerojax.optim.update import check_state

@@ -16,8 +16,7 @@ from jax import Array, lax
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
-from zerojax.comm.explicit import on_auto_mesh, with_types
-from zerojax.comm.mesh import row_shardings
+from zerojax.comm.mesh import on_auto_mesh, row_shardings, with_types
 from zerojax.config import Config, check_count, check_flag
 from zerojax.layout.leaf import is_chunked, replace_items
 from zerojax.optim.sharding_plan import ShardingPlan

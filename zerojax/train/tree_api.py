@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.comm.explicit import auto_context, on_auto_mesh, to_explicit, with_types
-from zerojax.comm.mesh import constrain, replicated, row_shardings
+from zerojax.comm.mesh import auto_context, constrain, on_auto_mesh, replicated, row_shardings, to_explicit, with_types
 from zerojax.compat import common_dtype
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_padded, without_padding

@@ -21,7 +21,6 @@ from jax import lax
 from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.global_collectives import GlobalCollectives
-from zerojax.comm.own_rows import warn_of_kernels
 from zerojax.config import Config
 from zerojax.dims import NOWHERE
 from zerojax.gather import (
@@ -249,7 +248,7 @@ class View:
             cotangent = cotangent / factor
         # Multiply the cotangent by the loss scale, so that gradients in narrow types do not underflow.
         grads, values = pull(cotangent)
-        warn_of_kernels(self.comm.follower, getattr(self.loss, "undivided", []))
+        getattr(self.loss, "undivided", [])[:] = self.comm.undivided_kernels()
         # A new value belongs to the mean loss of this call, so it is also divided by this call's weight.
         own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
         values = self.unscaled(values, given, cotangent * own_weight)
@@ -292,7 +291,7 @@ class View:
         wanted = [*trained, *(count + k for k in ([] if traced is None else traced.moving))]
         active = [i in wanted or i in overwritten for i in range(len(values))]
         run = lambda _, xs: function(xs) if traced is None else traced.run(xs[:count], xs[count:])
-        rows = RowStates(states, (), follower, self.comm.on_own_rows)
+        rows = RowStates(states, (), follower, self.comm)
         passes = traced_passes(run, (), values, trained=(), active=active, wanted=(0,), rows=rows)
         (total, *rest), saved = passes.run((), values)
         structure = structures[0] if traced is None else traced.structure
