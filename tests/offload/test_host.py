@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import Offload, Tuning, zero_shard
 from zerojax.layout.leaf import Leaf
 from zerojax.offload import chunks, close, folder, host, lock
-from zerojax.offload.chunked import Chunked, ChunkedLayout, Chunking, shards_of
+from zerojax.offload.chunked import Chunked, ChunkedLayout, Chunking, parts_of
 from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
 from zerojax.offload.folder import DiskError
 from zerojax.offload.state_files import LeafFiles, StateFiles
@@ -197,8 +197,8 @@ def test_closing_a_state_unlocks_what_is_on_disk_and_only_that():
 
 def test_replicas_of_a_shard_are_one_entry(mesh):
     whole, cut = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("data",)))
-    assert shards_of(whole, (16,)) == [list(mesh.devices.flat)]
-    assert shards_of(cut, (16,)) == [[device] for device in mesh.devices.flat]
+    assert list(parts_of((16,), whole).values()) == [list(mesh.devices.flat)]
+    assert list(parts_of((16,), cut).values()) == [[device] for device in mesh.devices.flat]
 
 
 def test_a_version_is_complete_when_every_chunk_is_written(mesh, tmp_path):

@@ -30,7 +30,7 @@ from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf, read_verified
-from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, places_of, shards_of
+from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, parts_of
 from zerojax.offload.read_ahead import read_ahead
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
@@ -142,7 +142,7 @@ def files_of_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> list[str
     for device, index in indices.items():
         writers.setdefault(str(index), device)
     names = []
-    for device, *_ in shards_of(sharding, shape):
+    for device, *_ in parts_of(shape, sharding).values():
         index = indices[device] or ()
         grid = [one.indices(size)[0] // part for one, size, part in zip(index, shape, local, strict=True)]
         is_ours = writers[str(indices[device])].process_index == jax.process_index()
@@ -204,7 +204,7 @@ def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.A
     orbax would read all shards of many leaves before it copies the first one to a device. So host memory would hold
     them twice if the devices are in host memory, too.
     """
-    parts = [(one.saved, box) for one in requests for box in places_of(one.shape, one.sharding)]
+    parts = [(one.saved, box) for one in requests for box in parts_of(one.shape, one.sharding)]
     sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box in parts]
     every = [(directory, saved, tuple(slice(*span) for span in box)) for saved, box in parts]
     limit = min(MOST_AHEAD, max(LEAST_AHEAD, sum(sizes) // SHARES_AHEAD))

@@ -18,7 +18,7 @@ from zerojax.checkpoint.safetensors import DTYPES, Header, read_headers
 from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded
-from zerojax.offload.chunked import Chunked, assembled, filled, places_of
+from zerojax.offload.chunked import Chunked, assembled, filled, parts_of
 from zerojax.staged.state import files_of
 from zerojax.train.state import ZeroState
 
@@ -109,7 +109,7 @@ def read_leaf(like: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any
     if sharding is None:
         array = jnp.asarray(read((slice(None),) * len(shape)))
     else:
-        shards = (read(tuple(slice(*span) for span in box)) for box in places_of(shape, sharding))
+        shards = (read(tuple(slice(*span) for span in box)) for box in parts_of(shape, sharding))
         array = assembled(shape, sharding, like.dtype, shards)
     return Padded(array, like.shape, like.dim) if is_padded(like) else array
 

@@ -139,25 +139,22 @@ def concrete_mesh(sharding: NamedSharding) -> Mesh:
     return mesh
 
 
-def shards_of(sharding: Any, shape: tuple[int, ...]) -> list[list[jax.Device]]:
-    """Return, for each shard of an array, the devices of this process that hold the shard."""
-    devices: dict[Any, list[jax.Device]] = {}
+def parts_of(shape: tuple[int, ...], sharding: Sharding) -> dict[tuple[tuple[int, int], ...], list[jax.Device]]:
+    """Return the devices of this process that hold each part of an array. A part has a start and an end per dim."""
+    devices: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
-        devices.setdefault(str(index), []).append(device)
-    return list(devices.values())
+        part = tuple(one.indices(size)[:2] for one, size in zip(index or (), shape, strict=True))
+        devices.setdefault(part, []).append(device)
+    return devices
 
 
 def boxes_of(of: ChunkedLayout, n: int) -> list[tuple[slice, ...]]:
     """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage."""
     dim, (start, length) = of.chunking.dim, of.chunking.chunks[n]
-    shape = of.leaf.storage_shape
-    indices = of.sharding.addressable_devices_indices_map(shape)
     boxes = []
-    for devices in shards_of(of.sharding, shape):
-        whole = zip(indices[devices[0]] or (), shape, strict=True)
-        box = [slice(*one.indices(size)) for one, size in whole]
-        first = box[dim].start + start
-        boxes.append(replace_at(tuple(box), dim, slice(first, first + length)))
+    for part in parts_of(of.leaf.storage_shape, of.sharding):
+        first = part[dim][0] + start
+        boxes.append(replace_at(tuple(slice(*ends) for ends in part), dim, slice(first, first + length)))
     return boxes
 
 
@@ -255,23 +252,12 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
     return dataclasses.replace(node, chunks=chunks)
 
 
-def places_of(shape: tuple[int, ...], sharding: Sharding) -> dict[tuple[tuple[int, int], ...], list[Sharding]]:
-    """Return the devices of this process that need each part of an array, as shardings on one device.
-
-    A part has a start and an end per dim.
-    """
-    places: dict[tuple[tuple[int, int], ...], list[Sharding]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
-        box = tuple(part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
-        places.setdefault(box, []).append(SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-    return places
-
-
 def assembled(shape: tuple[int, ...], sharding: Sharding, dtype: Any, values: Iterator) -> Array:
-    """Make an array of the next of `values`, which are the parts of `places_of`. The host holds one value at a time."""
+    """Make an array of the next of `values`, which are the parts of `parts_of`. The host holds one value at a time."""
     shards = []
-    for places in places_of(shape, sharding).values():
-        value = next(values)
+    for devices in parts_of(shape, sharding).values():
+        value, kind = next(values), sharding.memory_kind
+        places = [SingleDeviceSharding(device, memory_kind=kind) for device in devices]
         shards += jax.block_until_ready([jax.device_put(value, place) for place in places])
         del value
     return jax.make_array_from_single_device_arrays(shape, sharding, shards, dtype=dtype)

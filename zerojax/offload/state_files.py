@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload import folder
-from zerojax.offload.chunked import ChunkedLayout, boxes_of, shards_of
+from zerojax.offload.chunked import ChunkedLayout, boxes_of, parts_of
 from zerojax.offload.chunks import ChunkSpec, aligned_copy
 from zerojax.offload.disk import DiskStore, Lease, buffer_bytes
 from zerojax.offload.folder import DiskError
@@ -64,7 +64,7 @@ class StateFiles:
             for n, shape in enumerate(of.chunking.chunk_shapes(of.leaf)):
                 self._index[k, n] = len(self._specs)
                 array = (of.sharding.shard_shape(shape), np.dtype(of.leaf.dtype))
-                self._specs.append(ChunkSpec(f"{of.leaf.path}#{n}", (array,) * len(shards_of(of.sharding, shape))))
+                self._specs.append(ChunkSpec(f"{of.leaf.path}#{n}", (array,) * len(parts_of(shape, of.sharding))))
 
     @property
     def buffer_bytes(self) -> int:
@@ -94,7 +94,7 @@ class StateFiles:
         """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
         of = self.leaves[k]
         shape = of.chunking.chunk_shape(of.leaf, of.chunking.extents[n])
-        holders = shards_of(of.sharding, shape)
+        holders = list(parts_of(shape, of.sharding).values())
         with reading.result() as lease:
             # On CPU, an array shares the buffer, even with may_alias=False (jax 0.10.2).
             on_cpu = holders[0][0].platform == "cpu"
@@ -264,6 +264,6 @@ def close_store(store: DiskStore) -> None:
 
 
 def host_shards(array: Array) -> list[np.ndarray]:
-    """Copy the shards of an array that this process holds to the host. The shards are in the order of `shards_of`."""
+    """Copy the shards of an array that this process holds to the host. The shards are in the order of `parts_of`."""
     data = {shard.device: shard.data for shard in array.addressable_shards}
-    return [np.asarray(data[devices[0]]) for devices in shards_of(array.sharding, array.shape)]
+    return [np.asarray(data[devices[0]]) for devices in parts_of(array.shape, array.sharding).values()]
