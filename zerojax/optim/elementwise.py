@@ -54,28 +54,22 @@ def elementwise_leaves(
     for wanted in (small, vectors):  # a transformation may refuse matrices that are flat, but accept flat vectors
         if wanted:
             try:
-                return wanted - refused_leaves(tx, params, parts, param_of, {i: parts[i].storage_shape for i in wanted})
+                logical = read_update(tx, params, parts, param_of, {})
+                flat = read_update(tx, params, parts, param_of, {i: parts[i].storage_shape for i in wanted})
             except TransformationError:  # tx needs arguments that are not given here, or refuses flat leaves
                 continue
+            return wanted - refused_leaves(logical, flat)
     return frozenset()
 
 
-def refused_leaves(
-    tx: optax.GradientTransformation,
-    params: Any,
-    parts: tuple[Leaf, ...],
-    param_of: tuple[int | None, ...],
-    changed: dict[int, tuple[int, ...]],
-) -> set[int]:
-    """Trace the update in two shapes. Return the leaves whose update is not the same elementwise program in both.
+def refused_leaves(logical: list[tuple[int | None, Known]], flat: list[tuple[int | None, Known]]) -> set[int]:
+    """Return the leaves whose update is not the same elementwise program in both traces of `read_update`.
 
     State that mirrors no leaf must be a scalar that both traces compute by the same program. If not, all leaves that
-    the state depends on are returned. `changed` maps the indices of some leaves to their shapes in the second trace.
+    the state depends on are returned.
     """
-    logical = read_update(tx, params, parts, param_of, {})
-    other = read_update(tx, params, parts, param_of, changed)
     refused: set[int] = set()
-    for (param, a), (_, b) in zip(logical, other, strict=True):
+    for (param, a), (_, b) in zip(logical, flat, strict=True):
         same = a.kind == b.kind and a.token == b.token
         if not (same and a.kind == LEAF and a.leaf == b.leaf == param) and not (same and a.kind == SCALAR):
             refused |= a.reads | b.reads if param is None else {param}

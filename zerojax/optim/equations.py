@@ -85,15 +85,15 @@ def evaluate_equations(config: Config, equations: Equations, values: Sequence) -
     All cores are computed together. So the equations that do not depend on a core run first, then the cores, and then
     all other equations.
     """
-    jaxpr, variables = equations.jaxpr, equations.variables
+    jaxpr, whole = equations.jaxpr, equations.whole
     if not equations.owned:
         return jax.core.eval_jaxpr(jaxpr, (), *values)
-    inside, late = equations_after(jaxpr, [core for group in equations.owned for core in group.cores])
+    inside, late = equations_after(whole.jaxpr, [core for group in equations.owned for core in group.cores])
     env = dict(zip(jaxpr.invars, values, strict=True))
-    _evaluate_some(jaxpr, [eqn for e, eqn in enumerate(jaxpr.eqns) if e not in inside | late], env)
+    _evaluate_some(whole.jaxpr, [whole.jaxpr.eqns[e] for e in equations.eqns if e not in inside | late], env)
     for group in equations.owned:
-        env |= _compute(config, group, env, variables)
-    _evaluate_some(jaxpr, [jaxpr.eqns[e] for e in sorted(late)], env)
+        env |= _compute(config, group, env, whole.variables)
+    _evaluate_some(whole.jaxpr, [whole.jaxpr.eqns[e] for e in equations.eqns if e in late], env)
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
 

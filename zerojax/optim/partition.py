@@ -92,7 +92,7 @@ class OffloadedState:
 
     @property
     def _offload(self) -> Offload:
-        assert self.config.offload is not None
+        assert isinstance(self.config.offload, Offload)
         return self.config.offload
 
     @functools.cached_property

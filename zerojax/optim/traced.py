@@ -26,18 +26,18 @@ Read = tuple[str, int]
 class Equations:
     """A part of the equations of an update."""
 
+    whole: TracedUpdate
+    eqns: tuple[int, ...]  # the indices of the equations in `whole`
     jaxpr: Any  # the equations; they compute some of the update's results from the inputs in `reads`
     reads: tuple[Read, ...]  # the kind and index of each input, in order
-    # the cores among these equations that owners compute; their indices refer to `jaxpr` and `variables`
-    owned: tuple[OwnedGroup, ...] = ()
+    owned: tuple[OwnedGroup, ...] = ()  # the cores among these equations that owners compute
 
     @functools.cached_property
     def key(self) -> tuple:
-        return str(self.jaxpr), tuple(group.structure for group in self.owned)
-
-    @functools.cached_property
-    def variables(self) -> list:
-        return [*self.jaxpr.invars, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
+        """Return a value that is equal for parts that compute the same."""
+        position = {e: n for n, e in enumerate(self.eqns)}
+        cores = lambda group: tuple(tuple(position[e] for e in core.eqns) for core in group.cores)
+        return str(self.jaxpr), tuple((cores(g), g.counts, g.size, g.within) for g in self.owned)
 
     def indices(self, kind: str) -> tuple[int, ...]:
         return tuple(i for name, i in self.reads if name == kind)
@@ -85,15 +85,10 @@ class TracedUpdate:
     ) -> Equations:
         """Return `eqns` as a program from `reads` to `outvars`. Keep the cores of `owned` that `eqns` contains."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
-        part, position = Equations(jaxpr, tuple(reads.values())), {e: n for n, e in enumerate(eqns)}
-        variables = {self.positions[var]: n for n, var in enumerate(part.variables)}
-        inside = []
-        for group in owned:
-            if cores := [core for core in group.cores if position.keys() >= set(core.eqns)]:
-                cores = [(core, core.renumbered(position, variables)) for core in cores]
-                taken = group.take([core for core, _ in cores])
-                inside.append(dataclasses.replace(taken, cores=tuple(core for _, core in cores)))
-        return dataclasses.replace(part, owned=tuple(inside))
+        taken = set(eqns)
+        inside = [group.take([core for core in group.cores if taken.issuperset(core.eqns)]) for group in owned]
+        kept = tuple(group for group in inside if group.cores)
+        return Equations(self, tuple(eqns), jaxpr, tuple(reads.values()), kept)
 
 
 def tracer(
@@ -190,7 +185,7 @@ def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
 
 @dataclasses.dataclass(frozen=True)
 class Core:
-    """The part of a leaf's update that needs the full leaf. All integers are indices."""
+    """The part of a leaf's update that needs the full leaf. All integers are indices in the whole update."""
 
     leaf: int  # the trained parameter
     eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update
@@ -208,13 +203,6 @@ class Core:
     def results(self) -> tuple[int, ...]:
         """Return the variables that the core computes and that are used outside of the core."""
         return *(n for n, _ in self.outs), *self.small_outs
-
-    def renumbered(self, eqns: Mapping[int, int], variables: Mapping[int, int]) -> Core:
-        """Return the same core for another jaxpr. The arguments map old indices to new indices."""
-        of = lambda indices: tuple(variables[n] for n in indices)
-        laid_out = lambda pairs: tuple((variables[n], leaf) for n, leaf in pairs)
-        parts = of(self.small), of(self.shared), laid_out(self.outs), of(self.small_outs)
-        return Core(self.leaf, tuple(eqns[e] for e in self.eqns), laid_out(self.arrays), *parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,10 +225,6 @@ class OwnedGroup:
     @property
     def leaf(self) -> Leaf:
         return self.cores[0].arrays[0][1]
-
-    @property
-    def structure(self) -> tuple:
-        return tuple(core.eqns for core in self.cores), self.counts, self.size, self.within
 
     def take(self, cores: Sequence[Core]) -> OwnedGroup:
         """Return a copy of the group that has only `cores`, which are some of its cores."""
