@@ -1,4 +1,4 @@
-"""Contain all code that depends on the version of JAX, or that uses the internals of JAX.
+"""Contain all code that depends on the version of JAX. `internals` has what the public API of JAX lacks.
 
 Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new version of JAX changes one file:
 
@@ -8,33 +8,28 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 - With `jax_remat3`, `jax_custom_vjp3` or `jax_custom_jvp3` (jax 0.12), `jax.checkpoint`, `checkpoint_name` and custom
   derivatives are one primitive with an object (`HiPrim`) as its parameter. `name_of` and `params_of` hide that.
 - Up to 0.11, `compute_on` returns a context manager. From 0.12, it takes the function to run.
-- The functions of JAX and optax that sum over the leaves of a tree have moved to other modules.
 """
 
 import dataclasses
 import functools
 import inspect
 import os
-import sys
-from collections.abc import Callable, Sequence
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 
 from zerojax import primitives
 from zerojax.primitives import Kind
 
-# The classes of `HiPrim` that replace primitives, and the primitives' names.
-_REPLACED = {
-    "CheckpointName": "name",
-    "CheckpointNameFwd": "name",
-    "CustomJVPTraced": "custom_jvp_call",
-    "CustomVJPTraced": "custom_vjp_call",
-    "RematTraced": "checkpoint",
-}
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+# Files in these folders are not the user's.
+_FOLDERS = tuple(
+    os.path.join(path, "") for path in (*map(os.path.dirname, (__file__, jax.__file__)), sysconfig.get_path("stdlib"))
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,19 +78,19 @@ def constvars_of(jaxpr) -> Sequence:
     return tuple(getattr(jaxpr, "constvars", ()))
 
 
-def line_of(eqn) -> str:
-    """Return the line of the user's source where an equation was traced, as "file.py:12", or "" if it is unknown."""
-    from jax._src import source_info_util
-
-    info = eqn.source_info
-    for frame in source_info_util.user_frames(getattr(info, "traceback", info)):
-        if is_users(frame.file_name):
-            return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line}"
-    return ""
+def users_frames(traceback) -> Iterator[Any]:
+    """Yield the frames of the user's code in JAX's record of a stack, the innermost first."""
+    return (frame for frame in (traceback.frames if traceback else ()) if is_users(frame.file_name))
 
 
 def is_users(file: str) -> bool:
-    return "site-packages" not in file and not file.startswith(_PACKAGE)
+    return "site-packages" not in file and not file.startswith(_FOLDERS)
+
+
+def line_of(eqn) -> str:
+    """Return the line of the user's source where an equation was traced, as "file.py:12", or "" if it is unknown."""
+    frame = next(users_frames(getattr(eqn.source_info, "traceback", eqn.source_info)), None)
+    return "" if frame is None else f"{os.path.basename(frame.file_name)}:{frame.line_num}"
 
 
 def is_literal(atom) -> bool:
@@ -118,8 +113,11 @@ def is_high(atom) -> bool:
 
 def name_of(eqn) -> str:
     """Return the name of the primitive of `eqn`. If the primitive is `HiPrim`, return the name that it replaces."""
-    kind = type(eqn.params["_prim"]).__name__ if "_prim" in eqn.params else eqn.primitive.name
-    return _REPLACED.get(kind, kind)
+    if "_prim" not in eqn.params:
+        return eqn.primitive.name
+    from zerojax import internals
+
+    return internals.replaced_by(type(eqn.params["_prim"])) or eqn.primitive.name
 
 
 def params_of(eqn) -> dict:
@@ -127,7 +125,7 @@ def params_of(eqn) -> dict:
     if "_prim" not in eqn.params:
         return eqn.params
     prim = eqn.params["_prim"]
-    params = {name: getattr(value, "jaxpr", value) for name, value in prim.params.items()}
+    params = {name: getattr(value, "jaxpr", value) for name, value in prim.params.items()} | {"_prim": type(prim)}
     if "traced" in params:  # The first operands are values that the function or its derivative closes over.
         bound = prim.in_avals[: 2 if name_of(eqn) == "custom_vjp_call" else 1]
         params |= {"call_jaxpr": params.pop("traced"), "num_consts": len(jax.tree.leaves(bound))}
@@ -143,23 +141,6 @@ def called(eqn):
 
 def inner_jaxprs(eqn) -> list:
     return [opened(inner)[0] for inner in _jex().jaxprs_in_params(params_of(eqn))]
-
-
-def with_inner_jaxprs(eqn, new: dict[int, Any]) -> Any:
-    """Replace open jaxprs among the parameters of `eqn`, given by their `id`. Return None if JAX allows no change."""
-    if "_prim" in eqn.params:
-        return None
-
-    def replaced(value):
-        if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-            return type(value)(map(replaced, value))
-        if not is_jaxpr(value) or id(opened(value)[0]) not in new:
-            return value
-        closed: Any = value
-        inner = new[id(opened(closed)[0])]
-        return with_jaxpr(closed, inner)
-
-    return eqn.replace(params={name: replaced(value) for name, value in eqn.params.items()})
 
 
 def is_remat(eqn) -> bool:
@@ -184,15 +165,6 @@ def evaluated_body(eqn):
     return opened(evaluated(eqn))[0]
 
 
-def opaque_body(eqn):
-    """Return the open jaxpr of the function that `eqn` stands for, if `eqn` cannot run on other shapes. Otherwise None.
-
-    These are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`.
-    """
-    name = {"remat_opt": "fwd_jaxpr", "custom_vmap_call": "call"}.get(eqn.primitive.name)
-    return None if name is None else opened(eqn.params[name])[0]
-
-
 def loop_of(eqn) -> LoopEqn | None:
     """Return an equation as a `LoopEqn`, or None if it is not a loop with a known number of iterations."""
     if eqn.primitive.name != "scan":
@@ -212,49 +184,9 @@ def part_of(jaxpr, eqns: Sequence, invars: Sequence, outvars: Sequence):
     return jaxpr.replace(constvars=[], invars=list(invars), eqns=list(eqns), outvars=list(outvars), debug_info=info)
 
 
-def shard_map_of(eqn, fn: Callable, **options: Any) -> Callable:
-    """Return `jax.shard_map` of a function with `options`, and otherwise with those of a `shard_map` equation."""
-    params = eqn.params
-    specs = {"in_specs": tuple(params["in_specs"]), "out_specs": tuple(params["out_specs"]), "mesh": params["mesh"]}
-    others = {"axis_names": set(params["newly_manual_axes"]), "check_vma": params["check_vma"]}
-    return jax.shard_map(fn, **(specs | others | options))
-
-
-def in_force(eqn):
-    """Return `eqn` as if it had been traced on the current mesh. The rest of its context is unchanged."""
-    mesh = jax.sharding.get_abstract_mesh()
-    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(mesh):
-        return eqn.replace(ctx=type(eqn.ctx)())
-
-
-def all_in_force(jaxpr):
-    """Return an open jaxpr in which every equation, also of inner jaxprs, is changed by `in_force`."""
-
-    def changed(eqn):
-        inner = {id(body): all_in_force(body) for body in inner_jaxprs(eqn)}
-        return in_force(with_inner_jaxprs(eqn, inner) or eqn)
-
-    return jaxpr.replace(eqns=[*map(changed, jaxpr.eqns)])
-
-
 def eval_shape(fn: Callable, *args: Any) -> Any:
     """Return `jax.eval_shape(fn, *args)`, without a cache entry that would exist as long as `fn` exists."""
     return jax.eval_shape(lambda *args: fn(*args), *args)
-
-
-def mesh_of_calls() -> Any:
-    """Return the mesh that a call of `jax.jit` would record if it were traced here, or None."""
-    (call,) = opened(jax.make_jaxpr(jax.jit(lambda: 0.0))())[0].eqns
-    return call.params.get("ctx_mesh")
-
-
-def like(closed, other):
-    """Return `closed` as a closed or an open jaxpr, whichever `other` is. It replaces `other` in an equation."""
-    if isinstance(other, _jex().ClosedJaxpr):
-        return closed
-    jaxpr, consts = opened(closed)
-    assert not consts
-    return jaxpr
 
 
 def evaluate_one(eqn, values: Sequence) -> list:
@@ -271,40 +203,18 @@ def evaluate_one(eqn, values: Sequence) -> list:
     return [None if is_dropped(var) else x for var, x in zip(eqn.outvars, results, strict=True)]
 
 
-def finds_nans() -> bool:
-    return jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def in_host_memory(aval) -> bool:
-    from jax._src.core import MemorySpace
-
-    return getattr(aval, "memory_space", None) == MemorySpace.Host
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 
 
 def add_cotangents(a: Any, b: Any) -> Any:
     """Add two cotangents as JAX does. An extended type defines its own sum: Flax's type for FP8 takes the maximum."""
-    from jax._src.ad_util import add_jaxvals
-
-    return add_jaxvals(a, b) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) else a + b
+    return ad.add_jaxvals(a, b) if jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) else a + b
 
 
 def zero_cotangent(shape: Sequence[int], dtype: Any) -> Any:
     """Make a cotangent of zeros. For an extended type, the type itself defines the zero."""
-    from jax._src.ad_util import zeros_like_aval
-
-    return zeros_like_aval(jax.core.ShapedArray(tuple(shape), dtype))
-
-
-def host_buffer(shape: Sequence[int], dtype) -> Any:
-    """Return an uninitialised array in host memory. Call this function while tracing.
-
-    `jax.lax.scan` makes the same array for results in host memory. The public API can only copy an array from the
-    device to the host, so the array would exist on the device first.
-    """
-    from jax._src.core import MemorySpace
-    from jax._src.lax import lax
-
-    return lax.broadcast(lax.empty2(dtype, memory_space=MemorySpace.Host), tuple(shape))
+    return ad.zeros_like_aval(jax.core.ShapedArray(tuple(shape), dtype))
 
 
 def on_host(fn: Callable) -> Callable:
@@ -314,49 +224,3 @@ def on_host(fn: Callable) -> Callable:
     if "out_memory_spaces" in inspect.signature(of_jax).parameters:
         return of_jax(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
     return of_jax("device_host")(jax.jit(fn))
-
-
-def makes_refs(effects: Any) -> bool:
-    """Return whether a function with these `effects` makes a `jax.Ref`, which JAX must remove before the evaluation."""
-    from jax._src.core import internal_mutable_array_effect
-
-    return internal_mutable_array_effect in effects
-
-
-def is_check(effect: Any) -> bool:
-    from jax._src.checkify import ErrorEffect
-
-    return isinstance(effect, ErrorEffect)
-
-
-def is_tracing() -> bool:
-    from jax._src.core import trace_state_clean
-
-    return not trace_state_clean()
-
-
-def coordination_client() -> Any:
-    """Return the client of JAX's coordination service, through which processes communicate without devices."""
-    from jax._src import distributed
-
-    return distributed.global_state.client
-
-
-# Functions that sum an expression over the leaves of a tree, by module. Zeros in a leaf do not change the sum.
-SUMS_OVER_TREES = {
-    "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
-    "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
-}
-
-
-def is_sum_over_tree() -> bool:
-    """Return whether a function of `SUMS_OVER_TREES` makes the calling pytree node, which then holds a term of the sum.
-
-    A `Padded` node calls this function when it is made, because it sees only the result of a mapped function, and not
-    the function. If the node raised an error here, optax could not compute a norm of padded leaves.
-    """
-    frame = sys._getframe(1)
-    between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # the frames of the node and of jax.tree.map
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name in SUMS_OVER_TREES.get(frame.f_globals.get("__name__", ""), ())

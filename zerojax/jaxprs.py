@@ -3,9 +3,7 @@
 To evaluate a jaxpr, every part of this library calls `evaluate` with a rule.
 """
 
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -16,26 +14,6 @@ import numpy as np
 from zerojax import compat, names, primitives
 
 Rule = Callable[[Any, list], Sequence | None]
-
-_ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
-    {
-        "add": lambda eqn, a, b: a + b,
-        "broadcast_in_dim": lambda eqn, a: _broadcast(a, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]),
-        "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
-        "ge": lambda eqn, a, b: a >= b,
-        "iota": lambda eqn: _broadcast(
-            np.arange(eqn.params["shape"][eqn.params["dimension"]], dtype=eqn.params["dtype"]),
-            eqn.params["shape"],
-            [eqn.params["dimension"]],
-        ),
-        "lt": lambda eqn, a, b: a < b,
-        "mul": lambda eqn, a, b: a * b,
-        "reshape": lambda eqn, a: a.reshape(eqn.outvars[0].aval.shape),
-        "rev": lambda eqn, a: np.flip(a, eqn.params["dimensions"]),
-        "select_n": lambda eqn, which, *cases: np.choose(which.astype(int), cases),
-        "sub": lambda eqn, a, b: a - b,
-    }
-)
 
 
 def evaluate(
@@ -59,7 +37,7 @@ def evaluate(
         with context_of(eqn):
             results = rule(eqn, values)
             # If JAX finds a NaN, it runs equations one by one. An error in a call would not name the equation.
-            if results is None and eqn.primitive.name in ("jit", "pjit") and compat.finds_nans():
+            if results is None and eqn.primitive.name in ("jit", "pjit") and jax.config.jax_debug_nans:
                 results = evaluate_call(eqn, values, lambda *_: None)
             if results is None:
                 results = compat.evaluate_one(eqn, values)
@@ -100,29 +78,6 @@ def is_linear(eqn: Any) -> bool:
     return facts(eqn).linear or facts(eqn).jointly_linear != slice(0)
 
 
-def on_numpy(eqn: Any, value_of: Callable[[Any], np.ndarray | None]) -> np.ndarray | None:
-    """Compute the result of an equation with NumPy, for an analysis that needs the values of indices.
-
-    `value_of(operand)` returns None for an unknown operand. The result is then unknown, too.
-    """
-    # A PRNG key and a bfloat16 are no types of NumPy.
-    if getattr(eqn.outvars[0].aval.dtype, "kind", "") not in tuple("biuf") or eqn.primitive.name not in _ON_NUMPY:
-        return None
-    values = []
-    for operand in eqn.invars:
-        if (value := value_of(operand)) is None:  # Most arrays depend on an argument, far away.
-            return None
-        values.append(value)
-    return _ON_NUMPY[eqn.primitive.name](eqn, *values)
-
-
-def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
-    spread = [1] * len(shape)
-    for dim, size in zip(dims, value.shape, strict=True):
-        spread[dim] = size
-    return np.broadcast_to(value.reshape(spread), shape)
-
-
 def inline_calls(jaxpr: Any, consts: Sequence, *args: Any, stops: Callable[[Any], bool] = lambda eqn: False) -> list:
     """Evaluate a jaxpr with its calls inlined, except those for which `stops(eqn)` is true."""
     is_kept = lambda eqn: compat.called(eqn) is None or stops(eqn)
@@ -145,18 +100,6 @@ def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Seq
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
-def identity_of(name: str, dtype: Any) -> Any:
-    """Return the identity of the reduction `reduce_sum`, `reduce_max` or `reduce_min`, in the elements' type."""
-    if name == "reduce_sum":
-        return 0
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        limits = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    else:  # some types of 8 bits have no infinity
-        is_finite = not np.isinf(np.array(np.inf).astype(dtype).astype(np.float32))
-        limits = (jnp.finfo(dtype).min, jnp.finfo(dtype).max) if is_finite else (-np.inf, np.inf)
-    return limits[0] if name == "reduce_max" else limits[1]
-
-
 def variables_in(atoms: Iterable) -> list:
     return [atom for atom in atoms if not compat.is_literal(atom)]
 
@@ -169,11 +112,6 @@ def differentiable(dtype: Any) -> bool:
 
 def nbytes(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
-
-
-def dot_flops(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
 def expands(eqn: Any) -> bool:
@@ -212,6 +150,10 @@ def calls_kernel(eqn: Any) -> bool:
     if eqn.primitive.name in ("pallas_call", "shard_map"):
         return eqn.primitive.name == "pallas_call"
     return any(map(has_kernel, compat.inner_jaxprs(eqn)))
+
+
+def makes_ref(eqn: Any) -> bool:
+    return facts(eqn).kind is primitives.Kind.REF and any(map(compat.is_ref, eqn.outvars))
 
 
 def has_effects(jaxpr: Any) -> bool:

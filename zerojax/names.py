@@ -1,4 +1,4 @@
-"""Contain all code that reads or sets JAX's name scopes and source lines, which JAX's public API cannot do.
+"""Read and set the name scopes and source lines of equations.
 
 Every equation of a jaxpr has both. They become the names of operations in profiles and the lines in errors. Code that
 evaluates an equation enters the equation's context (`contexts`), as `jax.core.eval_jaxpr` does. The name scopes of an
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src import source_info_util
+from jax.extend import source_info_util
 
 from zerojax import compat
 
@@ -20,12 +20,15 @@ MEAN = "zerojax_mean"  # sums and means of losses and gradients over microbatche
 GRAD_NORM = "zerojax_grad_norm"
 BLOCK = "zerojax_block"  # the name of the call into which `zerojax.block` wraps a function
 
+# The class of the name scopes that JAX's transforms add.
+_TRANSFORM = type(source_info_util.new_name_stack().transform("jvp").stack[0])
+
 
 def is_block(eqn: Any) -> bool:
     return compat.called(eqn) is not None and eqn.params.get("name") == BLOCK
 
 
-class Context(source_info_util.UserContextManager):
+class EquationContext(source_info_util.user_context):
     """The context of an equation.
 
     For `jax_debug_nans`, JAX runs a function again, one operation at a time. It then raises an error without its cause,
@@ -37,9 +40,8 @@ class Context(source_info_util.UserContextManager):
     def __exit__(self, kind, error, traceback):
         super().__exit__(kind, error, traceback)
         if isinstance(error, FloatingPointError) and not hasattr(error, "__notes__"):
-            frames = source_info_util.user_frames(self.traceback)
-            for frame in itertools.islice((x for x in frames if compat.is_users(x.file_name)), 1):
-                where = f"{frame.file_name}, line {frame.start_line}, in {frame.function_name}"
+            for frame in itertools.islice(compat.users_frames(self.traceback), 1):
+                where = f"{frame.file_name}, line {frame.line_num}, in {frame.function_name}"
                 error.add_note(f"The operation is in {where}.")
 
 
@@ -56,7 +58,7 @@ def contexts() -> Callable[[Any], Any]:
         info = eqn.source_info
         if info.name_stack is not known[0]:  # Consecutive equations mostly have the same object.
             known = info.name_stack, outer + info.name_stack
-        return Context(info.traceback, name_stack=known[1])
+        return EquationContext(info.traceback, name_stack=known[1])
 
     return context_of
 
@@ -64,7 +66,7 @@ def contexts() -> Callable[[Any], Any]:
 def at(eqn, *transforms: str) -> Any:
     """Enter the context of one equation (see `contexts`), in the name scopes of JAX's `transforms` around it."""
     info = eqn.source_info
-    return Context(info.traceback, name_stack=_inside(transforms, info.name_stack.stack))
+    return EquationContext(info.traceback, name_stack=_inside(transforms, info.name_stack.stack))
 
 
 def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
@@ -72,7 +74,7 @@ def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
     if not jaxpr.eqns:
         return in_scopes(outer, *transforms)
     info = jaxpr.eqns[-1].source_info
-    return Context(info.traceback, name_stack=_inside(transforms, (*outer, *info.name_stack.stack)))
+    return EquationContext(info.traceback, name_stack=_inside(transforms, (*outer, *info.name_stack.stack)))
 
 
 def in_scopes(scopes: Sequence, *transforms: str) -> Any:
@@ -91,14 +93,14 @@ def _inside(transforms: Sequence[str], scopes: Sequence) -> Any:
 def outside_transforms() -> Any:
     """Leave the innermost name scopes, as far as they belong to JAX's transforms, such as `jvp`."""
     stack = source_info_util.current_name_stack()
-    while len(stack) and isinstance(stack.stack[-1], source_info_util.Transform):
+    while len(stack) and isinstance(stack.stack[-1], _TRANSFORM):
         stack = stack[:-1]
     return source_info_util.set_name_stack(stack)
 
 
 def without_transforms(jaxpr, *transforms: str) -> Any:
     """Remove the name scopes of JAX's `transforms` from equations whose outermost scopes are these."""
-    around = tuple(map(source_info_util.Transform, transforms))
+    around = tuple(map(_TRANSFORM, transforms))
 
     def without(eqn):
         scopes = scopes_of(eqn)

@@ -1,8 +1,9 @@
 """Say what the library must know about each primitive of JAX. Code that treats primitives alike asks here.
 
 A primitive has one `Kind`, and further facts that cut across the kinds. `jaxprs.facts(eqn)` returns the facts about the
-primitive of an equation. The table has the names of all supported versions of JAX. A test compares it with the
-primitives that the installed JAX registers. For each new one, decide: give it a kind, or list it under `Kind.UNKNOWN`.
+primitive of an equation. The table has the names of all supported versions of JAX. Nothing is assumed about other
+primitives. A test compares the table with the primitives that the installed JAX registers. For each new one, decide:
+give it a kind, or list it in the test as unknown.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ class Kind(enum.Enum):
     CALLBACK = enum.auto()  # computes values on the host
     DEBUG = enum.auto()  # shows values to the user
     REF = enum.auto()  # makes, reads or writes a `jax.Ref`
-    UNKNOWN = enum.auto()  # nothing may be assumed
+    UNKNOWN = enum.auto()  # nothing may be assumed but the facts below
 
 
 _NAMES: Mapping[Kind, str] = {
@@ -100,27 +101,7 @@ _NAMES: Mapping[Kind, str] = {
         accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze get log_extend log_read new_box new_log
         new_ref swap
     """,
-    Kind.UNKNOWN: f"""
-        after_all assert_consumed_value axis_index bitcast_convert_type broadcast_to buffer_callback call_exported
-        call_hi_primitive call_hi_primitive_linearized check cholesky_update composite compute_on consume core_map
-        create_linear create_token cudnn_fusion custom_jvp_call_jaxpr custom_lin custom_linear_solve
-        custom_partitioning custom_vmap_call dce_sink dim_as_value dimension_size empty empty2 fft from_edtype
-        fused_call geqp3 global_array_to_host_local_array hessenberg host_local_array_to_global_array inspect_sharding
-        iota_2x32_shape linear_call lu_pivots_to_permutation mpmd_map ormqr pin platform_index preduced program_order
-        reduced_vary_cast reduced_vary_cast_p relayout remat_opt rng_bit_generator rng_uniform rnn_bwd rnn_fwd
-        run_state scaled_dot scaled_matmul scaled_matmul_wrapper shape_assertion shard_alike spsolve stage
-        symmetric_product tie to_edtype tpu_custom_call tridiagonal_solve unpin unreachable vary_unreduced_cast
-        vary_unreduced_cast_p xla_metadata_call xla_metadata_value zeros_like {SHARDWISE} {WIDEN}
-
-        dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
-        dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fwd dot_product_attention_fwd_wrapper
-
-        bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
-        bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
-        coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm
-        csr_spmv csr_todense todense
-    """,
+    Kind.UNKNOWN: "axis_index bitcast_convert_type fft rng_bit_generator rng_uniform",  # only what `_FLAGS` says
 }
 
 # The fields of `Facts` that are true for the named primitives.
@@ -160,29 +141,6 @@ _JOINTLY: Mapping[str, slice] = {
     "select_n": slice(1, None),
 }
 
-# A decomposition of an (m, n) matrix with m >= n takes this factor times m * n^2 FLOPs.
-# Source: Golub and Van Loan 2013, sections 4.2 to 8.6.
-_DECOMPOSITION_FLOPS: Mapping[str, float] = {
-    "cholesky": 1 / 3,
-    "eig": 25.0,
-    "eigh": 9.0,
-    "geqrf": 2.0,
-    "householder_product": 2.0,
-    "lu": 1.0,
-    "qr": 4.0,
-    "schur": 25.0,
-    "svd": 14.0,
-    "triangular_solve": 1.0,
-    "tridiagonal": 4 / 3,
-}
-
-# What costs no FLOPs: elements are moved or renamed.
-_FREE_KINDS = frozenset({Kind.IDENTITY, Kind.LAYOUT, Kind.JOIN, Kind.INDEXING})
-_FREE = frozenset(
-    "bitcast_convert_type convert_element_type copy random_clone random_seed random_unwrap random_wrap "
-    "stop_gradient".split()
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
@@ -202,8 +160,6 @@ class Facts:
         stays_apart: Whether two equations with the same operands must not become one.
         adds_no_zeros: Whether the derivative makes no array of zeros.
         changes_weights: Whether models often apply it to a weight, element by element, to scale, mask or normalise it.
-        is_free: Whether it costs no FLOPs, because it only moves or renames elements.
-        decomposition_flops: The factor of a decomposition's FLOPs; see `_DECOMPOSITION_FLOPS`.
     """
 
     kind: Kind = Kind.UNKNOWN
@@ -218,8 +174,6 @@ class Facts:
     stays_apart: bool = False
     adds_no_zeros: bool = False
     changes_weights: bool = False
-    is_free: bool = False
-    decomposition_flops: float = 0.0
 
     @property
     def elementwise(self) -> bool:
@@ -247,8 +201,6 @@ def _facts_of(name: str, kind: Kind) -> Facts:
         kind,
         jointly_linear=_JOINTLY.get(name, slice(0)),
         reduction=reduction if reduction and kind in (Kind.REDUCTION, Kind.SCATTER) else None,
-        is_free=kind in _FREE_KINDS or name in _FREE,
-        decomposition_flops=_DECOMPOSITION_FLOPS.get(name, 0.0),
         **{flag: name in names.split() for flag, names in _FLAGS.items()},
     )
 

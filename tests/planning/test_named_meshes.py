@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, Tuning, check, estimate, plan, zero_shard
 from zerojax.gpus.topology import absent_mesh
-from zerojax.planning.compat import MovedMeshes, in_force
+from zerojax.planning.other_meshes import MovedMeshes, in_force
 
 WIDTH = 16
 ROWS = PartitionSpec("data")

@@ -182,7 +182,7 @@ class Blocks:
         """Return the open jaxpr of a call that may be inlined: it is no marked block, and constrains no sharding."""
         called = compat.called(eqn)
         shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-        if called is None or names.is_block(eqn) or any(type(s).__name__ != "UnspecifiedValue" for s in shardings):
+        if called is None or names.is_block(eqn) or any(s is not _unspecified() for s in shardings):
             return None
         return compat.opened(called)[0]
 
@@ -228,6 +228,13 @@ class Blocks:
             return run(consts, *values) if loop is None else _scanned(loop, functools.partial(run, consts), values)
 
         return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+
+@functools.cache
+def _unspecified() -> Any:
+    """Return what a call of `jax.jit` has for the sharding of an argument that the user does not give."""
+    (call,) = compat.opened(jax.make_jaxpr(jax.jit(lambda x: x))(0.0))[0].eqns
+    return call.params["in_shardings"][0]
 
 
 def _has_refs(jaxpr: Any) -> bool:

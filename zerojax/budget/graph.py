@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax import compat, jaxprs
+from zerojax import compat, costs, jaxprs
 from zerojax.primitives import Kind
 
 PREFIX = "zerojax_value_"
@@ -169,7 +169,7 @@ def flops_of(eqn: Any) -> int:
     """
     name, facts = compat.name_of(eqn), jaxprs.facts(eqn)
     if name == "dot_general":
-        return jaxprs.dot_flops(eqn)
+        return costs.dot_flops(eqn)
     if name == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]
         kernel = eqn.invars[1].aval
@@ -180,7 +180,7 @@ def flops_of(eqn: Any) -> int:
         return loop.length * _flops_inside(compat.opened(loop.body)[0])
     if inner := compat.inner_jaxprs(eqn):
         return sum(map(_flops_inside, inner))
-    if facts.is_free:
+    if costs.is_free(eqn):
         return 0
     if facts.draws:
         return _RANDOM_BITS * sum(map(_elements, eqn.outvars))

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from zerojax.compat import coordination_client
+from zerojax.internals import coordination_client
 
 PERIOD_S = 1.0
 MOST_PER_SECOND = 64  # messages to the coordinator from all processes together

@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compat, jaxprs
+from zerojax import compat, internals, jaxprs
 from zerojax.config import DataMesh, with_auto_axes
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
 from zerojax.layout.leaf import Leaf, pad, replace_items
@@ -126,9 +126,10 @@ def mapped(fn: Callable, *, mesh: Mesh, in_specs: Any, out_specs: Any, axis_name
     def call(*args):
         closed, shapes = jax.make_jaxpr(over_shards, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
-        if compat.makes_refs(jaxpr.effects):  # JAX removes refs with a rule per primitive: mapped_p has no such rule
+        inner = [*jaxprs.equations(jaxpr)] if jaxpr.effects else []
+        if any(map(jaxprs.makes_ref, inner)):  # JAX removes refs with a rule per primitive: mapped_p has no such rule
             return over_shards(*args)
-        if any(map(compat.is_check, jaxpr.effects)):
+        if any(eqn.primitive.name == "check" for eqn in inner):
             raise NotImplementedError(
                 "The loss calls checkify.check in device view, where each device would have its own error. "
                 'Use view="global", or return what you check as an auxiliary result.'
@@ -228,7 +229,7 @@ def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
     """
     context = jax.sharding.get_abstract_mesh()
     other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)
-    if not compat.is_tracing():
+    if not internals.is_tracing():
         with jax.set_mesh(None) if context.explicit_axes or other else contextlib.nullcontext():
             yield
     elif mesh is not None and (context.explicit_axes or mesh.explicit_axes or other):

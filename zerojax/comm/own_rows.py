@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from zerojax import compat, jaxprs
+from zerojax.comm import rebinding
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import Follower, State, states_of
 from zerojax.dims.kernels import OwnRows, own_rows
@@ -47,7 +48,7 @@ class _Rewrite:
     def _on_parts(self, split: OwnRows, primitive: Any, values: Sequence) -> list:
         def kernel(*values):
             # JAX's interpreter of kernels evaluates the body here, on the mesh of the `shard_map`.
-            body = compat.all_in_force(split.params["jaxpr"])
+            body = rebinding.all_in_force(split.params["jaxpr"])
             return primitive.bind(*values, **{**split.params, "jaxpr": body})
 
         return self.comm.per_shard(kernel, values, split.dims, split.out_dims, self.comm.axes)
@@ -68,7 +69,7 @@ class _Rewrite:
         """Return a jaxpr in which kernels run on each device's rows. It is open or closed, as `closed` is."""
         jaxpr, consts = compat.opened(closed)
         run = lambda *values: self.evaluate(jaxpr, consts, given, values)
-        return compat.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
+        return rebinding.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
 
 
 def on_own_rows(closed: Any, given: Sequence[State], comm: Collectives, follower: Follower) -> Any:

@@ -13,7 +13,7 @@ If nothing is known, it takes any summed dim that the workers divide. Sums over 
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,11 +24,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
-from zerojax.comm import worker_sums
 from zerojax.comm.barriers import zeros_from
 from zerojax.config.data_mesh import dim_spec
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
-from zerojax.dims.guess import LARGE
+from zerojax.dims.place import LARGE
 from zerojax.primitives import Kind
 
 # The name scope of a sum in a gradient's computation, if the analysis does not know whether the sum is over rows.
@@ -143,6 +142,8 @@ def evaluate(
                     return compat.evaluate_one(eqn, values)
         if eqn.primitive.name == "shard_map" and not summed.keys().isdisjoint(eqn.outvars):
             wanted = {i: summed[var] for i, var in enumerate(eqn.outvars) if var in summed}
+            from zerojax.comm import worker_sums
+
             if (sums := worker_sums.unreduced(eqn, values, wanted)) is not None:
                 return [PartialSum(x) if i in sums[1] else x for i, x in enumerate(sums[0])]
         return zeros_from(how.zero, eqn, values)
@@ -286,17 +287,32 @@ def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided
     Also return None if the result still holds rows, as in a batched product. A later equation then sums over the rows.
     """
     states = states[:2] if eqn.primitive.name == "ragged_dot_general" else states  # the group sizes count all rows
-    known = [state for state in states if state is not None]
-    if len(known) < len(states) or result is None or result.places:
+    if UNKNOWN in states or result is None or result.places:
         return None
+    return _summed(eqn, [state for state in states if state is not None], zeros)
+
+
+def _summed(eqn, states: Sequence[Places], zeros: set) -> Divided | None:
+    """Return the places of the rows in the operands of `eqn`, for dims that `eqn` sums, or None."""
     name = eqn.primitive.name
-    if (pairs := _contracted(eqn)) is not None:
-        return _paired(known, pairs, len(eqn.invars))
     if name == "reduce_sum":
-        place = known[0].only
+        place = states[0].only
         return Divided((place,)) if place is not None and place.dim in eqn.params["axes"] else None
-    if name == "scatter-add" and eqn.invars[0] in zeros:
-        return _scattered(eqn, known)
+    if name == "dot_general":
+        pairs = zip(*eqn.params["dimension_numbers"][0], strict=True)
+    else:
+        from zerojax.comm import other_sums
+
+        if name == "scatter-add":
+            places = other_sums.scattered(eqn, states) if eqn.invars[0] in zeros else None
+            return None if places is None else Divided(places)
+        pairs = other_sums.contracted(eqn)
+    lhs, rhs = states
+    for i, j in pairs:
+        if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:  # One of the dims may be uniform.
+            # The groups of a `ragged_dot` (a third operand) are sorted, so that a worker's rows must be contiguous.
+            place = place if len(eqn.invars) == 2 else Place(place.dim)
+            return Divided((place.to(int(i)), place.to(int(j)), *[None] * (len(eqn.invars) - 2)))
     return None
 
 
@@ -308,55 +324,9 @@ def _assumed(eqn, states: Sequence[State], result: State, zeros: set, workers: i
     """
     if UNKNOWN not in (*states, result):
         return None
+    from zerojax.comm import other_sums
+
     shapes = [atom.aval.shape for atom in eqn.invars]
-    in_all = lambda divided: all(p is None or fits(p, x, workers) for p, x in zip(divided.places, shapes, strict=True))
-    if (pairs := _contracted(eqn)) is not None:
-        pairs, given = [*pairs], [Places() if state is None else state for state in states[:2]]
-        first = (Divided((Place(int(i)), Place(int(j)), *[None] * (len(shapes) - 2))) for i, j in pairs)
-        found = [_paired(given, pairs, len(shapes)), *first]
-    elif eqn.primitive.name == "reduce_sum":
-        found = [Divided((Place(0),))] if 0 in eqn.params["axes"] else []
-    else:
-        found = [_scattered(eqn, [NOWHERE, NOWHERE, Places(frozenset({Place(0)}))])] if eqn.invars[0] in zeros else []
-    return next((divided for divided in found if divided is not None and in_all(divided)), None)
-
-
-def _contracted(eqn) -> Iterable[tuple] | None:
-    """Return the pairs of dims over which a product of two operands sums, or None if `eqn` is not such a product."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "dot_general":
-        return zip(*params["dimension_numbers"][0], strict=True)
-    if name == "ragged_dot_general":
-        numbers = params["ragged_dot_dimension_numbers"]
-        lhs, rhs = numbers.dot_dimension_numbers[0]
-        is_flat = len(eqn.invars[2].aval.shape) == 1  # one size per group, for all batch dims
-        return [(i, j) for i, j in zip(lhs, rhs, strict=True) if is_flat and i in numbers.lhs_ragged_dimensions]
-    if name == "conv_general_dilated" and params["feature_group_count"] == 1:
-        # In the gradient of a kernel, the feature dim of the convolution holds the rows.
-        numbers = params["dimension_numbers"]
-        return [(numbers.lhs_spec[1], numbers.rhs_spec[1])]
-    return None
-
-
-def _paired(states: Sequence[Places], pairs: Iterable, operands: int) -> Divided | None:
-    """Find the pair of contracted dims that holds the rows, or return None. One of the dims may be uniform."""
-    lhs, rhs = states
-    for i, j in pairs:
-        if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:
-            # The groups of a `ragged_dot` (a third operand) are sorted, so that a worker's rows must be contiguous.
-            place = place if operands == 2 else Place(place.dim)
-            return Divided((place.to(int(i)), place.to(int(j)), *[None] * (operands - 2)))
-    return None
-
-
-def _scattered(eqn, states: Sequence[Places]) -> Divided | None:
-    """Return the places of the rows in a scatter-add into zeros, or None. The indices may have no rows."""
-    _, indices, updates = states
-    numbers = eqn.params["dimension_numbers"]
-    place = next(iter({*indices.places} or {*updates.places}), None)
-    if place is None or place.is_split or getattr(numbers, "operand_batching_dims", ()):
-        return None
-    scattered = [d for d in range(len(eqn.invars[2].aval.shape)) if d not in numbers.update_window_dims]
-    if indices.places:
-        return Divided((None, place, place.to(scattered[place.dim]))) if place.dim < len(scattered) else None
-    return Divided((None, place.to(scattered.index(place.dim)), place)) if place.dim in scattered else None
+    found = (_summed(eqn, assumed, zeros) for assumed in other_sums.assumed(eqn, states))
+    fit = lambda places: all(p is None or fits(p, x, workers) for p, x in zip(places, shapes, strict=True))
+    return next((divided for divided in found if divided is not None and fit(divided.places)), None)

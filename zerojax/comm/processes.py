@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from zerojax.comm.events import EVENTS, Call
-from zerojax.compat import coordination_client
+from zerojax.internals import coordination_client
 
 TIMEOUT_S = 300  # as long as jax.distributed.initialize waits
 MOST_DIFFERENCES = 3

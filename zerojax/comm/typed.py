@@ -22,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs
+from zerojax.comm import rebinding
 from zerojax.comm.mesh import to_auto
 from zerojax.config import with_auto_axes
 from zerojax.config.data_mesh import axes_of, entry_axes
@@ -130,8 +131,8 @@ class _Evaluation:
         params = {name: self._untyped_param(value) for name, value in eqn.params.items()}
         params |= {name: None for name in _SHARDINGS if isinstance(params.get(name), NamedSharding)}
         if "ctx_mesh" in params:
-            params["ctx_mesh"] = compat.mesh_of_calls()
-        return compat.in_force(eqn.replace(params=params))
+            params["ctx_mesh"] = rebinding.mesh_of_calls()
+        return rebinding.in_force(eqn.replace(params=params))
 
     def _untyped_param(self, value: Any) -> Any:
         if compat.is_jaxpr(value):
@@ -155,14 +156,14 @@ class _Evaluation:
         if key not in self.known:
             run = lambda *values: self.evaluate(jaxpr, to_auto(list(consts)), values)
             again = jax.make_jaxpr(run)(*(_typed(var.aval, mesh) for var in jaxpr.invars))
-            self.known[key] = closed, compat.like(again, closed)  # keeps `closed` alive, so that its id stays unique
+            self.known[key] = closed, rebinding.like(again, closed)  # keeps `closed` alive, so that its id stays unique
         return self.known[key][1]
 
     def _shard_map(self, eqn: Any, values: Sequence) -> Sequence:
         jaxpr, consts = compat.opened(eqn.params["jaxpr"])
         inner = dataclasses.replace(self, mesh=_with_manual(self.mesh, eqn.params["newly_manual_axes"]), known={})
         run = lambda *values: tuple(inner.evaluate(jaxpr, to_auto(list(consts)), values))
-        return compat.shard_map_of(eqn, run, mesh=jax.sharding.get_abstract_mesh())(*values)
+        return rebinding.shard_map_of(eqn, run, mesh=jax.sharding.get_abstract_mesh())(*values)
 
     def _custom_rule(self, eqn: Any, values: Sequence) -> Sequence:
         """Evaluate a call of a `jax.custom_jvp` or `jax.custom_vjp`. Its derivative is traced when it is needed.

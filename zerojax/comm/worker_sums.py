@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs, names
+from zerojax.comm import rebinding
 from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.primitives import Kind
 
@@ -51,7 +52,7 @@ def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]])
     partial = lambda i, spec: PartitionSpec(spec_entry(wanted[i]), *spec) if i in chains else spec
     out_specs = [partial(i, spec) for i, spec in enumerate(specs)]
     with eqn.ctx.manager:
-        results = compat.shard_map_of(eqn, run, out_specs=out_specs)(*values)
+        results = rebinding.shard_map_of(eqn, run, out_specs=out_specs)(*values)
     return results, frozenset(chains)
 
 

@@ -5,17 +5,21 @@ place is a dim of a value that holds these entries. A table has one rule per pri
 equation's results, given the places in its operands. Without a rule the answer is "unknown", which is always safe.
 
 place      describes where the followed dim is in one value
-moves      has rules for primitives that move, combine or multiply elements
-indexing   has rules for slices, gathers and scatters
+moves      has rules for the primitives of a dense model
+follow     finds the places in a jaxpr, its calls, loops and branches
+
+These three are what most programs need. `follow` imports the others when it meets an equation for them:
+
+joins      has rules for primitives that cut and join arrays
+mixing     has rules for primitives that mix entries along some dims
+indexing   has rules for slices and gathers at indices that are operands, and for scatters
 guess      replaces unknown places where shapes, shardings or the equation itself allow a guess
 kernels    proves that a Pallas kernel's programs use only their own rows
 declared   defines `zerojax.rows`, which declares a place
-follow     finds the places in a jaxpr, its calls, loops and branches
 """
 
 from zerojax.dims.follow import Follower
-from zerojax.dims.guess import fits
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, stacked, states_of
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, fits, stacked, states_of
 
 __all__ = [
     "NOWHERE",

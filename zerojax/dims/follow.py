@@ -9,11 +9,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
-from zerojax.dims import guess, indexing, moves
-from zerojax.dims.kernels import own_rows
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, joined, stacked, states_of, unstacked
+from zerojax.dims import moves
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, is_index, joined, stacked, states_of, unstacked
+from zerojax.primitives import Kind
 
-RULES = {**moves.RULES, **indexing.RULES}
+_HAVE_BODIES = (Kind.CALL, Kind.REMAT, Kind.CUSTOM, Kind.CONTROL)
 _ROUNDS = 4  # A loop's body is analysed until the states of its carry no longer change, but at most this often.
 
 
@@ -42,7 +42,7 @@ class Follower:
         found: dict[Any, State] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
-        context = Context(self.count, made, indexing.known(jaxpr.invars, given), self.axes)
+        context = Context(self.count, made, _known(jaxpr.invars, given), self.axes)
         for eqn in jaxpr.eqns:
             states = states_of(eqn.invars, found)
             for var, state in zip(eqn.outvars, self.through(eqn, states, context), strict=True):
@@ -51,7 +51,7 @@ class Follower:
                 found[var] = NOWHERE if state is None and is_bare else state
                 found[var] = at(0) if var in drawn else found[var]
                 made[var] = eqn
-        if self.guesses and not drawn and (drawn := guess.drawn(jaxpr, given, found)):
+        if self.guesses and not drawn and (drawn := _drawn(jaxpr, given, found)):
             again, context = self._followed(jaxpr, given, drawn)
             # Elsewhere, a size that equals the number of rows by chance must not hide the rows.
             known = [(state, again[var]) for var, state in found.items() if state is not None and state.places]
@@ -82,48 +82,49 @@ class Follower:
         key = id(jaxpr), tuple(given)
         if key not in self._results:
             found, context = self._followed(jaxpr, given)
-            results = indexing.noted(jaxpr.outvars, states_of(jaxpr.outvars, found), context)
+            results = _noted(jaxpr.outvars, states_of(jaxpr.outvars, found), context)
             self._results[key] = jaxpr, results  # The jaxpr is kept, so that no other jaxpr gets its id.
         return self._results[key][1]
 
-    def through(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
-        if not self.guesses:
-            return self._proved(eqn, states, context)
-        found = self._said(eqn, states, context)
-        return guess.guessed(eqn, states, self._proved(eqn, states, context) if found is None else found, context)
-
-    def _said(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State] | None:
-        """Return the states that an equation declares for its results. None if it declares none."""
-        name = compat.name_of(eqn)
-        if (split := own_rows(eqn, states, self.count)) is not None:
-            return [at(dim) for dim in split.out_dims]
-        if self.count > 1 and guess.is_undivided(eqn, states):
-            self.undivided.setdefault(compat.line_of(eqn), eqn)
-        if name == "shard_map":
-            if self.axes.isdisjoint(eqn.params["newly_manual_axes"]):
-                return self.results(compat.opened(eqn.params["jaxpr"])[0], states)
-            return guess.specified(eqn.params["out_specs"], states, context)
-        found = guess.RULES[name](eqn, states, context) if name in guess.RULES else None
-        body = compat.opaque_body(eqn)
-        return found if body is None else self.results(body, states)
-
-    def _proved(self, eqn: Any, states: Sequence[State], context: Context) -> Sequence[State]:
-        name = compat.name_of(eqn)
-        if (rule := RULES.get(name)) is not None:
+    def through(self, eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+        if (rule := self._rule(eqn, states)) is not None:
             found = rule(eqn, states, context)
-            return found if isinstance(found, list) else [found] * len(eqn.outvars)
-        states = indexing.noted(eqn.invars, states, context)
+            found = found if isinstance(found, list) else [found] * len(eqn.outvars)
+        else:
+            found = self._inside(eqn, _noted(eqn.invars, states, context))
+        if self.guesses and UNKNOWN in found:
+            from zerojax.dims import guess
+
+            return guess.guessed(eqn, states, found, context)
+        return found
+
+    def _rule(self, eqn: Any, states: Sequence[State]) -> moves.PlaceRule | None:
+        name = compat.name_of(eqn)
+        if name in moves.RULES or jaxprs.facts(eqn).kind in _HAVE_BODIES:
+            return moves.RULES.get(name)
+        from zerojax.dims import guess, indexing, joins, mixing
+
+        if self.guesses and self.count > 1 and guess.is_undivided(eqn, states, self.count):
+            self.undivided.setdefault(compat.line_of(eqn), eqn)
+        if self.guesses and name == "shard_map" and self.axes.isdisjoint(eqn.params["newly_manual_axes"]):
+            return None
+        tables = (*([guess] if self.guesses else []), joins, mixing, indexing)
+        return next((table.RULES[name] for table in tables if name in table.RULES), None)
+
+    def _inside(self, eqn: Any, states: Sequence[State]) -> list[State]:
+        name = compat.name_of(eqn)
         if (loop := compat.loop_of(eqn)) is not None:
             return self._through_loop(loop, states)
         if name == "while":
             return self._through_while(eqn, states)
         if name == "cond":
             return self._through_cond(eqn, states)
-        if (body := compat.evaluated_body(eqn)) is not None:
-            return self.results(body, states)
-        return [NOWHERE if all(state is not None and not state.places for state in states) else UNKNOWN] * len(
-            eqn.outvars
-        )
+        body = compat.evaluated_body(eqn)
+        if body is None and self.guesses:
+            from zerojax.dims import guess
+
+            body = guess.body_of(eqn)
+        return moves.without_rule(eqn, states) if body is None else self.results(body, states)
 
     def into_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
         """Return the states of the body's constants, carry and slices, given the states of the loop's operands."""
@@ -169,3 +170,31 @@ class Follower:
         for other in found[1:]:
             outs = [self._joined(*pair) for pair in zip(outs, other, strict=True)]
         return outs if states[0] is not None and not states[0].places else [UNKNOWN] * len(outs)
+
+
+def _known(variables: Sequence, states: Sequence[State]) -> Mapping[Any, Any]:
+    if not any(state.counting for state in states if state is not None):
+        return {}
+    from zerojax.dims import indexing
+
+    return indexing.known(variables, states)
+
+
+def _noted(atoms: Sequence, states: Sequence[State], context: Context) -> list[State]:
+    """Add which indices count to the states of values that leave or enter a function; see `indexing.noted`."""
+    if not any(is_index(atom) for atom in atoms):
+        return list(states)
+    from zerojax.dims import indexing
+
+    return indexing.noted(atoms, states, context)
+
+
+def _drawn(jaxpr: Any, given: Sequence[State], found: Mapping[Any, State]) -> Collection:
+    """Return the random numbers that a jaxpr draws for each row; see `guess.drawn`."""
+    is_bare = lambda var: (state := found[var]) is not None and not state.places
+    bare = (eqn for eqn in jaxpr.eqns if any(map(is_bare, eqn.outvars)))
+    if not any(jaxprs.facts(inner).draws for eqn in bare for inner in jaxprs.with_inner(eqn)):
+        return ()
+    from zerojax.dims import guess
+
+    return guess.drawn(jaxpr, given, found)

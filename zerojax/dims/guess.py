@@ -4,8 +4,8 @@ A kernel, a callback or a call of foreign code has no rule, and a rule can give 
 then still say something: a result that has the size of the operand's rows at the same dim most likely holds the rows
 there. Only code for which a wrong dim costs time and not correctness may guess; see `Follower`.
 
-`RULES` is the third part of the table of rules. It is for equations that no other rule can look into, but that say
-where they divide their operands. These rules prove nothing: the group sizes of a `ragged_dot` depend on the order of
+`RULES` is another part of the table of rules. It is for equations that no other rule can look into, but that say where
+they divide their operands. These rules prove nothing: the group sizes of a `ragged_dot` depend on the order of
 the rows, and a user's sharding rule or declaration may be wrong.
 """
 
@@ -14,13 +14,12 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zerojax import jaxprs
+from zerojax import compat, jaxprs
 from zerojax.config.data_mesh import entry_axes
-from zerojax.dims.moves import guessed_dot
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, one_per_dim
+from zerojax.dims.kernels import own_rows
+from zerojax.dims.moves import product, without_rule
+from zerojax.dims.place import LARGE, NOWHERE, UNKNOWN, Context, Place, Places, State, at, fits, one_per_dim
 from zerojax.primitives import ROWS, Facts, Kind
-
-LARGE = 1 << 16  # Smaller operands and gradients cost too little to warn about them.
 
 
 def guessed(eqn: Any, states: Sequence[State], found: Sequence[State], context: Context) -> list[State]:
@@ -28,17 +27,10 @@ def guessed(eqn: Any, states: Sequence[State], found: Sequence[State], context: 
 
     `states` are the states of the operands.
     """
-    if UNKNOWN not in found:
-        return list(found)
     return [
         _guess(eqn, states, var, context) if state is UNKNOWN else state
         for var, state in zip(eqn.outvars, found, strict=True)
     ]
-
-
-def fits(place: Place, shape: Sequence[int], count: int) -> bool:
-    """Return whether a value of this shape can hold the followed dim at `place`, in equal parts."""
-    return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.outer * count) == 0
 
 
 def divided_by(spec: Any, axes: frozenset[str]) -> list[int]:
@@ -59,7 +51,7 @@ def _guess(eqn: Any, states: Sequence[State], var: Any, context: Context) -> Sta
         return state
     if eqn.primitive.name == "dot_general" and UNKNOWN not in states:
         # The operands have the rows on different dims, for example if a cotangent was joined from halves of the rows.
-        return guessed_dot(eqn, states)
+        return product(eqn, states, lambda *_: True)
     for candidates in (_of_equal_size, _of_other_size):
         for atom, state in zip(eqn.invars, states, strict=True):
             places = () if state is None else sorted(state.places)
@@ -123,12 +115,28 @@ def _contains(eqn: Any, wanted: Callable[[Facts], bool]) -> bool:
     return any(wanted(jaxprs.facts(one)) for one in jaxprs.with_inner(eqn))
 
 
-def is_undivided(eqn: Any, states: Sequence[State]) -> bool:
-    """Return whether every device runs `eqn` on all rows, and an operand with rows is large."""
+def is_undivided(eqn: Any, states: Sequence[State], workers: int) -> bool:
+    """Return whether every worker runs `eqn` on all rows, and an operand with rows is large."""
     sizes = (
         atom.aval.size for atom, state in zip(eqn.invars, states, strict=True) if state is not None and state.places
     )
-    return jaxprs.facts(eqn).is_opaque and any(size >= LARGE for size in sizes)
+    is_large = jaxprs.facts(eqn).is_opaque and any(size >= LARGE for size in sizes)
+    return is_large and own_rows(eqn, states, workers) is None
+
+
+def body_of(eqn: Any) -> Any:
+    """Return the open jaxpr of the function that `eqn` stands for, if no rule knows `eqn`, or None.
+
+    Examples are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`. Such
+    an equation cannot run on other shapes.
+    """
+    name = {"custom_vmap_call": "call", "remat_opt": "fwd_jaxpr", "shard_map": "jaxpr"}.get(eqn.primitive.name)
+    return None if name is None else compat.opened(eqn.params[name])[0]
+
+
+def of_kernel(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+    split = own_rows(eqn, states, context.count)
+    return without_rule(eqn, states) if split is None else [at(dim) for dim in split.out_dims]
 
 
 def declared(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
@@ -161,11 +169,12 @@ def by_sharding_rule(eqn: Any, states: Sequence[State], context: Context) -> lis
     return [state if fit(state, var) else UNKNOWN for state, var in zip(found, eqn.outvars, strict=True)]
 
 
-def specified(specs: Sequence[Any], states: Sequence[State], context: Context) -> list[State]:
+def specified(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
     """Return the dims of the results of a `shard_map` that its `out_specs` divide over the data axes.
 
     A result that no data axis divides is a sum over the workers, or is the same on all of them: its dims are unknown.
     """
+    specs = eqn.params["out_specs"]
     if all(state is not None and not state.places for state in states):
         return [NOWHERE] * len(specs)
     found = [divided_by(spec, context.axes) for spec in specs]
@@ -204,5 +213,7 @@ def ragged_dot(eqn: Any, states: Sequence[State], context: Context) -> list[Stat
 RULES: dict[str, Callable[[Any, Sequence[State], Context], list[State]]] = {
     ROWS: declared,
     "custom_partitioning": by_sharding_rule,
+    "pallas_call": of_kernel,
     "ragged_dot_general": ragged_dot,
+    "shard_map": specified,
 }

@@ -1,25 +1,19 @@
-"""Rules for slices, gathers and scatters. They are the second part of the table of rules."""
+"""Rules for primitives that read and write at indices which are operands. They are a part of the table of rules."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from zerojax import compat, jaxprs
-from zerojax.dims.moves import PlaceRule, cut
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, one_per_dim
+from zerojax.dims.joins import cut
+from zerojax.dims.moves import PlaceRule
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, is_index, one_per_dim
 from zerojax.primitives import Kind, of_kind
 
 _MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are not computed.
-
-
-def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
-    params, state = eqn.params, states[0]
-    old, new, strides = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, params["strides"]
-    if state is not None and strides and any(strides[place.dim] != 1 for place in state.places):
-        return UNKNOWN
-    return cut(state, old, new, params["start_indices"])
 
 
 def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -159,7 +153,6 @@ def noted(atoms: Sequence, states: Sequence[State], context: Context) -> list[St
 
     A derivative gets the indices of a gather as a residual, and does not see how they were computed.
     """
-    is_index = lambda atom: getattr(getattr(atom.aval, "dtype", None), "kind", "") in ("i", "u") and atom.aval.shape
     return [
         dataclasses.replace(state, counting=found)
         if state is not None and not state.counting and is_index(atom) and (found := _count(atom, context))
@@ -185,7 +178,43 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
     eqn = context.made.get(atom)
     if eqn is None or atom.aval.size > _MOST_EVALUATED:
         return context.known.get(atom)
-    return jaxprs.on_numpy(eqn, lambda operand: _constant(operand, context))
+    # A PRNG key and a bfloat16 are no types of NumPy.
+    if getattr(eqn.outvars[0].aval.dtype, "kind", "") not in tuple("biuf") or eqn.primitive.name not in _ON_NUMPY:
+        return None
+    values = []
+    for operand in eqn.invars:
+        if (value := _constant(operand, context)) is None:  # Most arrays depend on an argument, far away.
+            return None
+        values.append(value)
+    return _ON_NUMPY[eqn.primitive.name](eqn, *values)
+
+
+def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
+    spread = [1] * len(shape)
+    for dim, size in zip(dims, value.shape, strict=True):
+        spread[dim] = size
+    return np.broadcast_to(value.reshape(spread), shape)
+
+
+_ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
+    {
+        "add": lambda eqn, a, b: a + b,
+        "broadcast_in_dim": lambda eqn, a: _broadcast(a, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]),
+        "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
+        "ge": lambda eqn, a, b: a >= b,
+        "iota": lambda eqn: _broadcast(
+            np.arange(eqn.params["shape"][eqn.params["dimension"]], dtype=eqn.params["dtype"]),
+            eqn.params["shape"],
+            [eqn.params["dimension"]],
+        ),
+        "lt": lambda eqn, a, b: a < b,
+        "mul": lambda eqn, a, b: a * b,
+        "reshape": lambda eqn, a: a.reshape(eqn.outvars[0].aval.shape),
+        "rev": lambda eqn, a: np.flip(a, eqn.params["dimensions"]),
+        "select_n": lambda eqn, which, *cases: np.choose(which.astype(int), cases),
+        "sub": lambda eqn, a, b: a - b,
+    }
+)
 
 
 def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
@@ -194,7 +223,6 @@ def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 RULES: dict[str, PlaceRule] = {
-    "slice": slice_,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "gather": gather,

@@ -76,11 +76,13 @@ def _divided_dim(mapping: Any, axis: int, programs: int) -> Any:
 
 def _block_size(block: Any) -> int | None:
     """Return the number of entries of a block along one dim. None if the index does not count blocks."""
-    if block is None or type(block).__name__ == "Squeezed":
+    from jax.experimental import pallas
+
+    if block is None or isinstance(block, pallas.Squeezed):
         return 1
     if isinstance(block, int):
         return block
-    return block.block_size if type(block).__name__ == "Blocked" else None
+    return block.block_size if isinstance(block, pallas.Blocked) else None
 
 
 def _local(eqn: Any, axis: int, dims: Sequence[int | None], workers: int) -> dict[str, Any]:

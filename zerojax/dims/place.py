@@ -74,6 +74,7 @@ class Places:
 State = Places | None  # None: unknown
 NOWHERE = Places()
 UNKNOWN: State = None
+LARGE = 1 << 16  # Smaller operands and gradients cost too little to warn about them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +96,19 @@ def states_of(atoms: Iterable, states: Mapping[Any, State]) -> list[State]:
     return [NOWHERE if compat.is_literal(atom) else states[atom] for atom in atoms]
 
 
+def is_index(atom: Any) -> bool:
+    """Return whether a value is an array of integers, which an equation may use as indices."""
+    return getattr(getattr(atom.aval, "dtype", None), "kind", "") in ("i", "u") and bool(atom.aval.shape)
+
+
 def one_per_dim(places: Collection[Place]) -> State:
     """Return the state of a value with these places, or unknown if one dim would have two places."""
     return Places(frozenset(places)) if len({place.dim for place in places}) == len(places) else UNKNOWN
+
+
+def fits(place: Place, shape: Sequence[int], count: int) -> bool:
+    """Return whether a value of this shape can hold the followed dim at `place`, in equal parts."""
+    return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.outer * count) == 0
 
 
 def together(states: Sequence[State]) -> State:
@@ -126,6 +137,16 @@ def joined(a: State, b: State) -> State:
     if a is None or b is None or (a.places and b.places and a.places != b.places):
         return UNKNOWN
     return Places(a.places or b.places, a.uniform & b.uniform)
+
+
+def off(dims: Sequence[int], state: State) -> State:
+    """Return `state`, or unknown if one of the dims holds the followed dim."""
+    return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
+
+
+def ragged(state: State, dims: Sequence[int]) -> State:
+    """Return `state` for a value whose entries may differ along the dims."""
+    return state if state is None else Places(state.places, state.uniform.difference(map(int, dims)))
 
 
 def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> State:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs, names
+from zerojax.comm import rebinding
 from zerojax.gather.segments import BlockSegment, Segment
 
 
@@ -58,7 +59,7 @@ def _with_inner_apart(same: Sequence) -> tuple[Any, list[tuple]]:
         return unchanged
     apart = [_with_scopes_apart(jaxprs) for jaxprs in zip(*inner, strict=True)]
     new = {id(old): jaxpr for old, (jaxpr, _) in zip(inner[0], apart, strict=True) if jaxpr is not old}
-    eqn = compat.with_inner_jaxprs(same[0], new) if new else None
+    eqn = rebinding.with_inner_jaxprs(same[0], new) if new else None
     return (
         unchanged if eqn is None else (eqn, [_joined(of) for of in zip(*(scopes for _, scopes in apart), strict=True)])
     )

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs, names
+from zerojax.comm import rebinding
 from zerojax.gather.parts import COMBINED, dims_of, moving_operands, result_dims, tangents_of, through_loop
 from zerojax.layout.leaf import Leaf
 from zerojax.primitives import Kind, of_kind
@@ -85,7 +86,7 @@ class Term(NamedTuple):
     def of(cls, eqn: Any, operands: Sequence, own: Sequence[int | None], division: Division) -> "Term":
         """Return the term of a reduction or an inner product. `own` has the divided dims of its operands."""
         name = eqn.primitive.name
-        identity = 0 if name == "dot_general" else jaxprs.identity_of(name, operands[0].dtype)
+        identity = 0 if name == "dot_general" else _identity_of(name, operands[0].dtype)
         filled = [x if d is None else division.fill(x, d, identity) for x, d in zip(operands, own, strict=True)]
         if name in ("reduce_max", "reduce_min"):
             return cls(eqn.outvars[0], name, filled[0], tuple(eqn.params["axes"]), division.axes)
@@ -329,8 +330,20 @@ def _loop_on_parts(loop: compat.LoopEqn, values: list, own: Sequence, division: 
 def _local(eqn: Any) -> Any:
     """Return `eqn` without the sharding of its result, as if it had been traced on the current mesh."""
     params = {name: None if name in ("sharding", "out_sharding") else x for name, x in eqn.params.items()}
-    return compat.in_force(eqn.replace(params=params))
+    return rebinding.in_force(eqn.replace(params=params))
 
 
 def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _identity_of(name: str, dtype: Any) -> Any:
+    """Return the identity of the reduction `reduce_sum`, `reduce_max` or `reduce_min`, in the elements' type."""
+    if name == "reduce_sum":
+        return 0
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        limits = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
+    else:  # some types of 8 bits have no infinity
+        is_finite = not np.isinf(np.array(np.inf).astype(dtype).astype(np.float32))
+        limits = (jnp.finfo(dtype).min, jnp.finfo(dtype).max) if is_finite else (-np.inf, np.inf)
+    return limits[0] if name == "reduce_max" else limits[1]

@@ -190,5 +190,7 @@ class ScanSegment(Segment):
 
 def _empty(row, length: int) -> jax.Array:
     if compat.in_host_memory(row):
-        return compat.host_buffer((length, *row.shape), row.dtype)
+        from zerojax import internals
+
+        return internals.host_buffer((length, *row.shape), row.dtype)
     return jnp.zeros((length, *row.shape), row.dtype)

@@ -2,7 +2,7 @@
 
 An overwritten leaf takes its gradient as its new value. Flax's FP8 layers have such leaves. Their backward pass
 computes the next scales and amax histories, and returns them as gradients of the old values. Linen keeps these leaves
-in the collection `_overwrite_with_gradient`. In NNX, their variable class has this name.
+in the collection `_overwrite_with_gradient`. In NNX, their variable class is registered under this name.
 """
 
 from __future__ import annotations
@@ -141,7 +141,13 @@ def overwritten_leaves(
 
 
 def is_variable(node: Any) -> bool:
-    return type(node).__name__ == OVERWRITE
+    """Return whether a node is an NNX Variable of the class that Flax registers under `OVERWRITE`."""
+    nnx = sys.modules.get("flax.nnx")
+    return (
+        nnx is not None
+        and isinstance(node, nnx.Variable)
+        and type(node) is nnx.variable_type_from_name(OVERWRITE, allow_register=True)
+    )
 
 
 def check_experts(leaf: Leaf, data: DataMesh) -> None:

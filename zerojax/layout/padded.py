@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import compat
 from zerojax.config.chosen import LeafMask
 from zerojax.layout.leaf import PaddedNode, is_padded, trim
 
@@ -63,7 +62,11 @@ class Padded(PaddedNode):
         found = tuple(self.storage.shape)
         if self.extent is None and len(found) == len(self.shape):  # bools and keys are padded, too
             object.__setattr__(self, "extent", found[self.dim])
-        if is_number and not has_dims(found, self._storage_shape) and not compat.is_sum_over_tree():
+        if is_number and not has_dims(found, self._storage_shape):
+            from zerojax import internals
+
+            if internals.is_sum_over_tree():
+                return
             raise ValueError(
                 f"A parameter of shape {list(self.shape)} is padded to {list(self._storage_shape)} in storage, and a "
                 f"function that was mapped over the tree gave an array of shape {list(found)} for it. Such a function "

@@ -176,9 +176,8 @@ def lay_out(
 
 
 def has_annotation(node: Any) -> bool:
-    """Return whether a node may be annotated: it is a Flax box or Variable, or of the class of overwritten leaves."""
-    kind = type(node)
-    return hasattr(kind, "get_partition_spec") or hasattr(kind, "get_metadata") or kind.__name__ == OVERWRITE
+    """Return whether a node may be annotated: it is a Flax box or Variable."""
+    return hasattr(type(node), "get_partition_spec") or hasattr(type(node), "get_metadata")
 
 
 def types_of(path: str, x: Any, precision: Precision | None) -> tuple[Any, Any]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from zerojax import compat, jaxprs
+from zerojax import compat, costs, jaxprs
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.moves import free_dims
@@ -299,7 +299,7 @@ def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -
 def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
     """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
     contracted, batch = eqn.params["dimension_numbers"]
-    flops = float(jaxprs.dot_flops(eqn))
+    flops = float(costs.dot_flops(eqn))
     if dims == [None, None]:
         work.repeated += flops
         return None
@@ -333,7 +333,7 @@ def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list
     *batch, m, n = shape if len(shape) > 1 else (1, *shape)
     if eqn.primitive.name == "triangular_solve":
         m, n = math.prod(eqn.invars[1].aval.shape[-2:]) // n, n
-    flops = jaxprs.facts(eqn).decomposition_flops * math.prod(batch) * max(m, n) * min(m, n) ** 2
+    flops = costs.DECOMPOSITION_FLOPS[eqn.primitive.name] * math.prod(batch) * max(m, n) * min(m, n) ** 2
     given = {d for d in dims if d is not None}
     if not given:
         work.repeated += flops

@@ -21,8 +21,8 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.offload.host import pinned_limit
-from zerojax.planning.compat import MovedMeshes, in_force, kernels_for
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
+from zerojax.planning.other_meshes import MovedMeshes, in_force, kernels_for
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device

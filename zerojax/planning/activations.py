@@ -28,7 +28,7 @@ from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
-from zerojax.planning.compat import OnOneDevice, in_force
+from zerojax.planning.other_meshes import OnOneDevice, in_force
 from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import check_batch, packed
 from zerojax.train.fitting import largest_share

@@ -24,8 +24,8 @@ from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.pieces import FREE, Piece, pieces
 from zerojax.inspect.roofline import kernels, overlap, product_flops
 from zerojax.planning.absent_program import moved_to
-from zerojax.planning.compat import MovedMeshes, in_force
 from zerojax.planning.contract import Checked, Contract, contract_of
+from zerojax.planning.other_meshes import MovedMeshes, in_force
 from zerojax.planning.shapes import abstract
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState

@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.extend import source_info_util
+from jax.extend.core import Primitive
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 # A version of cuDNN that supports every form of attention that JAX offers. JAX asks for it before it traces an
@@ -118,7 +120,7 @@ def meshes_replaced(replace: Callable[[Any], Any], *, key: Any) -> Iterator[None
     JAX caches the traces of inner functions. `key`, which is hashable, becomes part of the cache's keys. So this
     context does not find traces that name the caller's devices, and the caller's step finds no traces of this context.
     """
-    from jax._src import config, core, pjit, shard_map, sharding_impls
+    from jax._src import config, pjit, shard_map, sharding_impls
 
     _hide_frames()
     moved = functools.partial(_replaced, replace)
@@ -140,7 +142,7 @@ def meshes_replaced(replace: Callable[[Any], Any], *, key: Any) -> Iterator[None
     canonical = sharding_impls.canonicalize_sharding
     importers = [m for m in list(sys.modules.values()) if vars(m).get("canonicalize_sharding") is canonical]
     replacements = [
-        (core.Primitive, "bind", bind_moved),
+        (Primitive, "bind", bind_moved),
         (shard_map, "_shmap_checks", check_mesh_moved),
         (shard_map, "_check_specs_vs_args", lambda check: lambda f, mesh, *rest: check(f, moved(mesh), *rest)),
         (pjit, "prepare_axis_resources", first_moved),
@@ -209,8 +211,6 @@ def kernels_for(mesh: Mesh) -> Iterator[None]:
 @functools.cache
 def _hide_frames() -> None:
     """Let JAX name the caller's line as the origin of an equation, and not this file, which is now above every bind."""
-    from jax._src import source_info_util
-
     source_info_util.register_exclusion(__file__)
 
 

@@ -1,0 +1,75 @@
+"""Contain what zerojax uses of JAX that JAX's public API does not have. CONTRIBUTING.md lists it, with the reasons."""
+
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def is_tracing() -> bool:
+    from jax._src.core import trace_state_clean
+
+    return not trace_state_clean()
+
+
+def coordination_client() -> Any:
+    """Return the client of JAX's coordination service, through which processes communicate without devices."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+def host_buffer(shape: Sequence[int], dtype) -> Any:
+    """Return an uninitialised array in host memory. Call this function while tracing.
+
+    `jax.lax.scan` makes the same array for results in host memory. The public API can only copy an array from the
+    device to the host, so the array would exist on the device first.
+    """
+    from jax._src.lax import lax
+
+    return jax.lax.broadcast(lax.empty2(dtype, memory_space=jax.memory.Space.Host), tuple(shape))
+
+
+@functools.cache
+def _replaced() -> dict[type, str]:
+    """Return the classes of `HiPrim` that replace primitives, and the primitives' names. Old versions lack some."""
+    from jax._src import ad_checkpoint, hijax
+
+    classes = {
+        (ad_checkpoint, "CheckpointName"): "name",
+        (ad_checkpoint, "CheckpointNameFwd"): "name",
+        (ad_checkpoint, "RematTraced"): "checkpoint",
+        (hijax, "CustomJVPTraced"): "custom_jvp_call",
+        (hijax, "CustomVJPTraced"): "custom_vjp_call",
+    }
+    return {getattr(module, name): of for (module, name), of in classes.items() if hasattr(module, name)}
+
+
+def replaced_by(kind: type) -> str | None:
+    """Return the name of the primitive that a class of `HiPrim` replaces, or None for a class of another library."""
+    return _replaced().get(kind)
+
+
+# Functions that sum an expression over the leaves of a tree, by module. Zeros in a leaf do not change the sum.
+_SUMS_OVER_TREES = {
+    "optax.tree_utils._tree_math": ("tree_sum", "tree_vdot"),
+    "jax._src.scipy.sparse.linalg": ("_vdot_real_tree", "_vdot_tree"),
+}
+
+
+def is_sum_over_tree() -> bool:
+    """Return whether a sum over the leaves of a tree, which zeros do not change, makes the calling pytree node.
+
+    A `Padded` node calls this function when it is made with an array that lacks its dims: a term of such a sum, as in
+    `optax.chain(optax.clip_by_global_norm(1.0), zero_shard(...))`, or a mean or a minimum, which the padding has made
+    wrong. JAX gives the node the result of the mapped function, and not the function, and both results are scalars. A
+    node that raised its error only when it is read would not notice a mean, because `jax.tree.reduce` reads the arrays
+    and not the nodes. So this function looks for the callers whose sums are right.
+    """
+    frame = sys._getframe(1)
+    between = ("zerojax.layout.padded", "jax._src.tree", "jax.tree")  # the frames of the node and of jax.tree.map
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(between):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in _SUMS_OVER_TREES.get(frame.f_globals.get("__name__", ""), ())
