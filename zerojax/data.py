@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from zerojax.config import check_count, check_word
 from zerojax.config.data_mesh import in_words
-from zerojax.train.arguments import NO_NUMBERS, batch_shardings, check_batch, placed
+from zerojax.train.arguments import NO_NUMBERS, batch_shardings, check_batch, place_leaf
 from zerojax.transformation import ZeroTransformation
 
 __all__ = ["ShardedBatches", "shard_batches"]
@@ -184,7 +184,8 @@ class Placement:
             arrays = padded(arrays, rows, self._rows)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(x) * self.processes, *x.shape[1:]), x.dtype), arrays)
         check_batch(shapes, self._config.data, self._accumulate)
-        put = placed if is_first and self.processes == 1 else self._put  # `placed` compares the processes' batches
+        compares = is_first and self.processes == 1  # `place_leaf` compares the batches of the processes
+        put = place_leaf if compares else self._put
         return jax.tree.map(put, arrays, batch_shardings(self._config, self._config.user_mesh, shapes))
 
     def _drop(self, rows: int, parts: int) -> None:
@@ -197,7 +198,7 @@ class Placement:
         if self.processes > 1:
             return jax.make_array_from_process_local_data(sharding, np.array(x))
         if isinstance(x, jax.Array) or jax.process_count() == 1:
-            return placed(x, sharding)
+            return place_leaf(x, sharding)
         return jax.make_array_from_callback(x.shape, sharding, lambda index: np.array(x[index]))
 
 

@@ -9,7 +9,8 @@ from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params, floats_only
 
 from zerojax import DynamicScale, Precision, Tuning, zero_shard
-from zerojax.train.loss_scaling import init_scaling, update_scaling
+from zerojax.train.loss import init_scaling
+from zerojax.train.loss_scaling import update_scaling
 
 
 def scales(rule, overflows):

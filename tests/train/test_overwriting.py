@@ -13,7 +13,7 @@ from flax.linen import fp8_ops
 from flax.training.train_state import TrainState
 
 from zerojax import Offload, Precision, Tuning, compat, report, zero_shard
-from zerojax.train.overwriting import Kind, dependence, unscaled
+from zerojax.train.overwriting import Dependence, dependence, unscaled
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 OWG = fp8_ops.OVERWRITE_WITH_GRADIENT
@@ -163,28 +163,28 @@ def test_a_plain_derivative_is_that_of_the_loss_itself(stage, accumulate, option
 @pytest.mark.parametrize(
     ("value", "kind"),
     [
-        (lambda cotangent, x: 2 * cotangent * x, Kind.LINEAR),
-        (lambda cotangent, x: cotangent / x, Kind.LINEAR),
-        (lambda cotangent, x: x / cotangent, Kind.OTHER),
-        (lambda cotangent, x: cotangent * cotangent, Kind.OTHER),
-        (lambda cotangent, x: cotangent * x - 3 * cotangent, Kind.LINEAR),
-        (lambda cotangent, x: cotangent - x, Kind.OTHER),
-        (lambda cotangent, x: x - cotangent, Kind.OTHER),
-        (lambda cotangent, x: jnp.abs(cotangent), Kind.OTHER),
-        (lambda cotangent, x: jnp.stack([cotangent, -cotangent]), Kind.LINEAR),
-        (lambda cotangent, x: jnp.stack([cotangent, x]), Kind.OTHER),
-        (lambda cotangent, x: jnp.concatenate([jnp.tile(cotangent, 2), jnp.real(cotangent)[None]]), Kind.LINEAR),
-        (lambda cotangent, x: jnp.where(x > 0, cotangent, 0.0), Kind.LINEAR),
-        (lambda cotangent, x: jnp.where(cotangent > 0, x, 0.0), Kind.OTHER),
-        (lambda cotangent, x: jnp.sin(x), Kind.CONSTANT),
-        (lambda cotangent, x: jnp.zeros(()) * 1.0, Kind.ZERO),
-        (lambda cotangent, x: jax.lax.fori_loop(0, 3, lambda _, y: y + cotangent, 0.0), Kind.LINEAR),
-        (lambda cotangent, x: jax.lax.fori_loop(0, 3, lambda _, y: y * cotangent, x), Kind.OTHER),
+        (lambda cotangent, x: 2 * cotangent * x, Dependence.LINEAR),
+        (lambda cotangent, x: cotangent / x, Dependence.LINEAR),
+        (lambda cotangent, x: x / cotangent, Dependence.OTHER),
+        (lambda cotangent, x: cotangent * cotangent, Dependence.OTHER),
+        (lambda cotangent, x: cotangent * x - 3 * cotangent, Dependence.LINEAR),
+        (lambda cotangent, x: cotangent - x, Dependence.OTHER),
+        (lambda cotangent, x: x - cotangent, Dependence.OTHER),
+        (lambda cotangent, x: jnp.abs(cotangent), Dependence.OTHER),
+        (lambda cotangent, x: jnp.stack([cotangent, -cotangent]), Dependence.LINEAR),
+        (lambda cotangent, x: jnp.stack([cotangent, x]), Dependence.OTHER),
+        (lambda cotangent, x: jnp.concatenate([jnp.tile(cotangent, 2), jnp.real(cotangent)[None]]), Dependence.LINEAR),
+        (lambda cotangent, x: jnp.where(x > 0, cotangent, 0.0), Dependence.LINEAR),
+        (lambda cotangent, x: jnp.where(cotangent > 0, x, 0.0), Dependence.OTHER),
+        (lambda cotangent, x: jnp.sin(x), Dependence.CONSTANT),
+        (lambda cotangent, x: jnp.zeros(()) * 1.0, Dependence.ZERO),
+        (lambda cotangent, x: jax.lax.fori_loop(0, 3, lambda _, y: y + cotangent, 0.0), Dependence.LINEAR),
+        (lambda cotangent, x: jax.lax.fori_loop(0, 3, lambda _, y: y * cotangent, x), Dependence.OTHER),
     ],
 )
 def test_how_a_value_depends_on_the_cotangent(value, kind):
     jaxpr, _ = compat.opened(jax.make_jaxpr(value)(1.0, 2.0))
-    assert dependence(jaxpr, [Kind.LINEAR, Kind.CONSTANT]) == [kind]
+    assert dependence(jaxpr, [Dependence.LINEAR, Dependence.CONSTANT]) == [kind]
 
 
 def test_a_derivative_is_divided_by_the_cotangent_and_a_statistic_is_not():

@@ -15,7 +15,7 @@ view, no gradient has this dim.
 Read docs/stage3.md first, from "The rewrite" to "The schedule". Then read the files in this order.
 
 A loss becomes a program:
-    engine          `gather_on_use` rewrites a loss to take shards, and runs the program
+    engine          `trace_loss` makes the program, which `run_forward` and `run_backward` run
     planner         turns the jaxpr of the loss into a `Program`, and lists the optional passes
     sharded_param   describes a parameter's shard, and what is applied to it before the gather
     rules           has the table of rules that decides about each equation

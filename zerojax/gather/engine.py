@@ -1,8 +1,9 @@
-"""The entry of the engine. `gather_on_use` rewrites a loss of full parameters to take shards, and runs it.
+"""The entry of the engine. `trace_loss` makes a program that takes shards from a loss of full parameters.
 
-`gather_on_use` traces the loss, lets `planner` divide it into segments (`trace_loss`), and returns the resulting
-program as a differentiable function (`as_function`). The forward pass runs the segments in order, and the backward pass
-in reverse. A `GatherScheduler` starts the gathers of later segments, and a `GradScheduler` takes the gradients.
+`trace_loss` traces the loss, and lets `planner` divide it into segments. A training step runs the program itself
+(`run_forward`, `run_backward`). For evaluation, `gather_on_use` returns it as a differentiable function
+(`as_function`). The forward pass runs the segments in order, and the backward pass in reverse. A `GatherScheduler`
+starts the gathers of later segments, and a `GradScheduler` takes the gradients.
 """
 
 import dataclasses

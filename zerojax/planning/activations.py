@@ -32,7 +32,8 @@ from zerojax.planning.other_meshes import OnOneDevice, in_force
 from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import check_batch, packed
 from zerojax.train.fitting import largest_share
-from zerojax.train.loss import Loss, TypedLoss, on_one_device
+from zerojax.train.loss import Loss
+from zerojax.train.typed_loss import TypedLoss, on_one_device
 
 
 class LossOptions(TypedDict, total=False):

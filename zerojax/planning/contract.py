@@ -26,7 +26,8 @@ from zerojax.optim.transformation import wrapped_tx
 from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.shapes import rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes
-from zerojax.train.loss import Loss, TypedLoss
+from zerojax.train.loss import Loss
+from zerojax.train.typed_loss import TypedLoss
 
 
 @dataclasses.dataclass(frozen=True)

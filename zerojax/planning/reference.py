@@ -23,10 +23,12 @@ from zerojax.layout.tree import Layout, is_numeric, layout_of
 from zerojax.optim.transformation import with_extra_args
 from zerojax.placement.storage import cast
 from zerojax.train.arguments import cast_inputs
-from zerojax.train.loss import Returned, TypedLoss, on_one_device
-from zerojax.train.loss_scaling import ScalingState, init_scaling, unscale, update_scaling
+from zerojax.train.gradients import unscale
+from zerojax.train.loss import Returned, ScalingState, init_scaling
+from zerojax.train.loss_scaling import update_scaling
 from zerojax.train.step import Step
 from zerojax.train.step_program import StepProgram
+from zerojax.train.typed_loss import TypedLoss, on_one_device
 from zerojax.transformation import ZeroTransformation
 
 if TYPE_CHECKING:

@@ -1,80 +1,48 @@
 """At stages 1 and 2, compute reductions of parameters, such as penalties, on shards.
 
-`traced_apart` takes the reductions out of a traced loss. Each device computes its part of them from its shards, once
+`gather.apart` takes the reductions out of a traced loss. Each device computes its part of them from its shards, once
 per step. The rest of the loss is differentiated with respect to their results, which are small. From these cotangents,
-each device computes its shard of the parameters' gradients (`TracedLoss.pull`), which is added to the gradients after
-these are reduced. So no collective moves more bytes than without the penalty.
+each device computes its shard of the parameters' gradients, which is added to the gradients after these are reduced. So
+no collective moves more bytes than without the penalty.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs
+from zerojax import jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather import as_function
-from zerojax.gather.apart import taken_apart
+from zerojax.gather.apart import Apart
+from zerojax.gather.engine import as_function
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 from zerojax.train.loss import at_least_float32
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Shaped
+    from jaxtyping import Array
 
 
-@dataclasses.dataclass(frozen=True)
-class TracedLoss:
-    """A loss on full parameters that was traced once.
-
-    Attributes:
-        run: `run(args, results)` returns the loss's results.
-        structure: The tree that the loss's results form, without the total, which is the first result.
-        results: The results of the reductions that are computed on shards; often none.
-        moving: The indices of the results that have cotangents. A number of elements is an integer and has none.
-        pull: `pull(cotangents of the moving results)` returns the gradients' shards by the index of the parameter. In
-            device view, each device gives the cotangent of its own loss.
-    """
-
-    run: Callable[[Sequence, Sequence], list]
-    structure: Any
-    results: Sequence[Array] = ()
-    moving: Sequence[int] = ()
-    pull: Callable[[Sequence[Array]], Mapping[int, Shaped[Array, "*local"]]] = lambda cotangents: {}
-
-
-def traced_apart(
-    closed: Any,
-    structure: Any,
-    args: Sequence,
-    leaves: Mapping[int, Leaf],
-    *,
-    alike: Sequence[bool],
-    comm: Collectives,
-    is_sum: bool,
-) -> TracedLoss:
-    """Return a traced loss, after its reductions of parameters are computed on shards.
+def reductions_on_shards(
+    apart: Apart, args: Sequence, leaves: Mapping[int, Leaf], comm: Collectives, is_sum: bool
+) -> tuple[Sequence[Array], Sequence[int], Callable]:
+    """Compute the reductions of a loss on shards.
 
     Args:
-        closed: The traced loss.
-        structure: See `TracedLoss`.
+        apart: The loss, divided into its reductions and the rest.
         args: The values of the loss's arguments. The batch may have all microbatches, because no reduction reads it.
         leaves: How the gradients of parameters are sharded, by the index of the argument.
-        alike: For each argument, whether it is alike on all devices.
         comm: The collectives of the view.
-        is_sum: Whether `TracedLoss.pull` gets sums over microbatches.
+        is_sum: Whether `pull` gets sums over microbatches.
+
+    Returns:
+        `(results, moving, pull)`; see `full_params.FullLoss`.
     """
-    stored = [leaves.get(i) for i in range(len(args))]
-    apart = taken_apart(closed, stored, alike)
-    if apart is None:
-        jaxpr, consts = compat.opened(closed)
-        consts = jaxprs.as_jax_values(consts)
-        return TracedLoss(lambda args, _: jaxprs.run(jaxpr, consts, *args), structure)
     # The reduction is complete, also if `comm` leaves the sums of other gradients to the end of the step.
     run = as_function(apart.program, Options(dataclasses.replace(comm, defers=False), 0, True), {})
     values = dict(enumerate([*args, *apart.constants]))
@@ -110,7 +78,7 @@ def traced_apart(
         wide = [at_least_float32(a) + at_least_float32(b) for a, b in zip(first, second, strict=True)]
         return dict(zip(used, wide, strict=True))
 
-    return TracedLoss(apart.run_rest, structure, results, moving, pull_shards)
+    return results, moving, pull_shards
 
 
 def _rounded(x: Array, mantissa: int) -> Array:

@@ -1,4 +1,4 @@
-"""Find, check, place and cast the arguments of a loss: the batch, further arrays, and values that are not traced."""
+"""The arguments of a loss: find the batch among them, check, place and cast it, and pack the further arguments."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from zerojax import names
 from zerojax.comm.mesh import batch_sharding, owned
 from zerojax.config import Config, DataMesh
-from zerojax.config.data_mesh import entry_axes, in_words
-from zerojax.config.precision import Precision
+from zerojax.config.data_mesh import in_words
 from zerojax.layout.tree import canonical
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int, PyTree
+    from jaxtyping import PyTree
+
+    from zerojax.config.precision import Precision
 
 # The default of a positional batch. It means that the caller passed the batch by keyword, or passed none.
 NO_BATCH = inspect.Parameter.empty
@@ -110,7 +111,7 @@ def packed(args: tuple, keywords: Mapping[str, Any] | None = None, *, batch_too:
     return jax.tree_util.tree_map_with_path(one, given, is_leaf=is_constant)
 
 
-def call(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
+def call_unpacked(fn: Callable, leading: tuple, batch: Any, args: tuple) -> Any:
     """Call `fn` with the positional and keyword arguments of the user's call. `args` may be `packed` or not."""
     args = jax.tree.map(lambda x: x.value if is_constant(x) else x, args, is_leaf=is_constant)
     if not (args and isinstance(args[-1], Keywords)):
@@ -135,7 +136,7 @@ NUMBERS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, bool, int, f
 
 def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
     """Raise an error unless all leaves have equally many rows, a multiple of devices times microbatches."""
-    check_types(batch)
+    check_leaf_types(batch)
     first: tuple[str, int] | None = None
     parts = data.workers * accumulate
     where = f"mesh {in_words(data.batch)}"
@@ -170,7 +171,7 @@ def check_batch(batch: PyTree, data: DataMesh, accumulate: int = 1) -> None:
             )
 
 
-def check_types(batch: PyTree) -> None:
+def check_leaf_types(batch: PyTree) -> None:
     """Raise a TypeError for a leaf that JAX cannot use, such as a string, or a tensor of another library."""
     for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]:
         name, dtype = f"batch{jax.tree_util.keystr(path)}", getattr(x, "dtype", None)
@@ -190,40 +191,20 @@ def check_types(batch: PyTree) -> None:
 def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
     """Check a batch, and divide it over the devices of the caller's mesh. Shapes are returned with shardings."""
     check_batch(batch, config.data, accumulate)
-    return jax.tree.map(placed, batch, batch_shardings(config, config.user_mesh, batch))
+    return jax.tree.map(place_leaf, batch, batch_shardings(config, config.user_mesh, batch))
 
 
 def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
     """Return the sharding of each leaf of a batch. Raise a ValueError if `batch_spec` does not fit the batch."""
-    if config.batch_spec is None:
-        sharding = batch_sharding(mesh, config.data)
-        return jax.tree.map(lambda _: sharding, batch)
-    specs = config.batch_spec.over(batch)
-    if undivided := first_undivided(config, batch, specs):
-        name, dim, size, axes = undivided
-        parts = config.data.size(axes)
-        below, above = size // parts * parts, -(-size // parts) * parts
-        raise ValueError(
-            f"Cannot divide {name} over mesh {in_words(axes)}: its dim {dim} has a size of {size}, and the "
-            f"{'axis has' if len(axes) == 1 else 'axes have'} {parts} devices. Give a size of "
-            f"{f'{below} or {above}' if below else above} (for inputs and for targets, not for a window that is one "
-            f"longer), or a batch_spec= that does not divide this dim."
-        )
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    if config.batch_spec is not None:
+        from zerojax.train.batch_spec import shardings_of_spec
+
+        return shardings_of_spec(config, mesh, batch)
+    sharding = batch_sharding(mesh, config.data)
+    return jax.tree.map(lambda _: sharding, batch)
 
 
-def first_undivided(config: Config, batch: PyTree, specs: PyTree) -> tuple[str, int, int, tuple[str, ...]] | None:
-    """Return `(name, dim, size, axes)` of the first leaf with a dim that the spec does not divide evenly, or None."""
-    leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-    each = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-    for (path, x), spec in zip(leaves, each, strict=True):
-        for dim, (size, entry) in enumerate(zip(jnp.shape(x), spec, strict=False)):
-            if size % config.data.size(entry_axes(entry)):
-                return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_axes(entry)
-    return None
-
-
-def placed(x: Any, sharding: NamedSharding) -> Any:
+def place_leaf(x: Any, sharding: NamedSharding) -> Any:
     """Move one leaf of a batch to the devices of a sharding. A traced leaf is returned unchanged."""
     if isinstance(x, jax.core.Tracer):
         return x
@@ -248,32 +229,3 @@ def cast_inputs(precision: Precision | None, batch: PyTree) -> Any:
     if precision is None:
         return batch
     return jax.tree.map(lambda x: jnp.asarray(x, precision.input_dtype(jnp.shape(x), jnp.result_type(x))), batch)
-
-
-def check_args(args: tuple) -> None:
-    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would treat it as data."""
-    for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
-        if is_untyped_key(x):
-            raise TypeError(
-                f"args{jax.tree_util.keystr(path)} is uint32[2], which looks like an untyped PRNG key: every device "
-                f"would draw the same numbers. Pass jax.random.key(seed), or jax.random.wrap_key_data(key)."
-            )
-
-
-def is_untyped_key(x: Any) -> bool:
-    """Return whether an array, or a shape, is uint32[2] and so looks like an untyped PRNG key."""
-    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
-
-
-def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
-    """Fold typed PRNG keys with the index of a device or microbatch, so that each index draws different numbers."""
-
-    def fold(x):
-        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
-            return x
-        folded = lambda key: jax.random.fold_in(key, number)
-        for _ in range(x.ndim):
-            folded = jax.vmap(folded)
-        return folded(x)
-
-    return jax.tree.map(fold, args)

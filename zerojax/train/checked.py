@@ -1,37 +1,44 @@
-"""Refuse code in a loss that gives wrong results if the loss is called once per device or microbatch."""
+"""Check a loss that is called once per device or microbatch, and give each call its own PRNG keys.
+
+The losses of the parts of a batch must combine to the loss of the whole batch. So each call must draw other random
+numbers, and a loss must not divide rows over the devices itself.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from zerojax import compat, jaxprs
 from zerojax.config.data_mesh import axes_of
-from zerojax.train.arguments import is_untyped_key
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Int, PyTree
 
 
-def checked(fn: Callable, manual: Sequence[str]) -> Callable:
+def checked_loss(fn: Callable, manual: Sequence[str]) -> Callable:
     """Return a function that traces the loss `fn`, checks its jaxpr, and evaluates the jaxpr.
 
-    The losses of the parts of a batch must combine to the loss of the whole batch. So a loss must not close over a PRNG
-    key, create a key from a constant, or constrain an array over the `manual` mesh axes, which already divide its rows.
+    A loss must not close over a PRNG key, create a key from a constant, or constrain an array over the `manual` mesh
+    axes, which already divide its rows.
     """
 
     def call(*args):
         closed, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
         jaxpr, consts = compat.opened(closed)
-        check(jaxpr, frozenset(manual))
+        check_code(jaxpr, frozenset(manual))
         results = jaxprs.run(jaxpr, jaxprs.as_jax_values(consts), *jax.tree.leaves(args))
         return jax.tree.unflatten(jax.tree.structure(shape), results)
 
     return call
 
 
-def check(jaxpr: Any, manual: frozenset[str]) -> None:
-    """Raise a ValueError if the jaxpr of a loss contains code that `checked` does not allow."""
+def check_code(jaxpr: Any, manual: frozenset[str]) -> None:
+    """Raise a ValueError if the jaxpr of a loss contains code that `checked_loss` does not allow."""
     for inner in nested(jaxpr):
         check_keys(inner)
         for eqn in inner.eqns:
@@ -68,3 +75,32 @@ def nested(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxprs.alive(jaxpr):
         for inner in compat.inner_jaxprs(eqn):
             yield from nested(inner)
+
+
+def check_args(args: tuple) -> None:
+    """Raise a TypeError for an untyped PRNG key, because `fold_keys` would treat it as data."""
+    for path, x in jax.tree_util.tree_flatten_with_path(args)[0]:
+        if is_untyped_key(x):
+            raise TypeError(
+                f"args{jax.tree_util.keystr(path)} is uint32[2], which looks like an untyped PRNG key: every device "
+                f"would draw the same numbers. Pass jax.random.key(seed), or jax.random.wrap_key_data(key)."
+            )
+
+
+def is_untyped_key(x: Any) -> bool:
+    """Return whether an array, or a shape, is uint32[2] and so looks like an untyped PRNG key."""
+    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
+
+
+def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
+    """Fold typed PRNG keys with the index of a device or microbatch, so that each index draws different numbers."""
+
+    def fold(x):
+        if not (isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)):
+            return x
+        folded = lambda key: jax.random.fold_in(key, number)
+        for _ in range(x.ndim):
+            folded = jax.vmap(folded)
+        return folded(x)
+
+    return jax.tree.map(fold, args)

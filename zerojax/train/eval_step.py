@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
-from zerojax.gather import StandIn
+from zerojax.gather import StandIn, gather_on_use
 from zerojax.gather.engine import split_arrays
 from zerojax.layout.leaf import is_chunked
 from zerojax.layout.tree import layout_of
@@ -22,10 +22,10 @@ from zerojax.placement.usable import unusable_named
 from zerojax.staged.microbatch import Microbatch, Reader
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.state import files_of, shapes_on_disk
-from zerojax.train.arguments import NO_BATCH, call, check_types, first_undivided, place_batch, placed, separated
+from zerojax.train.arguments import NO_BATCH, call_unpacked, check_leaf_types, place_batch, place_leaf, separated
+from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.staged_loss import Traced, trace_stages, type_key
-from zerojax.train.view import View
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -39,7 +39,7 @@ class Function:
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
         del mutable
-        return call(self.fn, (params,), batch, args)
+        return call_unpacked(self.fn, (params,), batch, args)
 
 
 def eval_step(config: Config, fn: Callable) -> Callable:
@@ -53,12 +53,18 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         # The gradient of zeros in device memory becomes the gradient of the parameter, which is in host memory.
         zeros = lambda x: x - jax.lax.stop_gradient(x)
         shards = [StandIn(x, zeros(to_device(x))) if is_on_host(x) else x for x in stored]
-        return view.loss_of_storage()(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
+        call = view.call
+        if view.gathers_on_use:
+            tree = jax.tree.unflatten(layout.treedef, layout.params)
+            ahead, reshards = config.prefetch, config.reshard_after_forward
+            options = {"prefetch": ahead, "reshard_after_forward": reshards, "of_rows": OF_ROWS, "differing": DIFFERING}
+            call = gather_on_use(call, tree, comm=view.comm, **options)
+        return call(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
 
     @functools.cache
     def program_for(others: tuple) -> Callable:
         def program(params, batch, *args):
-            rows = batch if divides(config, batch) else ()
+            rows = batch if is_divisible(config, batch) else ()
             shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
             call = functools.partial(run, others)
             return on_auto_mesh(config.user_mesh, call, params, batch, *with_types(args), shardings=shardings)
@@ -72,14 +78,14 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     def step(params, batch=NO_BATCH, *args, **keywords):
         _, batch, args = separated((batch, *args), keywords)
         with unusable_named(config.mesh, params=params, batch=batch):
-            check_types(batch)
+            check_leaf_types(batch)
             on_disk = files_of(params) is not None
             is_new = not on_disk and same.is_new(signature_of(params), batch, args)
             wait_if_simulated(config.mesh, (params, batch, args))
-            if divides(config, batch):
+            if is_divisible(config, batch):
                 rows = place_batch(config, batch)
             else:
-                rows = jax.tree.map(lambda x: placed(x, replicated(config.user_mesh)), batch)
+                rows = jax.tree.map(lambda x: place_leaf(x, replicated(config.user_mesh)), batch)
             if on_disk:
                 return on_auto_mesh(config.user_mesh, staged, params, rows, with_types(args))
             return same.call(program_for(others_of(given, params)), params, rows, *args, is_new=is_new)
@@ -98,11 +104,15 @@ def others_of(config: Config, params: PyTree) -> tuple:
     return others if any(others) else ()
 
 
-def divides(config: Config, batch: PyTree) -> bool:
+def is_divisible(config: Config, batch: PyTree) -> bool:
     """Return whether the mesh axes evenly divide the rows of every leaf, and the dims that `batch_spec` names."""
     if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
         return False
-    return config.batch_spec is None or first_undivided(config, batch, config.batch_spec.over(batch)) is None
+    if config.batch_spec is None:
+        return True
+    from zerojax.train.batch_spec import first_undivided
+
+    return first_undivided(config, batch) is None
 
 
 class StagedFunction:

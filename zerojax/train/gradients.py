@@ -1,13 +1,16 @@
 """Compute loss and gradient over all devices and microbatches. The loss scale is divided out.
 
+At stage 3, `zerojax.gather` runs the loss. It gathers each sharded parameter where it is used, and reduce-scatters its
+gradient in the backward pass. At stages 0 to 2, `full_params` differentiates the loss on full parameters. The gradients
+that are not reduced in the backward pass are reduced here.
+
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -20,24 +23,20 @@ from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import constrain, mapped, replicated
 from zerojax.compat import common_dtype
 from zerojax.config.data_mesh import spec_entry
-from zerojax.inspect.nonfinite import origins
-from zerojax.layout.leaf import Leaf, replace_items
+from zerojax.gather.engine import run_backward, run_forward, trace_loss
+from zerojax.gather.schedule import Options
+from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.metrics import unmarked
-from zerojax.placement.storage import in_logical_shape, to_device
-from zerojax.train.apart import TracedLoss
-from zerojax.train.arguments import batch_shardings, check_args, fold_keys
-from zerojax.train.combined_aux import combine, merged
-from zerojax.train.loss import at_least_float32, mean_mutable
-from zerojax.train.loss_scaling import unscale
-from zerojax.train.reduction import check_reduction
-from zerojax.train.view import LossInputs, View
+from zerojax.train.arguments import batch_shardings
+from zerojax.train.loss import DIFFERING, OF_ROWS, LossInputs, Returned, View, at_least_float32
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
+    from zerojax.train.full_params import FullLoss
 
-class Gradients(NamedTuple):
+
+class StepGradients(NamedTuple):
     """The results of the forward and backward passes of a step, over all devices and microbatches."""
 
     loss: Float[Array, ""]  # the mean loss
@@ -51,7 +50,7 @@ class Gradients(NamedTuple):
     overwritten: list[Array]  # the new value of each overwritten parameter: the maximum over devices and microbatches
 
 
-def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | float) -> Gradients:
+def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | float) -> StepGradients:
     """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
 
     The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys in the
@@ -62,38 +61,25 @@ def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | floa
     check_trained(layout)
     scale = jnp.asarray(scale, jnp.float32)
     if not view.is_one_loss:
+        from zerojax.train.checked import check_args
+
         check_args(given.args)
     if config.view == "global" or config.batch_spec is not None:
         batch = lax.with_sharding_constraint(given.batch, batch_shardings(config, config.mesh, given.batch))
         given = given._replace(batch=batch)
-    if config.view == "global":
-        found = view_gradients(view, given, scale)
-        constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
-        # Keep the mutable state replicated. If the compiler sharded it, the next step would have to be compiled again.
-        mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
-        pairs = zip(found.overwritten, layout.overwritten, strict=True)
-        values = [constrain(config.mesh, x, layout.params[i]) for x, i in pairs]
-        aux = merged(found.aux, found.rows)
-        return found._replace(grads=constrained, mutable=mutable, aux=aux, overwritten=values)
+    found = (view_gradients if config.view == "global" else mapped_gradients)(view, given, scale)
+    if view.loss.has_aux:
+        from zerojax.train.combined_aux import merged
 
-    def local(given, scale):
-        given = given._replace(args=fold_keys(given.args, lax.axis_index(config.data.batch)))
-        return view_gradients(view, given, scale)
-
-    full: Any = PartitionSpec()
-    rows: Any = PartitionSpec(spec_entry(config.data.batch))
-    specs: Any = [[leaf.local_spec for leaf in leaves] for leaves in (layout.params, view.grads)]
-    with line_in_errors(view, given):
-        found = mapped(
-            local,
-            mesh=config.mesh,
-            in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full),
-            out_specs=Gradients(*[full] * len(Gradients._fields))._replace(grads=specs[1], rows=rows),
-            axis_names=set(config.data.batch),
-        )(given._replace(stored=list(given.stored)), scale)
-    # Multiply by 1 so that `checkify` checks the results of the devices for NaN. XLA removes the product.
-    loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
-    return found._replace(loss=loss, grads=grads, aux=merged(found.aux, found.rows))
+        found = found._replace(aux=merged(found.aux, found.rows))
+    if config.view == "device":
+        return found
+    constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
+    # Keep the mutable state replicated. If the compiler sharded it, the next step would have to be compiled again.
+    mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
+    pairs = zip(found.overwritten, layout.overwritten, strict=True)
+    values = [constrain(config.mesh, x, layout.params[i]) for x, i in pairs]
+    return found._replace(grads=constrained, mutable=mutable, overwritten=values)
 
 
 def check_trained(layout: Layout) -> None:
@@ -111,33 +97,149 @@ def check_trained(layout: Layout) -> None:
             )
 
 
-def view_gradients(view: View, given: LossInputs, scale: Array) -> Gradients:
+def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
+    """Compute `view_gradients` in device view: in a `shard_map`, on each device's rows and shards."""
+    from zerojax.train.checked import fold_keys
+    from zerojax.train.nan_lines import line_in_errors
+
+    config = view.config
+
+    def local(given, scale):
+        given = given._replace(args=fold_keys(given.args, lax.axis_index(config.data.batch)))
+        return view_gradients(view, given, scale)
+
+    full: Any = PartitionSpec()
+    rows: Any = PartitionSpec(spec_entry(config.data.batch))
+    specs: Any = [[leaf.local_spec for leaf in leaves] for leaves in (view.layout.params, view.grads)]
+    with line_in_errors(view, given):
+        found = mapped(
+            local,
+            mesh=config.mesh,
+            in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full),
+            out_specs=StepGradients(*[full] * len(StepGradients._fields))._replace(grads=specs[1], rows=rows),
+            axis_names=set(config.data.batch),
+        )(given._replace(stored=list(given.stored)), scale)
+    # Multiply by 1 so that `checkify` checks the results of the devices for NaN. XLA removes the product.
+    loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
+    return found._replace(loss=loss, grads=grads)
+
+
+def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
     """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
-    comm, traced, factor = view.comm, view.traced_loss(given), None
+    comm, full, factor = view.comm, None, None
+    if not view.gathers_on_use:
+        from zerojax.train.full_params import traced_once, with_shards
+
+        full = traced_once(view, given)
     if view.accumulate == 1:
-        returned, grads, factor, values = view.value_and_grad(given, scale, traced)
+        returned, grads, factor, values = value_and_grad(view, given, scale, full)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
-        returned, grads, mutable, values = accumulate_microbatches(view, given, scale, traced)
+        returned, grads, mutable, values = accumulate_microbatches(view, given, scale, full)
     totals, weights, aux, _ = returned
     mean, weight, factor, weights_valid = mean_loss(view, totals, weights, factor, scale)
     grads, cotangents = grads[: len(view.differentiable)], grads[len(view.differentiable) :]
     if view.reduces_across_once:
         grads = view.comm.reduce_across(grads, [view.reduced(k) for k in view.differentiable])
-    if traced is not None and cotangents:
-        grads = view.with_shards(grads, traced.pull(cotangents))
-    grads = unscale(grads, factor)
-    of = dict(zip(view.differentiable, grads, strict=True))
+    if full is not None and cotangents:
+        grads = with_shards(grads, view.trained, full.pull(cotangents))
+    of = dict(zip(view.differentiable, unscale(grads, factor), strict=True))
     grads = [of[k] if k in of else jnp.zeros(comm.shape(leaf), leaf.dtype) for k, leaf in enumerate(view.grads)]
-    if view.is_one_loss:
-        aux = unmarked(jax.tree.map(lambda x: x[0], aux))
-        rows = jax.tree.map(lambda _: None, aux)
-    else:
-        aux, rows = combine(aux, weights, weight, comm, view.rows_of)
+    rows = None
+    if view.loss.has_aux:
+        from zerojax.metrics import unmarked
+        from zerojax.train.combined_aux import combine
+
+        if view.is_one_loss:
+            aux = unmarked(jax.tree.map(lambda x: x[0], aux))
+            rows = jax.tree.map(lambda _: None, aux)
+        else:
+            aux, rows = combine(aux, weights, weight, comm, view.rows_of)
+    if view.loss.mutable:
+        from zerojax.train.mutable import mean_mutable
+
+        mutable = mean_mutable(mutable, comm)
     squares = sums_of_squares(grads, view.grads, comm)
-    mutable, values = mean_mutable(mutable, comm), comm.over_workers(lax.pmax, values)
-    return Gradients(mean, grads, aux, rows, mutable, weights_valid, squares, values)
+    return StepGradients(mean, grads, aux, rows, mutable, weights_valid, squares, comm.over_workers(lax.pmax, values))
+
+
+def value_and_grad(view: View, given: LossInputs, scale: Array, full: FullLoss | None):
+    """Return the loss and gradient of one microbatch. `full` is the traced loss on full parameters, if there is one.
+
+    The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
+    one that clips its cotangent. The gradients are divided later, with the loss scale or in the microbatch loop.
+
+    Returns:
+        `(returned, grads, factor, values)`:
+
+        - `returned`: the values that the loss returned.
+        - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
+          For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals. They are
+          followed by the cotangents of those `full.results` that have one.
+        - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
+          after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
+        - `values`: the new value of each overwritten parameter.
+    """
+    if view.gathers_on_use:
+        returned, pull = gathered_passes(view, given)
+    else:
+        from zerojax.train.full_params import full_passes
+
+        returned, pull = full_passes(view, given, full)
+    cotangent, factor = scale.astype(returned.total.dtype), None
+    if view.loss.weighted:
+        weight = view.comm.over_workers(lax.pmean, returned.weight)
+        factor = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
+        cotangent = cotangent / factor
+    # Multiply the cotangent by the loss scale, so that gradients in narrow types do not underflow.
+    grads, values = pull(cotangent)
+    view.loss.undivided[:] = view.comm.undivided_kernels()
+    if values:
+        from zerojax.train.overwriting import without_scale
+
+        # A new value belongs to the mean loss of this call, so it is also divided by this call's weight.
+        own_weight = jnp.where(returned.weight > 0, returned.weight, 1)
+        values = without_scale(view, values, given, cotangent * own_weight)
+    return returned, grads, factor, values
+
+
+def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
+    """Run the loss forward, with each sharded parameter gathered where it is used.
+
+    Returns:
+        The values that the loss returns, and a function from the cotangent of the loss to
+        `(gradients, values of overwritten parameters)`. Gradients of sharded parameters are reduced already. The other
+        gradients may be partial sums, one per worker.
+    """
+    comm, layout, leaves = view.comm, view.layout, view.layout.params
+    stored, overwritten = given.stored, layout.overwritten
+    comm.check(stored, leaves)
+    pairs = zip(stored, leaves, strict=True)
+    full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for x, leaf in pairs]
+    loss, further = view.checked_call, (given.mutable, given.batch, *given.args)
+    on_leaves = lambda full, *further: loss(layout.treedef.unflatten(full), *further)
+    program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, further, OF_ROWS, comm, DIFFERING)
+    options = Options(comm, view.config.prefetch, view.config.reshard_after_forward)
+    values, wanted = [*stored, *arrays, *consts], {*view.trained, *overwritten}
+    active = [i in wanted for i in range(len(values))]
+    results, residuals = run_forward(program, values, active, options)
+    whole = {*overwritten, *(i for i in comm.experts(leaves) if leaves[i].kind != "sharded")}
+
+    def in_form(i: int, grad: Array | None) -> Array:
+        x, leaf = stored[i], leaves[i]
+        if i in whole:
+            summed = jnp.zeros(x.shape, x.dtype) if grad is None else grad
+            return summed if summed.ndim == x.ndim else summed.sum(0)
+        is_sharded = leaf.kind == "sharded"
+        zeros = jnp.zeros(comm.grad_shape(leaf), x.dtype) if is_sharded else comm.zeros(leaf.shape, x.dtype)
+        return zeros if grad is None else comm.like(grad, zeros)
+
+    def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
+        grads = run_backward(program, values, active, residuals, [cotangent, *[None] * (len(results) - 1)], options)
+        return [in_form(i, grads[i]) for i in view.trained], [in_form(i, grads[i]) for i in overwritten]
+
+    return jax.tree.unflatten(structure, results), pull
 
 
 @jax.named_scope(names.MEAN)
@@ -148,7 +250,7 @@ def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, s
         view: The view.
         totals: The loss, or the total of a weighted loss, of each microbatch of this device.
         weights: The weight of each.
-        factor: The factor that `View.value_and_grad` returned for the only microbatch. None if there are several.
+        factor: The factor that `value_and_grad` returned for the only microbatch. None if there are several.
         scale: The loss scale.
 
     Returns:
@@ -168,7 +270,7 @@ def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, s
     return total / weight, weight, (1.0 if factor is None else factor) / weight / scale, valid
 
 
-def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced: TracedLoss | None):
+def accumulate_microbatches(view: View, given: LossInputs, scale: Array, full: FullLoss | None):
     """Differentiate the microbatches in a loop. Arrays have the shapes of the view, as for `view_gradients`.
 
     Stages 0 and 1 add up full gradients, and reduce them once. Stages 2 and 3 reduce-scatter the gradients of each
@@ -180,13 +282,15 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
 
         - `returned`: the values that the loss function returned, with the microbatches stacked along dim 0.
         - `grads`: `scale` times the gradient of the mean loss, or of the sum of the totals if the loss is weighted.
-          They are followed by the cotangents of those `traced.results` that have one.
+          They are followed by the cotangents of those `full.results` that have one.
         - `mutable`: the mutable state after the last microbatch.
         - `values`: for each overwritten parameter, the maximum of its new values.
     """
+    from zerojax.train.checked import fold_keys
+    from zerojax.train.reduction import check_reduction
+
     check_reduction(view, given)
     comm = view.comm
-
     experts = set(comm.experts(view.layout.params))
 
     def zeros(k) -> Array:
@@ -202,7 +306,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
         sums, mutable, maxima = carry
         number, rows = microbatch
         one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
-        returned, grads, factor, values = view.value_and_grad(one, scale, traced)
+        returned, grads, factor, values = value_and_grad(view, one, scale, full)
         if view.reduces_each:
             grads = view.reduce(grads)
         # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.
@@ -215,7 +319,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, traced:
 
     microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
     lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
-    results = [] if traced is None else [traced.results[k] for k in traced.moving]
+    results = [] if full is None else [full.results[k] for k in full.moving]
     of_results = [comm.zeros(x.shape, common_dtype(x.dtype, jnp.float32)) for x in results]
     carry = [*(zeros(k) for k in view.differentiable), *of_results], given.mutable, lowest
     (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
@@ -236,41 +340,8 @@ def sums_of_squares(grads: Sequence[Array], leaves: Sequence[Leaf], comm: Collec
     return jnp.where(replicated, local, comm.over_workers(lax.psum, jnp.where(replicated, 0, local / copies)))
 
 
-@contextlib.contextmanager
-def line_in_errors(view: View, given: LossInputs) -> Iterator[None]:
-    """Add a note with the line of the loss that makes the first NaN to each FloatingPointError of `jax_debug_nans`.
-
-    If a result has a NaN, JAX evaluates the function again, one operation at a time. But it does not test the
-    operations inside of a `shard_map`, and the error only says that the NaN comes from a sharded computation.
-    """
-    try:
-        yield
-    except FloatingPointError as error:
-        # Without a note if the loss cannot be evaluated here. For example, a kernel may have no rule for `vmap`.
-        with contextlib.suppress(Exception), jax.debug_nans(False), jax.debug_infs(False):
-            for origin in _origins(view, given):
-                error.add_note(f"On the rows of one device, {origin}.")
-        raise
-
-
-def _origins(view: View, given: LossInputs) -> tuple:
-    """Find the first NaN of the loss and its gradient, with `vmap` over the axes of devices instead of `shard_map`."""
-    data, layout = view.config.data, view.layout
-    stored = [in_logical_shape(to_device(x), leaf) for x, leaf in zip(given.stored, layout.params, strict=True)]
-    trained = view.trained
-
-    def of_device(rows):
-        args = fold_keys(given.args, lax.axis_index(data.batch))
-
-        def total(values):
-            params = jax.tree.unflatten(layout.treedef, replace_items(stored, trained, values))
-            return view.loss_of_params()(params, given.mutable, rows, *args).total
-
-        return jax.value_and_grad(total)([stored[i] for i in trained])
-
-    of_all = of_device
-    for axis in reversed(data.batch):
-        of_all = jax.vmap(of_all, axis_name=axis)
-    sizes = [view.config.mesh.shape[axis] for axis in data.batch]
-    batch = jax.tree.map(lambda x: x.reshape(*sizes, x.shape[0] // data.workers, *x.shape[1:]), given.batch)
-    return origins(lambda rows: of_all(rows), rows=batch)  # `vmap` maps keywords, too
+@jax.named_scope(names.MEAN)
+def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
+    """Multiply gradients by `factor`, in float32 or wider, to remove the loss scale."""
+    wide = [at_least_float32(g) for g in grads]
+    return [g * factor.astype(g.dtype) for g in wide]

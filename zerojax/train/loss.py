@@ -1,31 +1,39 @@
-"""Call a loss function, on a mesh with Auto or Explicit axes, and check the values that it returns."""
+"""A loss function, as the user gave it (`Loss`), and as a step calls it, in one of two views (`View`).
+
+In global view, the loss sees the whole batch, as under `jax.jit`, and the compiler divides the rows. In device view,
+each device differentiates the loss of its own rows inside of a `shard_map`, as under `pmap` and DDP. The views use
+different collectives.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import Mesh, PartitionSpec
 
-from zerojax import names
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.mesh import Typed, explicit_part, is_typed, without_types
-from zerojax.comm.typed import TypedFunction, typed_mesh
+from zerojax.comm.global_collectives import GlobalCollectives
+from zerojax.comm.mesh import without_types
 from zerojax.compat import common_dtype
 from zerojax.config import Config, check_word
-from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
+from zerojax.layout.leaf import Leaf, replace_items, without_padding
 from zerojax.layout.tree import Layout
-from zerojax.train.arguments import call
+from zerojax.placement.storage import cast
+from zerojax.train.arguments import call_unpacked, cast_inputs
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, PyTree
+    from jaxtyping import Array, Bool, Float, Int, PyTree, Shaped
+
+    from zerojax.config.precision import Precision
+
+# Among the arguments after the parameters (mutable state, batch, *args), only the batch at index 1 has rows.
+OF_ROWS = (1,)
+# In device view, the mutable state, which is averaged at the end of a step, and the batch may differ between devices.
+DIFFERING = (0, 1)
 
 
 class Returned(NamedTuple):
@@ -88,7 +96,7 @@ class Loss:
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Returned:
         """Call `fn` on logical parameters, and check the values that it returns. `args` may be `packed` or not."""
         given = (mutable,) if self.mutable else ()
-        value = call(self.fn, (params, *given), batch, args)
+        value = call_unpacked(self.fn, (params, *given), batch, args)
         aux = new = None
         if self.has_aux or self.mutable:
             if not (isinstance(value, tuple) and len(value) == len(self.returned(None, None, None))):
@@ -100,6 +108,9 @@ class Loss:
             value, *rest = value
             aux = rest.pop() if self.has_aux else None
             new = rest.pop() if self.mutable else None
+        if self.mutable:
+            from zerojax.train.mutable import check_mutable
+
             check_mutable(new, mutable)
         if self.weighted:
             if not (isinstance(value, tuple) and len(value) == 2):
@@ -138,113 +149,171 @@ def at_least_float32(value: Array) -> Array:
     return value.astype(common_dtype(value.dtype, jnp.float32))
 
 
-def check_mutable(new: PyTree, old: PyTree) -> None:
-    """Raise a TypeError if the `new` mutable state differs from the `old` state in structure, shape or type."""
-    found, structure = jax.tree_util.tree_flatten_with_path(new)
-    if structure != jax.tree.structure(old):
-        raise TypeError(
-            f"The loss function returns a mutable state of the structure {structure}, but it was given a state of the "
-            f"structure {jax.tree.structure(old)}. Return a state of the same structure."
-        )
-    for (path, x), before in zip(found, jax.tree.leaves(old), strict=True):
-        if jnp.shape(x) != jnp.shape(before) or jnp.result_type(x) != jnp.result_type(before):
-            raise TypeError(
-                f"mutable{jax.tree_util.keystr(path)} comes back as {jnp.result_type(x)}{list(jnp.shape(x))}, and was "
-                f"given as {jnp.result_type(before)}{list(jnp.shape(before))}. Return the same shape and type."
-            )
+class LossInputs(NamedTuple):
+    """The arguments of a loss, with the parameters in storage.
 
+    Attributes:
+        stored: One array per parameter, in storage shape.
+        mutable: The mutable state, or None.
+        batch: The batch: all rows in global view, or this device's rows in device view.
+        args: Further arguments.
+    """
 
-@jax.named_scope(names.MEAN)
-def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
-    """Average the float leaves of the mutable state over the devices. Return other leaves unchanged."""
-
-    def mean(x):
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        return comm.over_workers(lax.pmean, at_least_float32(x)).astype(x.dtype)
-
-    return jax.tree.map(mean, mutable)
+    stored: Sequence[Array]
+    mutable: PyTree
+    batch: PyTree
+    args: tuple
 
 
 @dataclasses.dataclass(frozen=True)
-class TypedLoss:
-    """A loss that may be written for Explicit axes, although zerojax computes on a mesh with Auto axes.
+class View:
+    """The loss of a step in one view, with the collectives that reduce its gradients.
 
-    If the caller's mesh has Explicit axes, the loss is traced with them. The type of the batch has the sharding of
-    `batch_spec`. The type of a parameter has its sharding over axes that are not data axes. If the trace fails, for
-    example at a lookup that does not say how its result is sharded, the loss is called on Auto axes. `loss` is a
-    `Loss`, or another object with the same `call` method.
+    Parameters and gradients have storage shape in global view, and local shape in device view.
+
+    Attributes:
+        config, layout: The configuration, and the layout of the parameters.
+        grads: The layout in which the gradient of each trained parameter is returned.
+        loss: The loss function, or another object with the same `call` method.
+        accumulate: Number of microbatches per device.
     """
 
     config: Config
     layout: Layout
-    loss: Any
+    grads: Sequence[Leaf]
+    loss: Loss | Any
+    accumulate: int
 
-    def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the loss on arguments whose types have shardings; see `Loss.call`."""
-        given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
-        if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
-            return self.loss.call(*given)
-        leaves, tree = jax.tree.flatten(given)
-        is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
-        arrays = [x for x, on in zip(leaves, is_array, strict=True) if on]
-        specs = jax.tree.leaves(self._types(params, mutable, batch, args), is_leaf=is_spec)
-        specs = [spec for spec, on in zip(specs, is_array, strict=True) if on]
+    @property
+    def differentiable(self) -> list[int]:
+        """Return the indices into `layout.trained` of the parameters that JAX can differentiate."""
+        leaves = self.layout.params
+        return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
 
-        def flat(*arrays):
-            rest = iter(arrays)
-            merged = [next(rest) if on else x for x, on in zip(leaves, is_array, strict=True)]
-            return self.loss.call(*tree.unflatten(merged))
+    @property
+    def trained(self) -> list[int]:
+        """Return the indices of the parameters that are trained and that JAX can differentiate."""
+        return [self.layout.trained[k] for k in self.differentiable]
 
-        here, auto = jax.sharding.get_abstract_mesh(), self.config.mesh.abstract_mesh
-        outside = here.empty or here.explicit_axes
-        with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
-            try:
-                traced, shape = TypedFunction.trace(flat, mesh, arrays, specs, self.config.data.batch)
-            except Exception as error:  # the caller's function can raise any error
-                try:
-                    return self.loss.call(*given)
-                except Exception as on_auto:  # Python prints both errors.
-                    raise error from on_auto
-            pairs = zip(traced(*arrays), traced.out_specs, strict=True)
-            results = [Typed(x, spec) if axes_of(spec) else x for x, spec in pairs]
-            found = jax.tree.unflatten(jax.tree.structure(shape), results)
+    @property
+    def microbatches(self) -> int:
+        return self.comm.losses * self.accumulate
+
+    @property
+    def divisor(self) -> int:
+        """Return the number by which the sum of the losses of a step is divided."""
+        return 1 if self.loss.reduction == "sum" else self.microbatches
+
+    @property
+    def reduces_each(self) -> bool:
+        """Return whether the gradients of each microbatch are reduced. Otherwise they are reduced once per step."""
+        return self.config.stage >= 2 or self.accumulate == 1
+
+    @property
+    def gathers_on_use(self) -> bool:
+        """Return whether parameters are gathered, and their gradients reduced, where the loss uses them."""
+        is_away = self.config.params_on_disk or self.config.layout_policy.params_on_host
+        return any(leaf.kind == "sharded" and (leaf.shards > 1 or is_away) for leaf in self.layout.params)
+
+    @functools.cached_property
+    def comm(self) -> Collectives:
+        return self._comm(self.config.bucket_bytes, self.config.shared_bytes)
+
+    @property
+    def reduces_across_once(self) -> bool:
+        """Return whether hybrid sharding reduces gradients across hosts only once, at the end of a step."""
+        return self.accumulate > 1 and self.reduces_each and bool(self.config.data.across)
+
+    def _comm(self, bucket_bytes: int, shared_bytes: int = 0) -> Collectives:
+        precision = self.config.precision
+        reduce = None if precision is None else precision.reduce
+        options = self.config.data.batch, bucket_bytes, reduce, self.config.wire, self.reduces_across_once, shared_bytes
+        is_global = self.config.view == "global"
+        return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else Collectives(*options)
+
+    def microbatches_of(self, rows: Array) -> Array:
+        """Divide the rows of the batch into microbatches, along a new dim 0. A microbatch has rows of every device."""
+        devices = self.config.data.workers // self.comm.losses
+        each = rows.shape[0] // (devices * self.accumulate)  # `reshape` with -1 fails if another dim is empty
+        divided = rows.reshape(devices, self.accumulate, each, *rows.shape[1:])
+        return jnp.moveaxis(divided, 1, 0).reshape(self.accumulate, devices * each, *rows.shape[1:])
+
+    def rows_of(self, microbatches: Array) -> Array:
+        """Undo `microbatches_of`, by merging dims 0 and 1 into rows in the order of the batch."""
+        devices = self.config.data.workers // self.comm.losses
+        each = microbatches.shape[1] // devices
+        divided = microbatches.reshape(self.accumulate, devices, each, *microbatches.shape[2:])
+        return jnp.moveaxis(divided, 0, 1).reshape(self.accumulate * devices * each, *microbatches.shape[2:])
+
+    @property
+    def is_one_loss(self) -> bool:
+        return self.config.view == "global" and self.accumulate == 1
+
+    def call(self, params: PyTree, mutable: PyTree, batch: PyTree, *args: Any) -> Any:
+        """Cast logical parameters and the batch, and call the loss."""
+        config, args = self.config, without_padding(args)
+        if config.precision is not None:
+            leaves = cast(jax.tree.leaves(params), self.layout.compute)
+            params = jax.tree.unflatten(self.layout.treedef, leaves)
+            batch = cast_inputs(config.precision, batch)
+        if config.user_mesh.explicit_axes:
+            from zerojax.train.typed_loss import TypedLoss
+
+            found = TypedLoss(config, self.layout, self.loss).call(params, mutable, batch, args)
             if not isinstance(found, Returned):
                 return found
-            aux = found.aux if self.config.view == "global" else without_types(found.aux)
+            aux = found.aux if config.view == "global" else without_types(found.aux)
             return without_types(found)._replace(aux=aux)
+        return self.loss.call(params, mutable, batch, without_types(args))
 
-    def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
-        """Return, for each leaf of the arguments, the spec in the type of the leaf on the caller's mesh."""
-        config, mesh = self.config, typed_mesh(self.config.user_mesh)
-        named = lambda spec: explicit_part(spec, mesh)
-        full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
-        of_params = self.layout.treedef.unflatten([named(leaf.other_spec) for leaf in self.layout.params])
-        rows = PartitionSpec(spec_entry(config.data.batch))
-        specs = jax.tree.map(lambda _: rows, batch) if config.batch_spec is None else config.batch_spec.over(batch)
-        specs = jax.tree.map(named, specs, is_leaf=is_spec)
-        divided = jax.tree.map(lambda spec, x: divides(config, spec, x), specs, batch, is_leaf=is_spec)
-        if not all(jax.tree.leaves(divided)):
-            specs = full(batch)
-        of_args = jax.tree.map(lambda x: named(x.spec) if is_typed(x) else PartitionSpec(), args, is_leaf=is_typed)
-        return of_params, full(mutable), specs, of_args
+    @property
+    def checked_call(self) -> Callable:
+        """Return `call` with the checks of a loss that is called once per device or microbatch."""
+        if self.is_one_loss:
+            return self.call
+        from zerojax.train.checked import checked_loss
 
+        return checked_loss(self.call, manual=self.config.data.batch if self.config.view == "device" else ())
 
-def on_one_device(config: Config) -> Config:
-    """Return a configuration in which a mesh with Explicit axes is replaced by one device with the same axes."""
-    mesh = config.user_mesh
-    if not mesh.explicit_axes:
-        return config
-    one = mesh.devices.ravel()[:1].reshape((1,) * mesh.devices.ndim)
-    return dataclasses.replace(config, user_mesh=Mesh(one, mesh.axis_names, axis_types=mesh.axis_types))
+    def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
+        """Reduce-scatter the gradients, except gradients of parameters gathered on use, which are reduced already."""
+        leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
+        pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None or not self.gathers_on_use]
+        only_flat_buckets = self._comm(bucket_bytes=0)
+        parts = [leaves[j][1] for j in pending]
+        sums = only_flat_buckets.reduce_scatter([grads[j] for j in pending], parts)
+        if not self.reduces_across_once:
+            sums = only_flat_buckets.reduce_across(sums, parts)
+        return replace_items(grads, pending, sums)
 
-
-def is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)
+    def reduced(self, k: int) -> Leaf:
+        """Return the layout of the gradient of trained parameter `k` before the reduction across hosts."""
+        param = self.layout.params[self.layout.trained[k]]
+        return self.grads[k] if param.dim is None else param
 
 
-def divides(config: Config, spec: PartitionSpec, x: Any) -> bool:
-    """Return whether the mesh axes of a spec divide the dims of an array evenly."""
-    sizes = dict(config.data.sizes)
-    parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in spec]
-    return len(parts) <= jnp.ndim(x) and all(n % k == 0 for n, k in zip(jnp.shape(x), parts, strict=False))
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["scale", "clean", "hysteresis_count", "skips", "nonfinite", "weights_invalid"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class ScalingState:
+    """The loss scale, and the record of skipped steps."""
+
+    scale: Float[Array, ""]  # the factor by which the next step multiplies its loss; 1 without loss scaling
+    clean: Int[Array, ""]  # number of steps without overflow since the last overflow or growth of the scale
+    hysteresis_count: Int[Array, ""]  # number of overflows, since the scale last grew, that did not lower the scale
+    # number of consecutive steps, up to the last step, that were skipped; 0 if the last step was not
+    skips: Int[Array, ""]
+    # for each trained parameter, whether its gradient was not finite in the first of the skipped steps
+    nonfinite: Bool[Array, " trained"]
+    weights_invalid: Bool[Array, ""]  # whether a step was skipped because weights were negative or summed to zero
+
+
+def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
+    """Return the `ScalingState` for step 0. `trained` is the number of trained parameters."""
+    scale = None if precision is None else precision.loss_scale
+    first = 1.0 if scale is None else getattr(scale, "initial", scale)  # a `DynamicScale`, or a number
+    zero = jnp.zeros((), jnp.int32)
+    return ScalingState(jnp.float32(first), zero, zero, zero, jnp.zeros(trained, bool), jnp.zeros((), bool))

@@ -11,49 +11,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import names
 from zerojax.config.precision import DynamicScale, Precision
 from zerojax.layout.tree import Layout
-from zerojax.train.loss import at_least_float32
+from zerojax.train.loss import ScalingState
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Bool
 
 MAX_NAMED = 5
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["scale", "clean", "hysteresis_count", "skips", "nonfinite", "weights_invalid"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class ScalingState:
-    """The loss scale, and the record of skipped steps."""
-
-    scale: Float[Array, ""]  # the factor by which the next step multiplies its loss; 1 without loss scaling
-    clean: Int[Array, ""]  # number of steps without overflow since the last overflow or growth of the scale
-    hysteresis_count: Int[Array, ""]  # number of overflows, since the scale last grew, that did not lower the scale
-    # number of consecutive steps, up to the last step, that were skipped; 0 if the last step was not
-    skips: Int[Array, ""]
-    # for each trained parameter, whether its gradient was not finite in the first of the skipped steps
-    nonfinite: Bool[Array, " trained"]
-    weights_invalid: Bool[Array, ""]  # whether a step was skipped because weights were negative or summed to zero
-
-
-def init_scaling(precision: Precision | None, trained: int) -> ScalingState:
-    """Return the `ScalingState` for step 0. `trained` is the number of trained parameters."""
-    scale = None if precision is None else precision.loss_scale
-    first = scale.initial if isinstance(scale, DynamicScale) else scale or 1.0
-    zero = jnp.zeros((), jnp.int32)
-    return ScalingState(jnp.float32(first), zero, zero, zero, jnp.zeros(trained, bool), jnp.zeros((), bool))
 
 
 def update_scaling(
@@ -84,13 +55,6 @@ def update_scaling(
         hysteresis_count=jnp.where(grows, 0, jnp.where(ok | falls, count, count + 1)),
     )
     return jax.tree.map(functools.partial(jnp.where, weights_valid), moved, judged)
-
-
-@jax.named_scope(names.MEAN)
-def unscale(grads: Sequence[Array], factor: Array) -> list[Array]:
-    """Multiply gradients by `factor`, in float32 or wider, to remove the loss scale."""
-    wide = [at_least_float32(g) for g in grads]
-    return [g * factor.astype(g.dtype) for g in wide]
 
 
 def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None) -> None:

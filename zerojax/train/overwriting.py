@@ -19,12 +19,14 @@ import jax
 import numpy as np
 
 from zerojax import compat, jaxprs, primitives
+from zerojax.layout.leaf import replace_items
+from zerojax.train.loss import LossInputs, View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
 
 
-class Kind(enum.IntEnum):
+class Dependence(enum.IntEnum):
     """How a value depends on the cotangent of the loss."""
 
     ZERO = 0  # zero, whatever the cotangent is
@@ -33,10 +35,26 @@ class Kind(enum.IntEnum):
     OTHER = 3
 
     @classmethod
-    def joined(cls, kinds: Sequence[Kind]) -> Kind:
+    def joined(cls, kinds: Sequence[Dependence]) -> Dependence:
         """Return the kind of a value that is a sum of values with these `kinds`, or a selection among such values."""
         found = set(kinds) - {cls.ZERO}
         return cls.OTHER if len(found) > 1 else next(iter(found), cls.ZERO)
+
+
+def without_scale(view: View, values: list, given: LossInputs, cotangent: Array) -> list:
+    """Divide the new values of overwritten parameters that are linear in the loss's cotangent by this cotangent."""
+    overwritten, precision = view.layout.overwritten, view.config.precision
+    is_mean = view.is_one_loss or not view.loss.weighted
+    if is_mean and (precision is None or precision.loss_scale is None):
+        return values
+    pairs = zip(view.layout.params, given.stored, strict=True)
+    leaves = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs]
+
+    def loss(primals, given):
+        params = jax.tree.unflatten(view.layout.treedef, replace_items(given.stored, overwritten, primals))
+        return view.call(params, given.mutable, given.batch, *given.args).total
+
+    return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
 
 
 def unscaled(
@@ -53,17 +71,18 @@ def unscaled(
 
     shape = jax.ShapeDtypeStruct((), cotangent.dtype)
     jaxpr, _ = compat.opened(jax.make_jaxpr(backward)(shape, list(primals), given))
-    kinds = dependence(jaxpr, [Kind.LINEAR, *[Kind.CONSTANT] * (len(jaxpr.invars) - 1)])
-    return [x / cotangent.astype(x.dtype) if kind is Kind.LINEAR else x for x, kind in zip(values, kinds, strict=True)]
+    kinds = dependence(jaxpr, [Dependence.LINEAR, *[Dependence.CONSTANT] * (len(jaxpr.invars) - 1)])
+    pairs = zip(values, kinds, strict=True)
+    return [x / cotangent.astype(x.dtype) if kind is Dependence.LINEAR else x for x, kind in pairs]
 
 
-def dependence(jaxpr: Any, args: Sequence[Kind]) -> list[Kind]:
-    consts: list = [Kind.CONSTANT] * len(compat.constvars_of(jaxpr))
-    literal = lambda value: Kind.CONSTANT if np.any(value) else Kind.ZERO
+def dependence(jaxpr: Any, args: Sequence[Dependence]) -> list[Dependence]:
+    consts: list = [Dependence.CONSTANT] * len(compat.constvars_of(jaxpr))
+    literal = lambda value: Dependence.CONSTANT if np.any(value) else Dependence.ZERO
     return jaxprs.evaluate(jaxpr, consts, args, _kinds_of, literal=literal)
 
 
-def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
+def _kinds_of(eqn: Any, kinds: Sequence[Dependence]) -> Sequence[Dependence]:
     facts, body = jaxprs.facts(eqn), compat.inlined_body(eqn)
     if body is not None:
         return dependence(body, kinds)
@@ -71,24 +90,24 @@ def _kinds_of(eqn: Any, kinds: Sequence[Kind]) -> Sequence[Kind]:
         return kinds
     if (loop := compat.loop_of(eqn)) is not None:
         return _of_loop(loop, kinds)
-    depends = [kind >= Kind.LINEAR for kind in kinds]
+    depends = [kind >= Dependence.LINEAR for kind in kinds]
     joint = range(len(kinds))[facts.jointly_linear]
     if joint and not any(on for i, on in enumerate(depends) if i not in joint):
-        found = Kind.joined([kinds[i] for i in joint])
+        found = Dependence.joined([kinds[i] for i in joint])
     elif facts.linear and depends.count(True) <= 1 and (eqn.primitive.name != "div" or not any(depends[1:])):
-        found = Kind.ZERO if kinds[0] is Kind.ZERO else max(kinds)
+        found = Dependence.ZERO if kinds[0] is Dependence.ZERO else max(kinds)
     else:
-        found = Kind.OTHER if any(depends) else Kind.CONSTANT
+        found = Dependence.OTHER if any(depends) else Dependence.CONSTANT
     return [found] * len(eqn.outvars)
 
 
-def _of_loop(loop: compat.LoopEqn, kinds: Sequence[Kind]) -> Sequence[Kind]:
+def _of_loop(loop: compat.LoopEqn, kinds: Sequence[Dependence]) -> Sequence[Dependence]:
     body, _ = compat.opened(loop.body)
     first, last = loop.consts, loop.consts + loop.carry
     carry = list(kinds[first:last])
     while True:
         results = dependence(body, [*kinds[:first], *carry, *kinds[last:]])
-        joined = [Kind.joined(pair) for pair in zip(carry, results, strict=False)]
+        joined = [Dependence.joined(pair) for pair in zip(carry, results, strict=False)]
         if joined == carry:
             return [*carry, *results[loop.carry :]]
         carry = joined

@@ -9,16 +9,14 @@ is a sum. Everything else, such as a sum divided by a count of tokens, is not de
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Follower, State, at
-
-if TYPE_CHECKING:
-    from zerojax.train.view import LossInputs, View
+from zerojax.train.loss import LossInputs, View
 
 
 def check_reduction(view: View, given: LossInputs) -> None:
@@ -42,25 +40,25 @@ def check_reduction(view: View, given: LossInputs) -> None:
 def _factors(view: View, given: LossInputs, batch: Any) -> Iterator[float | None]:
     """Yield the constant factor of each sum over rows in the loss of `batch`. None: the factor is not known."""
     leaves = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in view.layout.params]
-    rows, fn = jax.tree.leaves(batch), view.loss_of_params()
+    rows = jax.tree.leaves(batch)
     shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows]
 
     def loss(leaves, rows):
         params, batch_ = jax.tree.unflatten(view.layout.treedef, leaves), jax.tree.unflatten(structure, rows)
-        return fn(params, given.mutable, batch_, *given.args).total
+        return view.call(params, given.mutable, batch_, *given.args).total
 
     structure = jax.tree.structure(batch)
     jaxpr, consts = compat.opened(jax.make_jaxpr(loss)(leaves, shaped))
     inlined = jax.make_jaxpr(lambda *args: jaxprs.inline_calls(jaxpr, consts, *args))(*leaves, *shaped)
     states = [*[NOWHERE] * len(leaves), *[at(0)] * len(rows)]
-    return _sums(compat.opened(inlined)[0], states, rows[0].shape[0])
+    return _factors_of_sums(compat.opened(inlined)[0], states, rows[0].shape[0])
 
 
 def _number(atom: Any) -> float | None:
     return float(atom.val) if compat.is_literal(atom) and np.ndim(atom.val) == 0 else None
 
 
-def _sums(jaxpr: Any, given: Sequence[State], rows: int) -> Iterator[float | None]:
+def _factors_of_sums(jaxpr: Any, given: Sequence[State], rows: int) -> Iterator[float | None]:
     """Yield the factors of the sums over `rows` rows that the first result adds up; see `_factors`."""
     found = Follower(rows).states(jaxpr, given)
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}

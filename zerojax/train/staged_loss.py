@@ -20,19 +20,15 @@ from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.program import StagedProgram
 from zerojax.staged.sources import OnDisk
 from zerojax.staged.state import on_disk
-from zerojax.train.arguments import batch_shardings, fold_keys
-from zerojax.train.checked import checked
+from zerojax.train.arguments import batch_shardings
+from zerojax.train.checked import fold_keys
 from zerojax.train.gradients import mean_loss
-from zerojax.train.loss import Returned, at_least_float32
+from zerojax.train.loss import OF_ROWS, LossInputs, Returned, View, at_least_float32
 from zerojax.train.reduction import check_reduction
 from zerojax.train.step_program import StepProgram
-from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
-
-# The arguments of the loss with rows, by index after the parameters (mutable state, batch, *args): only the batch.
-OF_ROWS = (1,)
 
 
 class Traced(NamedTuple):
@@ -173,9 +169,7 @@ def trace_stages(
         arrays: The arguments after the parameters.
         trained: The indices of the parameters whose gradients are needed.
     """
-    layout, call = view.layout, view.loss_of_params()
-    if not view.is_one_loss:
-        call = checked(call, manual=())
+    layout, call = view.layout, view.checked_call
     shape = lambda i, leaf: jax.ShapeDtypeStruct(leaf.shape, disk[i].leaf.dtype)
     full = [stored[i] if i in stored else shape(i, leaf) for i, leaf in enumerate(layout.params)]
     on_leaves = lambda full, *args: call(jax.tree.unflatten(layout.treedef, full), *args)

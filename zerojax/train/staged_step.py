@@ -24,9 +24,8 @@ from zerojax.staged.update import StagedQueue
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.combined_aux import combine, merged
-from zerojax.train.gradients import Gradients as AllGradients
-from zerojax.train.loss import mean_mutable
-from zerojax.train.loss_scaling import unscale
+from zerojax.train.gradients import StepGradients, unscale
+from zerojax.train.mutable import mean_mutable
 from zerojax.train.staged_loss import LossAndGrads, StagedLoss
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import Differentiated, StepProgram, resident_state
@@ -153,7 +152,7 @@ class StagedStep:
         scaling, skipped = program.next_scaling(state.scaling, sums, valid)
         mutable = lax.with_sharding_constraint(mean_mutable(found.mutable, comm), replicated(mesh))
         resident_grads: list[Any] = [grads.get(k) for k in trained]
-        gradients = AllGradients(found.loss, resident_grads, self._aux(found), None, mutable, valid, sums, [])
+        gradients = StepGradients(found.loss, resident_grads, self._aux(found), None, mutable, valid, sums, [])
         params = [stored.get(i) for i in range(len(plan.layout.params))]
         done = Differentiated(gradients, params, [old.get(k) for k in trained], scaling, skipped)
         return program.ended(state, done, Updated(updated, leaves, list(results), tuple(trained)))

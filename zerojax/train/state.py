@@ -44,7 +44,7 @@ from zerojax.staged.state import (
     unlocked_on_error,
     write_params,
 )
-from zerojax.train.loss_scaling import ScalingState, init_scaling
+from zerojax.train.loss import ScalingState, init_scaling
 from zerojax.train.same_run import require_same_programs, require_same_run, require_same_values
 from zerojax.units import format_bytes
 

@@ -21,7 +21,6 @@ from zerojax.placement.usable import PlacementCheck, unusable_named
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.fitting import MemoryFit, StepFitting
 from zerojax.train.loss import Loss
-from zerojax.train.loss_scaling import raise_if_stuck
 from zerojax.train.same_run import SameCalls, require_same_programs
 from zerojax.train.staged_step import StagedStep
 from zerojax.train.state import ZeroState, check_is_state, donatable, ready_state
@@ -149,6 +148,8 @@ class Step:
         state = ready_state(self.config, state)
         watched = self.options.max_skips is not None or self.program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
+            from zerojax.train.loss_scaling import raise_if_stuck
+
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):

@@ -33,11 +33,9 @@ from zerojax.optim.update import (
     unshard_after_update,
 )
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves, to_device
-from zerojax.train.gradients import Gradients, loss_and_grads
-from zerojax.train.loss import Loss, at_least_float32
-from zerojax.train.loss_scaling import ScalingState, update_scaling
+from zerojax.train.gradients import StepGradients, loss_and_grads
+from zerojax.train.loss import Loss, LossInputs, ScalingState, View, at_least_float32
 from zerojax.train.state import ZeroState
-from zerojax.train.view import LossInputs, View
 from zerojax.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -186,9 +184,11 @@ class StepProgram:
         return Differentiated(gradients, stored, old, scaling, skipped)
 
     def next_scaling(self, scaling: ScalingState, squares: Array, weights_valid: Array) -> tuple[ScalingState, Array]:
-        """Return the loss scale after a step, and whether the step is skipped. See `Gradients` for the arguments."""
+        """Return the loss scale after a step, and whether the step is skipped; see `StepGradients`."""
         if not self.may_skip:
             return scaling, jnp.zeros((), bool)
+        from zerojax.train.loss_scaling import update_scaling
+
         # The sum of squares is not finite if an element is not, or if the norm overflows. Skip in both cases.
         finite = jnp.isfinite(squares) if self.skips_nonfinite else jnp.ones(squares.shape, bool)
         new = update_scaling(scaling, self.config.precision, finite=finite, weights_valid=weights_valid)
@@ -243,7 +243,7 @@ def norm(x: Shaped[Array, "*storage"], shape: tuple[int, ...]) -> Array:
 class Differentiated(NamedTuple):
     """The intermediate results of a step after its backward pass."""
 
-    gradients: Gradients  # the gradients over all devices and microbatches
+    gradients: StepGradients  # the gradients over all devices and microbatches
     stored: list  # one stored array per parameter; overwritten parameters have their new values
     old: list  # the trained parameters before the update, sharded for the update
     scaling: ScalingState  # the loss scale, and the record of skipped steps, after this step

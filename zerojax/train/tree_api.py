@@ -50,10 +50,9 @@ from zerojax.placement.usable import PlacementCheck, unusable_named
 from zerojax.staged.state import files_of, loaded, shapes_on_disk
 from zerojax.train.arguments import place_batch, separated
 from zerojax.train.gradients import loss_and_grads
-from zerojax.train.loss import Loss
+from zerojax.train.loss import Loss, LossInputs, View
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.state import ZeroState, init_opt_state
-from zerojax.train.view import LossInputs, View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
