@@ -119,7 +119,7 @@ def _fields_of(tuning: Tuning | None) -> dict[str, Any]:
     return fields_of(tuning)
 
 
-def _predicate(chosen: Any, option: str) -> Callable[[str, Any], bool] | None:
+def _predicate(chosen: Any, option: str) -> Any:
     if chosen is None or callable(chosen):
         return chosen
     from zerojax.layout.padded import stored_mask

@@ -80,6 +80,7 @@ class OffloadOption(Option):
     where: Any
     path: Any
     chunk_bytes: int
+    host_bytes: int | None
     device_bytes: int | None
 
     def host_sharding(self, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:

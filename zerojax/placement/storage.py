@@ -27,8 +27,6 @@ from zerojax.layout.tree import Layout
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
-    from zerojax.layout.padded import Padded
-
 
 def is_on_host(x: Any) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
@@ -68,7 +66,7 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
     return [stored(x, leaf) for x, leaf in zip(leaves_of(params), leaves, strict=True)]
 
 
-def logical(x: Array | Padded) -> Shaped[Array, "*logical"]:
+def logical(x: Any) -> Shaped[Array, "*logical"]:
     return dataclasses.replace(x, storage=to_device(x.storage)).logical() if is_padded(x) else to_device(x)
 
 

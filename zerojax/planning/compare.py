@@ -18,6 +18,7 @@ from zerojax.config import STAGES, Config
 from zerojax.inspect.nonfinite import Origin, origins
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.chunked import joined
+from zerojax.offload.options import Offload
 from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.reference import QUANTITIES, Key, Reference, Snapshot, largest, snapshot, wide
 from zerojax.train.arguments import batch_shardings, check_batch, packed
@@ -260,7 +261,7 @@ def check_given(step: Step, given: dict[str, Any], stages: Sequence[int]) -> Non
 def at_stage(config: Config, stage: int) -> Config:
     """Return `config` at another stage, with the offloads that it supports, and keeping gradients in the state."""
     offload = config.offload if stage else None
-    if offload is not None and stage != 3:
+    if isinstance(offload, Offload) and stage != 3:
         offload = dataclasses.replace(offload, params=None)
     return dataclasses.replace(config, stage=stage, offload=offload, tx=keeping_gradients(config.tx))
 

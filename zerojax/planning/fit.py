@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.config import Config, check_count
+from zerojax.config import Config, OffloadOption, check_count
 from zerojax.gpus.devices import Device, Rates
 from zerojax.gpus.topology import Topology, abstract_mesh
 from zerojax.layout.tree import Layout
@@ -56,7 +56,7 @@ class Candidate:
     devices: int
     stage: int
     loss: str
-    offload: Offload | None
+    offload: OffloadOption | None
     rows: int
     peak: int
     offloaded: int

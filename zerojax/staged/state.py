@@ -82,7 +82,6 @@ def _files(config: Config, name: str, kept: list[OnDisk], count: int, state_buff
             "out params=."
         )
     leaves = {of.index: of for of in kept}
-    assert not isinstance(offload.host_bytes, str)
     return ModelFiles(
         offload.path, leaves, name=name, params=count, host_bytes=offload.host_bytes, state_buffers=state_buffers
     )
