@@ -51,7 +51,7 @@ def write(folder, layers):
 
     from zerojax.checkpoint.mapping import resolve
     from zerojax.checkpoint.safetensors import Tensor
-    from zerojax.checkpoint.safetensors import write as write_tensors
+    from zerojax.checkpoint.safetensors import write_tensors as write_tensors
 
     shapes = jax.tree_util.tree_flatten_with_path(shapes_of(config(layers)))[0]
     leaves = [("/".join(key.key for key in path), x.shape) for path, x in shapes]

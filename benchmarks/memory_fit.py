@@ -60,7 +60,7 @@ def compiled(event: str, seconds: float, **_) -> None:
     SPENT["compiling"] += seconds * ("backend_compile" in event)
 
 
-for step in ("graph_of", "choose", "least_bytes"):
+for step in ("graph_of", "choose_saved", "least_bytes"):
     setattr(blocks, step, timed(getattr(blocks, step)))
 jax.monitoring.register_event_duration_secs_listener(compiled)
 

@@ -19,7 +19,7 @@ import jax
 
 from zerojax.gpus.devices import Device
 from zerojax.gpus.topology import Topology
-from zerojax.inspect.report import name_of
+from zerojax.inspect.report import key_in_words
 from zerojax.inspect.timeline import Span, Timeline, simulate
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked
@@ -273,7 +273,7 @@ class LeafShards(NamedTuple):
             shards.append((device.id, start / length, stop / length))
         is_replicated = all(extent == [0, 1] for _, *extent in shards)
         is_offloaded = isinstance(array, Chunked) or array.sharding.memory_kind not in (None, "device")
-        name = name_of(path[0]) + jax.tree_util.keystr(path[1:]) if path else "array"
+        name = key_in_words(path[0]) + jax.tree_util.keystr(path[1:]) if path else "array"
         return cls(name, array.dtype.itemsize * math.prod(shape), shards, is_replicated, is_offloaded)
 
 

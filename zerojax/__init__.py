@@ -12,7 +12,7 @@ if _typing.TYPE_CHECKING:
     from zerojax.config.wire import Wire
     from zerojax.dims.declared import rows
     from zerojax.gather.tiled import block, tiled
-    from zerojax.inspect.collectives import Collective, CompiledCollectives, collectives
+    from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, collectives
     from zerojax.inspect.report import Report, report
     from zerojax.layout.padded import Padded
     from zerojax.offload.options import Offload
@@ -38,7 +38,7 @@ _MODULES = {
     "config.wire": "Wire",
     "dims.declared": "rows",
     "gather.tiled": "block tiled",
-    "inspect.collectives": "Collective CompiledCollectives collectives",
+    "inspect.compiled_collectives": "Collective CompiledCollectives collectives",
     "inspect.report": "Report report",
     "layout.padded": "Padded",
     "offload.options": "Offload",

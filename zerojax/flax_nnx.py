@@ -210,7 +210,7 @@ class ModuleLoss:
             with nnx.merge_context(TAG, inner=True) as context:
                 nodes = context.merge(graph, *states)
             at = batch_index(nodes)
-            args = [batch if i == at else joined(*pair) for i, pair in enumerate(zip(nodes, arrays, strict=True))]
+            args = [batch if i == at else with_nodes(*pair) for i, pair in enumerate(zip(nodes, arrays, strict=True))]
             returned = self.fn(*args, **keywords) if at is not None else self.fn(*args, **batch, **keywords)
             with nnx.split_context(TAG) as context:
                 after, *states = context.split(nodes, *self.groups)
@@ -243,7 +243,7 @@ def refuse_nodes(keywords: Mapping) -> None:
             )
 
 
-def joined(nodes: Any, arrays: Any) -> Any:
+def with_nodes(nodes: Any, arrays: Any) -> Any:
     return jax.tree.map(
         lambda node, x: x if node is None else node, nodes, arrays, is_leaf=lambda x: x is None or is_node(x)
     )
@@ -285,8 +285,8 @@ def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
         for path, x in nnx.to_flat_state(state):
             if path in assigned:
                 raise TypeError(
-                    f"The loss function assigns to {named(path)}, a {type(x).__name__}, which is not written back. "
-                    f"Make it a variable of another type, or assign to it outside of the loss."
+                    f"The loss function assigns to {variable_in_words(path)}, a {type(x).__name__}, which is not "
+                    f"written back. Make it a variable of another type, or assign to it outside of the loss."
                 )
 
 
@@ -298,13 +298,13 @@ def check_integers(assigned: Collection, after: nnx.State) -> None:
         for new in jax.tree.leaves(x):
             if not jnp.issubdtype(new.dtype, jnp.inexact):
                 raise TypeError(
-                    f"In device view the loss function assigns {new.dtype} to {named(path)}, a {type(x).__name__}. "
-                    f"Every device assigns its own value, and integers have no mean. Make it a float, return it as aux "
-                    f'marked with zerojax.metrics.Sum, or pass view="global" to zero_shard.'
+                    f"In device view the loss function assigns {new.dtype} to {variable_in_words(path)}, a "
+                    f"{type(x).__name__}. Every device assigns its own value, and integers have no mean. Make it a "
+                    f'float, return it as aux marked with zerojax.metrics.Sum, or pass view="global" to zero_shard.'
                 )
 
 
-def named(path: Sequence) -> str:
+def variable_in_words(path: Sequence) -> str:
     """Describe a variable by the index of its argument and its path in that argument."""
     return f"{'.'.join(str(key) for key in path[1:]) or 'itself'} of argument {path[0]}"
 

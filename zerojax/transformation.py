@@ -8,7 +8,7 @@ import optax
 
 from zerojax.config import Config, check_count
 from zerojax.config.data_mesh import spec_entry
-from zerojax.staged.state import loaded
+from zerojax.staged.params_on_disk import loaded
 from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState, create, init_params, shard

@@ -84,7 +84,7 @@ def split_reference(text: str) -> tuple[Path, str]:
     return (Path(match[1]), match[2]) if match else (Path(text), MAKE_STEP)
 
 
-def call(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
+def call_user_code(make: Callable[[], Any], what: str, how: str = "fails") -> Any:
     """Call a function of the user. Convert any error to a `ValueError` whose message begins with `what` and `how`."""
     try:
         return make()
@@ -102,7 +102,7 @@ def load_program(text: str, options: Sequence[str]) -> tuple:
     sys.argv = [str(path), *options]
     try:
         with running(path):
-            made = call(load_from_file(path, name), f"{name} of {path}")
+            made = call_user_code(load_from_file(path, name), f"{name} of {path}")
     finally:
         sys.argv = before
     if not isinstance(made, tuple) or len(made) < 3:
@@ -124,7 +124,7 @@ def load_model(text: str) -> Any:
         raise ValueError(f"{text!r} is no number of parameters, such as 7.5e9, and no FILE.py:NAME.")
     found = load_object(text)
     with running(split_reference(text)[0]):
-        return call(lambda: shapes_of(found), text, "cannot be traced")
+        return call_user_code(lambda: shapes_of(found), text, "cannot be traced")
 
 
 def shapes_of(found: Any) -> Any:
@@ -142,7 +142,7 @@ def load_transformation(text: str) -> optax.GradientTransformation:
         if hasattr(given, "update"):
             return given
         with running(split_reference(text)[0]):
-            return call(given, text)
+            return call_user_code(given, text)
     make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
     if not callable(make):
         raise ValueError(

@@ -11,7 +11,7 @@ from remat_budget import saved_bytes
 
 import zerojax
 from zerojax import compat
-from zerojax.budget.choice import choose
+from zerojax.budget.choice import choose_saved
 from zerojax.budget.graph import graph_of
 from zerojax.units import parse_bytes
 
@@ -61,7 +61,7 @@ def test_no_choice_is_cheaper():
             for count in range(budget // 128 + 1)
             for chosen in itertools.combinations(graph.values, count)
         )
-        found = choose(graph, budget)
+        found = choose_saved(graph, budget)
         named = [value for value in graph.values if value.name in found.saved]
         assert repeated(graph, named) == pytest.approx(best, rel=1e-3)
 
@@ -97,7 +97,9 @@ def test_blocks_that_compute_the_same_are_analysed_once(monkeypatch):
     import zerojax.budget.remat as module
 
     calls = []
-    monkeypatch.setattr(module, "choose", lambda *args, **kwargs: calls.append(1) or choose(*args, **kwargs))
+    monkeypatch.setattr(
+        module, "choose_saved", lambda *args, **kwargs: calls.append(1) or choose_saved(*args, **kwargs)
+    )
     params, x = given()
     fn = zerojax.remat_within(attention, budget=500)
     jax.eval_shape(lambda x: fn(params, fn(params, fn(params, x))), x)

@@ -8,7 +8,7 @@ import pytest
 
 import zerojax
 from zerojax.budget.blocks import Blocks
-from zerojax.budget.table import describe, rows_of
+from zerojax.budget.table import memory_of_blocks, table_lines
 
 WIDTH, ROWS, LAYERS = 16, 8, 3
 X = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)
@@ -31,7 +31,7 @@ def described(loss, share=1.0, devices=1):
     """The blocks of a loss, and the `Blocks` that found them."""
     blocks = Blocks()
     jax.eval_shape(blocks.observed(loss), PARAMS, X)
-    return describe(blocks, share, devices)
+    return memory_of_blocks(blocks, share, devices)
 
 
 WRAPPED = {
@@ -86,9 +86,9 @@ def test_different_blocks_have_different_rows():
         x = jax.lax.scan(lambda x, _: (2 * x, None), x, length=2)[0]
         return scanned(layer)(params, x) + unrolled(WRAPPED["checkpoint"])(params, x)
 
-    rows = list(rows_of(described(loss)))
+    rows = list(table_lines(described(loss)))
     assert [row[0].split(" x ")[0] for row in rows] == ["", "3", "3"]
     assert rows[1][3:] == ("0 B", "0 FLOP", "0%")
     assert {len(row) for row in rows} == {6}
     assert rows[2][1] == "0 B"
-    assert list(rows_of(described(lambda params, x: jnp.sum(layer(params, x))))) == []
+    assert list(table_lines(described(lambda params, x: jnp.sum(layer(params, x))))) == []

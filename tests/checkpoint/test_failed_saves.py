@@ -86,7 +86,7 @@ def unpacked(work):
 
 def fails_for_good(patched):
     """Not even the list of checkpoints, which the error is to tell, can be read."""
-    for work in ("sync", "steps_in", "remove"):
+    for work in ("sync_all", "steps_in", "remove"):
         patched.setattr(directory, work, fails(errno.EIO))
 
 
@@ -214,7 +214,9 @@ def test_an_interrupted_save_is_not_taken_for_done(tmp_path, state, monkeypatch,
 
     with Checkpointer(tmp_path) as checkpoints:
         with monkeypatch.context() as patched:
-            patched.setattr(*((arrays, "write", interrupt) if where == "write" else (threading.Thread, "start", begun)))
+            patched.setattr(
+                *((arrays, "write_leaves", interrupt) if where == "write" else (threading.Thread, "start", begun))
+            )
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.save(state, step=1)
         for thread in threading.enumerate():

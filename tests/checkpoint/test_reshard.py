@@ -85,7 +85,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.most = collections.Counter()
-        for name in ("convert", "placed", "replaced", "joined"):
+        for name in ("convert", "place_stored", "replaced", "joined"):
             monkeypatch.setattr(live, name, self.watched(getattr(live, name)))
 
     def watched(self, fn):

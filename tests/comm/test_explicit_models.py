@@ -21,7 +21,7 @@ from explicit_models import (
 
 from zerojax import compat
 from zerojax.dims import NOWHERE, Follower, at
-from zerojax.inspect.collectives import collectives
+from zerojax.inspect.compiled_collectives import collectives
 from zerojax.metrics import PerRow
 
 

@@ -18,7 +18,7 @@ import zerojax.offload
 from zerojax import Offload, Precision, Tuning, check, collectives, estimate, plan, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 from zerojax.gpus.topology import installed
-from zerojax.inspect.collectives import CompiledCollectives
+from zerojax.inspect.compiled_collectives import CompiledCollectives
 
 AXES, BELOW = ("host", "gpu"), 50
 OPTIMIZERS = {

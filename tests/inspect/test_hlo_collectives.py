@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zerojax.inspect.collectives import KINDS, Array, Collective, CompiledCollectives, collectives
+from zerojax.inspect.compiled_collectives import KINDS, Array, Collective, CompiledCollectives, collectives
 from zerojax.inspect.roofline import overlap
 
 CUT, WHOLE = P("data"), P()

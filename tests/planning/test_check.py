@@ -11,7 +11,7 @@ import yardstick
 from flat_options import tuned
 from jax import lax
 
-import zerojax.inspect.collectives as collectives_module
+import zerojax.inspect.compiled_collectives as collectives_module
 from zerojax import check, zero_shard
 from zerojax.config import PERSIST_BELOW
 

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, Tuning, check, estimate, plan, zero_shard
 from zerojax.gpus.topology import absent_mesh
-from zerojax.planning.other_meshes import MovedMeshes, in_force
+from zerojax.planning.other_meshes import MovedMeshes, meshes_moved
 
 WIDTH = 16
 ROWS = PartitionSpec("data")
@@ -94,7 +94,7 @@ def test_the_program_is_that_of_a_loss_on_the_devices_of_the_plan(given, target,
     make = (TYPED if explicit else CONSTRUCTS)[name]
     given, target = mesh_with(given, explicit), mesh_with(target, explicit)
     block = make(given)
-    with in_force(MovedMeshes(given, target)) as notes:
+    with meshes_moved(MovedMeshes(given, target)) as notes:
         moved = lowered(target, block)
     assert moved == lowered(target, make(target))
     assert len(notes) == 1
@@ -105,7 +105,7 @@ def test_traces_of_a_plan_are_kept_apart():
     given, target = mesh_with(8), mesh_with(4)
     block = jax.jit(on_rows(given))
     before = lowered(given, block)
-    with in_force(MovedMeshes(given, target)):
+    with meshes_moved(MovedMeshes(given, target)):
         moved = lowered(target, block)
     assert moved == lowered(target, jax.jit(on_rows(target)))
     assert lowered(given, block) == before
@@ -125,7 +125,7 @@ def test_nothing_of_jax_stays_replaced(mesh):
     thread = threading.Thread(target=run)
 
     def fails():
-        with in_force(MovedMeshes(mesh, mesh_of(4))):
+        with meshes_moved(MovedMeshes(mesh, mesh_of(4))):
             thread.start()
             thread.join()
             raise ZeroDivisionError

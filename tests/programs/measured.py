@@ -15,7 +15,7 @@ from registry import DEVICES
 
 from zerojax import Tuning, collectives, zero_shard
 from zerojax.comm.collectives import LABEL
-from zerojax.inspect.collectives import Collective, cause_of
+from zerojax.inspect.compiled_collectives import Collective, cause_of
 from zerojax.inspect.hlo import memory_analysis, read
 from zerojax.inspect.roofline import kernels, product_flops
 

@@ -143,7 +143,7 @@ def test_a_write_that_fails_unlocks_the_folder(tmp_path, monkeypatch):
 def test_a_step_that_is_interrupted_gives_its_files_up(tmp_path, monkeypatch):
     _, step, state, chunks = begun(tmp_path / "run")
 
-    monkeypatch.setattr("zerojax.staged.update.StagedQueue.update", interrupted)
+    monkeypatch.setattr("zerojax.staged.chunk_update.StagedQueue.update", interrupted)
     with pytest.raises(KeyboardInterrupt):
         step(state, batch_of(1))
     monkeypatch.undo()

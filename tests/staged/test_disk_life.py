@@ -20,7 +20,7 @@ from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export, im
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.state_files import StateFiles
 from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.state import files_of
+from zerojax.staged.params_on_disk import files_of
 
 LOSS = LOSSES["loop"]
 

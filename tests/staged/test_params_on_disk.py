@@ -14,10 +14,10 @@ from matrix_optimizers import shampoo
 import zerojax
 from zerojax import Offload, Precision
 from zerojax.layout.leaf import is_chunked
-from zerojax.staged.gradients import Gradients
+from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.microbatch import Microbatch
 from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.state import files_of
+from zerojax.staged.params_on_disk import files_of
 
 ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
 
@@ -365,9 +365,9 @@ def test_gradients_are_written_while_the_next_stage_runs(tmp_path, monkeypatch):
     tx = on_disk(tmp_path, devices=1)
     step, state = tx.train_step(LOSSES["one_by_one"]), tx.create(model_params())
     recorded(Microbatch, "_ran", "stage")
-    recorded(Gradients, "add", "add")
+    recorded(ChunkGradients, "add", "add")
     recorded(ModelFiles, "write", "write")
-    recorded(Gradients, "end", "end")
+    recorded(ChunkGradients, "end", "end")
     step(state, batch_of(0))
     before_end = events[: events.index("end")]
     assert before_end.count("write") > 1

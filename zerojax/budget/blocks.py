@@ -16,8 +16,8 @@ import jax.core
 from jax import lax
 
 from zerojax import compat, jaxprs, names
-from zerojax.budget.choice import Choice, choose, least_bytes
-from zerojax.budget.graph import Graph, graph_of, named
+from zerojax.budget.choice import Choice, choose_saved, least_bytes
+from zerojax.budget.graph import Graph, graph_of, run_named
 from zerojax.budget.remat import checkpointed
 
 
@@ -65,7 +65,7 @@ class Blocks:
             least = least_bytes(block.graph)
             most = block.graph.bytes if block.is_loop else block.graph.kept
             budget = least + int(share * max(most - least, 0))
-            choice = choose(block.graph, budget)
+            choice = choose_saved(block.graph, budget)
             if share == 1:
                 choice = dataclasses.replace(choice, saved_bytes=block.graph.bytes, flops=0)
             self._choices[key] = choice
@@ -224,8 +224,10 @@ class Blocks:
             if block is None:
                 return jaxprs.evaluate_call(eqn, values, rule)
             closed, consts = compat.opened(called if loop is None else loop.body)
-            run = checkpointed(functools.partial(named, closed), self.choice(block, share), prevent_cse=loop is None)
-            return run(consts, *values) if loop is None else _scanned(loop, functools.partial(run, consts), values)
+            run = checkpointed(
+                functools.partial(run_named, closed), self.choice(block, share), prevent_cse=loop is None
+            )
+            return run(consts, *values) if loop is None else _run_scan(loop, functools.partial(run, consts), values)
 
         return jaxprs.evaluate(jaxpr, consts, args, rule)
 
@@ -241,7 +243,7 @@ def _has_refs(jaxpr: Any) -> bool:
     return any(compat.is_ref(atom) for eqn in jaxprs.equations(jaxpr) for atom in [*eqn.invars, *eqn.outvars])
 
 
-def _scanned(loop: compat.LoopEqn, run: Callable, values: Sequence) -> list:
+def _run_scan(loop: compat.LoopEqn, run: Callable, values: Sequence) -> list:
     consts, rest = values[: loop.consts], values[loop.consts :]
 
     def iteration(carry, slices):

@@ -48,7 +48,7 @@ class Choice:
     most_flops: int
 
 
-def choose(graph: Graph, budget: int) -> Choice:
+def choose_saved(graph: Graph, budget: int) -> Choice:
     """Return the choice that saves at most `budget` bytes and repeats the fewest FLOPs.
 
     Raises:

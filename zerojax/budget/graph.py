@@ -26,7 +26,7 @@ _RANDOM_BITS = 100
 class Value:
     """A value that can be saved, because `jax.checkpoint` knows it by a name."""
 
-    name: str  # the name, given by `named`
+    name: str  # the name, given by `run_named`
     equation: int  # the index in `Graph.equations` of the equation that names the value
     bytes: int  # the size of the value
     is_form_of_argument: bool  # whether the value is an argument of the block in another shape or type
@@ -56,14 +56,16 @@ class Graph:
     largest: int  # the size of the largest value
 
 
-def named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
+def run_named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     """Evaluate a jaxpr with calls inlined, and name each value, so that a `jax.checkpoint` policy can select values."""
     numbers = itertools.count()
 
     def name(x: Any, var: Any) -> Any:
         # Scalars cost almost no memory. JAX decides whether to keep them.
         number = next(numbers)
-        return checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array(var) and var.aval.size > 1 else x
+        return (
+            checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array_atom(var) and var.aval.size > 1 else x
+        )
 
     def rule(eqn, values):
         if compat.called(eqn) is not None:
@@ -81,7 +83,7 @@ def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
     """Return the graph of a block, from the open jaxpr of its forward pass and the shapes of its arguments."""
 
     def residuals(*args):
-        _, pull = jax.vjp(functools.partial(named, jaxpr, consts), *args)
+        _, pull = jax.vjp(functools.partial(run_named, jaxpr, consts), *args)
         return jax.tree.leaves(pull)
 
     linear = compat.opened(jax.make_jaxpr(residuals)(*avals))
@@ -113,8 +115,8 @@ def _graph(jaxpr: Any) -> Graph:
             if compat.name_of(eqn) == "name" and compat.params_of(eqn)["name"].startswith(PREFIX)
         ),
         residuals=tuple(sorted({maker[var] for var in wanted})),
-        bytes=sum(jaxprs.nbytes(var) for var in wanted if is_array(var)),
-        kept=_kept(eqns, {maker[var] for var in wanted}, read_by, _in_memory(jaxpr)),
+        bytes=sum(jaxprs.nbytes(var) for var in wanted if is_array_atom(var)),
+        kept=_bytes_kept(eqns, {maker[var] for var in wanted}, read_by, _in_memory(jaxpr)),
         largest=max(map(bytes_written, eqns), default=0),
     )
 
@@ -133,7 +135,7 @@ def _in_memory(jaxpr: Any) -> set:
     return found
 
 
-def _kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> int:
+def _bytes_kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], in_memory: set) -> int:
     """Return the bytes of the equations' results from which XLA computes the wanted results."""
     total, seen, pending = 0, set[int](), [*wanted]
     while pending:
@@ -190,10 +192,10 @@ def flops_of(eqn: Any) -> int:
 
 
 def bytes_written(eqn: Any) -> int:
-    return sum(jaxprs.nbytes(var) for var in eqn.outvars if is_array(var))
+    return sum(jaxprs.nbytes(var) for var in eqn.outvars if is_array_atom(var))
 
 
-def is_array(atom: Any) -> bool:
+def is_array_atom(atom: Any) -> bool:
     dtype = getattr(atom.aval, "dtype", None)
     return dtype is not None and hasattr(dtype, "itemsize") and hasattr(atom.aval, "size") and not compat.is_ref(atom)
 

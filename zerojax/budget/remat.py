@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from zerojax import compat, jaxprs, primitives
-from zerojax.budget.choice import Choice, choose
-from zerojax.budget.graph import CALLED_BACK, graph_of, named
+from zerojax.budget.choice import Choice, choose_saved
+from zerojax.budget.graph import CALLED_BACK, graph_of, run_named
 from zerojax.primitives import Kind
 from zerojax.units import parse_bytes
 
@@ -94,8 +94,8 @@ class Remat:
         if key is None or key not in self._known:
             inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
             whole = compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)
-            choice = choose(graph_of(whole, (), [var.aval for var in inputs]), self._budget)
-            run = functools.partial(named, whole, ())
+            choice = choose_saved(graph_of(whole, (), [var.aval for var in inputs]), self._budget)
+            run = functools.partial(run_named, whole, ())
             if self._budget < choice.most_bytes:
                 run = checkpointed(run, choice, prevent_cse=self._prevent_cse)
             found = run, choice

@@ -14,7 +14,7 @@ import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.budget.blocks import Blocks
-from zerojax.budget.graph import flops_of, graph_of, is_array
+from zerojax.budget.graph import flops_of, graph_of, is_array_atom
 from zerojax.units import format_bytes, format_flops
 
 
@@ -41,7 +41,7 @@ class BlockMemory:
     share: float
 
 
-def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, ...]:
+def memory_of_blocks(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, ...]:
     """Return what the blocks of a loss save if each saves `share` of its bytes, in the order of their first calls.
 
     Bytes and FLOPs of a block are divided over the `devices`.
@@ -72,7 +72,7 @@ def describe(blocks: Blocks, share: float, devices: int) -> tuple[BlockMemory, .
     return tuple(dataclasses.replace(described, calls=count) for described, count in equal.items())
 
 
-def rows_of(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
+def table_lines(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
     if blocks:
         yield "", "saved", "offloaded", "recomputed", "repeated", "of FLOPs"
     for b in blocks:
@@ -96,7 +96,7 @@ def _figures(jaxpr: Any) -> _Figures:
         return jax.tree.leaves(jax.vjp(own, *args)[1])
 
     traced = compat.opened(jax.make_jaxpr(residuals)(*avals))[0]
-    kept = {var for var in jaxprs.variables_in(traced.outvars) if var not in {*traced.invars} and is_array(var)}
+    kept = {var for var in jaxprs.variables_in(traced.outvars) if var not in {*traced.invars} and is_array_atom(var)}
     host = sum(jaxprs.nbytes(var) for var in kept if compat.in_host_memory(var.aval))
     graph = graph_of(*compat.opened(jax.make_jaxpr(plain)(*avals)), avals)
     flops = _flops_of_gradient(own, avals) - _flops_of_gradient(plain, avals)

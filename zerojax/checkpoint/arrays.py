@@ -90,7 +90,7 @@ class ArrayHandler(type_handlers.ArrayHandler):
         return futures
 
 
-def write(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callable[[], None]:
+def write_leaves(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callable[[], None]:
     """Begin to write arrays into an empty folder. Return a function that waits for the writes of this process.
 
     The values are copied to host memory before this function returns. (On CPU, the buffers are kept alive instead, so
@@ -180,17 +180,17 @@ def wait_for(futures: Sequence[Any]) -> None:
         raise failures[0]
 
 
-def read(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
+def read_arrays(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
     """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
     large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
     with opener() as open_once:
         # Each process reads packed leaves in full, because they are small.
-        whole = lambda one: placed(read_packed(directory, one.saved, open_once), one)
+        whole = lambda one: place_stored(read_packed(directory, one.saved, open_once), one)
         arrays = [whole(one) if one.saved.pieces else next(large) for one in requests]
     return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
 
 
-def placed(stored: np.ndarray, one: ReadRequest) -> jax.Array:
+def place_stored(stored: np.ndarray, one: ReadRequest) -> jax.Array:
     """Place a leaf's storage that this process has in full in host memory."""
     fitted = np.zeros(one.shape, stored.dtype)
     common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))

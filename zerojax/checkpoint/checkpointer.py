@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from zerojax.checkpoint import directory as folders
 from zerojax.checkpoint.data_state import encode
-from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, no_zero_state
+from zerojax.checkpoint.errors import CheckpointError, CheckpointProcesses, attempt, no_zero_state
 from zerojax.checkpoint.manifest import newest_verified, reading, retried, verify_steps
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
@@ -75,7 +75,7 @@ class Checkpointer:
             raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
         self.directory = Path(directory).expanduser().absolute()
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
-        self._processes = Processes(timeout)
+        self._processes = CheckpointProcesses(timeout)
         self._last_save: Save | None = None
         self._lock: Lock | None = None
         self._mutex = threading.RLock()

@@ -115,7 +115,7 @@ def commit(temporary: Path, step: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old if is_removable(final) else directory / free_aside(directory, step))
     os.rename(temporary, final)
-    sync([directory])
+    sync_all([directory])
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -175,7 +175,7 @@ def files_in(path: Path) -> list[str]:
     return sorted(os.path.relpath(os.path.join(base, name), path) for base, _, names in os.walk(path) for name in names)
 
 
-def sync(paths: Iterable[Path]) -> None:
+def sync_all(paths: Iterable[Path]) -> None:
     """Block until files or folders are on disk."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(folder.sync, paths))

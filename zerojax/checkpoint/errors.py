@@ -59,7 +59,7 @@ def in_one_line(error: BaseException) -> str:
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
 
-class Processes(processes.Processes):
+class CheckpointProcesses(processes.Processes):
     """The processes of a run, which exchange messages for the saves and restores of one checkpointer."""
 
     def __init__(self, timeout: float):

@@ -1,6 +1,7 @@
 """Write parameters as safetensors, in logical shape and a chosen type, without the optimizer's state.
 
-The parameters of a state, a tree or a checkpoint become a list of `Source`, one per leaf. All later code is shared.
+The parameters of a state, a tree or a checkpoint become a list of `TensorSource`, one per leaf. All later code is
+shared.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
 from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
-from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write
+from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write_tensors
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.comm.mesh import on_auto_mesh
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
@@ -75,8 +76,8 @@ def export(
     """
     check_dtype(dtype)
     sources = [
-        Source(path, tuple(leaf.shape), x.dtype, functools.partial(gather_to_host, x, leaf))
-        for path, x, leaf in params_of(state)
+        TensorSource(path, tuple(leaf.shape), x.dtype, functools.partial(gather_to_host, x, leaf))
+        for path, x, leaf in stored_params(state)
     ]
     return write_sources(sources, path, mapping, dtype, file_bytes)
 
@@ -112,7 +113,7 @@ def export_checkpoint(
     manifest = verified(directory, existing_step(directory, step))
     read = functools.partial(read_logical, directory / step_name(manifest.step))
     sources = [
-        Source(saved.path[1:], tuple(saved.shape), saved.dtype, functools.partial(read, saved))
+        TensorSource(saved.path[1:], tuple(saved.shape), saved.dtype, functools.partial(read, saved))
         for saved in manifest.leaves
         if saved.path[0] == "params"
     ]
@@ -120,7 +121,7 @@ def export_checkpoint(
         return write_sources(sources, path, mapping, dtype, file_bytes)
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """A leaf to write. `fetch(index)` returns the elements at an index of the leaf's leading dims, in host memory."""
 
     path: tuple[str, ...]
@@ -148,7 +149,7 @@ def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.n
     return arrays.read_box(folder, saved, box).reshape(shape)
 
 
-def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
+def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
     """Yield the keys, stored array and layout of each parameter. Master weights of a state replace its parameters."""
     if problem := problem_of(None, "state" if isinstance(tree, ZeroState) else "params", tree):
         raise ValueError(problem)
@@ -167,7 +168,7 @@ def params_of(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, 
         yield keys_of(path), stored, Leaf("", tuple(x.shape), x.dtype, (), 1, kind, dim)
 
 
-def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> list[Tensor]:
+def tensors_of(sources: list[TensorSource], mapping: Names | None, dtype: Any) -> list[Tensor]:
     resolved = resolve(mapping, [(one.path, one.shape) for one in sources])
     if METADATA in resolved.tensors:
         raise ValueError(
@@ -181,7 +182,9 @@ def tensors_of(sources: list[Source], mapping: Names | None, dtype: Any) -> list
     ]
 
 
-def tensor_of(name: str, shape: tuple[int, ...], sections: list[Section], sources: list[Source], wanted: Any) -> Tensor:
+def tensor_of(
+    name: str, shape: tuple[int, ...], sections: list[Section], sources: list[TensorSource], wanted: Any
+) -> Tensor:
     """Return the tensor `name` to write. A floating tensor is cast to `wanted`, unless `wanted` is None."""
     target, *others = [sources[one.leaf].dtype for one in sections]
     target = jnp.result_type(target, *others) if others else target
@@ -239,7 +242,7 @@ def logical_at(x: Shaped[Array, "*storage"], leaf: Leaf, index: tuple) -> Shaped
 
 
 def write_sources(
-    sources: list[Source],
+    sources: list[TensorSource],
     path: str | Path,
     mapping: Names | None,
     dtype: Any,
@@ -263,7 +266,7 @@ def write_sources(
     temporary = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     temporary.mkdir()
     try:
-        written = write(temporary, tensors, metadata, file_bytes)
+        written = write_tensors(temporary, tensors, metadata, file_bytes)
         os.replace(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

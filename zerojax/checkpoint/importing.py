@@ -19,7 +19,7 @@ from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked, assembled, filled, parts_of
-from zerojax.staged.state import files_of
+from zerojax.staged.params_on_disk import files_of
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def import_params(path: str | Path, like: ZeroState | PyTree, *, mapping: Names 
     resolved = resolve(mapping, [(keys_of(path), tuple(x.shape)) for (path, _), x in zip(found, leaves, strict=True)])
     unread = sorted(headers.keys() - resolved.tensors.keys())
     unread = [name for name in unread if not any(one.fullmatch(name) for one in resolved.left_out)]
-    problems = [*resolved.problems, *differences(headers, resolved, leaves)]
+    problems = [*resolved.problems, *problems_of_tensors(headers, resolved, leaves)]
     if mapping is not None or problems:
         problems += [f"{name} is only in the file: map it to a parameter, or to None" for name in unread]
     elif unread:
@@ -88,7 +88,7 @@ def padded_form(node: Chunked) -> Padded:
     return Padded(shape, node.leaf.shape, node.leaf.dim)
 
 
-def differences(headers: dict[str, Header], resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
+def problems_of_tensors(headers: dict[str, Header], resolved: Resolved, leaves: list[Any]) -> Iterator[str]:
     for name, sections in resolved.tensors.items():
         if name not in headers:
             yield f"{name} is missing"

@@ -16,10 +16,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.checkpoint.arrays import as_keys, placed
+from zerojax.checkpoint.arrays import as_keys, place_stored
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
-from zerojax.checkpoint.restoring import match, read_plan, target_layout, zeros_of
+from zerojax.checkpoint.restoring import match, read_request, target_layout, zeros_of
 from zerojax.checkpoint.saving import record_of
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import on_auto_mesh, replicated
@@ -169,13 +169,13 @@ def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
 
 def moved_through_host(x: jax.Array, saved: SavedLeaf, target: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
     """Move one leaf to other devices. No device holds it in full, unless it spans processes: JAX has no such copy."""
-    request, source = read_plan(saved, target, like)
+    request, source = read_request(saved, target, like)
     x = x if saved.key is None else jax.random.key_data(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         whole = replicated(x.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue]
         x = jax.jit(to_device, out_shardings=whole)(x).addressable_data(0)
     host = np.asarray(x)
-    moved = placed(host[tuple(map(slice, saved.data_shape))], request)
+    moved = place_stored(host[tuple(map(slice, saved.data_shape))], request)
     if saved.key is not None:
         return as_keys(moved, request)
     return moved if source == target else convert(moved, source, target, like.sharding)

@@ -29,7 +29,7 @@ import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, step_name, step_number, steps_in, write_synced
-from zerojax.checkpoint.errors import CheckpointError, DamagedError, Processes, ReplacedError
+from zerojax.checkpoint.errors import CheckpointError, CheckpointProcesses, DamagedError, ReplacedError
 from zerojax.optim.description import Description
 from zerojax.version import version
 
@@ -48,7 +48,7 @@ def data_file(process: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class PackedPiece:
     """A box of a leaf's storage (one range per dim), and its place in a file. Bytes are row-major and little-endian."""
 
     file: str  # name of the file in the checkpoint
@@ -69,7 +69,7 @@ class SavedLeaf:
     kind: str  # layout of the storage: "replicated", "sharded" or "flat"
     folder: str  # name of the leaf's folder in `arrays/`; empty if the leaf has no elements, or is packed
     key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
-    pieces: tuple[Piece, ...] = ()  # where a packed leaf is in the files of packed leaves
+    pieces: tuple[PackedPiece, ...] = ()  # where a packed leaf is in the files of packed leaves
 
     @property
     def is_empty(self) -> bool:
@@ -106,9 +106,9 @@ class Manifest:
         names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
         return names[0] if arrays == ARRAYS and separator and names else ""
 
-    def packed(self) -> dict[str, list[tuple[SavedLeaf, Piece]]]:
+    def packed(self) -> dict[str, list[tuple[SavedLeaf, PackedPiece]]]:
         """Return the pieces of each file of packed leaves, in the order of their places in the file."""
-        files: dict[str, list[tuple[SavedLeaf, Piece]]] = {}
+        files: dict[str, list[tuple[SavedLeaf, PackedPiece]]] = {}
         for leaf in self.leaves:
             for one in leaf.pieces:
                 files.setdefault(one.file, []).append((leaf, one))
@@ -160,7 +160,7 @@ def manifest_of(body: dict[str, Any]) -> Manifest:
 def leaf_of(body: dict[str, Any]) -> SavedLeaf:
     """Build a leaf from its JSON. Leaves of format 1 have no pieces."""
     pieces = (one | {"start": tuple(one["start"]), "shape": tuple(one["shape"])} for one in body.get("pieces", ()))
-    pieces = tuple(Piece(**one) for one in pieces)
+    pieces = tuple(PackedPiece(**one) for one in pieces)
     return SavedLeaf(**{**body, "path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces})
 
 
@@ -183,7 +183,7 @@ def digest(path: Path) -> tuple[int, str]:
         return file.tell(), sha256
 
 
-def read_verified(file: IO[bytes], leaf: SavedLeaf, piece: Piece) -> np.ndarray | None:
+def read_verified(file: IO[bytes], leaf: SavedLeaf, piece: PackedPiece) -> np.ndarray | None:
     """Return the values of a piece, or None if the file has other bytes than were written."""
     file.seek(piece.offset)
     content = file.read(math.prod(piece.shape) * leaf.storage_dtype.itemsize)
@@ -205,7 +205,7 @@ def retried(work: Callable[[], T]) -> T:
     return work()
 
 
-def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
+def newest_verified(root: Path, step: int | None, fallback: bool, processes: CheckpointProcesses) -> Manifest:
     """Check the files of `step`'s checkpoint (None means the newest step), and return the checkpoint's manifest.
 
     Raises:
@@ -243,7 +243,7 @@ def existing_step(root: Path, step: int | None) -> int:
     return chosen
 
 
-def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
+def verified(root: Path, step: int, processes: CheckpointProcesses | None = None) -> Manifest:
     """Return the manifest of a checkpoint, or raise a `DamagedError`. Each process verifies its share of the files."""
     folder = root / step_name(step)
     manifest = read_manifest(folder)
@@ -259,7 +259,7 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
         damage = [tuple(one) for text in messages for one in json.loads(text)]
     if damage or not isinstance(manifest, Manifest):
         require_unchanged(root, step, manifest)
-        text = f"The checkpoint of step {step} in {root} is damaged ({in_words(damage)})."
+        text = f"The checkpoint of step {step} in {root} is damaged ({damage_in_words(damage)})."
         raise DamagedError(text, step=step, damage=tuple(damage))
     return manifest
 
@@ -341,6 +341,6 @@ def damage_of_folder(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple
             yield leaf.name, name, "is missing" if size is None else f"has {size} bytes instead of {expected}"
 
 
-def in_words(damage: Sequence[Damage]) -> str:
+def damage_in_words(damage: Sequence[Damage]) -> str:
     named = "; ".join(f"{leaf + ', ' if leaf else ''}{file}: {problem}" for leaf, file, problem in damage[:NAMED])
     return f"{named}; and {len(damage) - NAMED} more" if len(damage) > NAMED else named

@@ -143,7 +143,7 @@ def add_entry(resolved: Resolved, claims: dict[int, str], template: str, targets
     for name, sections in found.items():
         if name in resolved.tensors:
             raise ValueError(f"{name!r} has another entry")
-        resolved.tensors[name] = together(name, sections, len(targets))
+        resolved.tensors[name] = fitted_sections(name, sections, len(targets))
 
 
 def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, str]) -> Iterator[tuple[str, Section]]:
@@ -185,7 +185,7 @@ def sections_of(template: str, target: Target, leaves: Any, claims: dict[int, st
             yield name, Section(k, index, shape[len(stacked) :], pattern)
 
 
-def together(name: str, sections: list[Section], count: int) -> list[Section]:
+def fitted_sections(name: str, sections: list[Section], count: int) -> list[Section]:
     """Return the sections of one tensor, with `start` set. Raise a `ValueError` if the sections do not fit together."""
     if len(sections) != count:
         raise ValueError(f"{name!r} is for {count} parameters, and there are {len(sections)}")

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
-from zerojax.checkpoint.errors import Processes, no_zero_state
+from zerojax.checkpoint.errors import CheckpointProcesses, no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import on_auto_mesh
@@ -62,7 +62,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool | str, processes: Processes
+    root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool | str, processes: CheckpointProcesses
 ) -> Restored:
     """Read a verified checkpoint. The arguments are those of `Checkpointer.restore`."""
     if not isinstance(like, ZeroState):
@@ -123,16 +123,16 @@ def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) 
         if saved.is_empty:
             continue
         target = target_layout(saved, wanted)
-        request, source = read_plan(saved, target, wanted.array)
+        request, source = read_request(saved, target, wanted.array)
         if source == target:
             plain[wanted.name] = request
         else:
-            [x] = arrays.read(folder, [request])
+            [x] = arrays.read_arrays(folder, [request])
             loaded[wanted.name] = jax.block_until_ready(convert(x, source, target, wanted.array.sharding))
-    return loaded | dict(zip(plain, arrays.read(folder, list(plain.values())), strict=True))
+    return loaded | dict(zip(plain, arrays.read_arrays(folder, list(plain.values())), strict=True))
 
 
-def read_plan(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[arrays.ReadRequest, Leaf]:
+def read_request(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[arrays.ReadRequest, Leaf]:
     """Return the request to read a saved leaf, and the layout in which it is read, from which it may be converted.
 
     Sharded and replicated storage differ only in padding, which reading adds and trims. A leaf is converted on the
@@ -157,7 +157,7 @@ def zeros_of(array: Any) -> jax.Array:
     return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
-def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
+def read_data(folder: Path, manifest: Manifest, template: Any, processes: CheckpointProcesses) -> Any:
     count = manifest.made_by["processes"]
     same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:
@@ -191,7 +191,7 @@ def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: st
     """
     saved, wanted = manifest.leaves, state_leaves(like)
     by_name = {leaf.name: leaf for leaf in saved}
-    differences = {name: why for name, leaf in wanted.items() if (why := difference(by_name.get(name), leaf))}
+    differences = {name: why for name, leaf in wanted.items() if (why := why_not_restorable(by_name.get(name), leaf))}
     surplus = {name: f"{leaf.described} is there, nothing is wanted" for name, leaf in by_name.items()}
     differences |= {name: why for name, why in surplus.items() if name not in wanted}
     others = [] if partial != "params" else [leaf for leaf in (*saved, *wanted.values()) if leaf.path[0] not in WEIGHTS]
@@ -222,7 +222,7 @@ def match(manifest: Manifest, like: ZeroState, *, partial: bool | str, where: st
     )
 
 
-def difference(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
+def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
     """Explain why `saved` cannot be restored into `wanted`, or return an empty string if it can."""
     needed = f"{wanted.dtype}{list(wanted.leaf.shape)}"
     if saved is None:

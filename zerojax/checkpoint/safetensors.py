@@ -43,7 +43,7 @@ class Tensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], limit: int) -> list[str]:
+def write_tensors(directory: Path, tensors: Sequence[Tensor], metadata: dict[str, str], limit: int) -> list[str]:
     """Write arrays into an empty folder, and return the names of the files.
 
     Each file has the metadata, and at most `limit` bytes of arrays, or a single larger array. If there are several

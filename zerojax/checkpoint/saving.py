@@ -27,16 +27,16 @@ import numpy as np
 
 from zerojax.checkpoint import arrays, directory
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.errors import CheckpointError, Processes, attempt, in_one_line
+from zerojax.checkpoint.errors import CheckpointError, CheckpointProcesses, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
     ARRAYS,
     Manifest,
-    Piece,
+    PackedPiece,
     SavedLeaf,
     damage_in,
+    damage_in_words,
     data_file,
     digest,
-    in_words,
     lacking,
     leaf_of,
     made_by,
@@ -66,13 +66,13 @@ Boxes = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
 class Save:
     """A save that is under way or done. `error` says why it failed, and is None otherwise."""
 
-    def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
+    def __init__(self, root: Path, step: int, *, keep: int | None, processes: CheckpointProcesses):
         """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`."""
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes
         self._temporary = root / directory.temporary_name(step)
         self._mark = contextlib.ExitStack()  # unlocks the folder; closing it again does nothing
-        self._pieces: dict[str, list[Piece]] = {}  # the pieces that this process writes
+        self._pieces: dict[str, list[PackedPiece]] = {}  # the pieces that this process writes
         # The thread commits only after `begin` has ended. Otherwise an interrupt could meet a finished save.
         self._begun = threading.Event()
         # Not `thread.join`: if Ctrl-C interrupts a join, Python believes that the thread has ended (CPython gh-90882).
@@ -105,7 +105,7 @@ class Save:
         failure, finish, packed = "", None, {}
         try:
             packed = copied(small)
-            finish = arrays.write(self._temporary / ARRAYS, by_folder)
+            finish = arrays.write_leaves(self._temporary / ARRAYS, by_folder)
         except Exception as error:  # the thread tells the other processes, as it does for its own errors
             failure = in_one_line(error)
         work = (failure, finish, packed, manifest, data)
@@ -145,7 +145,7 @@ class Save:
         share = written[self._processes.index :: self._processes.count]
         with ThreadPoolExecutor(8) as pool:
             sums = dict(zip(share, pool.map(lambda name: digest(self._temporary / name), share), strict=True))
-        directory.sync(self._temporary / name for name in share)
+        directory.sync_all(self._temporary / name for name in share)
         pieces = {name: list(map(dataclasses.asdict, ours)) for name, ours in self._pieces.items()}
         text = json.dumps({"files": sums, "pieces": pieces})
         directory.write_synced(self._temporary / f"{DIGESTS}{self._processes.index}.json", text)
@@ -170,9 +170,9 @@ class Save:
         damage = lacking(self._temporary, manifest)
         # The digests of packed leaves were computed from memory, perhaps on other hosts, so the files may differ.
         if damage := damage or damage_in(self._temporary, manifest, manifest.packed()):
-            raise CheckpointError(in_words(damage))
+            raise CheckpointError(damage_in_words(damage))
         write_manifest(manifest, self._temporary)
-        directory.sync(Path(folder) for folder, _, _ in os.walk(self._temporary))
+        directory.sync_all(Path(folder) for folder, _, _ in os.walk(self._temporary))
         root = self._temporary.parent
         directory.rename_later_steps(root, self.step)
         directory.commit(self._temporary, self.step)
@@ -199,10 +199,10 @@ def copied(leaves: Mapping[str, jax.Array | Chunked]) -> Boxes:
     The chunks of an offloaded leaf are first joined on the devices, one leaf at a time to save device memory.
     """
     jax.copy_to_host_async([x for x in leaves.values() if not isinstance(x, Chunked)])
-    return {name: boxes_of(joined(x) if isinstance(x, Chunked) else x) for name, x in leaves.items()}
+    return {name: copied_boxes(joined(x) if isinstance(x, Chunked) else x) for name, x in leaves.items()}
 
 
-def boxes_of(x: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
+def copied_boxes(x: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
     """Copy an array, or this process's shards with replica ID 0. For PRNG keys, take the key data."""
     x = jax.random.key_data(x) if is_key(x) else x
     if x.is_fully_addressable:
@@ -211,16 +211,16 @@ def boxes_of(x: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
     return [(tuple(i.start or 0 for i in shard.index), np.array(shard.data)) for shard in shards]
 
 
-def write_packed(path: Path, packed: Boxes) -> dict[str, list[Piece]]:
+def write_packed(path: Path, packed: Boxes) -> dict[str, list[PackedPiece]]:
     """Write boxes one after the other into a file, and return each leaf's pieces. Without boxes, write no file."""
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[PackedPiece]] = {}
     if not any(packed.values()):
         return pieces
     with path.open("wb") as file:
         for leaf, boxes in packed.items():
             for start, values in boxes:
                 raw = values.reshape(-1).view(np.uint8).data
-                piece = Piece(path.name, file.tell(), start, values.shape, hashlib.sha256(raw).hexdigest())
+                piece = PackedPiece(path.name, file.tell(), start, values.shape, hashlib.sha256(raw).hexdigest())
                 pieces.setdefault(leaf, []).append(piece)
                 file.write(raw)
     return pieces

@@ -66,7 +66,7 @@ def require_arrays(state: ZeroState) -> None:
     for field in ("opt_state", "mutable"):
         for path, x in jax.tree_util.tree_flatten_with_path(getattr(state, field), is_leaf=is_chunked)[0]:
             if not hasattr(x, "dtype"):
-                name = name_of(field, path)
+                name = leaf_name(field, path)
                 raise TypeError(f"{name} is {x!r}, a {type(x).__name__} of Python. Give an array: jnp.asarray({x!r}).")
 
 
@@ -79,12 +79,14 @@ def with_leaves(like: ZeroState, arrays: dict[str, Any]) -> ZeroState:
     layout, (inner, masters) = like.plan.layout, split_masters(like.plan, like.opt_state)
 
     def refilled(field: str, tree: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(lambda path, _: arrays[name_of(field, path)], tree, is_leaf=is_chunked)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: arrays[leaf_name(field, path)], tree, is_leaf=is_chunked
+        )
 
     fields = {field: refilled(field, getattr(like, field)) for field in ("step", "scaling", "mutable")}
     opt_state = refilled("opt_state", inner)
     paths = key_paths(jax.tree.unflatten(layout.treedef, range(len(layout.params))))
-    params = [arrays[name_of("params", path)] for path in paths]
+    params = [arrays[leaf_name("params", path)] for path in paths]
     if masters:
         structure = jax.tree.structure(like.opt_state.master, is_leaf=is_chunked)
         opt_state = MasterState(opt_state, jax.tree.unflatten(structure, [params[i] for i in masters]))
@@ -108,10 +110,10 @@ def replicated_leaves(field: str, state: ZeroState, data: DataMesh) -> list[Stat
 
 
 def state_leaf(field: str, path: tuple, leaf: Leaf, array: Any, narrow: bool = False) -> StateLeaf:
-    return StateLeaf(name_of(field, path), (field, *keys_of(path)), leaf, array, narrow)
+    return StateLeaf(leaf_name(field, path), (field, *keys_of(path)), leaf, array, narrow)
 
 
-def name_of(field: str, path: tuple) -> str:
+def leaf_name(field: str, path: tuple) -> str:
     return field + jax.tree_util.keystr(path)
 
 

@@ -138,7 +138,7 @@ class Rates:
             return given
         where, values = "rates=", given
         if isinstance(given, str | Path):
-            where, values = f"rates={str(given)!r}", _read(Path(given))
+            where, values = f"rates={str(given)!r}", _read_rates(Path(given))
         if not isinstance(values, Mapping | None):
             raise ValueError(f"{where} must be a path or a dict of measured rates, not a {type(values).__name__}.")
         values = dict(values or {})
@@ -213,7 +213,7 @@ def _is_number(given: Any) -> bool:
     return isinstance(given, int | float) and not isinstance(given, bool)
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_rates(path: Path) -> dict[str, Any]:
     """Return the measured rates in the findings that `zerojax doctor --json` wrote."""
     try:
         findings = json.loads(path.read_text())

@@ -73,7 +73,7 @@ class Instruction(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Computation:
+class HloComputation:
     """One HLO computation. `instructions` are in the order of the text, which is the schedule."""
 
     name: str
@@ -93,7 +93,7 @@ class Computation:
         return found
 
 
-class Call(NamedTuple):
+class HloCall(NamedTuple):
     """An instruction that runs `callee` `trip_count` times. `trip_count` is None if the program does not fix it."""
 
     instruction: Instruction
@@ -110,14 +110,14 @@ class Module:
     """A parsed program."""
 
     text: str
-    computations: dict[str, Computation]
+    computations: dict[str, HloComputation]
     entries: tuple[str, ...]
 
     @cached_property
-    def calls(self) -> dict[str, list[Call]]:
+    def calls(self) -> dict[str, list[HloCall]]:
         return {c.name: [call for i in c.instructions for call in self.calls_of(i)] for c in self.computations.values()}
 
-    def calls_of(self, instruction: Instruction) -> Iterator[Call]:
+    def calls_of(self, instruction: Instruction) -> Iterator[HloCall]:
         opcode, trips = instruction.opcode, 1
         if opcode not in _CALLERS and not opcode.endswith("-start"):
             return
@@ -127,7 +127,7 @@ class Module:
         for key, name in instruction.callees:
             if name in self.computations:
                 # The condition runs once more than the body.
-                yield Call(instruction, name, None if trips is None else trips + (key == "condition"))
+                yield HloCall(instruction, name, None if trips is None else trips + (key == "condition"))
 
     @cached_property
     def callers_first(self) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ class Module:
                 )
         return counts
 
-    def callee(self, instruction: Instruction) -> Computation | None:
+    def callee(self, instruction: Instruction) -> HloComputation | None:
         return next((self.computations.get(name) for _, name in instruction.callees), None)
 
     def frames(self, instruction: Instruction) -> tuple[str, ...]:
@@ -213,14 +213,14 @@ def read(compiled: Any) -> Module:
         )
 
     text = compiled if isinstance(compiled, str) else compiled.as_text() or ""
-    computations: dict[str, Computation] = {}
+    computations: dict[str, HloComputation] = {}
     entries, current = [], None
     for line in text.split("\n"):
         if line[:1] == "}":
             current = None
         elif line[:1] not in ("", " ", "\t"):
             if line.endswith("{") and (header := _HEADER.match(line)):
-                current = computations[header[2]] = Computation(header[2], [], {})
+                current = computations[header[2]] = HloComputation(header[2], [], {})
                 if header[1]:
                     entries.append(header[2])
         elif current is not None and (match := _INSTRUCTION.match(line)):

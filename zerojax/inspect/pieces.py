@@ -12,7 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
 from zerojax.comm.collectives import LABEL, UPDATE
-from zerojax.inspect.collectives import Collective, collectives_of, leaves_in, lines_of_model
+from zerojax.inspect.compiled_collectives import Collective, collectives_of, leaves_in, lines_of_model
 from zerojax.inspect.hlo import Instruction, Module
 
 # A piece of at most this many elements per operation counts as free. Losses, norms and counts are below this size.
@@ -22,7 +22,7 @@ _MOST = 300  # the most instructions that `Nearest` visits, to bound the work if
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class CollectivePiece:
     """The part of a collective that one JAX operation moves."""
 
     collective: Collective  # the collective, which may move other pieces, too
@@ -60,7 +60,7 @@ class Piece:
         return own[0] if own else self.nearest(c.computation, c.name) or self.op_name or c.name
 
 
-def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[Piece]:
+def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[CollectivePiece]:
     nearest = Nearest(module)
     for c in collectives_of(module) if only is None else only:
         names = operations(c.op_name)
@@ -71,7 +71,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
             parts = [(name, c.elements, c.bytes)]
         free, times = FREE * max(1, len(names) // len(parts)), c.times_if_once
         for name, elements, size in parts:
-            yield Piece(c, name, times * elements, times * size, elements, elements <= free, nearest)
+            yield CollectivePiece(c, name, times * elements, times * size, elements, elements <= free, nearest)
 
 
 def operations(op_name: str) -> list[str]:
@@ -83,12 +83,12 @@ def operations(op_name: str) -> list[str]:
         return f"{_NESTED}{len(labels) - 1}{_NESTED}{label.group()[-1]}"
 
     hidden = LABEL.sub(keep, op_name)  # a label may contain colons and brackets
-    before, inside = _joined(hidden)
+    before, inside = _split_names(hidden)
     shown = lambda name: re.sub(f"{_NESTED}(\\d+){_NESTED}.", lambda at: labels[int(at[1])], name)
     return [shown(before + part) for part in inside]
 
 
-def _joined(name: str) -> tuple[str, list[str]]:
+def _split_names(name: str) -> tuple[str, list[str]]:
     """Split `prefix/(a:b:c)` into the prefix and the names. Any other name has an empty prefix."""
     depth, start, ends = 0, None, []
     for at, char in enumerate(name):

@@ -176,14 +176,14 @@ def report(state: Any, tx: Any = None) -> Report:
 
 
 def measured(state: Any, tx: Any) -> Report:
-    plan, data = planned(state, tx)
+    plan, data = plan_and_data(state, tx)
     elsewhere: dict[str, Misplaced] = {}
     rows: list[Row] = []
     for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored_node)[0]:
         array = x.storage if isinstance(x, Padded) else x
-        part = name_of(path[0]) if path else "array"
+        part = key_in_words(path[0]) if path else "array"
         inner = jax.tree_util.keystr(path[1:])
-        keys = (part, *map(name_of, path[1:]))
+        keys = (part, *map(key_in_words, path[1:]))
         keys = keys[1:] if inner.startswith(".master") and part == "opt_state" else keys
         if isinstance(array, bool | int | float | complex):
             continue  # a Flax TrainState counts its steps in Python
@@ -198,8 +198,8 @@ def measured(state: Any, tx: Any) -> Report:
         if leaf is not None and (found := misplaced(leaf, x, data)):
             elsewhere[whole] = found
             note = "; ".join(filter(None, (note, str(found))))
-        sizes = place_of(array), device_bytes(array), kept_bytes(array), global_bytes(array)
-        texts = describe(array), note or note_from_array(x, array)
+        sizes = place_of(array), bytes_by_device(array), kept_bytes(array), global_bytes(array)
+        texts = array_in_words(array), note or note_from_array(x, array)
         rows.append(Row(part, inner, keys, shape, x.dtype, *sizes, *texts))
     of_state = getattr(state, "plan", None)
     matrices, groups = getattr(of_state, "matrices", None), str(getattr(of_state, "groups", ""))
@@ -212,7 +212,7 @@ def place_of(array: jax.Array | Chunked) -> str:
     return "device" if array.sharding.memory_kind in (None, "device") else "host"
 
 
-def device_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
+def bytes_by_device(array: jax.Array | Chunked) -> dict[jax.Device, int]:
     """Return the bytes of an array's shards by device of this process, without chunks that are kept on the device."""
     if isinstance(array, Chunked):
         kept = kept_bytes(array)
@@ -229,7 +229,7 @@ def kept_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
     if isinstance(array, Chunked) and array.store is None:
         for chunk in array.chunks:
             if place_of(chunk) == "device":
-                sizes.update(device_bytes(chunk))
+                sizes.update(bytes_by_device(chunk))
     return dict(sizes)
 
 
@@ -250,11 +250,11 @@ def note_from_array(x: Any, array: jax.Array | Chunked) -> str:
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
         return ""
-    sizes = device_bytes(array)
+    sizes = bytes_by_device(array)
     return "replicated" if len(sizes) > 1 and max(sizes.values()) == global_bytes(array) else ""
 
 
-def describe(array: jax.Array | Chunked) -> str:
+def array_in_words(array: jax.Array | Chunked) -> str:
     """Describe the sharding of an array, its memory unless this is device memory, and its chunks."""
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
@@ -269,7 +269,7 @@ def describe(array: jax.Array | Chunked) -> str:
     return text if kind in (None, "device") else f"{text} in {kind}"
 
 
-def name_of(key: Any) -> str:
+def key_in_words(key: Any) -> str:
     return jax.tree_util.keystr((key,), simple=True)
 
 
@@ -277,7 +277,7 @@ def name_of(key: Any) -> str:
 Planned = dict[str, tuple[Leaf, str]]
 
 
-def planned(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]:
+def plan_and_data(state: Any, tx: Any = None) -> tuple[Planned, tuple[str, ...]]:
     """Return the plan of the leaves of a tree, which is empty if it is not known, and the axes that divide the batch.
 
     `state` is a `ZeroState`, a Flax `TrainState`, or a mapping with `params` and `opt_state`. With `tx`, it may also be

@@ -15,8 +15,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from zerojax.gpus.devices import Device
-from zerojax.inspect.collectives import KINDS, Array, Collective, CompiledCollectives, arrays_of, collectives_of
-from zerojax.inspect.hlo import Computation, Instruction, Module, read
+from zerojax.inspect.compiled_collectives import (
+    KINDS,
+    Array,
+    Collective,
+    CompiledCollectives,
+    arrays_of,
+    collectives_of,
+)
+from zerojax.inspect.hlo import HloComputation, Instruction, Module, read
 
 HIGHEST = "f32 highest"
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
@@ -116,7 +123,7 @@ def kernels(module: Module) -> Iterator[Kernel]:
                 yield Kernel(i.name, times, dict(operations), _traffic(module, c, i), unknown)
 
 
-def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter[str], str]:
+def _operations(module: Module, c: HloComputation, i: Instruction) -> tuple[Counter[str], str]:
     """Return the FLOPs of an instruction's products, and the name of the library call if its FLOPs are unknown."""
     if i.opcode in FUSIONS:
         fused = module.callee(i)
@@ -126,13 +133,13 @@ def _operations(module: Module, c: Computation, i: Instruction) -> tuple[Counter
     target = _TARGET.search(i.attributes) if i.opcode == "custom-call" else None
     name = target[1] if target else i.opcode
     if name == "dot" or name.startswith(("__cublas$gemm", "__cublas$lt$matmul")):
-        return _dot(i, shapes), ""
+        return _dot_flops(i, shapes), ""
     if name == "convolution" or name.startswith("__cudnn$conv"):
         return _convolution(i, name, shapes), ""
     return Counter(), name if target else ""
 
 
-def _dot(i: Instruction, operands: list[Array]) -> Counter[str]:
+def _dot_flops(i: Instruction, operands: list[Array]) -> Counter[str]:
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)
@@ -156,7 +163,7 @@ def _rate_dtype(i: Instruction, operand: Array) -> str:
     return HIGHEST if highest else operand.dtype
 
 
-def _traffic(module: Module, c: Computation, i: Instruction) -> int:
+def _traffic(module: Module, c: HloComputation, i: Instruction) -> int:
     """Return the bytes that one execution of a kernel reads and writes. Each operand is read once."""
     if i.opcode in SLICES:
         return 2 * _bytes(i.shape)
@@ -170,7 +177,7 @@ def _traffic(module: Module, c: Computation, i: Instruction) -> int:
     return _bytes_read(fused) + _bytes_written(fused, fused.root) if fused else 0
 
 
-def _bytes_read(fused: Computation) -> int:
+def _bytes_read(fused: HloComputation) -> int:
     def read(i: Instruction) -> int:
         full, touched = _bytes(i.shape), 0
         for user in fused.users.get(i.name, ()):
@@ -188,7 +195,7 @@ def _bytes_read(fused: Computation) -> int:
     return sum(read(i) for i in fused.instructions if i.opcode == "parameter")
 
 
-def _bytes_written(fused: Computation, name: str) -> int:
+def _bytes_written(fused: HloComputation, name: str) -> int:
     """Return the bytes that a fused computation writes for one result. An in-place update writes only updated bytes."""
     root = fused.by_name.get(name)
     if root is None:
@@ -200,11 +207,11 @@ def _bytes_written(fused: Computation, name: str) -> int:
     return _bytes(root.shape)
 
 
-def _update_bytes(c: Computation, i: Instruction) -> int:
+def _update_bytes(c: HloComputation, i: Instruction) -> int:
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 
-def _operand(c: Computation, name: str) -> Array:
+def _operand(c: HloComputation, name: str) -> Array:
     return arrays_of(c.by_name[name].shape)[0]
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerojax.gpus.devices import Device
-from zerojax.inspect.collectives import Collective, CompiledCollectives
-from zerojax.inspect.hlo import Call, Instruction, Module, read
+from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives
+from zerojax.inspect.hlo import HloCall, Instruction, Module, read
 from zerojax.inspect.roofline import (
     FUSIONS,
     Kernel,
@@ -44,7 +44,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Loop:
+class LoopSpan:
     """A loop. One iteration is simulated, from `begin` to `end` in seconds."""
 
     begin: float
@@ -58,7 +58,7 @@ class Timeline:
     """The simulated run of one program on a device."""
 
     spans: tuple[Span, ...]  # kernels, stalls and collectives, in schedule order
-    loops: tuple[Loop, ...]  # the loops that have more than one iteration
+    loops: tuple[LoopSpan, ...]  # the loops that have more than one iteration
     hidden_share: float  # the share of the collectives' bytes that matrix products hide, in all iterations
 
     @property
@@ -132,7 +132,7 @@ class _Streams:
     collectives: dict[tuple[str, str], Collective]  # by computation and name
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)
-    loops: list[Loop] = field(default_factory=list)
+    loops: list[LoopSpan] = field(default_factory=list)
     now: float = 0.0  # the time that the compute stream has reached
     link_free: float = 0.0  # when the last collective completes
     unslowed: float = 0.0  # until then, collectives slow no product
@@ -163,7 +163,7 @@ class _Streams:
         for span in pending.values():
             span.done = max(self.now, span.end)
 
-    def collective(self, computation: str, i: Instruction, called: list[Call]) -> Collective | None:
+    def collective(self, computation: str, i: Instruction, called: list[HloCall]) -> Collective | None:
         """Return the collective that `i` starts. If `i` is a wrapper, the collective is in the called computation."""
         keys = [(computation, i.name)]
         if i.opcode == "async-start" or i.opcode in FUSIONS:
@@ -198,7 +198,7 @@ class _Streams:
         begin, self.now = self.now, self.now + seconds
         self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective, slowed))
 
-    def loop(self, i: Instruction, called: list[Call], pending: Iterable[Span], depth: int) -> None:
+    def loop(self, i: Instruction, called: list[HloCall], pending: Iterable[Span], depth: int) -> None:
         """Run one iteration of a loop. Collectives in flight around it also progress during the skipped iterations."""
         body = next(call for call in called if call.callee == dict(i.callees)["body"])
         begin, unslowed = self.now, self.unslowed
@@ -206,7 +206,7 @@ class _Streams:
         self.computation(body.callee, depth=depth + 1)
         self.unslowed = unslowed
         if body.trip_count != 1:
-            self.loops.append(Loop(begin, self.now, body.trip_count, depth))
+            self.loops.append(LoopSpan(begin, self.now, body.trip_count, depth))
         skipped = ((body.trip_count or 1) - 1) * (self.now - begin)
         earlier = lambda time: min(time, max(self.now, time - skipped))
         for span in pending:

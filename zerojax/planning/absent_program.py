@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.budget.blocks import Blocks
-from zerojax.budget.table import describe
+from zerojax.budget.table import memory_of_blocks
 from zerojax.comm.mesh import auto_context
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
@@ -22,7 +22,7 @@ from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.offload.host import pinned_limit
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
-from zerojax.planning.other_meshes import MovedMeshes, in_force, kernels_for
+from zerojax.planning.other_meshes import MovedMeshes, kernels_for, meshes_moved
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
@@ -68,7 +68,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
     @auto_context()
     def compile_step(batch: Any) -> CompiledStep:
         given = shapes, abstract(batch), *abstract(args)
-        with in_force(MovedMeshes(step.config.mesh, config.mesh)) as notes_on_meshes:
+        with meshes_moved(MovedMeshes(step.config.mesh, config.mesh)) as notes_on_meshes:
             program = moved.lower(*given).compile()
             fit = None if options.memory is None else moved.memory_fit(*given)
         notes = (*(fit.notes[:1] if fit else ()), *moved.compiled_with, *notes_on_meshes)
@@ -79,7 +79,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
             sent_formula=None if config.data.compiler_axes else row.sent,
             row=row,
             notes=(*known, *notes),
-            blocks=fit.blocks if fit else describe(blocks, 1.0, devices_of_a_block(config)),
+            blocks=fit.blocks if fit else memory_of_blocks(blocks, 1.0, devices_of_a_block(config)),
             options=moved.compiler_options,
             kept=sum(kept_on_device(config, shapes.plan).values()),
         )
@@ -167,7 +167,7 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
     def compile_function(batch: Any) -> CompiledStep:
         # The function may name the devices of its arguments. An `AbstractMesh` has none.
-        moved = in_force(MovedMeshes(given, mesh)) if isinstance(given, Mesh) else kernels_for(mesh)
+        moved = meshes_moved(MovedMeshes(given, mesh)) if isinstance(given, Mesh) else kernels_for(mesh)
         with moved, contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
             return CompiledStep(f.lower(placed(state), placed(batch), *placed(args)).compile())
 

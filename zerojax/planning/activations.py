@@ -28,7 +28,7 @@ from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
-from zerojax.planning.other_meshes import OnOneDevice, in_force
+from zerojax.planning.other_meshes import OnOneDevice, meshes_moved
 from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import check_batch, packed
 from zerojax.train.fitting import largest_share
@@ -95,7 +95,7 @@ class PlainGradient:
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
         if key not in self._costs:
-            with in_force(OnOneDevice(self._mesh, config.axis)):
+            with meshes_moved(OnOneDevice(self._mesh, config.axis)):
                 self._costs[key] = self._compile(config, layout, rows, types)
         return self._costs[key]
 

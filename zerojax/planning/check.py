@@ -19,13 +19,13 @@ from zerojax.comm.partial_sums import ROWS_UNKNOWN
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config
 from zerojax.config.wire import Wire
-from zerojax.inspect.collectives import CompiledCollectives
+from zerojax.inspect.compiled_collectives import CompiledCollectives
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
-from zerojax.inspect.pieces import FREE, Piece, pieces
+from zerojax.inspect.pieces import FREE, CollectivePiece, pieces
 from zerojax.inspect.roofline import kernels, overlap, product_flops
 from zerojax.planning.absent_program import moved_to
 from zerojax.planning.contract import Checked, Contract, contract_of
-from zerojax.planning.other_meshes import MovedMeshes, in_force
+from zerojax.planning.other_meshes import MovedMeshes, meshes_moved
 from zerojax.planning.shapes import abstract
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
@@ -155,7 +155,7 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     config, shapes = moved_to(topology, step, state)
     moved, accumulate = step.under(config), step.options.accumulate
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
-    with contextlib.nullcontext() if topology is None else in_force(MovedMeshes(step.config.mesh, config.mesh)):
+    with contextlib.nullcontext() if topology is None else meshes_moved(MovedMeshes(step.config.mesh, config.mesh)):
         compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
         mutable = abstract(shapes.mutable)
         checked = Checked(config, shapes.plan, moved.program.loss, rows, abstract(given), accumulate, mutable)
@@ -174,8 +174,8 @@ def check_program(compiled: Any, checked: Checked) -> Check:
     gathers = [piece for piece in found if piece.label == "gather"]
     reductions = [*(piece for piece in found if piece.label in ("reduce_scatter", "all_reduce")), *moved.completing]
     wire = config.wire
-    gathered = _elements(gathers, wire and wire.gather, wire)
-    reduced = _elements(reductions, wire and wire.reduce, wire)
+    gathered = _elements_moved(gathers, wire and wire.gather, wire)
+    reduced = _elements_moved(reductions, wire and wire.reduce, wire)
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     findings = [
         *memory_findings(peak, floor, contract, (piece for piece in found if piece.kind == "all-gather")),
@@ -207,7 +207,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
     )
 
 
-def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
+def along_data(found: Iterable[CollectivePiece], config: Config) -> Iterator[CollectivePiece]:
     """Yield the pieces in `found` that move along data axes. The other pieces move only along the model's axes."""
     mesh, data = config.mesh, config.data.batch
     for piece in found:
@@ -216,7 +216,7 @@ def along_data(found: Iterable[Piece], config: Config) -> Iterator[Piece]:
             yield piece
 
 
-def _elements(which: Sequence[Piece], fmt: str | None, wire: Wire | None) -> int:
+def _elements_moved(which: Sequence[CollectivePiece], fmt: str | None, wire: Wire | None) -> int:
     """Return how many elements the pieces move. A quantised payload counts as the elements that it encodes."""
     moved = sum(piece.elements for piece in which)
     if wire is None or fmt is None:
@@ -229,8 +229,8 @@ def _elements(which: Sequence[Piece], fmt: str | None, wire: Wire | None) -> int
 class Exchanged:
     """The collectives that the compiler added to a program."""
 
-    pieces: tuple[tuple[Piece, int], ...]  # with bytes; mostly activations
-    completing: tuple[Piece, ...]  # the sums that complete gradients
+    pieces: tuple[tuple[CollectivePiece, int], ...]  # with bytes; mostly activations
+    completing: tuple[CollectivePiece, ...]  # the sums that complete gradients
 
     @property
     def bytes(self) -> int:
@@ -241,7 +241,7 @@ class Exchanged:
         return sum(size for piece, size in self.pieces if piece.is_of_update)
 
 
-def exchanged(found: Iterable[Piece], gradients: int, sizes: frozenset[int]) -> Exchanged:
+def exchanged(found: Iterable[CollectivePiece], gradients: int, sizes: frozenset[int]) -> Exchanged:
     """Divide the pieces that the compiler added, which have no label, into sums of gradients and everything else.
 
     The program does not say which sums are of gradients. A sum in the backward pass with as many elements as a gradient
@@ -315,7 +315,7 @@ def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
     ]
 
 
-def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[Piece]) -> list[str]:
+def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[CollectivePiece]) -> list[str]:
     """Find memory beyond the floor, and parameters that are gathered whole."""
     slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
@@ -333,7 +333,7 @@ def flops_findings(flops: int, contract: Contract) -> list[str]:
     return [f"{(flops - contract.flops) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's"]
 
 
-def volume_findings(verb: str, elements: int, formula: int, which: Sequence[Piece]) -> list[str]:
+def volume_findings(verb: str, elements: int, formula: int, which: Sequence[CollectivePiece]) -> list[str]:
     if elements <= VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
         return []
     return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
@@ -346,7 +346,7 @@ def overlap_findings(moved: CompiledCollectives, module: Module) -> list[str]:
     return [f"only {moved.hidden_share:.1%} of collective bytes hide behind products. Exposed: {causes_of(exposed)}"]
 
 
-def causes_of(which: Iterable[Piece]) -> str:
+def causes_of(which: Iterable[CollectivePiece]) -> str:
     return _most((piece.cause, piece.bytes) for piece in which)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from zerojax.budget.table import BlockMemory, rows_of
+from zerojax.budget.table import BlockMemory, table_lines
 from zerojax.gpus.devices import SCHEDULED, USABLE, Device, Rates
 from zerojax.gpus.topology import GPUS_PER_HOST, Topology
-from zerojax.inspect.collectives import Collective, CompiledCollectives, arrays_of, cause_of
+from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.roofline import Roofline, overlap, roofline
 from zerojax.inspect.timeline import Expected, simulate
@@ -161,7 +161,7 @@ class Plan:
         lines += [line(name, format_bytes(size)) for name, size in offloaded.items() if size]
         if self.largest_batch is not None:
             lines.append(line("largest batch", f"{self.largest_batch:,}") + "  rows")
-        lines += ["blocks, per call and device"] * bool(self.blocks) + [line(*row) for row in rows_of(self.blocks)]
+        lines += ["blocks, per call and device"] * bool(self.blocks) + [line(*row) for row in table_lines(self.blocks)]
         if self.collectives:
             formula = "" if self.sent_formula is None else f"  formula {format_bytes(self.sent_formula)}"
             lines += ["sent, per device and step", line("", "times", "sent", "hidden")]
@@ -280,7 +280,7 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
     sizes = Counter[str]()
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
-        sizes[part_of(i.op_name, parts)] += sum(array.bytes for array in arrays_of(i.shape))
+        sizes[part_of_argument(i.op_name, parts)] += sum(array.bytes for array in arrays_of(i.shape))
     sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # arguments that the compiler adds, and alignment
     order = dict.fromkeys([*parts.values(), *(part for part in sizes if part not in (TEMPORARY, RESULTS))])
     ordered = {part: sizes[part] for part in order if sizes[part]}
@@ -290,7 +290,7 @@ def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> d
     return {**ordered, TEMPORARY: sizes[TEMPORARY], RESULTS: sizes[RESULTS]}
 
 
-def part_of(argument: str, parts: Mapping[str, str]) -> str:
+def part_of_argument(argument: str, parts: Mapping[str, str]) -> str:
     """Return the part for the longest prefix of `argument` in `parts`. If none matches, return the argument's name."""
     for prefix in sorted(parts, key=len, reverse=True):
         if re.match(rf"{re.escape(prefix)}(?![\w])", argument):

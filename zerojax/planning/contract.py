@@ -76,7 +76,7 @@ def contract_of(checked: Checked) -> Contract:
             "The loss function names a mesh axis, as in lax.pmean. check compares it with plain jit, which has no mesh "
             "axes. Check it without that collective."
         ) from error
-    trained = [leaf for leaf in layout.trained_only().params if is_float(leaf)]
+    trained = [leaf for leaf in layout.trained_only().params if is_float_leaf(leaf)]
     program = program_of(config, layout, checked.loss, rows, checked.args, mutable)
     temporary = memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
     plain_module = read(plain)
@@ -107,7 +107,7 @@ def contract_of(checked: Checked) -> Contract:
     )
 
 
-def is_float(leaf: Leaf) -> bool:
+def is_float_leaf(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
@@ -122,7 +122,7 @@ def gathered_elements(checked: Checked) -> int:
     After the update, a parameter is gathered in full, or up to its own shard if its gradient has smaller shards.
     """
     config, plan, passes = checked.config, checked.plan, 2 if checked.config.reshard_after_forward else 1
-    sharded = [leaf for leaf in plan.layout.params if is_float(leaf) and leaf.dim is not None]
+    sharded = [leaf for leaf in plan.layout.params if is_float_leaf(leaf) and leaf.dim is not None]
     updated = [
         grad.size if leaf.dim is None else grad.size // leaf.shards
         for leaf, grad in zip(plan.trained.params, plan.grads, strict=True)
@@ -137,7 +137,7 @@ def reduced_elements(checked: Checked) -> tuple[int, int]:
     each = 1 if config.stage < 2 else checked.accumulate
     total = replicated = 0
     for param, grad in zip(trained.params, checked.plan.grads, strict=True):
-        if not is_float(param) or set(config.data.batch) <= set(axes_of(param.others)):
+        if not is_float_leaf(param) or set(config.data.batch) <= set(axes_of(param.others)):
             continue  # The gradient of experts on all data axes is not reduced.
         leaf = grad if param.dim is None else param
         # In hybrid sharding each shard is also reduced across the hosts.

@@ -92,7 +92,7 @@ def is_made_of(target: Mesh, mesh: Mesh | AbstractMesh, *, unlike: Mesh | None =
 
 
 @contextlib.contextmanager
-def in_force(move: MovedMeshes | OnOneDevice) -> Iterator[dict[str, None]]:
+def meshes_moved(move: MovedMeshes | OnOneDevice) -> Iterator[dict[str, None]]:
     """Enter a context in which JAX traces, lowers and compiles functions as if they named the meshes of `move`."""
     notes: dict[str, None] = {}  # on meshes whose sizes were changed, as keys
 
@@ -123,7 +123,7 @@ def meshes_replaced(replace: Callable[[Any], Any], *, key: Any) -> Iterator[None
     from jax._src import config, pjit, shard_map, sharding_impls
 
     _hide_frames()
-    moved = functools.partial(_replaced, replace)
+    moved = functools.partial(_with_meshes, replace)
 
     def bind_moved(bind: Callable) -> Callable:
         return lambda self, *args, **params: bind(self, *args, **moved(params))
@@ -214,7 +214,7 @@ def _hide_frames() -> None:
     source_info_util.register_exclusion(__file__)
 
 
-def _replaced(replace: Callable[[Any], Any], value: Any) -> Any:
+def _with_meshes(replace: Callable[[Any], Any], value: Any) -> Any:
     """Replace the meshes in `value`, a parameter of a primitive or a tree of shardings."""
     if isinstance(value, Mesh | AbstractMesh):
         return replace(value)
@@ -222,11 +222,11 @@ def _replaced(replace: Callable[[Any], Any], value: Any) -> Any:
         mesh = replace(value.mesh)
         return value if mesh is value.mesh else NamedSharding(mesh, value.spec, memory_kind=value.memory_kind)
     if isinstance(value, dict):
-        return {name: _replaced(replace, x) for name, x in value.items()}
+        return {name: _with_meshes(replace, x) for name, x in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_replaced(replace, x) for x in value))
+        return type(value)(*(_with_meshes(replace, x) for x in value))
     if type(value) in (tuple, list):
-        return type(value)(_replaced(replace, x) for x in value)
+        return type(value)(_with_meshes(replace, x) for x in value)
     return value
 
 

@@ -16,10 +16,10 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.gather.segments import Gathered
-from zerojax.staged.gradients import Gradients
+from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.program import Item, StagedProgram
-from zerojax.staged.sources import Piece, Source
+from zerojax.staged.sources import ChunkId, ShardSource
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -36,18 +36,18 @@ class Reader:
     of the forward pass is not read again for the backward pass.
     """
 
-    def __init__(self, files: ModelFiles, reads: Sequence[tuple[Piece, ...]]):
+    def __init__(self, files: ModelFiles, reads: Sequence[tuple[ChunkId, ...]]):
         """Begin to read. `reads` lists the chunks of each use, in the order of the uses."""
         self._files = files
         self._uses = collections.deque(reads)
         before = [(), *reads]
         new = [piece for use, last in zip(reads, before, strict=False) for piece in use if piece not in last]
         self._ahead = collections.deque(new)
-        self._reading: collections.deque[tuple[Piece, Future]] = collections.deque()
-        self._chunks: dict[Piece, Array] = {}
+        self._reading: collections.deque[tuple[ChunkId, Future]] = collections.deque()
+        self._chunks: dict[ChunkId, Array] = {}
         self._read_ahead()
 
-    def take(self) -> dict[Piece, Array]:
+    def take(self) -> dict[ChunkId, Array]:
         """Return the chunks of the next use."""
         use = self._uses.popleft()
         self._chunks = {piece: x for piece, x in self._chunks.items() if piece in use}
@@ -79,7 +79,9 @@ def _adding(comm: Collectives) -> Any:
 class Microbatch:
     """One forward pass and one backward pass of a staged program."""
 
-    def __init__(self, staged: StagedProgram, reader: Reader, comm: Collectives, mesh: Mesh, sink: Gradients | None):
+    def __init__(
+        self, staged: StagedProgram, reader: Reader, comm: Collectives, mesh: Mesh, sink: ChunkGradients | None
+    ):
         """Begin. `reader` reads the chunks of both passes. `sink` is None if there is no backward pass."""
         self._staged, self._reader, self._sink, self._mesh = staged, reader, sink, mesh
         self._add_two = _adding(comm)
@@ -124,11 +126,11 @@ class Microbatch:
                 jax.block_until_ready(oldest)
         return wait_if_simulated(self._mesh, results)
 
-    def _shards(self, sources: Sequence[Source], operands: Mapping) -> list[Array]:
+    def _shards(self, sources: Sequence[ShardSource], operands: Mapping) -> list[Array]:
         chunks = self._reader.take() if sources else {}
         return wait_if_simulated(self._mesh, [source.shard(chunks, operands) for source in sources])
 
-    def _add_grads(self, sources: Sequence[Source], grads: Sequence[Array | None], operands: Mapping) -> None:
+    def _add_grads(self, sources: Sequence[ShardSource], grads: Sequence[Array | None], operands: Mapping) -> None:
         assert self._sink is not None
         # Write the gradients of the previous stage. If Python wrote the gradients of this stage here, it would wait for
         # this stage, and the devices would be idle until the next stage's shards have arrived.

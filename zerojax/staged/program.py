@@ -15,7 +15,7 @@ from zerojax.gather.schedule import Options
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
 from zerojax.gather.vjp import RowStates
 from zerojax.offload.chunked import MOST_ROWS
-from zerojax.staged.sources import OnDisk, Piece, Source, source_of
+from zerojax.staged.sources import ChunkId, OnDisk, ShardSource, source_of
 from zerojax.staged.stage import Stage, Wanted
 
 
@@ -25,10 +25,10 @@ class Item:
 
     segment: BlockSegment
     stage: Stage
-    sources: tuple[Source, ...]
+    sources: tuple[ShardSource, ...]
 
     @property
-    def needed(self) -> list[Source]:
+    def needed(self) -> list[ShardSource]:
         return [self.sources[i] for i in self.stage.needed]
 
 
@@ -55,7 +55,7 @@ class StagedProgram:
         passes = ((item, item.stage.passes) for item in self.backward)
         trained = [item.sources[i] for item, of in passes if of is not None for i in of.active_params]
         # The number of gradients that each chunk gets in one backward pass.
-        self.expected = collections.Counter[Piece](piece for source in trained for piece in source.pieces)
+        self.expected = collections.Counter[ChunkId](piece for source in trained for piece in source.pieces)
         uses = [*(item.sources for item in self.items), *(item.needed for item in self.backward)]
         reads = [tuple(dict.fromkeys(piece for source in use for piece in source.pieces)) for use in uses]
         # The chunks of each execution of a stage that reads chunks, in the order of a forward and a backward pass.

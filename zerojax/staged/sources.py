@@ -19,7 +19,7 @@ from zerojax.offload.chunked import ChunkedLayout, concrete_mesh, joining, split
 if TYPE_CHECKING:
     from jaxtyping import Array
 
-Piece = tuple[int, int]  # the number of a parameter's (or gradient's) files, and the number of a chunk
+ChunkId = tuple[int, int]  # the number of a parameter's (or gradient's) files, and the number of a chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class OnDisk(ChunkedLayout):
     index: int  # the number of its files; for a parameter, this is its index among all parameters
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[ChunkId, ...]:
         return tuple((self.index, n) for n in range(len(self.chunking.extents)))
 
     def joined(self, chunks: Sequence[Array]) -> Array:
@@ -40,7 +40,7 @@ class OnDisk(ChunkedLayout):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Source:
+class ShardSource:
     """The origin of a shard that a segment gathers."""
 
     of: OnDisk
@@ -50,10 +50,10 @@ class Source:
     param: ShardedParam | None = None
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[ChunkId, ...]:
         return self.of.pieces if self.row is None else ((self.of.index, self.row),)
 
-    def shard(self, chunks: Mapping[Piece, Array], env: Mapping) -> Array:
+    def shard(self, chunks: Mapping[ChunkId, Array], env: Mapping) -> Array:
         """Make the shard from its chunks. `env` maps the variables that the slices read to their values."""
         values = [chunks[piece] for piece in self.pieces]
         if self.row is not None:
@@ -61,7 +61,7 @@ class Source:
         stored = self.of.joined(values)
         return stored if self.param is None else self._sliced(stored, [env[v] for v in self.param.operands])
 
-    def grad_chunks(self, grad: Array, env: Mapping) -> dict[Piece, Array]:
+    def grad_chunks(self, grad: Array, env: Mapping) -> dict[ChunkId, Array]:
         """Divide the gradient of the shard into gradients of chunks. `env` is as for `shard`."""
         if self.row is not None:
             return {self.pieces[0]: grad}
@@ -94,11 +94,11 @@ class Source:
         return jax.jit(run)
 
 
-def source_of(param: ShardedParam, of: OnDisk) -> Source:
+def source_of(param: ShardedParam, of: OnDisk) -> ShardSource:
     if not param.slices:
-        return Source(of)
+        return ShardSource(of)
     row = _row_read(param) if of.chunking.is_by_row(of.leaf) else None
-    return Source(of, param=param) if row is None else Source(of, row)
+    return ShardSource(of, param=param) if row is None else ShardSource(of, row)
 
 
 def _row_read(param: ShardedParam) -> int | None:

@@ -46,7 +46,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
     inner = plan.state[: len(plan.state) - len(masters)]
     wanted = [dataclasses.replace(leaf, path=leaf.path.removeprefix(prefix)) for leaf in inner]
     found = plain_leaves(plan, state, wanted)
-    values = [checked(x, leaf, may_be_wider=not plan.offloaded) for x, leaf in zip(found, wanted, strict=True)]
+    values = [checked_leaf(x, leaf, may_be_wider=not plan.offloaded) for x, leaf in zip(found, wanted, strict=True)]
     values = [*values, *masters]
     if any(isinstance(x, jax.core.Tracer) for x in values):
         stored = [to_storage(config.mesh, jnp.asarray(x), leaf) for x, leaf in zip(values, plan.state, strict=True)]
@@ -93,7 +93,7 @@ def plain_leaves(plan: ShardingPlan, state: PyTree, wanted: Sequence[Leaf]) -> l
     )
 
 
-def checked(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
+def checked_leaf(x: Any, leaf: Leaf, *, may_be_wider: bool) -> Any:
     """Return `x`, a leaf of a plain state, cast to the type of `leaf`, which is the planned layout.
 
     Raises:

@@ -119,7 +119,7 @@ def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, ji
         new_state = stored(results[num_params:], [*key.state, *key.resident])
         if skipped is not None:
             new_state = roll_back(~skipped, new_state, [*state, *resident])
-        params = write_params(config, key, params, new_params, start, skipped)
+        params = write_new_params(config, key, params, new_params, start, skipped)
         return params, new_state[:num_state], new_state[num_state:]
 
     return jit(run, donate_argnums=(0, 1, 2) if donate else ())
@@ -157,7 +157,7 @@ def chunks_for_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit)
 
 def params_from_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
     """Return a function `f(params, new, start, skipped) -> params` that writes updated chunks and donates `params`."""
-    return jit(functools.partial(write_params, config, key), donate_argnums=0)
+    return jit(functools.partial(write_new_params, config, key), donate_argnums=0)
 
 
 def gather_params(
@@ -178,7 +178,7 @@ def slice_chunks(
     return [slice_chunk(config.mesh, x, leaf, dim, start, key.length) for x, leaf in pairs]
 
 
-def write_params(
+def write_new_params(
     config: Config,
     key: ProgramKey,
     params: Sequence,

@@ -20,8 +20,8 @@ from zerojax.layout.tree import layout_of
 from zerojax.placement.storage import cast, is_on_host, leaves_of, storage_leaves, to_device
 from zerojax.placement.usable import unusable_named
 from zerojax.staged.microbatch import Microbatch, Reader
+from zerojax.staged.params_on_disk import files_of, shapes_on_disk
 from zerojax.staged.sources import OnDisk
-from zerojax.staged.state import files_of, shapes_on_disk
 from zerojax.train.arguments import NO_BATCH, call_unpacked, check_leaf_types, place_batch, place_leaf, separated
 from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of

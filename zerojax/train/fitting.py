@@ -18,7 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.budget.blocks import Blocks
-from zerojax.budget.table import BlockMemory, describe
+from zerojax.budget.table import BlockMemory, memory_of_blocks
 from zerojax.config import Config
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.placement.storage import is_on_host
@@ -180,7 +180,7 @@ def fit_memory(
     if best is None:
         least = min(trials, key=lambda trial: trial.peak)
         raise DoesNotFit(_nothing_fits(least, blocks, memory, arguments), least.peak)
-    described = describe(blocks, best.share, devices)
+    described = memory_of_blocks(blocks, best.share, devices)
     return MemoryFit(memory, tuple(trials), best, _notes(memory, trials, best, blocks), described)
 
 

@@ -14,12 +14,12 @@ from zerojax.comm.mesh import wait_if_simulated
 from zerojax.gather.engine import split_arrays, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.staged.gradients import Gradients
+from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.microbatch import Microbatch, Reader
 from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.params_on_disk import on_disk
 from zerojax.staged.program import StagedProgram
 from zerojax.staged.sources import OnDisk
-from zerojax.staged.state import on_disk
 from zerojax.train.arguments import batch_shardings
 from zerojax.train.checked import fold_keys
 from zerojax.train.gradients import mean_loss
@@ -77,7 +77,7 @@ class StagedLoss:
         self,
         traced: Traced,
         files: ModelFiles,
-        gradients: Gradients,
+        gradients: ChunkGradients,
         stored: dict[int, Array],
         inputs: tuple,
         scale: Any,

@@ -16,11 +16,11 @@ from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
 from zerojax.optim.update import Updated, UpdateInputs, check_state
 from zerojax.placement.storage import leaves_of, storage_leaves, unpadded
-from zerojax.staged.gradients import Gradients
+from zerojax.staged.chunk_gradients import ChunkGradients
+from zerojax.staged.chunk_update import StagedQueue
 from zerojax.staged.model_files import ModelFiles
+from zerojax.staged.params_on_disk import files_of, trained_on_disk
 from zerojax.staged.reductions import Reductions
-from zerojax.staged.state import files_of, trained_on_disk
-from zerojax.staged.update import StagedQueue
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.combined_aux import combine, merged
@@ -79,7 +79,7 @@ class StagedStep:
         stored = self._stored(state)
         inputs = state.mutable, batch, args
         traced = self._loss.traced(stored, inputs)
-        gradients = Gradients(files, self._trained, traced.staged.expected, self._reductions, config.mesh)
+        gradients = ChunkGradients(files, self._trained, traced.staged.expected, self._reductions, config.mesh)
         scale = state.scaling.scale if self._program.scales_loss else jnp.float32(1)
         found = self._loss.run(traced, files, gradients, stored, inputs, scale)
         squares, known = gradients.scalars()

@@ -36,7 +36,7 @@ from zerojax.placement.storage import (
     place_replicated,
     to_device,
 )
-from zerojax.staged.state import (
+from zerojax.staged.params_on_disk import (
     files_of_params,
     files_of_run,
     placed_leaf,

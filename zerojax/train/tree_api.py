@@ -47,7 +47,7 @@ from zerojax.placement.storage import (
     unflatten_params,
 )
 from zerojax.placement.usable import PlacementCheck, unusable_named
-from zerojax.staged.state import files_of, loaded, shapes_on_disk
+from zerojax.staged.params_on_disk import files_of, loaded, shapes_on_disk
 from zerojax.train.arguments import place_batch, separated
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss, LossInputs, View

@@ -12,7 +12,7 @@ import numpy as np
 
 from zerojax import compat
 from zerojax.comm.collectives import LABEL
-from zerojax.inspect.hlo import Computation, Instruction, Module, read
+from zerojax.inspect.hlo import HloComputation, Instruction, Module, read
 
 KINDS = (
     "all-gather",
@@ -285,7 +285,7 @@ def arrays_of(shape: str) -> list[Array]:
     ]
 
 
-def _full_arrays(kind: str, computation: Computation, i: Instruction) -> tuple[Array, ...]:
+def _full_arrays(kind: str, computation: HloComputation, i: Instruction) -> tuple[Array, ...]:
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
     if kind == "all-gather":
         arrays = arrays_of(i.shape)

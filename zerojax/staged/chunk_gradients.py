@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.comm.mesh import wait_if_simulated
+from zerojax.staged.chunk_update import Trained
 from zerojax.staged.model_files import ModelFiles
 from zerojax.staged.reductions import Reductions
-from zerojax.staged.sources import OnDisk, Piece
-from zerojax.staged.update import Trained
+from zerojax.staged.sources import ChunkId, OnDisk
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -31,7 +31,7 @@ def _scaled(grad, dtype, share):
     return grad.astype(dtype) if share is None else grad.astype(dtype) * share.astype(dtype)
 
 
-class Gradients:
+class ChunkGradients:
     """The gradients of one step, for the parameters on disk.
 
     Each chunk's gradient is written once per microbatch. In the last microbatch, the weights of the whole loss are
@@ -43,7 +43,7 @@ class Gradients:
         self,
         files: ModelFiles,
         trained: Mapping[int, Trained],
-        expected: Mapping[Piece, int],
+        expected: Mapping[ChunkId, int],
         reductions: Reductions,
         mesh: Mesh,
     ):
@@ -51,7 +51,7 @@ class Gradients:
         self._files, self._expected, self._mesh = files, expected, mesh
         self._of = {x.param.index: (k, x.grad) for k, x in trained.items()}
         self._reductions = reductions
-        self._pending: dict[Piece, tuple[int, Array]] = {}
+        self._pending: dict[ChunkId, tuple[int, Array]] = {}
         self._ready: list[tuple[int, int, Array]] = []
         self._scalars: dict[int, list[list[Array]]] = collections.defaultdict(list)
         self._first, self._share, self._factor = True, None, None
@@ -63,7 +63,7 @@ class Gradients:
         """
         self._first, self._share, self._factor = first, share, factor
 
-    def add(self, piece: Piece, grad: Array) -> None:
+    def add(self, piece: ChunkId, grad: Array) -> None:
         """Add the gradient of one use of a chunk. After the last use, `write` writes the sum over the uses."""
         count, total = self._pending.pop(piece, (0, None))
         total = grad if total is None else wait_if_simulated(self._mesh, _added(total, grad))

@@ -19,9 +19,9 @@ from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import chunks_of, joined, row_chunkings_of
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import leaves_of, named, place_array, storage_leaves
+from zerojax.staged.chunk_update import Trained
 from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk
-from zerojax.staged.update import Trained
 from zerojax.streaming.stores import state_buffer_bytes
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[
     chunkings |= {layout.trained[k]: chunking for k, chunking in trained.items()}
     for i, param in enumerate(layout.params):
         if param.kind == "sharded":
-            leaf = _typed(param, types[i].dtype) if types else param
+            leaf = _with_dtype(param, types[i].dtype) if types else param
             found[i] = OnDisk(leaf, chunkings[i], named(config, leaf), i)
     return found
 
@@ -51,7 +51,7 @@ def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
     params, found = on_disk(config, plan.layout), {}
     for k, i in enumerate(plan.layout.trained):
         if i in params:
-            grad = _typed(plan.grads[k], common_dtype(plan.grads[k].dtype, jnp.float32))
+            grad = _with_dtype(plan.grads[k], common_dtype(plan.grads[k].dtype, jnp.float32))
             number = len(plan.layout.params) + k
             found[k] = Trained(params[i], OnDisk(grad, params[i].chunking, named(config, grad), number))
     return found
@@ -172,5 +172,5 @@ def loaded(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree, is_leaf=is_stored_node)
 
 
-def _typed(leaf: Leaf, dtype: Any) -> Leaf:
+def _with_dtype(leaf: Leaf, dtype: Any) -> Leaf:
     return dataclasses.replace(leaf, dtype=np.dtype(dtype))
