@@ -104,6 +104,15 @@ def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # float32, three steps, other programs
 
 
+@pytest.mark.parametrize(("name", "chunks"), [("branches", 3), ("a short last chunk", 3), ("a sum in a branch", 1)])
+def test_an_update_is_chunked_if_that_of_the_whole_leaf_is_elementwise(name, chunks):
+    """Each chunk is updated as a part of the leaf, so a factor that depends on the leaf's shape does not change."""
+    offload = Offload(optimizer="host", chunk_bytes=80)
+    tx = zero_shard(UPDATES[name](), stage=3, mesh=mesh_of(2), tuning=Tuning(persist_below=8), offload=offload)
+    plan = tx.create(jax.eval_shape(params)).plan
+    assert {len(chunking.extents) for chunking in plan.chunkings if chunking} == {chunks}
+
+
 def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
     """What was begun before the leaf that fails is waited for."""
     tx = zero_shard(
