@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs, names
-from zerojax.gather.parts import call, dims_of, flat
+from zerojax.gather.parts import call, dims_of, flat, part
 from zerojax.gather.sharded_param import quantises
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
 from zerojax.gather.unread import is_small, spared
@@ -103,8 +103,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
     if not requests:
         return closed, []
     targets = [var for request in requests for var in request.targets]
-    eqns, _ = jaxprs.needed_for([e for e in jaxpr.eqns if not set(targets) & set(e.outvars)], jaxpr.outvars)
-    rest = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *jaxpr.invars, *targets], jaxpr.outvars)
+    rest = part(jaxpr, consts, [*jaxpr.invars, *targets], jaxpr.outvars)
 
     def run(*args):
         own, extra = args[: len(avals)], list(args[len(avals) :])
@@ -113,7 +112,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
             size = len(request.of.head.out_avals)
             values += request.values(own, extra[:size])
             del extra[:size]
-        return jaxprs.run(rest, (), *jaxprs.as_jax_values(consts), *own, *values)
+        return rest(*own, *values)
 
     extra = [aval for request in requests for aval in request.of.head.out_avals]
     return jax.make_jaxpr(run)(*avals, *extra), requests
@@ -167,11 +166,9 @@ def _without_unread(closed: Any) -> tuple[Any, Any]:
     A body that takes a narrow weight no longer reads the parameter, which would be gathered for nothing as an argument.
     """
     jaxpr, consts = compat.opened(closed)
-    eqns = jaxprs.alive(jaxpr)
-    reads = {v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)} | set(jaxprs.variables_in(jaxpr.outvars))
+    _, reads = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
     kept = [i for i, v in enumerate(jaxpr.invars) if v in reads]
-    part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in kept)], jaxpr.outvars)
-    run = lambda *args: jaxprs.run(part, (), *jaxprs.as_jax_values(consts), *args)
+    run = part(jaxpr, consts, [jaxpr.invars[i] for i in kept], jaxpr.outvars)
     return run, lambda args: [args[i] for i in kept]
 
 
@@ -264,7 +261,7 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
     wanted = list(target.outvars if is_eqn else target)
     eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
     operands = tuple(i for i, v in enumerate(jaxpr.invars) if v in reads)
-    part = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in operands)], wanted)
+    needed = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in operands)], wanted)
     avals = [jaxpr.invars[i].aval for i in operands]
 
     def traced(name):
@@ -276,7 +273,7 @@ def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Reque
             return [*results, *[None] * (len(eqn.outvars) - len(results))]
 
         outs = 1 if is_eqn and name == "full" else len(wanted)
-        run = lambda *args: jaxprs.evaluate(part, (), [*jaxprs.as_jax_values(consts), *args], rule)[:outs]
+        run = lambda *args: jaxprs.evaluate(needed, (), [*jaxprs.as_jax_values(consts), *args], rule)[:outs]
         return jax.make_jaxpr(run)(*avals)
 
     if is_eqn:
@@ -311,21 +308,18 @@ def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Seque
     eqns, reads = jaxprs.needed_for(jaxpr.eqns, [end], {*small, narrow})
     scales = [v for v in made if v in reads and v is not narrow and not any(v in e.outvars for e in eqns)]
     alike = [i for i, v in enumerate(jaxpr.invars) if v in reads and dims[v] is None]
-    constvars = compat.constvars_of(jaxpr)
-    inputs_of_tail = [*constvars, narrow, *scales, *(jaxpr.invars[i] for i in alike)]
-    if not reads <= {*inputs_of_tail, *(v for eqn in eqns for v in eqn.outvars)}:
+    inputs = [narrow, *scales, *(jaxpr.invars[i] for i in alike)]
+    if not reads <= {*compat.constvars_of(jaxpr), *inputs, *(v for eqn in eqns for v in eqn.outvars)}:
         return None
-    tail_part, dtype = compat.part_of(jaxpr, eqns, inputs_of_tail, [end]), narrow.aval.dtype
+    of_narrow, dtype = part(jaxpr, consts, inputs, [end]), narrow.aval.dtype
     travels = jnp.dtype({"int4": "int8", "int2": "int8", "uint4": "uint8", "uint2": "uint8"}.get(str(dtype), dtype))
 
-    def tail(q, *args):
-        return jaxprs.run(tail_part, (), *jaxprs.as_jax_values(consts), q.astype(dtype), *args)
-
+    tail = lambda q, *args: of_narrow(q.astype(dtype), *args)
     shapes = [narrow.aval.update(dtype=travels), *(v.aval for v in scales), *(jaxpr.invars[i].aval for i in alike)]
-    head_part = compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], [narrow, *scales, *fixed])
+    of_all = part(jaxpr, consts, jaxpr.invars, [narrow, *scales, *fixed])
 
     def head(*args):
-        q, *others = jaxprs.run(head_part, (), *jaxprs.as_jax_values(consts), *args)
+        q, *others = of_all(*args)
         return [q.astype(end.aval.dtype), *others]
 
     computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=travels)

@@ -41,6 +41,13 @@ def call(closed: Any, *args: Any) -> list:
     return jaxprs.run(jaxpr, jaxprs.as_jax_values(consts), *args)
 
 
+def part(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Callable[..., list]:
+    """Return the function of the variables `inputs` that computes the variables `wanted` of a jaxpr."""
+    eqns, _ = jaxprs.needed_for(jaxpr.eqns, wanted, {*inputs})
+    needed = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *inputs], wanted)
+    return lambda *args: jaxprs.run(needed, (), *jaxprs.as_jax_values(consts), *args)
+
+
 def flat(closed: Any, first: int = 0) -> Any:
     """Return a closed jaxpr in which all calls are inlined, including calls of functions with a custom derivative.
 

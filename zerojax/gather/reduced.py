@@ -12,7 +12,6 @@ cotangent, so the backward pass first sums the cotangents over the devices.
 """
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -22,7 +21,7 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.on_parts import Division, evaluate_parts, together
-from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, bare, both_passes, call, dims_after, flat
+from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, bare, both_passes, call, dims_after, flat, part
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import BlockResiduals, Segment, Static
 from zerojax.gather.sharded_param import ShardedParam
@@ -307,8 +306,6 @@ class ReducedSegment(Segment):
         jaxpr, consts = compat.opened(both)
         # The results are arguments, so that maxima are not computed again.
         count, found = len(self.jaxpr.invars), jaxpr.outvars[: len(wanted)]
-        eqns = [eqn for eqn in jaxpr.eqns if set(found).isdisjoint(eqn.outvars)]
-        inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars[:count], *found, *jaxpr.invars[count:]]
-        part = compat.part_of(jaxpr, eqns, inputs, jaxpr.outvars[len(jaxpr.outvars) - len(moving) :])
-        run = functools.partial(call, part, *jaxprs.as_jax_values(consts))
+        inputs = [*jaxpr.invars[:count], *found, *jaxpr.invars[count:]]
+        run = part(jaxpr, consts, inputs, jaxpr.outvars[len(jaxpr.outvars) - len(moving) :])
         return flat(jax.make_jaxpr(run)(*map(bare, [*self.jaxpr.invars, *active.values(), *active.values()])))

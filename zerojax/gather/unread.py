@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import both_passes, dims_of, flat, moving_operands
+from zerojax.gather.parts import both_passes, dims_of, flat, moving_operands, part
 
 
 @jax.custom_vjp
@@ -142,9 +142,7 @@ class _Call:
         The first variable of `cut` is the quantised value of operand `i`.
         """
         jaxpr, size = self.passes, len(self.eqn.invars)
-        eqns, _ = jaxprs.needed_for(jaxpr.eqns, cut)
-        bound = dict(zip(self.operands, values, strict=True))
-        copy, *scales = jaxprs.run(compat.part_of(jaxpr, eqns, [*bound], cut), (), *bound.values())
+        copy, *scales = part(jaxpr, (), self.operands, cut)(*values)
         others = [k for k in range(size) if k != i and self.operands[k] is not cut[0]]
         reads = [*cut, *(self.operands[k] for k in others)]
         of_cotangents = jaxprs.dependent_on(self.cotangents, jaxpr.eqns)
@@ -153,11 +151,11 @@ class _Call:
         forward = [eqn for eqn in inside if of_cotangents.isdisjoint(eqn.outvars)]
         read = {*jaxprs.variables_in(self.pulled.values())}.union(*(jaxprs.variables_in(e.invars) for e in backward))
         residuals = [v for v in [*reads, *jaxprs.makers(forward)] if v in read]
-        first = compat.part_of(jaxpr, forward, reads, [*results, *residuals])
-        second = compat.part_of(jaxpr, backward, [*residuals, *self.cotangents], list(self.pulled.values()))
+        first = part(jaxpr, (), reads, [*results, *residuals])
+        second = part(jaxpr, (), [*residuals, *self.cotangents], list(self.pulled.values()))
 
         def both(weight, *args):
-            found = jaxprs.run(first, (), weight.astype(copy.dtype), *args)
+            found = first(weight.astype(copy.dtype), *args)
             return tuple(found[: len(results)]), found[len(results) :]
 
         @jax.custom_vjp
@@ -165,7 +163,7 @@ class _Call:
             return both(*args)[0]
 
         def backward_pass(kept, cotangents):
-            pulled = jaxprs.run(second, (), *kept, *cotangents[: len(self.active)])
+            pulled = second(*kept, *cotangents[: len(self.active)])
             pulled = dict(zip(self.moving, pulled, strict=True))
             return (pulled[i], *[None] * len(scales), *(pulled.get(k) for k in others))
 
@@ -189,8 +187,7 @@ class _Call:
     def result(self, k: int, values: Sequence) -> jax.Array:
         """Compute result `k` without the equations that it does not need."""
         wanted = [self.passes.outvars[_positions(self.eqn, self.active).index(k)]]
-        eqns, _ = jaxprs.needed_for(self.passes.eqns, wanted)
-        return jaxprs.run(compat.part_of(self.passes, eqns, self.operands, wanted), (), *values)[0]
+        return part(self.passes, (), self.operands, wanted)(*values)[0]
 
 
 def _positions(eqn: Any, active: Sequence[int]) -> list[int]:
