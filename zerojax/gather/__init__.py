@@ -19,7 +19,6 @@ A loss becomes a program:
     planner         turns the jaxpr of the loss into a `Program`, and lists the optional passes
     sharded_param   describes a parameter's shard, and what is applied to it before the gather
     rules           has the table of rules that decides about each equation
-    assembly        completes the segments that the rules drafted
     segments        defines `Program` and the kinds of segments (read only the classes' docstrings now)
 
 A program runs:

@@ -1,6 +1,6 @@
 """Evaluate a jaxpr on parameters that were gathered in a narrower type than the jaxpr expects.
 
-`assembly` asks `demanded` for the type in which each use casts its parameter, and `orders` for the order of dims in
+`planner` asks `demanded` for the type in which each use casts its parameter, and `orders` for the order of dims in
 which each use computes the parameter's gradient. Segments and scans call `evaluate`.
 
 A model may keep float32 parameters and compute in bfloat16. It then casts each parameter somewhere in a layer, often

@@ -1,6 +1,6 @@
 """The rules by which the planner decides what happens to each equation of a loss. Read the table `RULES` first.
 
-The first rule that matches an equation acts. An action adds to the containers of `Decisions`, from which `assembly`
+The first rule that matches an equation acts. An action adds to the containers of `Decisions`, from which `planner`
 makes segments. To add an optimization, add a rule.
 
 Equations on parameters alone (a transpose, a reshape, a merged LoRA) are repeated in every segment that reads their
@@ -14,8 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerojax import compat, jaxprs
-from zerojax.gather.assembly import Draft
-from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, is_plain
+from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Segment, is_plain
 from zerojax.gather.sharded_param import OF_STACKS, ShardedParam, extended, scanned_over
 from zerojax.primitives import SHARDWISE
 
@@ -23,6 +22,20 @@ if TYPE_CHECKING:
     from zerojax.gather.clusters import Clusters, Joined
     from zerojax.gather.reduced import Analysis, Chain
     from zerojax.gather.shardwise import Shardwise
+
+
+@dataclasses.dataclass
+class Draft:
+    """A segment before its inputs and outputs are known."""
+
+    make: Callable[..., Segment]
+    eqns: list
+    gathers: tuple = ()  # variables to gather for later segments; a draft with such variables has no `eqns`
+    # for each variable that an earlier segment gathers, the `Gathered` value to read instead
+    reads: Mapping = dataclasses.field(default_factory=dict)
+    # Equations of another segment that this segment computes again, as keys, because their results are cheap or not
+    # computed yet. They are not among this segment's results.
+    again: dict = dataclasses.field(default_factory=dict)
 
 
 class Site(NamedTuple):

@@ -1,6 +1,6 @@
 """A `Segment` has equations of the loss that run together on the same gathered parameters. A `Program` has segments.
 
-`rules` chooses the class of each segment, `assembly` makes them, and `run` runs them forward and backward.
+`rules` chooses the class of each segment, `planner` makes them, and `engine` runs them forward and backward.
 
 plain    `PlainSegment`: consecutive equations that use no sharded parameter
 block    `BlockSegment`: one use of parameters (an equation, a user's remat, or a call of `zerojax.block`)
