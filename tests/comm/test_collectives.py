@@ -12,8 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import jaxprs
-from zerojax.comm.collectives import Collectives, buckets_of
-from zerojax.comm.global_collectives import GlobalCollectives
+from zerojax.comm.collectives import Collectives
+from zerojax.comm.device_collectives import DeviceCollectives
+from zerojax.comm.manual import ManualCollectives, buckets_of
 from zerojax.comm.mesh import in_storage_shape
 from zerojax.layout.leaf import Leaf
 
@@ -61,7 +62,7 @@ def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, b
     leaves = LEAVES[name]
     keys = jax.random.split(jax.random.key(0), len(leaves))
     stacks = [jax.random.randint(k, (8, *x.shape), 0, 9).astype(x.dtype) for k, x in zip(keys, leaves, strict=True)]
-    found = jax.jit(reduced(Collectives(AXES, bucket_bytes), leaves, exposed), compiler_options=QUICK)(stacks)
+    found = jax.jit(reduced(ManualCollectives(AXES, bucket_bytes), leaves, exposed), compiler_options=QUICK)(stacks)
     for leaf, stack, x in zip(leaves, stacks, found, strict=True):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh(), leaf.spec), x.ndim)
         np.testing.assert_array_equal(x, in_storage_shape(stack.sum(0), leaf), err_msg=leaf.path)
@@ -72,7 +73,7 @@ def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, b
 @pytest.mark.parametrize("name", LEAVES)
 def test_gathered_shards_are_the_array_they_came_from(name, bucket_bytes):
     leaves = LEAVES[name]
-    comm = Collectives(AXES, bucket_bytes)
+    comm = DeviceCollectives(AXES, bucket_bytes)
     arrays = [jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape) for leaf in leaves]
     stored = [in_storage_shape(*pair) for pair in zip(arrays, leaves, strict=True)]
 
@@ -95,7 +96,7 @@ def operands_of(jaxpr, primitive):
 def test_hybrid_sharding_reduces_shards_over_the_other_axis():
     leaf = leaf_of("first dim", ("gpu",))
     stack = jnp.ones((8, *leaf.shape))
-    jaxpr = jax.make_jaxpr(reduced(Collectives(AXES), [leaf], False))([stack]).jaxpr
+    jaxpr = jax.make_jaxpr(reduced(ManualCollectives(AXES), [leaf], False))([stack]).jaxpr
     assert operands_of(jaxpr, "reduce_scatter") == [leaf.size]
     assert operands_of(jaxpr, "psum") == [leaf.size // 4]
 
@@ -103,7 +104,7 @@ def test_hybrid_sharding_reduces_shards_over_the_other_axis():
 def test_exposed_gradients_are_reduced_from_the_last_leaf_on():
     leaves = [leaf_of(name, ("gpu",)) for name in ("first dim", "flat")]
     stacks = [jnp.ones((8, *leaf.shape)) for leaf in leaves]
-    of = lambda exposed: jax.make_jaxpr(reduced(Collectives(AXES), leaves, exposed))(stacks).jaxpr
+    of = lambda exposed: jax.make_jaxpr(reduced(ManualCollectives(AXES), leaves, exposed))(stacks).jaxpr
     sizes = [math.prod(leaf.storage_shape) for leaf in leaves]
     assert [operands_of(of(exposed), "reduce_scatter") for exposed in (False, True)] == [sizes, sizes[::-1]]
 
@@ -115,7 +116,7 @@ def test_a_small_bucket_of_exposed_gradients_delays_no_large_one():
     large, small = (math.prod(leaf.shape) for leaf in leaves)
 
     def ordered(shared_bytes):
-        comm = Collectives(AXES, shared_bytes=shared_bytes)
+        comm = ManualCollectives(AXES, shared_bytes=shared_bytes)
         return operands_of(jax.make_jaxpr(reduced(comm, leaves, True))(stacks).jaxpr, "optimization_barrier")
 
     assert ordered(4 * small - 1) == [large, *leaves[1].local_shape]
@@ -127,7 +128,7 @@ def test_leaves_that_another_axis_divides_share_a_bucket_with_others_in_global_v
     plain = Leaf("['plain']", (8, 3), np.dtype(np.float32), ("gpu",), 4, "sharded", 0)
     leaves = [plain, dataclasses.replace(plain, path="['tp']", shape=(6, 8), dim=1, others=("host",))]
     leaves.append(dataclasses.replace(leaves[1], path="['padded']", shape=(3, 4), dim=0, others=(None, "host")))
-    comm = GlobalCollectives(("gpu",), mesh=mesh())
+    comm = Collectives(("gpu",), mesh=mesh())
     arrays = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) for leaf in leaves]
     put = lambda x, leaf: jax.device_put(in_storage_shape(x, leaf), NamedSharding(mesh(), leaf.spec))
     shards = list(map(put, arrays, leaves))
@@ -177,7 +178,7 @@ def test_which_leaves_share_a_bucket(leaves, limit, expected):
 @pytest.mark.slow
 def test_gradients_are_reduced_in_the_type_of_the_wire():
     leaves = [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.bfloat16, jnp.int32)]
-    comm = Collectives(AXES, reduce=np.dtype(np.float32))
+    comm = ManualCollectives(AXES, reduce=np.dtype(np.float32))
     stacks = [jnp.full((8, *leaf.shape), 257, leaf.dtype) for leaf in leaves]
     for leaf, x in zip(leaves, jax.jit(reduced(comm, leaves, False))(stacks), strict=True):
         assert x.dtype == (leaf.dtype if leaf.dtype == np.int32 else np.float32)
@@ -193,11 +194,11 @@ def test_gradients_are_reduced_in_the_type_of_the_wire():
 )
 def test_a_shard_that_is_not_laid_out_as_its_leaf_is_refused(changes, message):
     leaf = dataclasses.replace(W, **changes)
-    check = lambda x: Collectives(AXES).check([x], [leaf])
+    check = lambda x: DeviceCollectives(AXES).check([x], [leaf])
     with pytest.raises(ValueError, match=message):
         jax.make_jaxpr(mapped(check, (P(AXES),), None))(jnp.ones((8, 4)))
 
 
 def test_a_negative_bucket_size_is_refused():
     with pytest.raises(ValueError, match="bucket_bytes=-1 must be at least 0; 0 gathers every leaf by itself"):
-        Collectives(AXES, bucket_bytes=-1)
+        ManualCollectives(AXES, bucket_bytes=-1)

@@ -21,7 +21,7 @@ from parity import assert_parity, train_plain
 
 from zerojax import Offload, Tuning, Wire, collectives, estimate, report, zero_shard
 from zerojax.checkpoint import Checkpointer
-from zerojax.comm.global_collectives import GlobalCollectives
+from zerojax.comm.collectives import Collectives
 
 EXPERTS, WIDTH, HIDDEN = 16, 8, 32  # so that a device's experts are larger than all other parameters
 BOTH = ("data", "expert")
@@ -188,13 +188,13 @@ def test_on_explicit_axes_too(stage, monkeypatch):
 
 
 def test_an_evaluation_gathers_experts_over_the_other_axes_alone(monkeypatch):
-    over, gather = {}, GlobalCollectives.all_gather
+    over, gather = {}, Collectives.all_gather
 
     def recorded(comm, shards, leaves, **options):
         over.update((leaf.path.split()[0], leaf.axes) for leaf in leaves)
         return gather(comm, shards, leaves, **options)
 
-    monkeypatch.setattr(GlobalCollectives, "all_gather", recorded)
+    monkeypatch.setattr(Collectives, "all_gather", recorded)
     tx = zero("one", 3)
     params = tx.create(placed("one", parameters())).params
     found = tx.eval_step(loss_of("one"))(params, batches()[0])

@@ -18,7 +18,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from zerojax import Precision, Wire, check, collectives, estimate, report, zero_shard
-from zerojax.comm.collectives import LABEL, Collectives
+from zerojax.comm.collectives import LABEL
+from zerojax.comm.manual import ManualCollectives
 from zerojax.comm.quantised import Codec
 from zerojax.config.wire import FORMATS
 from zerojax.layout.leaf import Leaf
@@ -111,7 +112,7 @@ def numpy_reduced(parts, leaf, codec, over):
 @pytest.mark.parametrize("over", [AXES, ("host",), ("gpu",)])
 def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
     leaves = [leaf_of(AXES, shape, dim), leaf_of(AXES, (16, 16), 0)]
-    comm = Collectives(AXES, wire=Wire(reduce="int8", block=BLOCK, over=over))
+    comm = ManualCollectives(AXES, wire=Wire(reduce="int8", block=BLOCK, over=over))
     parts = [jax.random.normal(jax.random.key(i), (8, *leaf.shape)) for i, leaf in enumerate(leaves)]
 
     def local(parts):
@@ -128,7 +129,7 @@ def test_sums_are_of_parts_that_were_rounded_once_an_axis(shape, dim, over):
 @pytest.mark.parametrize("axes", quick_or_slow([(AXES,), (("gpu", "host"),), (("gpu",),)], [(AXES,)]))
 def test_a_gathered_parameter_is_its_rounded_shards(axes, over):
     leaves = [leaf_of(axes, (8, 40), 1), leaf_of(axes, (9, 30), 0)]
-    comm = Collectives(AXES, wire=Wire(gather="int8", block=BLOCK, over=over))
+    comm = ManualCollectives(AXES, wire=Wire(gather="int8", block=BLOCK, over=over))
     arrays = [jax.random.normal(jax.random.key(i), leaf.shape) for i, leaf in enumerate(leaves)]
     pads = [[(0, n - m) for n, m in zip(leaf.storage_shape, leaf.shape, strict=True)] for leaf in leaves]
     stored = [jnp.pad(x, pad) for x, pad in zip(arrays, pads, strict=True)]

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import compat, zero_shard
-from zerojax.comm.global_collectives import GlobalCollectives
+from zerojax.comm.collectives import Collectives
 from zerojax.comm.own_rows import on_own_rows
 from zerojax.dims import NOWHERE, at
 from zerojax.dims.kernels import own_rows
@@ -118,7 +118,7 @@ def test_a_kernel_is_divided_in_a_forward_pass_that_calls_its_own_derivative_rul
     closed = jax.make_jaxpr(lambda x, w: jax.vjp(op, x, w)[0])(X, W)
     divided = []
 
-    class Recording(GlobalCollectives):
+    class Recording(Collectives):
         def per_shard(self, fn, values, dims, out_dims, axes):
             divided.append(out_dims)
             return [values[0]]

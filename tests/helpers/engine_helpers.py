@@ -9,7 +9,7 @@ from conftest import mesh_of
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zerojax.comm.collectives import Collectives
+from zerojax.comm.device_collectives import DeviceCollectives
 from zerojax.config import BUCKET_BYTES
 from zerojax.gather import gather_on_use
 from zerojax.layout.leaf import Leaf
@@ -81,7 +81,7 @@ def padding_of(tree, setup):
 
 def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, shared_bytes=0, **options):
     """`gather_on_use` inside a `shard_map` over the helpers' mesh."""
-    comm = Collectives(("data",), bucket_bytes, shared_bytes=shared_bytes)
+    comm = DeviceCollectives(("data",), bucket_bytes, shared_bytes=shared_bytes)
     return gather_on_use(fn, layout, comm=comm, **options)
 
 

@@ -3,11 +3,12 @@
 Every step, in reading order:
     mesh                 chooses the mesh, moves arrays between Explicit and Auto axes, and has zerojax's `shard_map`
     barriers             fixes the order of operations
-    collectives          gathers and reduces leaves in buckets, inside a `shard_map` (device view)
-    global_collectives   does so outside (global view)
+    manual               gathers and reduces leaves in buckets, inside a `shard_map`
+    collectives          does so outside, with what else the engine asks of a view (global view)
     partial_sums         keeps gradients as partial sums until they are reduced (global view)
 
 Loaded when a loss or an option needs it:
+    device_collectives   has the same methods as `collectives`, for device view
     quantised            is the codec of leaves that are sent in few bits (`Wire`)
     typed                evaluates functions that are written for Explicit axes
     own_rows             runs Pallas kernels on each device's rows

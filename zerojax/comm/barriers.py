@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, names
+from zerojax import compat, jaxprs, names
 
 
 @jax.named_scope(names.SHARDS)
@@ -38,6 +38,11 @@ def zero_after(anchor: Sequence[jax.Array]) -> jax.Array:
 
 def first_float(arrays: Sequence[jax.Array]) -> int | None:
     return next((i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)
+
+
+def evaluate_after(zero: jax.Array | None, closed: Any, values: Sequence) -> list:
+    """Evaluate a closed jaxpr. If `zero` is given, arrays of zeros are made from it, so XLA cannot make them before."""
+    return jaxprs.evaluate(*compat.opened(closed), values, lambda eqn, values: zeros_from(zero, eqn, values))
 
 
 def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | None:

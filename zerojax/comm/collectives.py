@@ -1,16 +1,14 @@
-"""Gather shards into full arrays, and reduce gradients to shards, with explicit collectives.
+"""Gather shards into full arrays, and reduce gradients to shards. The engine calls the methods of `Collectives` alone.
 
-`Collectives` does so inside a `shard_map`. `GlobalCollectives`, in another file, does so outside of any `shard_map`.
-
-Many small collectives cost more than a few large ones, so leaves are grouped into buckets, with one collective per
-bucket. The leaves of a bucket are packed as one array of shape `(shards, elements)`, whose row i is sent to, or comes
-from, shard i.
+`Collectives` does so in global view: arrays are global, the compiler divides them, and the loss sees all rows. Gathers
+and reductions are explicit nevertheless: each runs `ManualCollectives` in a small `shard_map`. `DeviceCollectives`, in
+another file, has the same methods for device view, where the caller is inside a `shard_map` already.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,21 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs, names
-from zerojax.comm.barriers import barrier, zero_after, zeros_from
-from zerojax.comm.mesh import in_storage_shape
-from zerojax.compat import common_dtype
-from zerojax.config import BUCKET_BYTES
-from zerojax.config.data_mesh import axes_of, in_words
-from zerojax.config.wire import Wire
+from zerojax.comm import barriers, partial_sums
+from zerojax.comm.manual import ManualCollectives
+from zerojax.comm.mesh import mapped, to_storage
+from zerojax.config.data_mesh import axes_of, dim_spec, spec_entry
 from zerojax.dims import Follower, State
-from zerojax.layout.leaf import Leaf, pad, replace_items, trim
+from zerojax.layout.leaf import Leaf, pad, replace_items
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
-
-    from zerojax.comm.quantised import Codec
 
 # For each value, the state that says which dims hold the rows of the batch.
 Rows = Sequence[State]
@@ -45,125 +40,79 @@ UPDATE = "zerojax_update"  # the name scope of the optimizer's update
 
 
 @dataclasses.dataclass(frozen=True)
-class Collectives:
-    """Gather and reduce leaves in device view, inside a `shard_map` that is manual over the data axes.
+class Collectives(ManualCollectives):
+    """Collectives outside of any `shard_map`. A shard is a global array in storage shape.
 
-    An array is one device's part, and a shard has its leaf's local shape. In `GlobalCollectives`, a shard is the global
-    array in storage shape.
+    A gradient has one of these forms:
+
+    - summed by the compiler: `(*logical)`;
+    - not reduced: one partial sum per worker, `(workers, *logical)`, divided on dim 0 (`partial_sums`);
+    - reduced within each group of devices that holds all shards: one partial sum per group, `(groups, *storage)`;
+    - reduced: `(*storage)`.
 
     Attributes:
-        axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
-            over some or all of them.
-        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, each is alone.
-        reduce: The floating type in which gradients are summed over the devices. None: the type of each gradient.
-        wire: The formats of quantised leaves. None: no leaf is quantised.
-        defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
-        shared_bytes: Consecutive blocks of stage 3 share a gather if they gather at most this many logical bytes
-            together. If 0, each block has its own.
-
-    Raises:
-        ValueError: If `bucket_bytes` is negative.
+        mesh: The mesh, with Auto axes. None in device view.
     """
 
-    axes: tuple[str, ...]
-    # In the GPT benchmark on 8 x H200, compute hides 87% of the bytes with 32 MiB, and 96% with 128 MiB, a full layer.
-    bucket_bytes: int = BUCKET_BYTES
-    reduce: np.dtype | None = None
-    wire: Wire | None = None
-    defers: bool = False
-    shared_bytes: int = 0
+    mesh: Mesh = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self):
-        if self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 0; 0 gathers every leaf by itself.")
+    @property
+    def _workers(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def losses(self) -> int:
-        """Return the number of losses that a program computes: one per worker. The step uses their mean."""
-        return lax.axis_size(self.axes)
+        """Return the number of losses that a program computes. The step uses their mean."""
+        return 1  # from all rows
 
-    @property
+    @functools.cached_property
     def follower(self) -> Follower | None:
         """Return the analysis that finds the rows of the batch in each value. None in device view."""
-        return None
-
-    def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return dtype
-        return _at_least_bfloat16(dtype) if self.reduce is None else self.reduce
-
-    def sum_dtype(self, dtype: np.dtype) -> np.dtype:
-        """Return the type in which one device sums a parameter's gradients from several uses: at least bfloat16."""
-        wide = _at_least_bfloat16(dtype)
-        return wide if self.reduce is None else common_dtype(wide, self.reduce)
+        return Follower(self._workers, guesses=True, axes=self.axes)
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
         """Raise a `ValueError` if a shard is not laid out as its leaf says."""
         for leaf, shard in zip(leaves, shards, strict=True):
-            if leaf.kind != "replicated" and leaf.shards != (size := lax.axis_size(leaf.axes)):
+            if tuple(shard.shape) != leaf.storage_shape:
                 raise ValueError(
-                    f"params{leaf.path} is laid out for {leaf.shards} shards, but there are {size} devices along mesh "
-                    f"{in_words(leaf.axes)}. Build the layout for this mesh."
-                )
-            if tuple(shard.shape) != leaf.local_shape:
-                raise ValueError(
-                    f"params{leaf.path} has shape {tuple(shard.shape)} on a device, but its layout ({leaf.kind}) "
-                    f"requires {leaf.local_shape}. Pass the leaf in its storage layout, with `Leaf.local_spec` in "
-                    "`in_specs`."
+                    f"params{leaf.path} has shape {tuple(shard.shape)}, but its layout ({leaf.kind}) requires "
+                    f"{leaf.storage_shape}. Pass the leaf in storage, as tx.shard gives it."
                 )
 
-    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """Return the shape that a leaf's gradient has after the backward pass."""
-        return leaf.local_shape if self.defers else leaf.part_shape
-
+    @jax.named_scope(names.SHARDS)
     def all_gather(
-        self, shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], *, exposed: bool = False
+        self, shards: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
-        """Gather shards into full arrays, in logical shape, with one collective per bucket.
+        inside = super()
 
-        A replicated leaf is returned unchanged. `exposed` says whether these collectives cannot overlap with the
-        compute of another block. They overlap only with their own block, which begins when its first leaves have
-        arrived, so their buckets are smaller.
-        """
-        results = list(shards)
-        for bucket in self._buckets(shards, leaves, exposed):
-            members = [leaves[i] for i in bucket]
-            with jax.named_scope(f"zerojax_gather[{_label(members)}]"):
-                results = replace_items(results, bucket, self._gather([shards[i] for i in bucket], members))
-        return results
+        def gather(*shards):
+            return inside.all_gather(shards, self._along_others(leaves), exposed=exposed)
+
+        return self._mapped(gather, [leaf.spec for leaf in leaves], [leaf.other_spec for leaf in leaves])(*shards)
 
     @jax.named_scope(names.SHARDS)
     def reduce_scatter(
-        self, grads: Sequence[Shaped[Array, "*logical"]], leaves: Sequence[Leaf], *, exposed: bool = False
-    ) -> list[Shaped[Array, "*local"]]:
-        """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
+        self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
+    ) -> list[Shaped[Array, "*storage"]]:
+        """Reduce-scatter gradients. A gradient that the compiler has summed is only constrained."""
+        grads, experts = self._without_rows(grads, leaves), self.experts(leaves)
+        partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
+        chosen = [leaves[i] for i in partial]
 
-        Without hybrid sharding, a leaf's axes are all data axes. With hybrid sharding, `across` returns the other axes.
-        The gradient of a replicated leaf is all-reduced over all workers. The result has the type of the reduction.
+        inside = super()
 
-        Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
-        gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
-        Buckets of at most `shared_bytes` have no order, because the order would only delay larger ones.
-        """
-        return self._reduced([grad.astype(self.reduce_dtype(grad.dtype)) for grad in grads], leaves, exposed=exposed)
+        def reduce(*rows):
+            shards = inside.reduce_scatter([row[0] for row in rows], self._along_others(chosen), exposed=exposed)
+            return [x[None] if self.across(leaf) else x for x, leaf in zip(shards, chosen, strict=True)]
 
-    def _reduced(self, values: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
-        results, before = list(values), []
-        buckets = self._buckets(values, leaves, exposed)
-        for bucket in buckets[::-1] if exposed else buckets:
-            given, members = [values[i] for i in bucket], [leaves[i] for i in bucket]
-            waits = exposed and sum(x.nbytes for x in given) > self.shared_bytes
-            given = [barrier([x], before)[0][0] for x in given] if waits else given
-            with jax.named_scope(f"zerojax_reduce_scatter[{_label(members)}]"):
-                shards = self._reduce(given, members)
-            before = shards if waits else before
-            results = replace_items(results, bucket, shards)
-        return results
-
-    def across(self, leaf: Leaf) -> tuple[str, ...]:
-        """Return the data axes over which a leaf is not sharded (hybrid sharding). `reduce_across` sums over them."""
-        known = {*leaf.axes, *axes_of(leaf.others)}
-        return () if leaf.kind == "replicated" else tuple(axis for axis in self.axes if axis not in known)
+        over = (spec_entry(experts.get(i, self.axes)) for i in partial)
+        specs = [PartitionSpec(axes, *leaf.other_spec) for axes, leaf in zip(over, chosen, strict=True)]
+        shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
+        reduced = dict(zip(partial, shards, strict=True))
+        summed = [i for i in range(len(leaves)) if i not in reduced]
+        narrow = {i: grads[i].astype(self.reduce_dtype(grads[i].dtype)) for i in summed}
+        reduced |= {i: to_storage(self.mesh, x, leaves[i]) for i, x in narrow.items()}
+        return [reduced[i] for i in range(len(leaves))]
 
     def is_across(self, leaf: Leaf) -> bool:
         """Return whether a result of `reduce_scatter` must be reduced across groups during the backward pass, too."""
@@ -178,30 +127,45 @@ class Collectives:
         rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
 
+    def _without_rows(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
+        """Let the compiler sum an expert's partial sums if it has no sharded dim, or not one sum per device."""
+        grads = list(grads)
+        for i, axes in self.experts(leaves).items():
+            devices = math.prod(self.mesh.shape[axis] for axis in axes)
+            is_partial = grads[i].ndim > len(leaves[i].shape)
+            if is_partial and (leaves[i].dim is None or grads[i].shape[0] != devices):
+                grads[i] = grads[i].astype(self.reduce_dtype(grads[i].dtype)).sum(0)
+        return grads
+
+    def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
+        """Return a gradient's shape after the backward pass. With `defers`, hybrid sharding adds a dim of groups."""
+        groups = math.prod(self.mesh.shape[axis] for axis in self.across(leaf))
+        return (groups, *leaf.storage_shape) if self.defers and groups > 1 else leaf.storage_shape
+
+    def _reduced_spec(self, leaf: Leaf) -> PartitionSpec:
+        axes = self.across(leaf)
+        return PartitionSpec(spec_entry(axes), *leaf.spec) if axes else leaf.spec
+
+    def _summed_spec(self, leaf: Leaf) -> PartitionSpec:
+        if leaf.further == 1 or leaf.dim is None:
+            return leaf.spec
+        return dataclasses.replace(leaf, axes=(*leaf.axes, *self.across(leaf))).spec
+
+    @jax.named_scope(names.SHARDS)
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Sum the results of `reduce_scatter` over the axes that `across` returns. This completes the gradients.
+        """Reduce shards across groups. Shards summed by the compiler are returned unchanged."""
+        pairs = enumerate(zip(shards, leaves, strict=True))
+        partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
+        chosen = [leaves[i] for i in partial]
 
-        If gradients are sharded over more axes than parameters, each device keeps only its part of the shard.
-        """
-        sums = list(shards)
-        for i, leaf in enumerate(leaves):
-            if (axes := self.across(leaf)) and leaf.further == 1:
-                with jax.named_scope(f"zerojax_all_reduce[{_label([leaf])}]"):
-                    sums[i] = lax.psum(shards[i], axes)
-        further = [i for i, leaf in enumerate(leaves) if leaf.further > 1]
-        parts = [leaves[i].divided(self.axes) for i in further]
-        return replace_items(sums, further, self._reduced([shards[i] for i in further], parts))
+        inside = super()
 
-    def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
-        if leaf.dim is None or leaf.further == 1 or self.defers:
-            return shard
-        size = shard.shape[leaf.dim] // leaf.further
-        return lax.dynamic_slice_in_dim(shard, lax.axis_index(self.across(leaf)) * size, size, leaf.dim)
+        def reduce(*rows):
+            return inside.reduce_across([row[0] for row in rows], self._along_others(chosen))
 
-    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
-        """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
-        return reduce(tree, self.axes)
+        specs, out_specs = [[*map(of, chosen)] for of in (self._reduced_spec, self._summed_spec)]
+        sums = self._mapped(reduce, specs, out_specs)(*(shards[i] for i in partial))
+        return replace_items(shards, partial, sums)
 
     def per_shard(
         self, fn: Callable, values: Sequence, dims: Sequence[int | None], out_dims: Sequence[int | None], axes: tuple
@@ -211,12 +175,17 @@ class Collectives:
         The function may use collectives over `axes`. These axes divide the dim `dims[i]` of value i, and `out_dims[i]`
         of result i. None stands for an array that is equal on all devices.
         """
-        return fn(*values)
+        spec = lambda dim: dim_spec(dim, axes)
+        return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
+
+    def own_part(self, shard: Array, leaf: Leaf) -> Array:
+        """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
+        return shard
 
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
         """Divide an array that all devices have in full. Each device gets `extent` entries along `dim`."""
-        padded = pad(x, dim, extent * lax.axis_size(axes))
-        return lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * extent, extent, dim)
+        padded = pad(x, dim, extent * math.prod(self.mesh.shape[axis] for axis in axes))
+        return lax.with_sharding_constraint(padded, NamedSharding(self.mesh, dim_spec(dim, axes)))
 
     def backward(
         self,
@@ -230,28 +199,48 @@ class Collectives:
     ) -> list:
         """Run a backward pass, a closed jaxpr, where `values` are residuals and cotangents, and return its results.
 
-        `grads` has the indices of the results that are gradients for `reduce_scatter`. In global view, they may have a
-        leading dim with one partial sum per worker. Only global view reads `rows`, the dims of `values` that hold the
-        rows of the batch, and `experts`, the axes over which gradients of experts are summed. If `zero` is given, it is
-        a zero from which arrays of zeros are made, so that XLA cannot make them before it.
+        `rows` says which dims of `values` hold the rows of the batch. `grads` has the indices of the results that are
+        gradients for `reduce_scatter`, and `experts` the axes over which gradients of experts are summed. If `zero` is
+        given, it is a zero from which arrays of zeros are made, so that XLA cannot make them before it.
         """
-        return jaxprs.evaluate(*compat.opened(closed), values, lambda eqn, values: zeros_from(zero, eqn, values))
+        if self._workers == 1:  # Every sum is complete.
+            return barriers.evaluate_after(zero, closed, values)
+        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, zero, self.axes)
+        divided = self.on_own_rows(closed, rows)
+        return partial_sums.evaluate(divided, values, how, grads=grads, rows=rows, experts=experts)
 
-    @property
-    def manual(self) -> Collectives:
-        """Return the collectives of one worker, in device view."""
-        return self
+    def on_own_rows(self, closed: Any, rows: Rows) -> Any:
+        """Return a jaxpr whose kernels run on each device's rows. `rows` says which dim of each argument holds rows."""
+        if not jaxprs.has_kernel(compat.opened(closed)[0]):
+            return closed
+        from zerojax.comm import own_rows
+
+        return own_rows.on_own_rows(closed, rows, self, self.follower)
+
+    def undivided_kernels(self) -> list[str]:
+        """Warn about kernels that every device runs on all rows, and return the warnings."""
+        if not self.follower.undivided:
+            return []
+        from zerojax.comm import own_rows
+
+        return own_rows.warn_of_kernels(self.follower.undivided.values())
 
     def by_worker(self, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> list[Array] | None:
         """Return cotangents with one partial sum per worker, or None if each has its shape, without partial sums."""
-        return None
+        pairs = list(zip(cotangents, shapes, strict=True))
+        if all(x.ndim == len(shape) for x, shape in pairs):
+            return None
+        return [x if x.ndim > len(shape) else partial_sums.as_rows(x, self._workers) for x, shape in pairs]
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        return jnp.zeros(shape, dtype)
+        if self._workers == 1:
+            return jnp.zeros(shape, dtype)
+        rows = jnp.zeros((self._workers, *shape), dtype)
+        return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, dim_spec(0, self.axes)))
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """Return a gradient in the form of `other`, which may have partial sums."""
-        return grad
+        return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
     def add(self, a: Array, b: Array) -> Array:
         """Add two unreduced gradients. If one has partial sums, so does the result."""
@@ -264,134 +253,63 @@ class Collectives:
         wide = self.sum_dtype(grad.dtype)
         return self.add(total.astype(wide), grad.astype(wide))
 
-    def on_own_rows(self, closed: Any, rows: Rows) -> Any:
-        """Return a jaxpr whose kernels run on each device's rows. In device view they do so already.
-
-        `rows` says which dim of each argument of the jaxpr holds the rows of the batch.
-        """
-        return closed
-
-    def undivided_kernels(self) -> list[str]:
-        """Warn about kernels that every device runs on all rows, and return the warnings. Device view has none."""
-        return []
-
     def element(self, x: Array, rows: State) -> Array:
         """Return any one element of an array. If `rows` says which dim holds rows, this needs no communication."""
-        return x.ravel()[0]
+        return self._on_rows(lambda x: x.ravel()[0], x, rows)
 
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
         """Return `barriers.zero_after(anchor)`. If `rows` says which dim holds rows, this needs no communication."""
-        return zero_after(anchor)
+        place = barriers.first_float(anchor)
+        if place is None:
+            return barriers.zero_after([])
+        return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
 
-    def _buckets(self, arrays: Sequence[Array], leaves: Sequence[Leaf], exposed: bool) -> list[list[int]]:
-        return buckets_of(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)
+    def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
+        """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
+        return tree  # A value of all rows is already a global sum, mean or maximum.
 
-    def _codec(self, leaf: Leaf, *, gathers: bool) -> Codec | None:
-        """Return the codec of a leaf that is sent quantised, or None."""
-        if self.wire is None:
-            return None
-        from zerojax.comm import quantised
+    def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
+        """Return the partial sums, one per worker, of an equation that sums over rows.
 
-        return (quantised.gather_codec if gathers else quantised.reduce_codec)(self.wire, leaf)
+        The equation of a transposed product names the sharding of its result. `jax.vmap` checks this sharding against
+        the mesh, whose axes are Manual in this `shard_map`. So the sharding is left out.
+        """
+        params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
 
-    def _gather(self, shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        leaf = leaves[0]
-        if leaf.kind == "replicated":
-            return shards
-        if (codec := self._codec(leaf, gathers=True)) is not None:
-            rows = codec.all_gather(shards, leaf.axes)
-        elif leaf.dim is not None and len(leaves) == 1:
-            gathered = lax.all_gather(shards[0], leaf.axes, axis=leaf.dim, tiled=True)
-            return [trim(gathered, leaf.dim, leaf.shape[leaf.dim])]
-        else:
-            rows = split(lax.all_gather(jnp.concatenate([shard.ravel() for shard in shards]), leaf.axes), leaves)
-        return [from_rows(x, leaf) for x, leaf in zip(rows, leaves, strict=True)]
+        def row(*values):
+            values = divided.closed(values)
+            if eqn.primitive.name == "ragged_dot_general":
+                from zerojax.comm.worker_sums import local_sizes
 
-    def _reduce(self, values: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        leaf, codec = leaves[0], self._codec(leaves[0], gathers=False)
-        if leaf.kind == "replicated":
-            return [lax.psum(values[0], self.axes) if leaf.size else values[0]]
-        if leaf.dim is not None and len(leaves) == 1 and codec is None:
-            padded = pad(values[0], leaf.dim, leaf.storage_shape[leaf.dim])
-            return [lax.psum_scatter(padded, leaf.axes, scatter_dimension=leaf.dim, tiled=True)]
-        rows = [to_rows(*pair) for pair in zip(values, leaves, strict=True)]
-        if codec is not None:
-            parts = codec.reduce_scatter(rows, leaf.axes)
-        else:
-            parts = split(lax.psum_scatter(jnp.concatenate(rows, axis=1), leaf.axes, scatter_dimension=0), leaves)
-        return [x.reshape(leaf.local_shape) for x, leaf in zip(parts, leaves, strict=True)]
+                values[2] = local_sizes(values[2], values[0].shape[divided.places[0].dim], self.axes)
+            return eqn.primitive.bind(*values, **params)[None]
 
+        return self._mapped(row, divided.specs(self.axes), dim_spec(0, self.axes))(*divided.opened(values))
 
-def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
-    """Replace a floating type narrower than bfloat16 by bfloat16, because a sum in float8 loses most of its digits."""
-    narrow = jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize < 2
-    return np.dtype(jnp.bfloat16) if narrow else dtype
+    def _alike(self, grad: Array) -> Array:
+        """Replicate `grad`, which is equal on all workers, over the workers. Other mesh axes stay unconstrained.
 
+        Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are
+        divided. Padding makes shards uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
+        an index past the end and of a window maximum. A sharding constraint cannot leave other axes free.
 
-def _label(leaves: Sequence[Leaf]) -> str:
-    """Return a collective's name in the compiled program: the first leaf's path, and the number of other leaves.
+        The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
+        merges two slices, and clamps their indices as if there were one slice.
+        """
+        return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
-    In programs that several layers share, leaves have no path.
-    """
-    return (leaves[0].path or "a parameter") + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
+    def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
+        place = None if rows is None else next((p for p in sorted(rows.places) if p.outer == 1), None)
+        if place is None:  # let the compiler fetch the first element
+            return fn(x[(slice(1),) * x.ndim])
+        return self._mapped(fn, (dim_spec(place.dim, self.axes),), PartitionSpec())(x)
 
+    def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Return the layouts of `leaves` inside `_mapped`, where other mesh axes have divided the leaves already."""
+        return [leaf.along_others(self.mesh.shape) for leaf in leaves]
 
-def buckets_of(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list[list[int]]:
-    """Group arrays into buckets, and return the indices of each bucket's arrays.
-
-    - Flat leaves of one type share a bucket.
-    - Consecutive sharded leaves of one type share a bucket of up to `limit` logical bytes.
-    - A leaf that is also sharded over other mesh axes is alone in its bucket. Packing would gather the leaf over them.
-    - A replicated leaf is alone in its bucket.
-
-    Quantised and unquantised leaves never share a bucket.
-    """
-    found: list[list[int]] = []
-    filled: dict = {}
-    for i, (array, leaf) in enumerate(zip(arrays, leaves, strict=True)):
-        flat = leaf.kind == "flat"
-        size = 0 if flat else jnp.dtype(array.dtype).itemsize * leaf.size
-        others = any(entry is not None for entry in leaf.others)
-        if leaf.kind == "replicated" or (not flat and (others or size >= limit)):
-            found.append([i])
-            continue
-        key = leaf.kind, leaf.axes, array.dtype, leaf.is_quantised
-        bucket, total = filled.get(key, ([], 0))
-        if not bucket or (total + size > limit and not flat):
-            bucket, total = [], 0
-            found.append(bucket)
-        bucket.append(i)
-        filled[key] = bucket, total + size
-    return found
-
-
-def to_rows(value: Shaped[Array, "*logical"], leaf: Leaf) -> Shaped[Array, "shards elements"]:
-    """Return a logical array as one row per shard, with zeros in the padding."""
-    stored, local, dim = in_storage_shape(value, leaf), leaf.local_shape, leaf.dim
-    if dim is None:
-        return stored.reshape(leaf.shards, -1)
-    divided = stored.reshape(*local[:dim], leaf.shards, *local[dim:])
-    return jnp.moveaxis(divided, dim, 0).reshape(leaf.shards, -1)
-
-
-def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Array, "*logical"]:
-    """Undo `to_rows`, and return the logical array without the padding."""
-    if leaf.dim is None:
-        return trim(rows.reshape(-1), 0, leaf.size).reshape(leaf.shape)
-    divided = jnp.moveaxis(rows.reshape(leaf.shards, *leaf.local_shape), 0, leaf.dim)
-    return trim(divided.reshape(leaf.storage_shape), leaf.dim, leaf.shape[leaf.dim])
-
-
-def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
-    """Split the last dim of a bucket's rows into one array per leaf.
-
-    XLA cannot see through the barrier where each leaf begins, so it compiles one kernel for all leaves of one shape.
-    Without the barrier, it compiled one kernel per leaf, which took most of the compile time. An unsigned offset would
-    save a few equations, but then XLA schedules a gather of the backward pass next to no product (docs/fit.md's model).
-    """
-    if len(leaves) == 1:
-        return [rows]
-    sizes = [math.prod(leaf.local_shape) for leaf in leaves]
-    starts = lax.optimization_barrier([jnp.int32(start) for start in itertools.accumulate(sizes[:-1], initial=0)])
-    slices = zip(starts, sizes, strict=True)
-    return [lax.dynamic_slice_in_dim(rows, start, size, axis=rows.ndim - 1) for start, size in slices]
+    def _mapped(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        if not in_specs and not out_specs:  # A `shard_map` of nothing would take as long to trace as any other.
+            return list
+        axes = {*self.axes, *axes_of(*in_specs)}
+        return mapped(fn, mesh=self.mesh, in_specs=tuple(in_specs), out_specs=out_specs, axis_names=axes)

@@ -15,7 +15,6 @@ import jax
 
 from zerojax import compat, jaxprs
 from zerojax.comm import rebinding
-from zerojax.comm.collectives import Collectives
 from zerojax.dims import Follower, State, states_of
 from zerojax.dims.kernels import OwnRows, own_rows
 
@@ -27,7 +26,7 @@ _BODIES = ("jaxpr", "branches", "call_jaxpr")
 class _Rewrite:
     """Rewrites jaxprs. A divided kernel runs on each device's part of its operands."""
 
-    comm: Collectives
+    comm: Any  # the `Collectives`, which import this module
     follower: Follower
 
     def evaluate(self, jaxpr: Any, consts: Sequence, given: Sequence[State], values: Sequence) -> list:
@@ -72,7 +71,7 @@ class _Rewrite:
         return rebinding.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
 
 
-def on_own_rows(closed: Any, given: Sequence[State], comm: Collectives, follower: Follower) -> Any:
+def on_own_rows(closed: Any, given: Sequence[State], comm: Any, follower: Follower) -> Any:
     """Return a jaxpr whose kernels run on each device's rows where that is proved, given the arguments' states."""
     return _Rewrite(comm, follower).rewritten(closed, given)
 

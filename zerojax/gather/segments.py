@@ -229,8 +229,10 @@ class Segment(abc.ABC):
         with self.naming(passes, "transpose"):
             if rows is None:
                 return passes.pull(comm, gathered, *kept, given, zero, sums=sums)
-            pull = lambda row: passes.pull(comm.manual, gathered, *kept, row, zero, sums=sums)
-            return jax.vmap(pull)(rows)
+            from zerojax.comm.device_collectives import of_one_worker
+
+            one = of_one_worker(comm)
+            return jax.vmap(lambda row: passes.pull(one, gathered, *kept, row, zero, sums=sums))(rows)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
         """Return the cotangents of the results at `indices`, with zeros where one is missing, or None if all are."""

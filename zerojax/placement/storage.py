@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from zerojax import internals, names
-from zerojax.comm.collectives import Collectives
+from zerojax.comm.manual import ManualCollectives
 from zerojax.comm.mesh import mapped, owned, replicated
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
@@ -243,7 +243,7 @@ def gather(
     A result has logical shape if its target is replicated, and storage shape if its target is sharded over fewer axes.
     """
     axes = config.data.batch
-    comm = Collectives(axes, bucket_bytes=0)
+    comm = ManualCollectives(axes, bucket_bytes=0)
     specs = [leaf.spec for leaf in leaves]
     pairs = zip(leaves, targets, strict=True)
     moved = [leaf if target.kind == "replicated" else target.divided(axes) for leaf, target in pairs]

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.global_collectives import GlobalCollectives
 from zerojax.comm.mesh import without_types
 from zerojax.compat import common_dtype
 from zerojax.config import Config, check_word
@@ -228,8 +227,11 @@ class View:
         precision = self.config.precision
         reduce = None if precision is None else precision.reduce
         options = self.config.data.batch, bucket_bytes, reduce, self.config.wire, self.reduces_across_once, shared_bytes
-        is_global = self.config.view == "global"
-        return GlobalCollectives(*options, mesh=self.config.mesh) if is_global else Collectives(*options)
+        if self.config.view == "global":
+            return Collectives(*options, mesh=self.config.mesh)
+        from zerojax.comm.device_collectives import DeviceCollectives
+
+        return DeviceCollectives(*options)
 
     def microbatches_of(self, rows: Array) -> Array:
         """Divide the rows of the batch into microbatches, along a new dim 0. A microbatch has rows of every device."""
