@@ -29,7 +29,7 @@ BUGS = {
     "elementwise leaves": (elementwise, "interpret", lambda _: broken, optax.adam, {}),
     "chunks": (elementwise, "walk", lambda _: broken, optax.adam, {"offload": Offload(optimizer="host")}),
     "owners": (jaxprs, "inline_calls", lambda _: broken, muon, MUON),
-    "one matrix of a stack": (traced, "trace_update", second_call_broken, muon, MUON),
+    "one matrix of a stack": (traced, "trace_inlined", second_call_broken, muon, MUON),
 }
 
 

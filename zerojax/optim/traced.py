@@ -51,7 +51,7 @@ class TracedUpdate:
     jaxpr: Any
     consts: tuple  # the arrays that the transformation closes over
     reads: dict[Any, Read]  # for each input variable, its kind and index
-    num_params: int  # the number of results that are parameters; the remaining results are state
+    num_params: int  # the number of results that are parameters, or their updates; the remaining results are state
 
     @functools.cached_property
     def producers(self) -> dict[Any, int]:
@@ -100,19 +100,29 @@ def tracer(
     `_state_shape` returns. If the transformation raises an error, `trace` raises a `TransformationError`.
     """
     numbers, tree = jax.tree.flatten(extra)
-    fixed = [None if is_traced(x) else x for x in numbers]
-    arrays = [_shaped(x) for x in numbers if is_traced(x)]
+    inputs = {GRAD: grads, STATE: state, PARAM: params or [], EXTRA: list(filter(is_traced, numbers))}
+    names: list[Read] = [(kind, i) for kind, values in inputs.items() for i in range(len(values))]
 
-    def flat(grads, state, moved, arrays):
+    def flat(*values):
+        given = iter(values)
+        grads, state, moved, arrays = ([next(given) for _ in of_kind] for of_kind in inputs.values())
         rest = iter(arrays)
-        filled = [next(rest) if value is None else value for value in fixed]
-        return guarded(update)(grads, state, None if params is None else moved, jax.tree.unflatten(tree, filled))
+        filled = jax.tree.unflatten(tree, [next(rest) if is_traced(x) else x for x in numbers])
+        new_params, new_state = guarded(update)(grads, state, None if params is None else moved, filled)
+        return [*new_params, *new_state]
+
+    def shape_of(kind: str, i: int, changed: Mapping[int, tuple[int, ...]]) -> jax.ShapeDtypeStruct:
+        new = _state_shape(update.leaves, i, changed) if kind == STATE else None if kind == EXTRA else changed.get(i)
+        x = inputs[kind][i]
+        shape = x.shape if new is None else new
+        return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
     def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
-        of_params = lambda values: [_shaped(x, changed.get(i)) for i, x in enumerate(values)]
-        seen = [_shaped(x, _state_shape(update.leaves, k, changed)) for k, x in enumerate(state)]
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            return trace_update(flat, of_params(grads), seen, of_params(params or []), arrays)
+            jaxpr, consts = trace_inlined(flat, *(shape_of(kind, i, changed) for kind, i in names))
+        reads: dict[Any, Read] = dict(zip(jaxpr.invars, names, strict=True))
+        reads |= {var: (CONST, i) for i, var in enumerate(compat.constvars_of(jaxpr))}
+        return TracedUpdate(jaxpr, tuple(consts), reads, len(grads))
 
     return trace
 
@@ -120,11 +130,6 @@ def tracer(
 def is_traced(x: Any) -> bool:
     """Return whether an extra argument of an update is an array or an array's shape. Other arguments are static."""
     return isinstance(x, jax.Array | jax.ShapeDtypeStruct)
-
-
-def _shaped(x: Any, shape: tuple[int, ...] | None = None) -> jax.ShapeDtypeStruct:
-    """Return a `ShapeDtypeStruct` with the type of `x`, and with `shape`, or the shape of `x` if `shape` is None."""
-    return jax.ShapeDtypeStruct(x.shape if shape is None else shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
 
 def _state_shape(leaves: UpdatedLeaves, k: int, changed: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -136,22 +141,6 @@ def _state_shape(leaves: UpdatedLeaves, k: int, changed: Mapping[int, tuple[int,
     if leaf.shape == param:
         return new
     return (new[0], *leaf.shape[1:]) if leaf.shape[:1] == param[:1] and new[1:] == param[1:] else None
-
-
-def trace_update(update: Callable, grads: Sequence, state: Sequence, params: Sequence, extra: Sequence) -> TracedUpdate:
-    """Trace a function of lists, `update(grads, state, params, extra) -> (params, state)`, on arrays or shapes."""
-    counts = {GRAD: len(grads), STATE: len(state), PARAM: len(params), EXTRA: len(extra)}
-
-    def flat(*values):
-        given = iter(values)
-        new_params, new_state = update(*([next(given) for _ in range(count)] for count in counts.values()))
-        return [*new_params, *new_state]
-
-    jaxpr, consts = trace_inlined(flat, *grads, *state, *params, *extra)
-    names: list[Read] = [(kind, i) for kind, count in counts.items() for i in range(count)]
-    reads = dict(zip(jaxpr.invars, names, strict=True))
-    reads |= {var: (CONST, i) for i, var in enumerate(compat.constvars_of(jaxpr))}
-    return TracedUpdate(jaxpr, tuple(consts), reads, len(params))
 
 
 def trace_inlined(fn: Callable, *args: Any) -> tuple[Any, Sequence]:
