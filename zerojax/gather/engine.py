@@ -23,7 +23,7 @@ from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Use
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment, Static
 from zerojax.layout.leaf import Leaf
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 @jax.tree_util.register_dataclass
@@ -160,7 +160,7 @@ def _leaves_of(layout, tree) -> list[Leaf]:
 def split_arrays(args: Sequence) -> tuple[list, Callable]:
     """Return the arrays in `args`, and a function that puts arrays back among the other values (flags, names)."""
     leaves, tree = jax.tree.flatten(args)
-    is_array = [isinstance(x, _ARRAYS) for x in leaves]
+    is_array = [isinstance(x, ARRAYS) for x in leaves]
 
     def put_back(arrays):
         remaining = iter(arrays)
@@ -175,7 +175,7 @@ def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
         i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
         for i, arg in enumerate(args)
         for x in jax.tree.leaves(arg)
-        if isinstance(x, _ARRAYS)
+        if isinstance(x, ARRAYS)
     ]
 
 
@@ -192,7 +192,7 @@ def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | No
         at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE
         for i, arg in enumerate(args)
         for x in jax.tree.leaves(arg)
-        if isinstance(x, _ARRAYS)
+        if isinstance(x, ARRAYS)
     ]
 
 

@@ -12,14 +12,13 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax import jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.apart import Apart
-from zerojax.gather.engine import as_function
+from zerojax.gather.engine import run_backward, run_forward
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 from zerojax.train.loss import at_least_float32
@@ -44,41 +43,37 @@ def reductions_on_shards(
         `(results, moving, pull)`; see `full_params.FullLoss`.
     """
     # The reduction is complete, also if `comm` leaves the sums of other gradients to the end of the step.
-    run = as_function(apart.program, Options(dataclasses.replace(comm, defers=False), 0, True), {})
-    values = dict(enumerate([*args, *apart.constants]))
-    used = [i for i in apart.reads if i in leaves]
+    options = Options(dataclasses.replace(comm, defers=False), prefetch=0, reshard_after_forward=True)
+    values = [*args, *apart.constants]
+    # All devices have a parameter in full, and each takes its shard.
+    own = lambda x, leaf: comm.divided(x, leaf.dim, leaf.local_shape[leaf.dim], leaf.axes)
+    shards = [own(values[i], leaves[i]) if i in leaves else values[i] for i in apart.reads]
+    active = [i in leaves for i in apart.reads]
+    results, residuals = run_forward(apart.program, shards, active, options)
+    moved = {k: x for k, x in enumerate(results) if jaxprs.differentiable(x.dtype)}
+    floats = [*(values[i] for i in apart.reads if i in leaves), *moved.values()]
+    mantissa = min((jnp.finfo(x.dtype).nmant for x in floats), default=0)
 
-    def own(i: int) -> Array:
-        """Return the device's shard of a parameter that all devices have in full."""
-        leaf = leaves[i]
-        assert leaf.dim is not None
-        return comm.divided(values[i], leaf.dim, leaf.local_shape[leaf.dim], leaf.axes)
+    def pull(cotangents: Sequence[Array]) -> dict[int, Array]:
+        given: list = [None] * len(results)
+        for (k, x), cotangent in zip(moved.items(), cotangents, strict=True):
+            given[k] = cotangent.astype(x.dtype)
+        found = zip(run_backward(apart.program, shards, active, residuals, given, options), shards, strict=True)
+        sums = [g if g is None or g.ndim == x.ndim else g.sum(0) for g, x in found]
+        return {i: g for i, g in zip(apart.reads, sums, strict=True) if g is not None}
 
-    def reductions(shards: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-        of = values | dict(zip(used, shards, strict=True))
-        found = run(*[of[i] for i in apart.reads])
-        return [x for x in found if jaxprs.differentiable(x.dtype)], found
-
-    moved, pull, results = jax.vjp(reductions, [own(i) for i in used], has_aux=True)
-    moving = [k for k, x in enumerate(results) if jaxprs.differentiable(x.dtype)]
-
-    mantissa = min((jnp.finfo(x.dtype).nmant for x in [*(values[i] for i in used), *moved]), default=0)
-
-    def pull_shards(cotangents: Sequence[Array]) -> dict[int, Array]:
+    def pull_sums(cotangents: Sequence[Array]) -> dict[int, Array]:
         # A cotangent may have one more dim in front, with one partial sum per worker.
-        sums = [c.sum(0) if c.ndim > x.ndim else c for c, x in zip(cotangents, moved, strict=True)]
+        sums = [c.sum(0) if c.ndim > x.ndim else c for c, x in zip(cotangents, moved.values(), strict=True)]
         if not is_sum or mantissa >= jnp.finfo(jnp.float32).nmant:
-            (shards,) = pull([c.astype(x.dtype) for c, x in zip(sums, moved, strict=True)])
-            return dict(zip(used, shards, strict=True))
+            return pull(sums)
         # The microbatches' cotangents were summed in float32. Narrow parameters would round the gradient of their sum,
         # so pull the sum's leading digits and its other digits one after the other.
         leading = [_rounded(c, mantissa) for c in sums]
-        parts = leading, [c - x for c, x in zip(sums, leading, strict=True)]
-        (first,), (second,) = (pull([c.astype(x.dtype) for c, x in zip(cs, moved, strict=True)]) for cs in parts)
-        wide = [at_least_float32(a) + at_least_float32(b) for a, b in zip(first, second, strict=True)]
-        return dict(zip(used, wide, strict=True))
+        first, second = pull(leading), pull([c - x for c, x in zip(sums, leading, strict=True)])
+        return {i: at_least_float32(g) + at_least_float32(second[i]) for i, g in first.items()}
 
-    return results, moving, pull_shards
+    return results, list(moved), pull_sums
 
 
 def _rounded(x: Array, mantissa: int) -> Array:

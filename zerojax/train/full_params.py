@@ -17,7 +17,6 @@ from zerojax.dims import NOWHERE
 from zerojax.gather.apart import taken_apart
 from zerojax.gather.engine import alike_args, param_states, row_states, split_arrays
 from zerojax.gather.vjp import RowStates, Sums, traced_passes
-from zerojax.layout.leaf import replace_items
 from zerojax.placement.storage import unpadded
 from zerojax.train.loss import DIFFERING, OF_ROWS, LossInputs, Returned, View, at_least_float32
 
@@ -45,13 +44,8 @@ class FullLoss:
     pull: Callable[[Sequence[Array]], Mapping[int, Shaped[Array, "*local"]]] = lambda cotangents: {}
 
 
-def traced_once(view: View, given: LossInputs) -> FullLoss | None:
-    """Trace the loss of one microbatch, and compute its reductions of parameters on shards (stages 1 and 2).
-
-    Return None if there is one worker, which calls the loss itself.
-    """
-    if view.config.data.workers == 1:
-        return None
+def traced_once(view: View, given: LossInputs) -> FullLoss:
+    """Trace the loss of one microbatch, and compute its reductions of parameters on shards (stages 1 and 2)."""
     first = lambda batch: jax.tree.map(lambda x: view.microbatches_of(x)[0], batch)
     one = given if view.accumulate == 1 else given._replace(batch=compat.eval_shape(first, given.batch))
     function, shapes = flat_loss(view, one)
@@ -87,27 +81,20 @@ def flat_loss(view: View, given: LossInputs) -> tuple[Callable, list]:
     return function, [*given.stored, *arrays]
 
 
-def full_passes(view: View, given: LossInputs, full: FullLoss | None) -> tuple[Returned, Callable]:
+def full_passes(view: View, given: LossInputs, full: FullLoss) -> tuple[Returned, Callable]:
     """Run the loss forward on full parameters.
 
     Returns:
         The values that the loss returns, and a function from the cotangent of the loss to
         `(gradients, values of overwritten parameters)`. Gradients are partial sums, one per worker.
     """
-    function, args = flat_loss(view, given)
+    further = (given.mutable, given.batch, *given.args)
+    args = [*given.stored, *split_arrays(further)[0]]
     trained, overwritten, comm = view.trained, view.layout.overwritten, view.comm
-    if full is None:
-
-        def total(of_trained, of_overwritten):
-            returned = function(replace_items(replace_items(args, overwritten, of_overwritten), trained, of_trained))
-            return returned.total, returned
-
-        _, pull, returned = jax.vjp(total, [args[i] for i in trained], [args[i] for i in overwritten], has_aux=True)
-        return returned, pull
     values, count = [*args, *full.results], len(args)
     experts = {i: axes if view.reduces_each else () for i, axes in comm.experts(view.layout.params).items()}
-    further = row_states((given.mutable, given.batch, *given.args), OF_ROWS, comm.follower)
-    states = [*param_states(given.stored, experts), *further, *[NOWHERE] * len(full.results)]
+    of_params, others = param_states(given.stored, experts), row_states(further, OF_ROWS, comm.follower)
+    states = [*of_params, *others, *[NOWHERE] * len(full.results)]
     wanted = [*trained, *(count + k for k in full.moving)]
     active = [i in wanted or i in overwritten for i in range(len(values))]
     run = lambda _, values: full.run(values[:count], values[count:])
@@ -115,12 +102,12 @@ def full_passes(view: View, given: LossInputs, full: FullLoss | None) -> tuple[R
     passes = traced_passes(run, (), values, trained=(), active=active, wanted=(0,), rows=rows)
     results, saved = passes.run((), values)
 
-    def pull_partial(cotangent: Array) -> tuple[list[Array], list[Array]]:
+    def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
         _, found = passes.pull(comm, (), values, saved, [cotangent], sums=Sums.of(wanted, experts))
         of = dict(zip(passes.active_others, found, strict=True))
         return [of[i] for i in wanted], [of[i] for i in overwritten]
 
-    return jax.tree.unflatten(full.structure, results), pull_partial
+    return jax.tree.unflatten(full.structure, results), pull
 
 
 def with_shards(

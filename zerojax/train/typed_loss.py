@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.comm.mesh import Typed, explicit_part, is_typed, without_types
 from zerojax.comm.typed import TypedFunction, typed_mesh
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
+from zerojax.gather.engine import ARRAYS, split_arrays
 from zerojax.layout.tree import Layout
 
 if TYPE_CHECKING:
@@ -41,17 +41,11 @@ class TypedLoss:
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
         if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
             return self.loss.call(*given)
-        leaves, tree = jax.tree.flatten(given)
-        is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic)) for x in leaves]
-        arrays = [x for x, on in zip(leaves, is_array, strict=True) if on]
+        arrays, put_back = split_arrays(given)
         specs = jax.tree.leaves(self._types(params, mutable, batch, args), is_leaf=is_spec)
-        specs = [spec for spec, on in zip(specs, is_array, strict=True) if on]
-
-        def flat(*arrays):
-            rest = iter(arrays)
-            merged = [next(rest) if on else x for x, on in zip(leaves, is_array, strict=True)]
-            return self.loss.call(*tree.unflatten(merged))
-
+        pairs = zip(jax.tree.leaves(given), specs, strict=True)
+        specs = [spec for x, spec in pairs if isinstance(x, ARRAYS)]
+        flat = lambda *arrays: self.loss.call(*put_back(arrays))
         here, auto = jax.sharding.get_abstract_mesh(), self.config.mesh.abstract_mesh
         outside = here.empty or here.explicit_axes
         with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
