@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -10,34 +9,35 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import names
-from zerojax.comm.collectives import Collectives
 from zerojax.compat import common_dtype
 from zerojax.metrics import Mean, PerRow, Replicated, Sum, is_marker, unmarked
+from zerojax.train.loss import View
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
 
 @jax.named_scope(names.MEAN)
-def combine(
-    aux: PyTree, weights: Array, total: Array | int, comm: Collectives, rows_of: Callable[[Array], Array]
-) -> tuple[PyTree, PyTree]:
+def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tuple[PyTree, PyTree]:
     """Combine the aux of all microbatches and devices.
 
     Args:
+        view: The view of the loss.
         aux: The auxiliary results of this device, with the microbatches stacked along dim 0.
         weights: One weight per microbatch.
         total: The sum of all weights, over microbatches and devices.
-        comm: Collectives over the devices.
-        rows_of: Function that merges dims 0 and 1 (microbatches, rows) into rows in the order of the batch.
 
     Returns:
         `(aux, rows)`, two trees with the same structure. `aux` has the leaves that are equal on every device, and None
         instead of rows. `rows` has the leaves marked as `PerRow`, and None instead of all other leaves.
 
     Raises:
-        TypeError: If an unmarked leaf is not a float scalar.
+        TypeError: If an unmarked leaf is not a float scalar, unless the loss is called only once.
     """
+    comm = view.comm
+    if view.is_one_loss:
+        only_one = unmarked(jax.tree.map(lambda x: x[0], aux))
+        return only_one, jax.tree.map(lambda _: None, only_one)
 
     def mean(path, x):
         if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -65,7 +65,7 @@ def combine(
                 f"aux{path} is marked with zerojax.metrics.PerRow, but it is a scalar without rows. Mark it with "
                 "zerojax.metrics.Mean or zerojax.metrics.Sum."
             )
-        return rows_of(x)
+        return view.rows_of(x)
 
     kinds = {
         Mean: mean,
@@ -86,7 +86,7 @@ def combine(
     return only(False), only(True)
 
 
-def merged(aux: PyTree, rows: PyTree) -> PyTree:
+def whole_aux(aux: PyTree, rows: PyTree) -> PyTree:
     """Merge the two trees that `combine` returns."""
     is_none = lambda x: x is None
     return jax.tree.map(lambda a, b: b if a is None else a, aux, rows, is_leaf=is_none)

@@ -69,9 +69,9 @@ def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | floa
         given = given._replace(batch=batch)
     found = (view_gradients if config.view == "global" else mapped_gradients)(view, given, scale)
     if view.loss.has_aux:
-        from zerojax.train.combined_aux import merged
+        from zerojax.train.combined_aux import whole_aux
 
-        found = found._replace(aux=merged(found.aux, found.rows))
+        found = found._replace(aux=whole_aux(found.aux, found.rows))
     if config.view == "device":
         return found
     constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
@@ -132,7 +132,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients
 
         full = traced_once(view, given)
     if view.accumulate == 1:
-        returned, grads, factor, values = value_and_grad(view, given, scale, full)
+        returned, grads, factor, values = microbatch_gradients(view, given, scale, full)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
@@ -148,14 +148,9 @@ def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients
     grads = [of[k] if k in of else jnp.zeros(comm.shape(leaf), leaf.dtype) for k, leaf in enumerate(view.grads)]
     rows = None
     if view.loss.has_aux:
-        from zerojax.metrics import unmarked
         from zerojax.train.combined_aux import combine
 
-        if view.is_one_loss:
-            aux = unmarked(jax.tree.map(lambda x: x[0], aux))
-            rows = jax.tree.map(lambda _: None, aux)
-        else:
-            aux, rows = combine(aux, weights, weight, comm, view.rows_of)
+        aux, rows = combine(view, aux, weights, weight)
     if view.loss.mutable:
         from zerojax.train.mutable import mean_mutable
 
@@ -164,7 +159,7 @@ def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients
     return StepGradients(mean, grads, aux, rows, mutable, weights_valid, squares, comm.over_workers(lax.pmax, values))
 
 
-def value_and_grad(view: View, given: LossInputs, scale: Array, full: FullLoss | None):
+def microbatch_gradients(view: View, given: LossInputs, scale: Array, full: FullLoss | None):
     """Return the loss and gradient of one microbatch. `full` is the traced loss on full parameters, if there is one.
 
     The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
@@ -250,7 +245,7 @@ def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, s
         view: The view.
         totals: The loss, or the total of a weighted loss, of each microbatch of this device.
         weights: The weight of each.
-        factor: The factor that `value_and_grad` returned for the only microbatch. None if there are several.
+        factor: The factor that `microbatch_gradients` returned for the only microbatch. None if there are several.
         scale: The loss scale.
 
     Returns:
@@ -306,7 +301,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, full: F
         sums, mutable, maxima = carry
         number, rows = microbatch
         one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
-        returned, grads, factor, values = value_and_grad(view, one, scale, full)
+        returned, grads, factor, values = microbatch_gradients(view, one, scale, full)
         if view.reduces_each:
             grads = view.reduce(grads)
         # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.

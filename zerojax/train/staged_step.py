@@ -11,7 +11,6 @@ from jax import lax
 
 from zerojax.comm.mesh import constrain, replicated, to_storage, wait_if_simulated
 from zerojax.layout.leaf import is_chunked
-from zerojax.metrics import unmarked
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
 from zerojax.optim.update import Updated, UpdateInputs, check_state
@@ -23,7 +22,7 @@ from zerojax.staged.params_on_disk import files_of, trained_on_disk
 from zerojax.staged.reductions import Reductions
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate
-from zerojax.train.combined_aux import combine, merged
+from zerojax.train.combined_aux import combine, whole_aux
 from zerojax.train.gradients import StepGradients, unscale
 from zerojax.train.mutable import mean_mutable
 from zerojax.train.staged_loss import LossAndGrads, StagedLoss
@@ -160,7 +159,5 @@ class StagedStep:
     def _aux(self, found: LossAndGrads) -> Any:
         view = self._loss.view
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(x.aux for x in found.returned))
-        if view.is_one_loss:
-            return unmarked(jax.tree.map(lambda x: x[0], stacked))
         weights = jnp.stack([x.weight for x in found.returned])
-        return merged(*combine(stacked, weights, found.weight, view.comm, view.rows_of))
+        return whole_aux(*combine(view, stacked, weights, found.weight))
