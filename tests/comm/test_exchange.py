@@ -1,6 +1,7 @@
 """Messages between processes, with a service that answers at once: nobody waits, and no process is started."""
 
 import json
+import time
 
 import jax
 import pytest
@@ -29,7 +30,8 @@ class Service:
 
     def blocking_key_value_get(self, key, milliseconds):
         assert milliseconds >= 1
-        raise RuntimeError("DEADLINE_EXCEEDED: nobody set the key")
+        time.sleep(milliseconds / 1000)
+        raise jax.errors.JaxRuntimeError("nobody set the key")
 
 
 @pytest.fixture
@@ -40,6 +42,7 @@ def two(monkeypatch):
         service = Service(theirs)
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(processes, "coordination_client", lambda: service)
+        monkeypatch.setattr(processes, "LOOK_EVERY_S", 0.01)
         monkeypatch.setattr(EVENTS, "publish", lambda: None)
         monkeypatch.setattr(EVENTS, "failures", dict)
         monkeypatch.setattr(EVENTS, "difference", lambda: None)
@@ -95,6 +98,17 @@ def test_one_that_says_nothing_is_named(two, monkeypatch):
     monkeypatch.setattr(EVENTS, "difference", lambda: "they differ")
     with pytest.raises(ValueError, match="they differ"):
         Processes("differ", 60).exchange("begin", "mine")
+
+
+def test_an_error_of_the_service_is_raised(two, monkeypatch):
+    service = two()
+
+    def failed(key, milliseconds):
+        raise jax.errors.JaxRuntimeError("the leader is gone")
+
+    monkeypatch.setattr(service, "blocking_key_value_get", failed)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the leader is gone"):
+        Processes("failed", 60).exchange("begin", "mine")
 
 
 def test_one_that_makes_another_call_is_told(two):

@@ -9,7 +9,7 @@ import optax
 import pytest
 from conftest import mesh_of
 
-from zerojax import Tuning, block, jaxprs, zero_shard
+from zerojax import Tuning, block, signatures, zero_shard
 from zerojax.train.checked import nested
 
 WIDTH, LAYERS = 16, 5
@@ -93,14 +93,14 @@ APART = {
 def test_what_computes_something_else_is_told_apart(one, other):
     x = jnp.ones(3)
     programs = [jax.make_jaxpr(fn)(x) for fn in (one, one, other)]
-    signatures = [(jaxprs.signature(p.jaxpr), tuple(map(id, p.consts))) for p in programs]
-    assert signatures[0] != signatures[2]
-    assert signatures[0] == signatures[1]
-    assert hash(signatures[0]) == hash(signatures[1])
+    keys = [(signatures.signature(p.jaxpr), tuple(map(id, p.consts))) for p in programs]
+    assert keys[0] != keys[2]
+    assert keys[0] == keys[1]
+    assert hash(keys[0]) == hash(keys[1])
 
 
 def test_what_has_effects_is_like_nothing():
-    assert jaxprs.signature(jax.make_jaxpr(lambda x: jax.debug.print("{}", x))(1.0).jaxpr) is None
+    assert signatures.signature(jax.make_jaxpr(lambda x: jax.debug.print("{}", x))(1.0).jaxpr) is None
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ FLOORS = [
     {"version", "primitives", "gpus", "units", "metrics", "internals"},
     {"compat"},
     {"names"},
-    {"compilations", "config", "jaxprs"},
+    {"compilations", "config", "jaxprs", "signatures"},
     {"layout"},
     {"dims", "costs"},
     {"comm"},

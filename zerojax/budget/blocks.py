@@ -15,7 +15,7 @@ import jax
 import jax.core
 from jax import lax
 
-from zerojax import compat, jaxprs, names
+from zerojax import compat, jaxprs, names, signatures
 from zerojax.budget.choice import Choice, choose_saved, least_bytes
 from zerojax.budget.graph import Graph, graph_of, run_named
 from zerojax.budget.remat import checkpointed
@@ -197,7 +197,7 @@ class Blocks:
         return compat.opened(compat.called(eqn) if loop is None else loop.body)[0]
 
     def _graph(self, jaxpr: Any) -> Graph:
-        key = jaxprs.signature(jaxpr)
+        key = signatures.signature(jaxpr)
         key = id(jaxpr) if key is None else key
         if key not in self._graphs:
             inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from zerojax import compat, jaxprs, primitives
+from zerojax import compat, jaxprs, primitives, signatures
 from zerojax.budget.choice import Choice, choose_saved
 from zerojax.budget.graph import CALLED_BACK, graph_of, run_named
 from zerojax.primitives import Kind
@@ -90,7 +90,7 @@ class Remat:
 
     def _rematerialised(self, jaxpr: Any, consts: Any) -> tuple[Callable, Choice]:
         """Return a function of constants and arguments that saves at most the budget, and the `Choice` for it."""
-        key = jaxprs.signature(jaxpr)
+        key = signatures.signature(jaxpr)
         if key is None or key not in self._known:
             inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
             whole = compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, signatures
 from zerojax.budget.blocks import Blocks
 from zerojax.budget.graph import flops_of, graph_of, is_array_atom
 from zerojax.units import format_bytes, format_flops
@@ -52,7 +52,7 @@ def memory_of_blocks(blocks: Blocks, share: float, devices: int) -> tuple[BlockM
         calls[key, block.line] += block.calls
         figures[key, block.line] = choice.saved_bytes, 0, block.graph.bytes, choice.flops, choice.most_flops
     for block in blocks.decided:
-        signature = jaxprs.signature(block.jaxpr, functions=False)
+        signature = signatures.signature(block.jaxpr, functions=False)
         key = id(block.jaxpr) if signature is None else signature, block.line
         calls[key] += block.calls
         if key not in figures:

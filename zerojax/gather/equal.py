@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from zerojax import compat, jaxprs, names
+from zerojax import compat, names, signatures
 from zerojax.comm import rebinding
 from zerojax.gather.segments import BlockSegment, Segment
 
@@ -19,10 +19,10 @@ from zerojax.gather.segments import BlockSegment, Segment
 def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
     """Let segments that have the same equations on different values share their passes. Return all segments."""
     segments = list(segments)
-    signatures = [_signature(s) if isinstance(s, BlockSegment) else None for s in segments]
-    counts = Counter(key for key in signatures if key)
+    keys = [_signature(s) if isinstance(s, BlockSegment) else None for s in segments]
+    counts = Counter(key for key in keys if key)
     for key in [key for key, count in counts.items() if count > 1]:
-        equal = [i for i, other in enumerate(signatures) if other == key]
+        equal = [i for i, other in enumerate(keys) if other == key]
         jaxpr, scopes = _with_scopes_apart([segments[i].jaxpr for i in equal])
         known: dict = {}
         for i, scope in zip(equal, scopes, strict=True):
@@ -31,7 +31,7 @@ def with_shared_passes(segments: Iterable[Segment]) -> tuple[Segment, ...]:
 
 
 def _signature(segment: Segment) -> Any:
-    jaxpr = jaxprs.signature(segment.jaxpr)
+    jaxpr = signatures.signature(segment.jaxpr)
     return jaxpr and (jaxpr, tuple((param.leaf.dtype, param.wide, param.cotangent_dtype) for param in segment.params))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import compat, jaxprs, primitives
+from zerojax import compat, jaxprs, primitives, signatures
 from zerojax.layout.leaf import replace_items
 
 
@@ -79,7 +79,7 @@ class _Numbers:
     def _results(self, eqn: Any, of: dict) -> Sequence:
         if eqn.effects or jaxprs.facts(eqn).stays_apart or any(map(compat.is_ref, eqn.invars)):
             return [next(self._fresh) for _ in eqn.outvars]
-        numbered = lambda atom: jaxprs.literal_key(atom) if compat.is_literal(atom) else of.get(atom, atom)
+        numbered = lambda atom: signatures.literal_key(atom) if compat.is_literal(atom) else of.get(atom, atom)
         if eqn.primitive.name == "stop_gradient" and self._ignore_stops:
             return [numbered(eqn.invars[0])]
         inner, consts = compat.opened(compat.called(eqn))
@@ -87,12 +87,12 @@ class _Numbers:
             of = dict(zip(inner.invars, map(numbered, eqn.invars), strict=True))
             for one in inner.eqns:
                 of |= zip(one.outvars, self._results(one, of), strict=True)
-            return [jaxprs.literal_key(atom) if compat.is_literal(atom) else of[atom] for atom in inner.outvars]
-        candidates = self._earlier.setdefault(jaxprs.equation_key(eqn, of, functions=False), [])
+            return [signatures.literal_key(atom) if compat.is_literal(atom) else of[atom] for atom in inner.outvars]
+        candidates = self._earlier.setdefault(signatures.equation_key(eqn, of, functions=False), [])
         for candidate, its, numbers in candidates:
             # The equations may differ only in functions, such as derivative rules. Each call of `jax.nn.relu` makes a
             # new rule. So the derivatives are traced and compared.
-            if jaxprs.equation_key(eqn, of) == jaxprs.equation_key(candidate, its) or (
+            if signatures.equation_key(eqn, of) == signatures.equation_key(candidate, its) or (
                 (pulled := _pulled(eqn)) is not None and pulled == _pulled(candidate)
             ):
                 return numbers
@@ -156,7 +156,7 @@ def _pulled(eqn: Any) -> Any:
     jaxpr, consts = compat.opened(closed)
     # A rule often calls its function once more, for a result that the derivative does not read.
     alive = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
-    return jaxprs.signature(alive), tuple(map(id, consts))
+    return signatures.signature(alive), tuple(map(id, consts))
 
 
 def _is_weight(eqn: Any, weights: Collection) -> bool:

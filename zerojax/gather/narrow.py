@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs, names
+from zerojax import compat, jaxprs, names, signatures
 from zerojax.gather.parts import call, dims_of, flat, part
 from zerojax.gather.sharded_param import quantises
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
@@ -60,7 +60,7 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
     are `constants` constants of the loss.
     """
     # An effect, or a write to a ref, has no result that shows which equations need it.
-    if jaxprs.has_effects(jaxpr):
+    if signatures.has_effects(jaxpr):
         return jaxpr, ()
     triples = zip(jaxpr.invars, leaves, alike, strict=True)
     given = {v: leaf and leaf.dim for v, leaf, on in triples if on or leaf is not None}

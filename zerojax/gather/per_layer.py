@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import compat, jaxprs, names
+from zerojax import compat, jaxprs, names, signatures
 from zerojax.gather.on_parts import Layer, evaluate_parts
 from zerojax.gather.parts import call, dims_of
 from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS
@@ -89,7 +89,7 @@ def moved_into_loops(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[
     lengths = dict.fromkeys(loop.length for eqn in jaxpr.eqns if (loop := compat.loop_of(eqn)))
     for length in lengths:
         analysis = Layers(jaxpr, layouts, given, length)
-        if not analysis.has_candidates or jaxprs.has_effects(jaxpr):
+        if not analysis.has_candidates or signatures.has_effects(jaxpr):
             continue
         if (nodes := _in_order(analysis, analysis.hosts())) is not None:
             closed = jax.make_jaxpr(functools.partial(_run, analysis, nodes))(*(v.aval for v in jaxpr.invars))

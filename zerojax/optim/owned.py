@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from zerojax import compat, costs, jaxprs
+from zerojax import compat, costs, jaxprs, signatures
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.moves import free_dims
@@ -67,7 +67,7 @@ def owned_update(
     for i, core in cores.items():
         if not sizes[i] and any(where.dim is None for _, where in core.arrays):
             continue
-        key = jaxprs.signature(program(core))
+        key = signatures.signature(program(core))
         layouts = tuple(item_of(where, sizes[i]) for _, where in (*core.arrays, *core.outs))
         if key is None or not core.arrays:
             left[i] = "its update has effects, or reads nothing that is sharded"

@@ -17,7 +17,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, signatures
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.equations import evaluate_as
 from zerojax.optim.traced import GRAD, Equations, equations_behind, producers_of
@@ -86,7 +86,7 @@ class Reductions:
         It multiplies a chunk by `factor`, and reduces it to scalars. Chunks of equal layout share a program.
         """
         cuts, leaf, dim = self.of(grad), of.leaf, of.chunking.dim
-        key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(jaxprs.signature(cut.jaxpr) for cut in cuts)
+        key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(signatures.signature(cut.jaxpr) for cut in cuts)
         if key not in self._programs:
             self._programs[key] = jax.jit(functools.partial(_finished, leaf, dim, cuts), donate_argnums=0)
         return self._programs[key]
