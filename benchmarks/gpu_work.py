@@ -36,7 +36,7 @@ from zerojax.gpus.topology import Topology
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for
-from zerojax.train.step import resident_state
+from zerojax.train.streamed_step import resident_state
 
 CHECKED = [(stage, "fp32", name) for stage in (3, 2, 1) for name in ("none", "host/device", "host/host")]
 CHECKED[3:3] = [(3, "fp32", "host/device half"), (3, "fp32", "disk/device")]
@@ -199,10 +199,10 @@ def update_seconds(taken, tx, state, batch, steps):
     plan, seconds = state.plan, []
     for _ in range(steps + 1):
         leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        new, _, begun = taken._jitted.resident(state.replace(opt_state=resident_state(state)), batch)
+        new, _, begun = taken._executor.resident(state.replace(opt_state=resident_state(state)), batch)
         jax.block_until_ready((jax.tree.leaves(new), begun))
         begin = time.perf_counter()
-        params, leaves = taken._streamed(plan).run(begun, store_for(tx.config, plan, leaves))
+        params, leaves = taken._executor.updates(plan).run(begun, store_for(tx.config, plan, leaves))
         jax.block_until_ready((params, jax.tree.leaves(leaves)))
         seconds.append(time.perf_counter() - begin)
         stored = jax.tree.unflatten(plan.layout.treedef, params)
@@ -212,7 +212,7 @@ def update_seconds(taken, tx, state, batch, steps):
 
 def bytes_across(taken, state):
     """Bytes an update sends over the link of one device, to it and from it."""
-    plan, streamed = state.plan, taken._streamed(state.plan)
+    plan, streamed = state.plan, taken._executor.updates(state.plan)
     to_device = to_host = 0
     for group in streamed.partition.groups:
         if streamed.runs_on_host(group):

@@ -21,10 +21,10 @@ if _typing.TYPE_CHECKING:
     from zerojax.planning.compiled_plan import Plan
     from zerojax.planning.estimate import Estimate, estimate
     from zerojax.planning.plan import plan
-    from zerojax.train.state import ZeroState, logical
+    from zerojax.train.params import logical
+    from zerojax.train.state import ZeroState
     from zerojax.train.tree_api import Shardings
-    from zerojax.transformation import ZeroTransformation
-    from zerojax.zero import zero_shard
+    from zerojax.zero import ZeroTransformation, zero_shard
 
     __version__: str
 
@@ -47,10 +47,10 @@ _MODULES = {
     "planning.compiled_plan": "Plan",
     "planning.estimate": "Estimate estimate",
     "planning.plan": "plan",
-    "train.state": "ZeroState logical",
+    "train.params": "logical",
+    "train.state": "ZeroState",
     "train.tree_api": "Shardings",
-    "transformation": "ZeroTransformation",
-    "zero": "zero_shard",
+    "zero": "ZeroTransformation zero_shard",
 }
 _RENAMED = {
     "Mean": "metrics.Mean",

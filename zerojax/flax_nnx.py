@@ -17,8 +17,8 @@ from flax import nnx
 from zerojax import compat, jaxprs
 from zerojax.metrics import Replicated
 from zerojax.train.arguments import has_rows
-from zerojax.transformation import ZeroTransformation
 from zerojax.units import format_bytes
+from zerojax.zero import ZeroTransformation
 
 TAG = "zerojax"
 

@@ -1,19 +1,20 @@
-"""Define `ZeroTransformation`, the result of `zero_shard`. Its methods only call functions of other files."""
+"""Define the methods of a transformation that take and return trees, as optax and hand-written loops do.
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, overload
+They only call functions of other files, which are imported when a method is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 import optax
 
 from zerojax.config import Config, check_count
-from zerojax.config.data_mesh import spec_entry
-from zerojax.staged.params_on_disk import loaded
-from zerojax.train.eval_step import eval_step
 from zerojax.train.loss import Loss
-from zerojax.train.state import ZeroState, create, init_params, shard
-from zerojax.train.step import Step, StepOptions
-from zerojax.train.tree_api import Shardings, adopt, init, shardings, unshard, update, value_and_grad
+
+if TYPE_CHECKING:
+    from zerojax.train.tree_api import Shardings
 
 # The types of the caller's functions, which the functions made of them keep.
 Params = TypeVar("Params", bound=Any)
@@ -21,53 +22,31 @@ Value = TypeVar("Value")
 Aux = TypeVar("Aux")
 Result = TypeVar("Result")
 Args = ParamSpec("Args")
-Given = TypeVarTuple("Given")
 
 
-class ZeroTransformation(optax.GradientTransformationExtraArgs):
-    """An optax transformation, usable wherever optax takes one, that shards parameters, gradients and its own state."""
+def init(config: Config, params: Any) -> Any:
+    from zerojax.train import tree_api
 
-    @classmethod
-    def of(cls, config: Config) -> "ZeroTransformation":
-        """Return the transformation for a configuration that `zero_shard` built."""
-        # The partials contain `config`, so an object that pickle rebuilds from `init` and `update` has `config`, too.
-        return cls(functools.partial(init, config), functools.partial(update, config))
+    return tree_api.init(config, params)
+
+
+def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    from zerojax.train import tree_api
+
+    return tree_api.update(config, updates, state, params, **extra)
+
+
+class TreeTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation that shards its state, with methods for hand-written loops and for evaluation."""
+
+    if TYPE_CHECKING:
+        config: Config
 
     @property
-    def config(self) -> Config:
-        """Return the configuration, with the wrapped transformation, the mesh and all options."""
-        return self.init.args[0]  # pyright: ignore[reportAttributeAccessIssue]
+    def _trees(self) -> Any:
+        from zerojax.train import tree_api
 
-    def __repr__(self) -> str:
-        """Return a text with the stage, mesh and axis, because the functions in the tuple have no useful repr."""
-        c, mesh = self.config, dict(self.config.mesh.shape)
-        tuning = f"Tuning(persist_below={c.persist_below})"
-        return f"zero_shard(stage={c.stage}, mesh={mesh}, axis={spec_entry(c.axis)!r}, tuning={tuning})"
-
-    def init_params(self, init_fn: Callable[[*Given], Result], *args: *Given) -> Result:
-        """Initialise parameters in storage. Each device makes only its shards: at stage 3, none holds the whole model.
-
-        Args:
-            init_fn: Function that returns the tree of parameters, and that `jax.jit` can trace.
-            *args: Arguments of `init_fn`.
-
-        Returns:
-            The tree `init_fn(*args)` in storage, in the types of the master weights, for `create` or `init`. At stage
-            3, its leaves are sharded, and a leaf that needs padding is a `Padded`.
-        """
-        return init_params(self.config, init_fn, args)
-
-    def shard(self, params: Any) -> Any:
-        """Copy existing parameters into storage.
-
-        Args:
-            params: Logical JAX or NumPy arrays, arrays in storage, or `jax.ShapeDtypeStruct`s.
-
-        Returns:
-            A copy in storage for `create` or `init`, in the types of the master weights; frozen parameters have their
-            stored types. Donating it does not delete the caller's arrays. Shapes are returned with their shardings.
-        """
-        return shard(self.config, params)
+        return tree_api
 
     def unshard(self, tree: Any, params: Any = None) -> Any:
         """Gather parameters or an optimizer state into logical arrays, replicated on every device.
@@ -85,7 +64,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Raises:
             ValueError: If the logical shapes of a state are unknown, or an array was donated or is on another mesh.
         """
-        return unshard(self.config, tree, params)
+        return self._trees.unshard(self.config, tree, params)
 
     def adopt(self, state: Any, params: Any) -> Any:
         """Shard an optimizer state from a run without zerojax, as `init` shards a fresh state.
@@ -103,7 +82,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             ValueError: If the state belongs to other parameters or to another transformation.
             TypeError: If a leaf has a type whose values the sharded state cannot represent.
         """
-        return adopt(self.config, state, params)
+        return self._trees.adopt(self.config, state, params)
 
     def as_params(self, mirror: Any, params: Any) -> Any:
         """Convert a part of the optimizer state, such as an average of the parameters, into a tree of parameters.
@@ -121,7 +100,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         from zerojax.optim.logical_state import as_params
 
-        return as_params(self.config, mirror, loaded(params))
+        return as_params(self.config, mirror, self._trees.loaded(params))
 
     def weights(self, params: Any, opt_state: Any) -> Any:
         """Return the parameters in the types of the master weights at every stage, for an average of them, for example.
@@ -135,7 +114,7 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         """
         from zerojax.optim.logical_state import weights
 
-        return weights(self.config, loaded(params), opt_state)
+        return weights(self.config, self._trees.loaded(params), opt_state)
 
     def eval_step(self, fn: Callable[Args, Result]) -> Callable[Args, Result]:
         """Return a jitted function of the parameters, for evaluation or generation. Parameters are gathered on use.
@@ -150,6 +129,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             the rows, as in the last batch of an epoch, each computes all of them. A loop over tokens, or a loss with a
             teacher model, may call `step`. In a scan, parameters that all iterations use are gathered before it.
         """
+        from zerojax.train.eval_step import eval_step
+
         return eval_step(self.config, fn)
 
     @overload
@@ -221,98 +202,8 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
             ValueError: If devices and microbatches do not divide the rows evenly, or the loss is not a scalar.
         """
         check_count("accumulate", accumulate, "microbatches", least=1)
-        return value_and_grad(self.config, Loss(loss_fn, has_aux, weighted, mutable, reduction), accumulate=accumulate)
-
-    def create(self, params: Any, *, mutable: Any = None, opt_state: Any = None) -> ZeroState:
-        """Create the state of a new run at step 0, with the parameters in storage and an optimizer state.
-
-        Args:
-            params: Logical parameters, parameters in storage, or shapes. They are copied, master weights as they are.
-                Delete the originals to free their memory.
-            mutable: The initial mutable state, such as batch statistics, for a loss with `mutable=True`: a tree of
-                arrays, which every device holds in full.
-            opt_state: A plain optax state to continue from, as for `adopt`. None: a fresh state.
-
-        Returns:
-            The state to pass to the step that `train_step` returns.
-        """
-        return create(self.config, params, mutable, opt_state)
-
-    def reshard(self, state: ZeroState, *, to: "ZeroTransformation", donate: bool = True) -> ZeroState:
-        """Move a live state into the layout of another transformation, without files, bit for bit.
-
-        Stage, mesh, number of devices, hybrid sharding, precision and offload may differ. The result is what a
-        checkpoint of `state` would restore into `to.create(shapes)`. Leaves are moved one by one. If the devices
-        differ, a leaf goes through host memory.
-
-        Args:
-            state: The state of a run. All processes of both meshes must call this method.
-            to: The transformation for which the state is wanted: `zero_shard` of the same optax transformation.
-            donate: Whether `state` is used up, as by a step. If False, memory must have room for both states.
-
-        Returns:
-            The state for `to`.
-
-        Raises:
-            ValueError: If the optimizers differ, `state` was donated, or a process has only devices of the new mesh.
-        """
-        from zerojax.checkpoint.live import reshard  # only here, because orbax takes long to import
-
-        return reshard(self.config, state, to, donate=donate)
-
-    def train_step(
-        self,
-        loss_fn: Callable,
-        *,
-        accumulate: int = 1,
-        reduction: Literal["mean", "sum"] | None = None,
-        has_aux: bool = False,
-        weighted: bool = False,
-        mutable: bool = False,
-        skip_nonfinite: bool = False,
-        max_skips: int | None = None,
-        leaf_norms: bool = False,
-        timeout: float | None = None,
-        memory: float | str | None = None,
-        compiler_options: Mapping[str, Any] | Literal["auto"] = "auto",
-    ) -> Step:
-        """Return a jitted training step that donates its state.
-
-        Args:
-            loss_fn: As for `value_and_grad`. With `mutable`, it is `loss_fn(params, mutable, batch, *args)`.
-            accumulate: As for `value_and_grad`. At stages 0 and 1, each device adds up full gradients, which are
-                reduced once per step. At stages 2 and 3, the gradients of each microbatch are reduce-scattered.
-            reduction: As for `value_and_grad`.
-            has_aux: As for `value_and_grad`. The combined aux is `metrics["aux"]`.
-            weighted: As for `value_and_grad`. Invalid weights skip a step, and a later call raises an error.
-            mutable: Whether the loss updates `state.mutable`. Each microbatch gets the state that the previous one
-                returned. In device view, float leaves are averaged over devices at the end, and others must be equal.
-                Keep PRNG keys out of it in device view or with microbatches: only keys in `*args` are folded.
-            skip_nonfinite: Whether a step whose gradient norm is not finite leaves the state unchanged, bit for bit.
-                Always on with a loss scale.
-            max_skips: After more skipped steps in a row, the next call raises an error. Implies `skip_nonfinite`, and
-                makes each call wait for the previous step. None: no limit.
-            leaf_norms: Whether the metrics include norms per parameter: of its gradient and, without offload, of its
-                stored value and change; `optax.MaskedNode()` for a frozen parameter.
-            timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
-                process it waits for, and exits with status 75. None: it only prints, after 1800 s and with several
-                processes. `float("inf")`: nothing.
-            memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for the memory
-                that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
-                scans, without a `jax.checkpoint`) save as many activations as fit, and recompute all others. The first
-                call with new shapes compiles up to four times.
-            compiler_options: Options of XLA by name. With `"auto"`, a step on GPUs with hybrid sharding may run two
-                collectives at once.
-
-        Returns:
-            `step(state, batch, *args, **keywords) -> (state, metrics)`; see `zerojax.train.step.Step`.
-
-        Raises:
-            TypeError: If an option has a wrong type.
-            ValueError: If an option is out of range or not for this configuration, or `memory` does not suffice.
-        """
-        options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
-        return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable, reduction), options)
+        loss = Loss(loss_fn, has_aux, weighted, mutable, reduction)
+        return self._trees.value_and_grad(self.config, loss, accumulate=accumulate)
 
     def shardings(self, params: Any) -> Shardings:
         """Return trees of the `NamedSharding`s of parameters, gradients and optimizer state, one for each `Padded`.
@@ -320,4 +211,4 @@ class ZeroTransformation(optax.GradientTransformationExtraArgs):
         Args:
             params: Arrays or shapes.
         """
-        return shardings(self.config, params)
+        return self._trees.shardings(self.config, params)

@@ -156,9 +156,9 @@ def test_a_restored_state_needs_no_new_program(tmp_path):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
         assert np.array_equal(np.asarray(x), np.asarray(y))  # storage, padding and narrow copies too
-    before = step._jitted.whole._cache_size()
+    before = step._executor.whole._cache_size()
     jax.block_until_ready(step(restored, batch, jax.random.key(2)))
-    assert step._jitted.whole._cache_size() == before
+    assert step._executor.whole._cache_size() == before
 
 
 # --- what is saved -----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from zerojax.layout.tree import layout_of
 from zerojax.planning.reference import PlainStep
 from zerojax.train.loss import Loss
 from zerojax.train.step_program import StepOptions, StepProgram
-from zerojax.transformation import ZeroTransformation
+from zerojax.zero import ZeroTransformation
 
 
 def train_plain(tx: optax.GradientTransformation, loss_fn: Callable, params: Any, batches: Sequence[Any]) -> Any:

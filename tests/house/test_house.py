@@ -4,6 +4,7 @@ import ast
 import functools
 import importlib.metadata
 import inspect
+import operator
 import pathlib
 import pydoc
 import re
@@ -115,7 +116,8 @@ def public_objects():
         thing = getattr(zerojax, name)
         yield name, thing
         if inspect.isclass(thing) and thing.__module__.startswith("zerojax"):
-            members = vars(thing).items()
+            own = (vars(cls) for cls in reversed(thing.__mro__) if cls.__module__.startswith("zerojax"))
+            members = functools.reduce(operator.or_, map(dict, own)).items()
             yield from ((f"{name}.{m}", f) for m, f in members if inspect.isfunction(f) and not m.startswith("_"))
 
 

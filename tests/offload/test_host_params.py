@@ -208,7 +208,7 @@ def test_a_step_passes_parameters_on_within_host_memory():
     state, step = tx.create(model_params()), tx.train_step(scanned)
     leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
     here = state.replace(opt_state=[None if is_chunked(x) else x for x in leaves])
-    traced = step._jitted.resident.trace(here, batch_of())
+    traced = step._executor.resident.trace(here, batch_of())
     text = traced.lower(lowering_platforms=("cuda",)).as_text().split("@main", 1)[1].split("{\n", 1)[0]
     arguments, results = text.split("->", 1)
     assert arguments.count('"pinned_host"') == results.count('"pinned_host"') == 3

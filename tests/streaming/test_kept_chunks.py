@@ -151,7 +151,7 @@ def test_an_error_or_interrupt_before_the_update_keeps_the_state(where, monkeypa
     failing = tx.train_step(interrupted) if where == "loss" else step
     with monkeypatch.context() as patch:
         if where == "store_for":
-            patch.setattr("zerojax.streaming.stores.store_for", interrupted)
+            patch.setattr("zerojax.train.streamed_step.store_for", interrupted)
         with pytest.raises(KeyboardInterrupt):
             failing(state, BATCHES[3])
     chex.assert_trees_all_equal(contents(state), reference(3))

@@ -259,7 +259,9 @@ def test_few_chunks_are_in_flight(monkeypatch):
 
     tx = zero(optax.adamw(1e-2), 3, offload=offload())
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)
-    monkeypatch.setattr("zerojax.streaming.stores.store_for", lambda config, plan, nodes: Counted(config, plan, nodes))
+    monkeypatch.setattr(
+        "zerojax.train.streamed_step.store_for", lambda config, plan, nodes: Counted(config, plan, nodes)
+    )
     step(state, awkward_batches(1)[0])
     assert not open_ones
     assert len(most) >= 9

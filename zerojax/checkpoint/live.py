@@ -22,19 +22,22 @@ from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
 from zerojax.checkpoint.restoring import match, read_request, target_layout, zeros_of
 from zerojax.checkpoint.saving import record_of
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
-from zerojax.comm.mesh import on_auto_mesh, replicated
+from zerojax.comm.mesh import auto_context, on_auto_mesh, replicated
 from zerojax.comm.processes import Processes
 from zerojax.config import Config
 from zerojax.config.data_mesh import entry_axes, spec_entry
 from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.layout.tree import check_experts_named
 from zerojax.offload.chunked import joined, replaced
 from zerojax.offload.host import KINDS
 from zerojax.offload.lock import DiskError
 from zerojax.optim.description import description_of
+from zerojax.optim.sharding_plan import make_plan
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import to_device
 from zerojax.streaming.init_state import check_state_room
-from zerojax.train.state import ZeroState, create_like
+from zerojax.train.same_run import require_same_run
+from zerojax.train.state import ZeroState, begin_run
 
 REMEDY = "Give as to= a zero_shard of the same optax transformation, with options that keep the same state."
 
@@ -54,6 +57,15 @@ def reshard(config: Config, state: ZeroState, to: Any, *, donate: bool) -> ZeroS
         check_state_room(to, like.plan)
     move = functools.partial(moved_state, like=like, donate=donate)
     return on_auto_mesh(to.user_mesh, move, state)
+
+
+def create_like(config: Config, params: Any, mutable: Any) -> ZeroState:
+    """Return the shapes, on the Auto mesh, of a state of a live run. `params` are shapes, and `mutable` has arrays."""
+    plan = make_plan(config, params)
+    require_same_run(config, plan)
+    check_experts_named(plan.layout)
+    with auto_context(config.user_mesh):
+        return begin_run(config, plan, params, mutable)
 
 
 def check_processes(old: Mesh, new: Mesh) -> None:

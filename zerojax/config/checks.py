@@ -13,7 +13,11 @@ class Option:
     argument: ClassVar[str] = ""  # the name of the argument of `zero_shard`
 
     def check(self, config: Any) -> None:
-        """Raise a ValueError if this option contradicts another option of the `Config`."""
+        """Raise a ValueError if this option contradicts another one of `config`.
+
+        Args:
+            config: The configuration, with all options.
+        """
 
 
 def check_count(name: str, value: Any, unit: str, *, least: int) -> None:

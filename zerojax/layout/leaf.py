@@ -316,6 +316,16 @@ def is_chunked(x: Any) -> bool:
     return isinstance(x, ChunkedNode)
 
 
+def has_chunked(tree: PyTree) -> bool:
+    return any(map(is_chunked, jax.tree.leaves(tree, is_leaf=is_chunked)))
+
+
+def shapes_of_chunked(tree: PyTree) -> PyTree:
+    """Return the tree with each node of chunks replaced by the logical shape of its array."""
+    one = lambda x: jax.ShapeDtypeStruct(x.leaf.shape, x.leaf.dtype) if is_chunked(x) else x
+    return jax.tree.map(one, tree, is_leaf=is_chunked)
+
+
 def without_padding(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.logical() if is_padded(x) else x, tree, is_leaf=is_padded)
 

@@ -30,8 +30,8 @@ from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.fitting import devices_of_a_block
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
-from zerojax.transformation import ZeroTransformation
 from zerojax.units import format_bytes
+from zerojax.zero import ZeroTransformation
 
 
 class AbsentProgram(NamedTuple):

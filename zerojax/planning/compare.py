@@ -24,7 +24,7 @@ from zerojax.planning.reference import QUANTITIES, Key, Reference, Snapshot, lar
 from zerojax.train.arguments import batch_shardings, check_batch, packed
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
-from zerojax.transformation import ZeroTransformation
+from zerojax.zero import ZeroTransformation
 
 STEPS = 2
 # The relative error of a long sum in another order, for float32, and in rounding units for narrower types.

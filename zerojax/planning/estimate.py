@@ -34,8 +34,8 @@ from zerojax.planning.activations import LossOptions, PlainGradient, device_rows
 from zerojax.planning.shapes import is_array, named_sharding
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage
 from zerojax.train.loss import Loss
-from zerojax.transformation import ZeroTransformation
 from zerojax.units import format_bytes
+from zerojax.zero import ZeroTransformation
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree

@@ -22,8 +22,8 @@ from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
-from zerojax.transformation import ZeroTransformation
 from zerojax.units import format_bytes, format_seconds, parse_bytes
+from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
 # In the search for the largest batch: compilations after which bisection replaces interpolation.

@@ -29,7 +29,7 @@ from zerojax.train.loss_scaling import update_scaling
 from zerojax.train.step import Step
 from zerojax.train.step_program import StepProgram
 from zerojax.train.typed_loss import TypedLoss, on_one_device
-from zerojax.transformation import ZeroTransformation
+from zerojax.zero import ZeroTransformation
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, PyTree

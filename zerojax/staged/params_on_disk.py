@@ -13,15 +13,15 @@ import numpy as np
 
 from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf, is_chunked, is_stored_node
-from zerojax.layout.padded import Padded
-from zerojax.layout.tree import Layout
+from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.layout.tree import Layout, canonical
 from zerojax.offload.chunked import chunks_of, joined, row_chunkings_of
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.placement.storage import leaves_of, named, place_array, storage_leaves
+from zerojax.placement.storage import are_shapes, leaves_of, named, place_array, storage_leaves
 from zerojax.staged.chunk_update import Trained
 from zerojax.staged.model_files import GIVEN, ModelFiles
 from zerojax.staged.sources import OnDisk
+from zerojax.streaming.init_state import Deferred
 from zerojax.streaming.stores import state_buffer_bytes
 
 if TYPE_CHECKING:
@@ -101,6 +101,26 @@ def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
     return place_array(stored, named(config, leaf))
 
 
+@contextlib.contextmanager
+def begun_on_disk(config: Config, plan: ShardingPlan, params: PyTree) -> Iterator[tuple[PyTree, list]]:
+    """Write the parameters of a new run to files, and yield them in storage, and as a list for the optimizer state.
+
+    If `params` are shapes, no file is written. After an error in the context, the files are given up.
+    """
+    layout = plan.layout
+    if layout.overwritten:
+        raise ValueError(
+            f"params{layout.params[layout.overwritten[0]].path} takes its gradient as its new value, which a step in "
+            f'stages does not do. Use Offload(params="host").'
+        )
+    files = files_of_run(config, plan)
+    tree = write_params(config, layout, leaves_of(params), files, shapes=are_shapes(params))
+    # These are copied to the devices later, one after the other, and keep their types.
+    later = lambda x, leaf: Deferred(lambda: placed_leaf(config, x, leaf), leaf.storage_shape, canonical(x.dtype))
+    with unlocked_on_error(files):
+        yield tree, [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
+
+
 def write_params(
     config: Config, layout: Layout, leaves: Iterable[Any], files: ModelFiles, *, shapes: bool = False
 ) -> PyTree:
@@ -149,27 +169,6 @@ def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
         chunks = chunks_of(stored, of.leaf, of.chunking)
     for n, chunk in enumerate(chunks):
         files.write(i, n, jax.block_until_ready(chunk.astype(of.leaf.dtype)))
-
-
-def shapes_on_disk(params: PyTree) -> PyTree:
-    """Return the tree with the nodes of parameters on disk replaced by the logical shapes of the parameters."""
-
-    def one(x):
-        return jax.ShapeDtypeStruct(x.leaf.shape, x.leaf.dtype) if is_chunked(x) else x
-
-    return jax.tree.map(one, params, is_leaf=is_stored_node)
-
-
-def loaded(tree: PyTree) -> PyTree:
-    """Load all parameters on disk onto the devices. They keep their sharding."""
-
-    def one(x):
-        if not is_chunked(x):
-            return x
-        stored, leaf = joined(x), x.leaf
-        return Padded(stored, leaf.shape, leaf.dim) if leaf.padding and leaf.dim is not None else stored
-
-    return jax.tree.map(one, tree, is_leaf=is_stored_node)
 
 
 def _with_dtype(leaf: Leaf, dtype: Any) -> Leaf:

@@ -14,18 +14,13 @@ import jax.numpy as jnp
 from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
 from zerojax.gather import StandIn, gather_on_use
-from zerojax.gather.engine import split_arrays
-from zerojax.layout.leaf import is_chunked
+from zerojax.layout.leaf import has_chunked
 from zerojax.layout.tree import layout_of
-from zerojax.placement.storage import cast, is_on_host, leaves_of, storage_leaves, to_device
+from zerojax.placement.storage import cast, is_on_host, storage_leaves, to_device
 from zerojax.placement.usable import unusable_named
-from zerojax.staged.microbatch import Microbatch, Reader
-from zerojax.staged.params_on_disk import files_of, shapes_on_disk
-from zerojax.staged.sources import OnDisk
 from zerojax.train.arguments import NO_BATCH, call_unpacked, check_leaf_types, place_batch, place_leaf, separated
 from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of
-from zerojax.train.staged_loss import Traced, trace_stages, type_key
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -71,7 +66,12 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
         return jax.jit(program)
 
-    staged = StagedFunction(config, Function(fn))
+    @functools.cache
+    def staged() -> Callable:
+        from zerojax.train.staged_loss import StagedFunction
+
+        return StagedFunction(config, Function(fn))
+
     same = SameCalls(config, f"evaluate {getattr(fn, '__name__', 'a function')}")
 
     @functools.wraps(fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
@@ -79,7 +79,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         _, batch, args = separated((batch, *args), keywords)
         with unusable_named(config.mesh, params=params, batch=batch):
             check_leaf_types(batch)
-            on_disk = files_of(params) is not None
+            on_disk = has_chunked(params)
             is_new = not on_disk and same.is_new(signature_of(params), batch, args)
             wait_if_simulated(config.mesh, (params, batch, args))
             if is_divisible(config, batch):
@@ -87,7 +87,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
             else:
                 rows = jax.tree.map(lambda x: place_leaf(x, replicated(config.user_mesh)), batch)
             if on_disk:
-                return on_auto_mesh(config.user_mesh, staged, params, rows, with_types(args))
+                return on_auto_mesh(config.user_mesh, staged(), params, rows, with_types(args))
             return same.call(program_for(others_of(given, params)), params, rows, *args, is_new=is_new)
 
     return step
@@ -113,48 +113,3 @@ def is_divisible(config: Config, batch: PyTree) -> bool:
     from zerojax.train.batch_spec import first_undivided
 
     return first_undivided(config, batch) is None
-
-
-class StagedFunction:
-    """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage.
-
-    `function` has a method `call`, like a `Loss`, and is traced by the first call.
-    """
-
-    def __init__(self, config: Config, function: Any):
-        self._config, self._function = config, function
-        self._traced: dict[Any, Traced] = {}
-        self._on_devices: Callable = jax.jit(lambda *inputs: inputs)
-
-    def __call__(self, params: PyTree, batch: PyTree, args: tuple) -> Any:
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, args))):
-            raise TypeError(
-                "An eval step of parameters on disk was called inside of jax.jit or another transformation. It runs "
-                "many programs, between which Python reads files, so JAX cannot trace it. Call it from Python, for "
-                "example once per token of a text."
-            )
-        files = files_of(params)
-        assert files is not None
-        layout = layout_of(self._config, shapes_on_disk(params))
-        leaves = leaves_of(params)
-        files.require(*next(x for x in leaves if is_chunked(x)).chunks)
-        kept = {i: OnDisk(x.leaf, x.chunking, x.sharding, i) for i, x in enumerate(leaves) if is_chunked(x)}
-        stored = {
-            i: storage_leaves([x], [leaf])[0].astype(leaf.dtype)
-            for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True))
-            if i not in kept
-        }
-        inputs = self._on_devices(None, batch, *args)
-        view = View(self._config, layout, (), self._function, 1)
-        key = layout, tuple(of.leaf.dtype for of in kept.values()), type_key(inputs)
-        if key not in self._traced:
-            self._traced[key] = trace_stages(view, kept, stored, inputs)
-        found = self._traced[key]
-        arrays, _ = split_arrays(inputs)
-        given = stored | dict(enumerate([*arrays, *found.consts], len(leaves)))
-        reader = Reader(files, found.staged.reads)
-        try:
-            outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, None).forward(given)
-        finally:
-            reader.close()
-        return jax.tree.unflatten(found.structure, outs)

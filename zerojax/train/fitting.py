@@ -24,7 +24,7 @@ from zerojax.inspect.hlo import peak_bytes
 from zerojax.placement.storage import is_on_host
 from zerojax.train.same_run import signature_of
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import JittedStep, StepProgram
+from zerojax.train.step_program import JittedStep
 from zerojax.units import format_bytes
 
 # The program is compiled again with a larger share if it takes less than this part of the memory.
@@ -80,37 +80,53 @@ class DoesNotFit(ValueError):
         self.peak = peak
 
 
-class StepFitting:
-    """The programs of a step with `memory=`, one per share and set of argument shapes."""
+class FittedStep:
+    """The executor of a step with `memory=`. It wraps another executor, and runs the program whose share fits."""
 
-    def __init__(self, program: StepProgram):
-        self._program = program
+    def __init__(self, executor: JittedStep):
+        self._executor = executor
         self._blocks = Blocks()
-        self._jitted = functools.cache(self._with_share)
+        self._with_share = functools.cache(self._made_with_share)
         self._fits: dict[Any, MemoryFit] = {}
 
-    def chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        return self._jitted(self.fit(state, rows, args).chosen.share)
+    def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+        return self._chosen(state, rows, args).run(state, rows, args)
+
+    def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+        """Raise a TypeError."""
+        raise TypeError(
+            "train_step(memory=) compiles the step to see what fits, which is not possible while it is traced. "
+            "Call the step as it is, outside of jax.jit, or use zerojax.remat_within in the loss instead."
+        )
+
+    def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
+        return self._chosen(state, rows, args).trace(state, rows, args)
+
+    def lower_update(self, state: ZeroState) -> list[Any]:
+        return self._executor.lower_update(state)
+
+    def _chosen(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
+        return self._with_share(self.fit(state, rows, args).chosen.share)
 
     def fit(self, state: ZeroState, rows: Any, args: tuple) -> MemoryFit:
         """Return the fit for the shapes of these arguments. The first call with new shapes compiles."""
         placed = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
         key = signature_of((state, rows, args)), placed
         if key not in self._fits:
-            memory: Any = self._program.options.memory
+            program = self._executor.program
+            memory: Any = program.options.memory
             self._fits[key] = fit_memory(
-                lambda share: self._jitted(share).trace(state, rows, args).lower(),
+                lambda share: self._with_share(share).trace(state, rows, args).lower(),
                 self._blocks,
-                device_bytes(self._program.config) if memory == "auto" else memory,
+                device_bytes(program.config) if memory == "auto" else memory,
                 arguments=sum(map(_bytes_per_device, jax.tree.leaves((state, rows, args)))),
-                devices=devices_of_a_block(self._program.config),
+                devices=devices_of_a_block(program.config),
             )
         return self._fits[key]
 
-    def _with_share(self, share: float) -> JittedStep:
-        loss = self._program.loss
-        loss = dataclasses.replace(loss, fn=self._blocks.rematerialised(loss.fn, share))
-        return JittedStep(dataclasses.replace(self._program, loss=loss), self._program.compiler_options)
+    def _made_with_share(self, share: float) -> JittedStep:
+        loss = self._executor.program.loss
+        return self._executor.with_loss(dataclasses.replace(loss, fn=self._blocks.rematerialised(loss.fn, share)))
 
 
 def devices_of_a_block(config: Config) -> int:

@@ -1,23 +1,28 @@
-"""Divide a loss into stages, and run them forward and backward for each microbatch."""
+"""Divide a loss into stages, and run them forward and backward per microbatch. Run other functions forward only."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.mesh import wait_if_simulated
+from zerojax.config import Config
 from zerojax.gather.engine import split_arrays, trace_loss
 from zerojax.gather.schedule import Options
+from zerojax.layout.leaf import is_chunked, shapes_of_chunked
+from zerojax.layout.tree import layout_of
 from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.placement.storage import leaves_of, storage_leaves
 from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.microbatch import Microbatch, Reader
 from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.params_on_disk import on_disk
+from zerojax.staged.params_on_disk import files_of, on_disk
 from zerojax.staged.program import StagedProgram
 from zerojax.staged.sources import OnDisk
 from zerojax.train.arguments import batch_shardings
@@ -186,3 +191,48 @@ def type_key(arrays: tuple) -> Any:
     """Return a key of structure, shapes and types. A loss is traced once per key."""
     leaves, structure = jax.tree.flatten(arrays)
     return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
+
+
+class StagedFunction:
+    """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage.
+
+    `function` has a method `call`, like a `Loss`, and is traced by the first call.
+    """
+
+    def __init__(self, config: Config, function: Any):
+        self._config, self._function = config, function
+        self._traced: dict[Any, Traced] = {}
+        self._on_devices: Callable = jax.jit(lambda *inputs: inputs)
+
+    def __call__(self, params: PyTree, batch: PyTree, args: tuple) -> Any:
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, batch, args))):
+            raise TypeError(
+                "An eval step of parameters on disk was called inside of jax.jit or another transformation. It runs "
+                "many programs, between which Python reads files, so JAX cannot trace it. Call it from Python, for "
+                "example once per token of a text."
+            )
+        files = files_of(params)
+        assert files is not None
+        layout = layout_of(self._config, shapes_of_chunked(params))
+        leaves = leaves_of(params)
+        files.require(*next(x for x in leaves if is_chunked(x)).chunks)
+        kept = {i: OnDisk(x.leaf, x.chunking, x.sharding, i) for i, x in enumerate(leaves) if is_chunked(x)}
+        stored = {
+            i: storage_leaves([x], [leaf])[0].astype(leaf.dtype)
+            for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True))
+            if i not in kept
+        }
+        inputs = self._on_devices(None, batch, *args)
+        view = View(self._config, layout, (), self._function, 1)
+        key = layout, tuple(of.leaf.dtype for of in kept.values()), type_key(inputs)
+        if key not in self._traced:
+            self._traced[key] = trace_stages(view, kept, stored, inputs)
+        found = self._traced[key]
+        arrays, _ = split_arrays(inputs)
+        given = stored | dict(enumerate([*arrays, *found.consts], len(leaves)))
+        reader = Reader(files, found.staged.reads)
+        try:
+            outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, None).forward(given)
+        finally:
+            reader.close()
+        return jax.tree.unflatten(found.structure, outs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.mesh import constrain, replicated, to_storage, wait_if_simulated
+from zerojax.comm.mesh import constrain, on_auto_mesh, replicated, to_storage, wait_if_simulated, with_types
 from zerojax.layout.leaf import is_chunked
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
@@ -27,13 +28,52 @@ from zerojax.train.gradients import StepGradients, unscale
 from zerojax.train.mutable import mean_mutable
 from zerojax.train.staged_loss import LossAndGrads, StagedLoss
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import Differentiated, StepProgram, resident_state
+from zerojax.train.step_program import Differentiated, StepProgram
+from zerojax.train.streamed_step import resident_state
 
 if TYPE_CHECKING:
     from jaxtyping import Array
 
 
 class StagedStep:
+    """The executor of a step whose parameters are on disk. Python runs its programs while it reads and writes files."""
+
+    def __init__(self, program: StepProgram):
+        self.program, options = program, program.options
+        if options.users_options:
+            raise ValueError(
+                'train_step(compiler_options=) is for one compiled program, and with Offload(params="disk") a step is '
+                "many. Set the options for all programs in the environment variable XLA_FLAGS."
+            )
+        if options.memory is not None:
+            raise ValueError(
+                f'train_step(memory={options.memory!r}) fits one compiled program, and with Offload(params="disk") a '
+                f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat_within."
+            )
+        self._planned = functools.lru_cache(maxsize=4)(functools.partial(PlannedStep, program))
+
+    def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+        config = self.program.config
+        config.require_jit()
+        return on_auto_mesh(config.user_mesh, self._planned(state.plan).run, state, rows, with_types(args))
+
+    def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
+        """Raise a TypeError."""
+        raise TypeError(
+            'With Offload(params="disk") a step is many programs, which Python runs while files are read and '
+            "written. Call the step as it is, outside of jax.jit; there is no single program to trace or lower."
+        )
+
+    inside = trace
+
+    def lower_update(self, state: ZeroState) -> list[Any]:
+        config = self.program.config
+        if not state.plan.offloaded:
+            return []
+        return on_auto_mesh(config.user_mesh, StreamedUpdate(config, state.plan).lower)
+
+
+class PlannedStep:
     """The training step of one plan. Its programs are compiled when they are first needed."""
 
     def __init__(self, program: StepProgram, plan: ShardingPlan):

@@ -1,31 +1,87 @@
-"""A training step is one compiled program that donates its state. A streamed update of offloaded state follows."""
+"""A training step: place the batch, run the program, and return state and metrics.
+
+`zerojax.train.protocol` describes what attaches to a step from outside.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
+from jax.sharding import Mesh
 
-from zerojax.comm.events import EVENTS
-from zerojax.comm.mesh import on_auto_mesh, wait_if_simulated, with_types
+from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
-from zerojax.layout.leaf import is_chunked
-from zerojax.optim.update import check_state
-from zerojax.placement.storage import in_storage
-from zerojax.placement.usable import PlacementCheck, unusable_named
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
-from zerojax.train.fitting import MemoryFit, StepFitting
 from zerojax.train.loss import Loss
-from zerojax.train.same_run import SameCalls, require_same_programs
-from zerojax.train.staged_step import StagedStep
-from zerojax.train.state import ZeroState, check_is_state, donatable, ready_state
-from zerojax.train.step_program import JittedStep, Metrics, StepOptions, StepProgram, resident_state
-from zerojax.train.watchdog import Watchdog, limit_of
+from zerojax.train.state import ZeroState, check_is_state
+from zerojax.train.step_program import JittedStep, Metrics, StepCall, StepOptions, StepProgram
+
+if TYPE_CHECKING:
+    from zerojax.train.fitting import MemoryFit
+    from zerojax.train.protocol import Executor, Guard
+
+
+def executor_of(program: StepProgram) -> Executor:
+    """Return what runs the step. `Offload` and `memory=` choose it."""
+    offload, executor = program.config.offload, JittedStep(program)
+    if offload is not None and offload.params == "disk":
+        from zerojax.train.staged_step import StagedStep
+
+        return StagedStep(program)
+    if offload is not None:
+        from zerojax.train.streamed_step import StreamedStep
+
+        executor = StreamedStep(program)
+    if program.options.memory is not None:
+        from zerojax.train.fitting import FittedStep
+
+        return FittedStep(executor)
+    return executor
+
+
+def guards_of(program: StepProgram, executor: Executor) -> tuple[Guard, ...]:
+    """Return what watches the calls of a step, the outermost guard first."""
+    if program.options.timeout is None and jax.process_count() == 1:
+        return ()
+    from zerojax.train.agreement import Agreement
+    from zerojax.train.watchdog import watchdogs
+
+    return Agreement(program, executor), *watchdogs(program)
+
+
+def ready_state(config: Config, state: ZeroState) -> ZeroState:
+    """Return `state` on the mesh, with one array per leaf, because a step donates every leaf.
+
+    Only `state.step` is inspected, because inspecting every leaf would take time in every step.
+
+    Raises:
+        ValueError: If the state has shapes, or an earlier step used it up. Also if the caller moved a state with
+            offloaded leaves.
+    """
+    count = state.step
+    if isinstance(count, jax.core.Tracer):
+        return state
+    if not (is_placed(config.mesh, count) and not count.is_deleted()):
+        from zerojax.train.moved_state import placed_again
+
+        state = placed_again(config, state)
+    leaves = jax.tree.leaves(state)
+    if len(set(map(id, leaves))) == len(leaves) and not any(isinstance(x, int | float) for x in leaves):
+        return state
+    from zerojax.train.moved_state import donatable
+
+    return donatable(state)
+
+
+def is_placed(mesh: Mesh, x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
 
 
 class Step:
@@ -45,29 +101,9 @@ class Step:
     """
 
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
-        self.program = program = StepProgram(config, options, loss)
-        if options.compiler_options not in ("auto", {}) and config.params_on_disk:
-            raise ValueError(
-                'train_step(compiler_options=) is for one compiled program, and with Offload(params="disk") a step is '
-                "many. Set the options for all programs in the environment variable XLA_FLAGS."
-            )
-        if options.memory is not None and config.params_on_disk:
-            raise ValueError(
-                f'train_step(memory={options.memory!r}) fits one compiled program, and with Offload(params="disk") a '
-                f"step is many. Leave out memory=, and give the blocks of the loss budgets with zerojax.remat_within."
-            )
-        self._fitting = None if options.memory is None else StepFitting(program)
-
-        def stream(plan):
-            from zerojax.streaming.stream import StreamedUpdate
-
-            return StreamedUpdate(config, plan, options.users_options)
-
-        self._streamed = functools.lru_cache(maxsize=4)(stream)
-        self._staged = functools.lru_cache(maxsize=4)(functools.partial(StagedStep, program))
-        self._name = getattr(loss.fn, "__name__", "a loss")
-        self._calls, self._placed = itertools.count(), PlacementCheck()
-        self._same = SameCalls(config, f"step with {self._name}", options)
+        self.program = StepProgram(config, options, loss)
+        self._executor = executor_of(self.program)
+        self._calls = itertools.count()
 
     def __reduce__(self):
         """Pickle only the arguments of `Step`. The process that unpickles the `Step` compiles its own programs."""
@@ -82,20 +118,9 @@ class Step:
         return self.program.options
 
     @functools.cached_property
-    def _jitted(self) -> JittedStep:
-        # Not in `__init__`, for the same reason as the watchdog.
-        return JittedStep(self.program, self.program.compiler_options)
-
-    @functools.cached_property
-    def _within(self) -> JittedStep:
-        # A jitted function with compiler options cannot be called in another one.
-        return JittedStep(self.program)
-
-    @functools.cached_property
-    def _watchdog(self) -> Watchdog | None:
+    def _guards(self) -> tuple[Guard, ...]:
         # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
-        timeout = limit_of(self.options.timeout, self.config.mesh)
-        return None if timeout is None else Watchdog(timeout, ends=self.options.timeout is not None)
+        return guards_of(self.program, self._executor)
 
     def under(self, config: Config) -> Step:
         """Return a step with the same loss for `config`, which may have another mesh or stage.
@@ -105,7 +130,7 @@ class Step:
         return Step(config, dataclasses.replace(self.program.loss), dataclasses.replace(self.options, memory=None))
 
     def __repr__(self) -> str:
-        return f"<training step of {self._name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"
+        return f"<training step of {self.program.name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"
 
     def __call__(
         self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any
@@ -144,64 +169,48 @@ class Step:
                 step does not fit into `memory`, or an earlier step had weights that were negative or summed to zero.
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
-        check_is_state(state, self.program.loss.mutable)
-        state = ready_state(self.config, state)
-        watched = self.options.max_skips is not None or self.program.loss.weighted
+        config, program = self.config, self.program
+        check_is_state(state, program.loss.mutable)
+        state = ready_state(config, state)
+        watched = self.options.max_skips is not None or program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
             from zerojax.train.loss_scaling import raise_if_stuck
 
             raise_if_stuck(state.scaling, state.plan.trained, self.options.max_skips)
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
-            self._check_one_program()
-            if self._fitting is not None:
-                raise TypeError(
-                    "train_step(memory=) compiles the step to see what fits, which is not possible while it is traced. "
-                    "Call the step as it is, outside of jax.jit, or use zerojax.remat_within in the loss instead."
-                )
-            if self.options.users_options:
-                raise TypeError(
-                    "train_step(compiler_options=) is for a program of its own, and here the step is a part of another "
-                    "program. Pass the options to the jax.jit that calls the step: compiler_options="
-                    f"{dict(self.options.users_options)}."
-                )
-            return self._within.whole(state, place_batch(self.config, batch, self.options.accumulate), *args)
-        state = donatable(state)
-        plan = state.plan
-        is_new = self._same.is_new(plan, batch, args, state.step)
-        parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
-        self._placed.first(parts, self.config.data.batch, stacklevel=2)
-        number = next(self._calls)  # counted here, because reading `state.step` would wait for the device
-        with EVENTS.calling(f"step {number} with {self._name}", self.config.mesh) as call:
-            if self._watchdog is None:
-                state, metrics = self._run(number, state, batch, args, is_new=is_new)
-            else:
-                with self._watchdog.watching(number, compiles=is_new) as watched:
-                    state, metrics = self._run(number, state, batch, args, is_new=is_new)
-                    watched.result = metrics["loss"]
+            return self._executor.inside(state, place_batch(config, batch, self.options.accumulate), args)
+        call = StepCall(program, next(self._calls), state, batch, args)
+        if call.number == 0:
+            self._warn_of_misplaced(call.state)
+        with contextlib.ExitStack() as guards:
+            for guard in self._guards:
+                guards.enter_context(guard.around(call))
+            state, metrics = self._run(call)
             call.result = metrics["loss"]
         return state, metrics
 
-    def _run(
-        self, number: int, state: ZeroState, batch: Any, args: tuple, *, is_new: bool
-    ) -> tuple[ZeroState, Metrics]:
-        self.config.require_jit()
-        rows = place_batch(self.config, batch, self.options.accumulate)
-        wait_if_simulated(self.config.mesh, state)
-        if is_new and not self.config.params_on_disk:
-            lower = lambda: self._traced(state, rows, args).lower()
-            require_same_programs(self.config, f"step with {self._name}", [lower])
-        annotated = jax.profiler.StepTraceAnnotation("train", step_num=number)
-        with annotated, unusable_named(self.config.mesh, donates=True, state=state):
-            if self.config.params_on_disk:
-                return on_auto_mesh(self.config.user_mesh, self._staged(state.plan).run, state, rows, with_types(args))
-            jitted = self._fitted(state, rows, args)
-            if not state.plan.offloaded:
-                return jitted.whole(state, rows, *args)
-            return on_auto_mesh(self.config.user_mesh, self._stream, jitted, state, rows, with_types(args))
+    def _run(self, call: StepCall) -> tuple[ZeroState, Metrics]:
+        rows = call.rows
+        wait_if_simulated(self.config.mesh, call.state)
+        try:
+            with jax.profiler.StepTraceAnnotation("train", step_num=call.number):
+                return self._executor.run(call.state, rows, call.args)
+        except ValueError:
+            from zerojax.placement.usable import unusable_named
 
-    def _fitted(self, state: ZeroState, rows: Any, args: tuple) -> JittedStep:
-        return self._jitted if self._fitting is None else self._fitting.chosen(state, rows, args)
+            with unusable_named(self.config.mesh, donates=True, state=call.state):
+                raise
+
+    def _warn_of_misplaced(self, state: ZeroState) -> None:
+        """Warn about arrays that are not sharded as planned. Look closer only if a `PartitionSpec` differs."""
+        plan, arrays = state.plan, jax.tree.leaves((state.params, state.opt_state))
+        specs = [getattr(getattr(x, "sharding", None), "spec", None) for x in arrays]
+        if specs != [leaf.spec for leaf in (*plan.layout.params, *plan.state)]:
+            from zerojax.placement.problems import warn_of_misplaced
+
+            parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
+            warn_of_misplaced(parts, self.config.data.batch, stacklevel=3)
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
@@ -214,42 +223,18 @@ class Step:
         given = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
         return (f"Compiled with the options {given}.",) if given else ()
 
-    def _stream(self, jitted: JittedStep, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        """Run a step with offloaded state. The first program leaves out this state, and one per chunk updates it."""
-        from zerojax.streaming.stores import store_for
-
-        plan = state.plan
-        check_state(plan, state.opt_state)
-        leaves = jax.tree.leaves(state.opt_state, is_leaf=is_chunked)
-        store = store_for(self.config, plan, leaves)
-        new, metrics, begun = jitted.resident(state.replace(opt_state=resident_state(state)), rows, *args)
-        params, held = self._streamed(plan).run(begun, store)
-        opt_state = jax.tree.unflatten(plan.state_def, held)
-        return new.replace(params=in_storage(params, plan.layout), opt_state=opt_state), metrics
-
     def trace(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Trace the step without lowering it, like `jax.jit(...).trace`. The arguments may be shapes.
 
         With offloaded state, trace only the first program, without the update of this state.
         """
-        return self._traced(state, *self._placed_rows(state, batch, args, keywords))
+        return self._executor.trace(state, *self._placed_rows(state, batch, args, keywords))
 
     def _placed_rows(self, state: ZeroState, batch: Any, args: tuple, keywords: dict[str, Any]) -> tuple[Any, tuple]:
-        """Check the arguments of a step that is one program. Return the placed rows and the further arguments."""
+        """Check the arguments of the step. Return the placed rows and the further arguments."""
         check_is_state(state, self.program.loss.mutable)
-        self._check_one_program()
         _, batch, args = separated((batch, *args), keywords)
         return place_batch(self.config, batch, self.options.accumulate), args
-
-    def _check_one_program(self) -> None:
-        if self.config.params_on_disk:
-            raise TypeError(
-                'With Offload(params="disk") a step is many programs, which Python runs while files are read and '
-                "written. Call the step as it is, outside of jax.jit; there is no single program to trace or lower."
-            )
-
-    def _traced(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        return self._fitted(state, rows, args).trace(state, rows, args)
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
@@ -257,7 +242,7 @@ class Step:
         With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
         With `memory=`, the first call with new shapes compiles the step to find the share that fits.
         """
-        return self._traced(state, *self._placed_rows(state, batch, args, keywords)).lower()
+        return self.trace(state, batch, *args, **keywords).lower()
 
     def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
         """Return the compilations of a step with `memory=`, and the bytes that its blocks save.
@@ -267,9 +252,10 @@ class Step:
         Raises:
             ValueError: If the step has no `memory=`, or does not fit.
         """
-        if self._fitting is None:
+        if self.options.memory is None:
             raise ValueError("The step has no memory= to fit. Make it with tx.train_step(loss, memory=...).")
-        return self._fitting.fit(state, *self._placed_rows(state, batch, args, keywords))
+        fitted: Any = self._executor
+        return fitted.fit(state, *self._placed_rows(state, batch, args, keywords))
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """Lower the programs that update offloaded chunks on the device, and return one `jax.stages.Lowered` for each.
@@ -277,6 +263,4 @@ class Step:
         Equal chunks share one program. The leaves of `state` may be shapes. If nothing is offloaded, the list is empty.
         """
         check_is_state(state, self.program.loss.mutable)
-        if not state.plan.offloaded:
-            return []
-        return on_auto_mesh(self.config.user_mesh, self._streamed(state.plan).lower)
+        return self._executor.lower_update(state)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 import os
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
 from zerojax.comm.mesh import on_auto_mesh, row_shardings, with_types
 from zerojax.config import Config, check_count, check_flag
-from zerojax.layout.leaf import is_chunked, replace_items
-from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.layout.leaf import replace_items
 from zerojax.optim.update import (
     Updated,
     UpdateInputs,
@@ -33,13 +30,10 @@ from zerojax.optim.update import (
     unshard_after_update,
 )
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves, to_device
+from zerojax.train.arguments import place_batch
 from zerojax.train.gradients import StepGradients, loss_and_grads
-from zerojax.train.loss import Loss, LossInputs, ScalingState, View, at_least_float32
+from zerojax.train.loss import Loss, LossInputs, ScalingState, View
 from zerojax.train.state import ZeroState
-from zerojax.units import parse_bytes
-
-if TYPE_CHECKING:
-    from jaxtyping import Shaped
 
 
 class Metrics(TypedDict):
@@ -82,6 +76,8 @@ class StepOptions:
                     f"bool, int or float."
                 )
         if self.memory is not None and self.memory != "auto":
+            from zerojax.units import parse_bytes
+
             object.__setattr__(self, "memory", parse_bytes("train_step(memory=)", self.memory, least=1))
         check_count("accumulate", self.accumulate, "microbatches", least=1)
         for name in ("skip_nonfinite", "leaf_norms"):
@@ -105,6 +101,10 @@ class StepProgram:
     config: Config
     options: StepOptions
     loss: Loss
+
+    @property
+    def name(self) -> str:
+        return getattr(self.loss.fn, "__name__", "a loss")
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:
@@ -157,6 +157,8 @@ class StepProgram:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
             updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
         if self.options.leaf_norms and len(updated) == len(plan.grads):
+            from zerojax.train.leaf_norms import norms_of_update
+
             metrics |= norms_of_update(plan, done.old, updated)
         on_host = return_to_host(config, updated, plan.trained.params)
         params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
@@ -217,29 +219,6 @@ def _learning_rate(opt_state: Any) -> dict:
     return {"learning_rate": rates[0].ravel()[0]} if len(rates) == 1 else {}
 
 
-@jax.named_scope(names.GRAD_NORM)
-def norms_of_update(plan: ShardingPlan, old: Sequence[Array], updated: Mapping[int, Array]) -> dict[str, Any]:
-    """Return the norms of the trained parameters before their update, and of the change of each."""
-    before = [at_least_float32(to_device(x)) for x in old]
-    changes = [at_least_float32(updated[i]) - x for i, x in enumerate(before)]
-    tree = lambda arrays: [norm(x, leaf.shape) for x, leaf in zip(arrays, plan.grads, strict=True)]
-    unflatten = plan.trained.treedef.unflatten
-    return {"param_norms": unflatten(tree(before)), "update_norms": unflatten(tree(changes))}
-
-
-def norm(x: Shaped[Array, "*storage"], shape: tuple[int, ...]) -> Array:
-    """Return the norm of a stored array without its padding.
-
-    A mask hides the padding, because a slice may move elements between devices.
-    """
-    shape = shape if x.ndim == len(shape) else (math.prod(shape),)  # a flat array has another rank
-    squares = jnp.square(at_least_float32(jnp.abs(x)))
-    for d, n in enumerate(shape):
-        if n < x.shape[d]:
-            squares = jnp.where(lax.broadcasted_iota(np.uint32, x.shape, d) < n, squares, 0)
-    return jnp.sqrt(jnp.sum(squares))
-
-
 class Differentiated(NamedTuple):
     """The intermediate results of a step after its backward pass."""
 
@@ -251,39 +230,77 @@ class Differentiated(NamedTuple):
 
 
 class JittedStep:
-    """A step program under `jax.jit`. The functions donate their state.
+    """The executor of a step that is one compiled program, which donates its state."""
 
-    Attributes:
-        whole: The whole step: `whole(state, batch, *args)` returns `(state, metrics)`.
-        resident: `StepProgram.resident_step`, the part of a step that does not need offloaded state.
-    """
+    def __init__(self, program: StepProgram):
+        self.program = program
 
-    def __init__(self, program: StepProgram, compiler_options: Mapping[str, Any] = MappingProxyType({})):
-        """Prepare the functions. They are compiled with `compiler_options` when they are first called."""
-        self._config = config = program.config
-        options = dict(compiler_options) or None  # with options, a jitted function cannot be called in another one
+    @functools.cached_property
+    def whole(self) -> Any:
+        """Return the jitted `StepProgram.step`. A process may unpickle a step before JAX knows the devices."""
+        config = self.program.config
 
         def step(state, batch, *args):
             def shardings(returned):
                 metrics = row_shardings(config.mesh, config.data, returned[1], batch)
                 return ZeroState.shardings(config, state.plan), metrics
 
-            return on_auto_mesh(config.user_mesh, program.step, state, batch, *with_types(args), shardings=shardings)
+            return on_auto_mesh(
+                config.user_mesh, self.program.step, state, batch, *with_types(args), shardings=shardings
+            )
 
-        self.whole = jax.jit(step, donate_argnums=0, compiler_options=options)
-        self.resident = jax.jit(program.resident_step, donate_argnums=0, compiler_options=options)
+        return self.jit(step)
+
+    def jit(self, step: Callable) -> Any:
+        """Return a jitted function that donates its first argument, a state, with the options of the step's program."""
+        return jax.jit(step, donate_argnums=0, compiler_options=dict(self.program.compiler_options) or None)
+
+    def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+        return self.whole(state, rows, *args)
+
+    def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+        """Run the step inside of another program, which has the compiler options."""
+        options = self.program.options
+        if options.users_options:
+            raise TypeError(
+                "train_step(compiler_options=) is for a program of its own, and here the step is a part of another "
+                "program. Pass the options to the jax.jit that calls the step: compiler_options="
+                f"{dict(options.users_options)}."
+            )
+        return self._within.whole(state, rows, *args)
+
+    @functools.cached_property
+    def _within(self) -> JittedStep:
+        # A jitted function with compiler options cannot be called in another one.
+        without = dataclasses.replace(self.program.options, compiler_options={})
+        return JittedStep(dataclasses.replace(self.program, options=without))
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        """Trace the step, or only `resident` if the state has offloaded leaves. The arguments may be shapes."""
-        if not state.plan.offloaded:
-            return self.whole.trace(state, rows, *args)
-        resident = state.replace(opt_state=resident_state(state))
-        return on_auto_mesh(self._config.user_mesh, self.resident.trace, resident, rows, *with_types(args))
+        return self.whole.trace(state, rows, *args)
+
+    def lower_update(self, state: ZeroState) -> list[Any]:
+        return []
+
+    def with_loss(self, loss: Loss) -> JittedStep:
+        return JittedStep(dataclasses.replace(self.program, loss=loss))
 
 
-def resident_state(state: ZeroState) -> list:
-    """Return the leaves of the optimizer state that are on the device, and None for each offloaded leaf."""
-    return [None if is_chunked(x) else x for x in jax.tree.leaves(state.opt_state, is_leaf=is_chunked)]
+@dataclasses.dataclass
+class StepCall:
+    """One call of a step: its arguments, and what becomes known while it runs."""
+
+    program: StepProgram
+    number: int  # the number of the call, from 0. The step reads it because reading `state.step` would wait for devices
+    state: ZeroState
+    batch: Any
+    args: tuple
+    is_new: bool = False  # whether the step compiles: no earlier call had arguments of these shapes and types
+    result: Any = None  # the loss, once the step is dispatched
+
+    @functools.cached_property
+    def rows(self) -> Any:
+        """Return the batch, checked and divided over the devices."""
+        return place_batch(self.program.config, self.batch, self.program.options.accumulate)
 
 
 # In hybrid sharding, a step has collectives over NVLink and over the network, which do not share a link. With this

@@ -19,8 +19,18 @@ import numpy as np
 from zerojax.comm.mesh import auto_context, constrain, on_auto_mesh, replicated, row_shardings, to_explicit, with_types
 from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf, is_padded, without_padding
+from zerojax.layout.leaf import (
+    Leaf,
+    has_chunked,
+    is_chunked,
+    is_padded,
+    is_stored_node,
+    shapes_of_chunked,
+    without_padding,
+)
+from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout, has_gradient, layout_of
+from zerojax.offload.chunked import joined
 from zerojax.optim.returned_state import as_planned, as_returned, seen_in
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout, state_shardings
 from zerojax.optim.transformation import tree_difference
@@ -47,7 +57,6 @@ from zerojax.placement.storage import (
     unflatten_params,
 )
 from zerojax.placement.usable import PlacementCheck, unusable_named
-from zerojax.staged.params_on_disk import files_of, loaded, shapes_on_disk
 from zerojax.train.arguments import place_batch, separated
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss, LossInputs, View
@@ -148,7 +157,7 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
     def value_and_grad(params, *args, **keywords):
         state, batch, rest = separated(args, keywords, mutable=loss.mutable)
-        if files_of(params) is not None:
+        if has_chunked(params):
             raise TypeError(
                 "The parameters are on disk, and tx.value_and_grad runs one program, which needs all of them in "
                 "memory. Train them with the step of tx.train_step, which runs in stages."
@@ -271,12 +280,30 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
             "tx.unshard(state.params) and tx.unshard(state.opt_state)."
         )
     with unusable_named(config.mesh, tree=tree):
-        is_params = files_of(tree) is not None
-        if not is_params and (state := unshard_state(config, tree, shapes_on_disk(params))) is not None:
+        is_params = has_chunked(tree) and is_model_on_disk(tree)
+        if not is_params and (state := unshard_state(config, tree, shapes_of_chunked(params))) is not None:
             return state
         on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, loaded(tree))
         gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
         return jax.jit(gather, out_shardings=replicated(config.user_mesh))(on_device)
+
+
+def is_model_on_disk(tree: Any) -> bool:
+    from zerojax.staged.params_on_disk import files_of
+
+    return files_of(tree) is not None
+
+
+def loaded(tree: Any) -> Any:
+    """Load all parameters on disk onto the devices. They keep their sharding."""
+
+    def one(x):
+        if not is_chunked(x):
+            return x
+        stored, leaf = joined(x), x.leaf
+        return Padded(stored, leaf.shape, leaf.dim) if leaf.padding and leaf.dim is not None else stored
+
+    return jax.tree.map(one, tree, is_leaf=is_stored_node)
 
 
 def init_shardings(config: Config, plan: ShardingPlan) -> Any:

@@ -20,6 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from zerojax.comm.events import AGAIN, EVENTS, Call, gap_since, is_of_all, say
+from zerojax.train.step_program import StepCall, StepProgram
 
 EXIT_STATUS = AGAIN
 DEFAULT_S = 1800.0  # after which a run on several processes without a limit prints what it waits for
@@ -29,6 +30,12 @@ def limit_of(timeout: float | None, mesh: Mesh) -> float | None:
     if timeout is None:
         return DEFAULT_S if is_of_all(mesh) else None
     return None if math.isinf(timeout) else timeout
+
+
+def watchdogs(program: StepProgram) -> tuple[Watchdog, ...]:
+    timeout = program.options.timeout
+    limit = limit_of(timeout, program.config.mesh)
+    return () if limit is None else (Watchdog(limit, ends=timeout is not None),)
 
 
 class Watchdog:
@@ -43,17 +50,18 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     @contextmanager
-    def watching(self, number: int, *, compiles: bool) -> Iterator[Call]:
-        """Watch the `with` block, unless the step compiles in it. After it, watch the array set as `result`."""
-        step = Call(number, f"step {number}")
-        if not compiles:
+    def around(self, call: StepCall) -> Iterator[None]:
+        """Watch a call of the step, and then its result. A call that compiles is watched only after it."""
+        step = Call(call.number, f"step {call.number}")
+        if not call.is_new:
             self._watch(step)
         try:
-            yield step
+            yield
         except BaseException:
             step.failed = True
             raise
-        if compiles:
+        step.result = call.result
+        if call.is_new:
             self._watch(step)
 
     def _watch(self, step: Call) -> None:

@@ -1,0 +1,67 @@
+"""A step loads the code of an option if the option is given, and only then."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL = {
+    "agreement",
+    "eval_step",
+    "fitting",
+    "leaf_norms",
+    "moved_state",
+    "params",
+    "protocol",
+    "same_run",
+    "staged_loss",
+    "staged_step",
+    "streamed_step",
+    "tree_api",
+    "watchdog",
+}
+PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp, optax
+import zerojax
+from zerojax import zero_shard
+
+def loss(params, x):
+    return jnp.mean(zerojax.block(lambda w: jnp.tanh(x @ w))(params["w"]) ** 2)
+
+offload, options = {given}
+tx = zero_shard(optax.adam(1e-2), stage=3, offload=offload)
+state = tx.create({{"w": jnp.ones((64, 512))}})
+step = tx.train_step(loss, **options)
+for _ in range(2):
+    state, metrics = step(state, jnp.ones((8, 64)))
+print(json.dumps(sorted(name for name in sys.modules if name.startswith("zerojax."))))
+"""
+
+
+def loaded(given):
+    command = [sys.executable, "-c", PROGRAM.format(given=given)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    return {name.removeprefix("zerojax.") for name in json.loads(done.stdout)}
+
+
+def test_a_step_without_options_loads_no_code_of_options():
+    found = loaded("None, {}")
+    assert not {f"train.{name}" for name in OPTIONAL} & found
+    assert not {"staged", "budget"} & {name.split(".")[0] for name in found}
+    assert {"train.step", "train.step_program", "train.state"} <= found
+
+
+@pytest.mark.parametrize(
+    ("given", "more"),
+    [
+        ("zerojax.Offload(optimizer='host'), {}", {"streamed_step"}),
+        ("None, {'memory': '1 GB'}", {"fitting", "same_run"}),
+        ("None, {'timeout': 600}", {"agreement", "protocol", "same_run", "watchdog"}),
+        ("None, {'leaf_norms': True}", {"leaf_norms"}),
+    ],
+)
+def test_an_option_loads_its_own_code_alone(given, more):
+    assert {name for name in OPTIONAL if f"train.{name}" in loaded(given)} == more

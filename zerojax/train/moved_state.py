@@ -1,0 +1,63 @@
+"""Prepare a state that the caller moved or changed for a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.comm.mesh import owned, replicated, to_explicit
+from zerojax.config import Config
+from zerojax.layout.leaf import is_chunked
+from zerojax.placement.problems import problem_of
+from zerojax.placement.storage import to_device
+from zerojax.train.state import ZeroState
+
+
+def placed_again(config: Config, state: ZeroState) -> ZeroState:
+    """Move a state back to the mesh, after the caller moved it, or its count, to NumPy or to another device.
+
+    Raises:
+        ValueError: If the state has shapes, or an earlier step used it up. Also if the caller moved a state with
+            offloaded leaves, because only `create` and `restore` can place offloaded chunks.
+    """
+    count = state.step
+    if isinstance(count, jax.ShapeDtypeStruct):
+        raise ValueError(f"{problem_of(None, 'state', state)} `lower` and `trace` of the step take shapes.")
+    if isinstance(count, jax.Array) and count.is_deleted():
+        raise ValueError(
+            "An earlier step used up this state, because steps donate their state. Continue with the state that the "
+            "step returned. If the step failed, restore the last checkpoint."
+        )
+    is_placed = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == set(config.mesh.devices.flat)
+    if all(map(is_placed, jax.tree.leaves((state.params, state.opt_state)))):  # the caller set only the count
+        return dataclasses.replace(state, step=jax.device_put(jnp.asarray(count, jnp.int32), replicated(config.mesh)))
+    if state.plan.offloaded:
+        found = f"on {count.sharding}" if isinstance(count, jax.Array) else f"a {type(count).__name__}"
+        raise ValueError(
+            f"state.step is {found}, not on the mesh. Part of the optimizer state is offloaded, and only tx.create and "
+            f"Checkpointer.restore can place it. Save and restore the state with zerojax.checkpoint."
+        )
+    return jax.device_put(
+        jax.tree.map(owned, state), to_explicit(config.user_mesh, ZeroState.shardings(config, state.plan))
+    )
+
+
+def donatable(state: ZeroState) -> ZeroState:
+    """Copy arrays that are several leaves of a state, because a step donates every leaf. Make arrays of numbers."""
+    seen: set[int] = set()
+
+    def one(x):
+        if is_chunked(x) and x.store is not None:  # leaves on disk share the version of their files
+            return x
+        if is_chunked(x):
+            return jax.tree.map(one, x)
+        if not isinstance(x, jax.Array):
+            return jnp.asarray(x) if isinstance(x, int | float) else x
+        if id(x) in seen:
+            return jax.device_put(to_device(x).copy(), x.sharding)
+        seen.add(id(x))
+        return x
+
+    return jax.tree.map(one, state, is_leaf=is_chunked)

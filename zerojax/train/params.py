@@ -1,0 +1,158 @@
+"""Initialise parameters in storage, copy existing parameters there, and read stored arrays in logical shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from zerojax import compat
+from zerojax.comm.mesh import mesh_of, on_auto_mesh
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node, shapes_of_chunked
+from zerojax.layout.padded import Padded, is_number_array
+from zerojax.layout.tree import Layout, check_experts_named, layout_of
+from zerojax.offload.chunked import Chunked, joined
+from zerojax.optim.sharding_plan import plan_of_layout
+from zerojax.placement import storage
+from zerojax.placement.init_programs import MOST_PROGRAMS, init_programs
+from zerojax.placement.storage import (
+    are_shapes,
+    cast_params,
+    check_host_room,
+    in_logical_shape,
+    in_storage,
+    leaves_of,
+    named_tree,
+    place_params,
+)
+from zerojax.train.state import ZeroState
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+
+def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
+    """Initialise parameters in storage; see `ZeroTransformation.init_params`. Check that all processes agree."""
+    layout = layout_of(config, jax.eval_shape(init_fn, *args))
+    remember_experts(config, layout)
+    check_host_room(config, layout)
+    wide = in_master_types(layout, range(len(layout.params)))
+    # For parameters on disk, each program makes about one leaf, in the type of the files, to save device memory.
+    given, most = (wide, len(layout.params)) if config.params_on_disk else (layout, MOST_PROGRAMS)
+    programs, what = init_programs(config, given, init_fn, args, most=most), "initialise parameters"
+    if jax.process_count() > 1:
+        from zerojax.train.same_run import require_same_programs, require_same_values
+
+        require_same_values(config, what, args=args)
+        require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
+    if config.params_on_disk:
+        from zerojax.staged.params_on_disk import files_of_params, write_params
+
+        files = files_of_params(config, layout, layout.grads)
+        return on_auto_mesh(config.user_mesh, lambda: write_params(config, wide, one_by_one(programs, args), files))
+    arrays = [x for program in programs for x in program(*args)]
+    store = lambda arrays: in_storage(cast_params(config, layout, arrays, like=layout.grads), layout)
+    return on_auto_mesh(config.user_mesh, store, arrays, shardings=lambda _: params_shardings(config, layout))
+
+
+def remember_experts(config: Config, layout: Layout) -> None:
+    """Record the plan of a layout with experts, because their stored arrays do not say that they are experts."""
+    check_experts_named(layout)
+    if config.expert_axis:
+        plan_of_layout(config, layout)
+
+
+def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:
+    """Call each program, and yield the elements of the list that it returns. Keep no reference to a yielded element."""
+    for program in programs:
+        results = list(reversed(program(*args)))
+        while results:
+            yield results.pop()
+
+
+def in_master_types(layout: Layout, wide: Collection[int]) -> Layout:
+    """Return a layout in which the parameters with the indices `wide` are stored in the types of master weights.
+
+    A `ZeroState` stores narrow copies at some stages. Outside of it, parameters are wide, because `init` and `create`
+    copy the master weights from them.
+    """
+    pairs = enumerate(zip(layout.params, layout.grads, strict=True))
+    typed = (dataclasses.replace(x, dtype=grad.dtype) if i in wide else x for i, (x, grad) in pairs)
+    return dataclasses.replace(layout, params=tuple(typed))
+
+
+def shard(config: Config, params: Any) -> Any:
+    layout = layout_of(config, shapes_of_chunked(params))
+    layout = in_master_types(layout, layout.trained)
+    remember_experts(config, layout)
+    if config.params_on_disk:
+        from zerojax.staged.params_on_disk import files_of_params, write_params
+
+        files = files_of_params(config, layout, layout.params)
+        write = lambda params: write_params(config, layout, leaves_of(params), files, shapes=are_shapes(params))
+        return on_auto_mesh(config.user_mesh, write, params)
+
+    def store(params):
+        arrays = place_params(config, layout, params)
+        return in_storage(cast_params(config, layout, arrays, like=layout.params), layout)
+
+    return on_auto_mesh(config.user_mesh, store, params, shardings=lambda _: params_shardings(config, layout))
+
+
+def params_shardings(config: Config, layout: Layout) -> Any:
+    return named_tree(config, layout.treedef, layout.params)
+
+
+def logical(tree: PyTree) -> PyTree:
+    """Replace each `Padded` of a tree by its logical array, for statistics, assertions and logging.
+
+    Under `jax.jit`, each logical array is a slice of the stored array. The compiler keeps it sharded, without a gather.
+
+    Args:
+        tree: Parameters, gradients, updates, a `ZeroState`, or a tree that contains them. For an optimizer state,
+            pass its `ZeroState`, which records which arrays are padded or flat, or call `tx.unshard(opt_state)`.
+
+    Returns:
+        The tree with logical arrays. In a `ZeroState`, the leaves of `opt_state` also get their logical shapes, and
+        offloaded leaves are copied to the devices. Such a state cannot be passed to a training step.
+
+    Examples:
+        >>> means = jax.jit(lambda params: jax.tree.map(jnp.mean, zerojax.logical(params)))(state.params)
+    """
+    is_node = lambda x: is_stored_node(x) or isinstance(x, ZeroState)
+    one = lambda x: logical_state(x) if isinstance(x, ZeroState) else logical_leaf(x)
+    return jax.tree.map(one, tree, is_leaf=is_node)
+
+
+def logical_leaf(x: Any) -> Any:
+    """Return the logical array of a `Padded` or of a leaf on disk. Return any other leaf unchanged."""
+    if is_chunked(x):
+        return logical_of_stored(x, x.leaf)
+    if not is_padded(x):
+        return x
+    if isinstance(x.storage, jax.ShapeDtypeStruct):
+        return compat.eval_shape(Padded.logical, x)
+    return on_auto_mesh(mesh_of(x.storage), storage.logical, x) if is_number_array(x.storage) else x.storage
+
+
+def logical_state(state: ZeroState) -> ZeroState:
+    """Return a state in which every array has its logical shape."""
+    leaves, structure = jax.tree.flatten(state.opt_state, is_leaf=is_chunked)
+    arrays = [logical_of_stored(x, leaf) for x, leaf in zip(leaves, state.plan.state, strict=True)]
+    params = jax.tree.map(logical_leaf, state.params, is_leaf=is_stored_node)
+    return dataclasses.replace(state, params=params, opt_state=jax.tree.unflatten(structure, arrays))
+
+
+def logical_of_stored(x: Any, leaf: Leaf) -> Any:
+    """Return the logical array of a stored leaf, given its layout."""
+    if isinstance(x, Chunked) and any(isinstance(chunk, jax.ShapeDtypeStruct) for chunk in x.chunks):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    array = joined(x) if isinstance(x, Chunked) else x
+    trim = functools.partial(in_logical_shape, leaf=leaf)
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return jax.eval_shape(trim, array)
+    return on_auto_mesh(mesh_of(array), trim, array) if array.shape != leaf.shape else array

@@ -1,0 +1,54 @@
+"""What attaches to a training step from outside.
+
+A step places the batch, runs its program, and returns state and metrics. `step`, `step_program` and `state` do this.
+Everything else attaches by one of two protocols, in `executor_of` and `guards_of` of `step`. These functions import a
+module when its option is given, or its condition holds, and only then:
+
+| attached | protocol | option or condition | module |
+|---|---|---|---|
+| offloaded optimizer state | `Executor` | `Offload` | `streamed_step`, then `zerojax.streaming` |
+| parameters on disk | `Executor` | `Offload(params="disk")` | `staged_step`, then `zerojax.staged` |
+| activations that fit into memory | `Executor` around one of these | `memory=` | `fitting`, then `zerojax.budget` |
+| the same calls on all processes | `Guard` | several processes | `agreement` |
+| a limit of time | `Guard` | `timeout=`, or several processes | `watchdog` |
+
+Without an option, the executor is a `JittedStep`, and there is no guard. Three smaller parts have no protocol: norms
+per parameter (`leaf_norms=`), the warning of the first call if an array is not placed as planned, and the name of an
+unusable array after an error. The modules that compute them are imported where they are needed.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from zerojax.train.state import ZeroState
+from zerojax.train.step_program import StepCall
+
+
+class Executor(Protocol):
+    """Runs the step of a `StepProgram`. The rows are placed, and the arguments are checked."""
+
+    def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+        """Run a step, which donates the state, and return the next state and the metrics."""
+        ...
+
+    def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+        """Run a step as a part of the program that is being traced, or raise a TypeError."""
+        ...
+
+    def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
+        """Trace the program of the step, or its first program, like `jax.jit(...).trace`. Shapes are enough."""
+        ...
+
+    def lower_update(self, state: ZeroState) -> list[Any]:
+        """Lower the programs that update offloaded state. Shapes are enough."""
+        ...
+
+
+class Guard(Protocol):
+    """Watches the calls of a step that are not traced."""
+
+    def around(self, call: StepCall) -> AbstractContextManager[None]:
+        """Enter a context in which the call runs. At its end, `call.result` is set, or there is an error."""
+        ...
