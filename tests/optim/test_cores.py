@@ -8,7 +8,6 @@ from conftest import mesh_of
 
 from zerojax import Tuning, zero_shard
 from zerojax.optim.cores import CoreFinder
-from zerojax.optim.planned_update import planned_update
 
 PARAMS = {"a": jax.ShapeDtypeStruct((16, 24), jnp.float32), "b": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
 
@@ -37,8 +36,7 @@ def test_a_state_leaf_belongs_to_the_one_parameter_that_it_depends_on(mix):
     tx = zero_shard(listed(mix), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1, matrix_updates="owner"))
     plan = tx.create(PARAMS).plan
     assert plan.leaves.param_of == (None, None, None)
-    update = planned_update(plan.update(tx.config, applies=False))
-    finder = CoreFinder(update.traced, *plan.leaves)
+    finder = CoreFinder(plan.analysis(tx.config).traced, *plan.leaves)
     assert finder.param_of == [None, 1, 0]
     cores, refused = finder.find()
     assert sorted(cores) == [0, 1]

@@ -310,7 +310,7 @@ def test_what_is_shared_is_computed_once():
     """The norm of all gradients, the count and the schedule are in the resident program, not in the groups."""
     tx = zero(CLIPPED["clip+adamw"](), 3, offload=offload())
     plan = tx.create(jax.eval_shape(awkward_params)).plan
-    partition = plan.partitioned(tx.config)
+    partition = plan.analysis(tx.config).partition
     sums = lambda part: sum(eqn.primitive.name == "reduce_sum" for eqn in part.jaxpr.eqns)
     assert sums(partition.first.equations) > 0
     assert all(sums(group.equations) == 0 for group in partition.groups)
@@ -347,7 +347,7 @@ def test_parameters_that_need_each_others_state_are_one_group():
     loss = lambda p, b: awkward_loss({**p, "count": jnp.arange(4), "empty": jnp.zeros((0, 4))}, b)
     tx = zero(coupled, 3, offload=offload())
     plan = tx.create(jax.eval_shape(lambda: params)).plan
-    (group,) = plan.partitioned(tx.config).groups
+    (group,) = plan.analysis(tx.config).partition.groups
     assert group.chunking is None
     assert len(group.params) == 6
     assert_parity(tx, loss, params, awkward_batches(3), atol=2e-6)

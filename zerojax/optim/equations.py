@@ -64,7 +64,7 @@ def update_first_group(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
 ) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
     """Compute the group that needs no offloaded state. Return the fields of `Updated`; see `resident_update`."""
-    partition = plan.partitioned(config)
+    partition = plan.analysis(config).partition
     first, equations = partition.first, partition.first.equations
     read = {
         GRAD: lambda i: unpadded(grads[i], plan.grads[i]),

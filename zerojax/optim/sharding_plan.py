@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from zerojax.offload.chunked import Chunking
-    from zerojax.optim.partition import Partition
-    from zerojax.optim.planned_update import MatrixUpdates
+    from zerojax.optim.planned_update import MatrixUpdates, PlannedUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -67,11 +66,11 @@ class ShardingPlan(CachedHash):
     def update(self, config: Config, *, applies: bool) -> FlatUpdate:
         return FlatUpdate(config, self.trained, self.leaves, self.state_def, applies)
 
-    def partitioned(self, config: Config) -> Partition:
-        """Return the groups of the update of a training step."""
+    def analysis(self, config: Config) -> PlannedUpdate:
+        """Return the groups of a training step's update, and the matrices that owners compute."""
         from zerojax.optim.planned_update import planned_update
 
-        return planned_update(self.update(config, applies=True)).partition
+        return planned_update(self.update(config, applies=True))
 
     @functools.cached_property
     def offloaded(self) -> dict[int, Chunking]:
@@ -150,9 +149,7 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         tx=config.tx,
     )
     if config.offload is not None or may_have_owners(config, plan):
-        from zerojax.optim.planned_update import planned_update
-
-        found = planned_update(plan.update(config, applies=True))
+        found = plan.analysis(config)
         chunkings, matrices = found.chunkings, found.matrices
         owners = matrices is None or bool(matrices.owned)
         changes = {"chunkings": chunkings, "matrices": matrices, "may_have_owners": owners, "groups": found.groups}

@@ -86,7 +86,7 @@ def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     try:
         state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
-        for group in plan.partitioned(config).groups:
+        for group in plan.analysis(config).partition.groups:
             for n, chunks in enumerate(zip(*make(group.state), strict=True)):
                 store.complete(store.write(group, n, chunks))
             state |= zip(group.state, store.nodes(group), strict=True)

@@ -163,7 +163,7 @@ def kept_on_device(config: Config, plan: ShardingPlan) -> Mapping[tuple[tuple[in
     """
     room = 0 if config.offload is None else config.offload.device_bytes or 0
     kept: dict[tuple[tuple[int, ...], int], int] = {}
-    for group in reversed(plan.partitioned(config).groups if room else ()):
+    for group in reversed(plan.analysis(config).partition.groups if room else ()):
         for n in reversed(range(len(group.chunks))):
             size = sum(chunk_bytes(plan, k, n) for k in group.state)
             if size <= room:
@@ -190,6 +190,6 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     assert config.offload.path is not None
     found = enumerate(jax.tree.leaves(state_shapes(config, plan), is_leaf=is_chunked))
     nodes = {k: node for k, node in found if is_chunked(node)}
-    most = max(len(group.state) for group in plan.partitioned(config).groups)
+    most = max(len(group.state) for group in plan.analysis(config).partition.groups)
     files = StateFiles(config.offload.path, nodes, in_flight=IN_FLIGHT * most)
     return {k: dataclasses.replace(node, store=LeafFiles(files, k)) for k, node in nodes.items()}

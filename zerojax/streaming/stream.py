@@ -61,7 +61,7 @@ class StreamedUpdate:
         self.config = config
         self.plan = plan
         self.update = None if config.offload is None else config.offload.update
-        self.partition = plan.partitioned(config)
+        self.partition = plan.analysis(config).partition
         jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
         self.program = functools.cache(lambda make, *given, **how: make(config, *given, **how, jit=jit))
         self.key = functools.cache(lambda g, length: ProgramKey.of(plan, self.partition.groups[g], length))
