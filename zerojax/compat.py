@@ -203,6 +203,12 @@ def evaluate_one(eqn, values: Sequence) -> list:
     return [None if is_dropped(var) else x for var, x in zip(eqn.outvars, results, strict=True)]
 
 
+def is_tracing() -> bool:
+    from jax._src.core import trace_state_clean
+
+    return not trace_state_clean()
+
+
 def in_host_memory(aval) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 

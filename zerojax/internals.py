@@ -8,12 +8,6 @@ from typing import Any
 import jax
 
 
-def is_tracing() -> bool:
-    from jax._src.core import trace_state_clean
-
-    return not trace_state_clean()
-
-
 def coordination_client() -> Any:
     """Return the client of JAX's coordination service, through which processes communicate without devices."""
     from jax._src import distributed

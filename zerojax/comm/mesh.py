@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import compat, internals, jaxprs
+from zerojax import compat, jaxprs
 from zerojax.config import DataMesh, with_auto_axes
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words, spec_entry
 from zerojax.layout.leaf import Leaf, pad, replace_items
@@ -229,7 +229,7 @@ def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
     """
     context = jax.sharding.get_abstract_mesh()
     other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)
-    if not internals.is_tracing():
+    if not compat.is_tracing():
         with jax.set_mesh(None) if context.explicit_axes or other else contextlib.nullcontext():
             yield
     elif mesh is not None and (context.explicit_axes or mesh.explicit_axes or other):

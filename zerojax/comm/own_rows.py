@@ -17,6 +17,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm import rebinding
 from zerojax.dims import Follower, State, states_of
 from zerojax.dims.kernels import OwnRows, own_rows
+from zerojax.dims.loops import into_loop
 
 # The names of parameters of calls, remats, loops and branches that have jaxprs.
 _BODIES = ("jaxpr", "branches", "call_jaxpr")
@@ -54,7 +55,7 @@ class _Rewrite:
 
     def _with_bodies(self, eqn: Any, states: Sequence[State]) -> Any:
         if (loop := compat.loop_of(eqn)) is not None:
-            inside = self.follower.into_loop(loop, states)
+            inside = into_loop(self.follower, loop, states)
         elif eqn.primitive.name == "cond":
             inside = states[1:]
         elif compat.evaluated_body(eqn) is not None:  # also of a custom derivative whose forward pass calls it again

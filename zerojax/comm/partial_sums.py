@@ -129,7 +129,9 @@ def evaluate(
             wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads and not holds_rows(i, var)]
             # `alike` constrains the loop's results, after the loop.
             in_body = dataclasses.replace(how, alike=None, zero=None)
-            body_rows = follower.into_loop(loop, states_of(eqn.invars, found))
+            from zerojax.dims.loops import into_loop
+
+            body_rows = into_loop(follower, loop, states_of(eqn.invars, found))
             inside = lambda args, grads: evaluate(loop.body, args, in_body, grads=grads, rows=body_rows)
             return _loop(eqn, loop, values, wanted, inside, how.workers)
         if out in only_grads and _sums(eqn):

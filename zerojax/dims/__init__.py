@@ -6,10 +6,11 @@ equation's results, given the places in its operands. Without a rule the answer 
 
 place      describes where the followed dim is in one value
 moves      has rules for the primitives of a dense model
-follow     finds the places in a jaxpr, its calls, loops and branches
+follow     finds the places in a jaxpr and its calls
 
 These three are what most programs need. `follow` imports the others when it meets an equation for them:
 
+loops      finds the places in loops and branches
 joins      has rules for primitives that cut and join arrays
 mixing     has rules for primitives that mix entries along some dims
 indexing   has rules for slices and gathers at indices that are operands, and for scatters
@@ -19,7 +20,7 @@ declared   defines `zerojax.rows`, which declares a place
 """
 
 from zerojax.dims.follow import Follower
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, fits, stacked, states_of
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, fits, states_of
 
 __all__ = [
     "NOWHERE",
@@ -31,6 +32,5 @@ __all__ = [
     "State",
     "at",
     "fits",
-    "stacked",
     "states_of",
 ]

@@ -5,16 +5,15 @@ gradient is a sum over any dim, so a wrong dim costs time there and not correctn
 rules give up. In `optim.owned`, the followed dim has the matrices of a stack. Computing on shards needs a proof.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
 from zerojax.dims import moves
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, is_index, joined, stacked, states_of, unstacked
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, is_index, states_of
 from zerojax.primitives import Kind
 
 _HAVE_BODIES = (Kind.CALL, Kind.REMAT, Kind.CUSTOM, Kind.CONTROL)
-_ROUNDS = 4  # A loop's body is analysed until the states of its carry no longer change, but at most this often.
 
 
 class Follower:
@@ -112,64 +111,16 @@ class Follower:
         return next((table.RULES[name] for table in tables if name in table.RULES), None)
 
     def _inside(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        name = compat.name_of(eqn)
-        if (loop := compat.loop_of(eqn)) is not None:
-            return self._through_loop(loop, states)
-        if name == "while":
-            return self._through_while(eqn, states)
-        if name == "cond":
-            return self._through_cond(eqn, states)
+        if jaxprs.facts(eqn).kind is Kind.CONTROL:
+            from zerojax.dims import loops
+
+            return loops.through(self, eqn, states)
         body = compat.evaluated_body(eqn)
         if body is None and self.guesses:
             from zerojax.dims import guess
 
             body = guess.body_of(eqn)
         return moves.without_rule(eqn, states) if body is None else self.results(body, states)
-
-    def into_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
-        """Return the states of the body's constants, carry and slices, given the states of the loop's operands."""
-        body, sliced = compat.opened(loop.body)[0], loop.consts + loop.carry
-        consts, rows = states[: loop.consts], [unstacked(state) for state in states[sliced:]]
-        carry = self._carried(states[loop.consts : sliced], lambda carry: self.results(body, [*consts, *carry, *rows]))
-        return [*consts, *(carry or [UNKNOWN] * loop.carry), *rows]
-
-    def _carried(
-        self, carry: Sequence[State], body: Callable[[Sequence[State]], Sequence[State]]
-    ) -> list[State] | None:
-        """Return the states of a loop's carry that hold in every iteration, or None if `_ROUNDS` rounds find none."""
-        carry = list(carry)
-        for _ in range(_ROUNDS):
-            again = [self._joined(*pair) for pair in zip(carry, body(carry), strict=False)]  # A scan also returns rows.
-            if again == carry:
-                return carry
-            carry = again
-        return None
-
-    def _joined(self, a: State, b: State) -> State:
-        """Join two states of one value. A guess prefers known places to an unknown state."""
-        known = next((state for state in (a, b) if state is not None and state.places), UNKNOWN)
-        return known if self.guesses and UNKNOWN in (a, b) else joined(a, b)
-
-    def _through_loop(self, loop: compat.LoopEqn, states: Sequence[State]) -> list[State]:
-        inside = self.into_loop(loop, states)
-        outs = self.results(compat.opened(loop.body)[0], inside)
-        return [*inside[loop.consts : loop.consts + loop.carry], *map(stacked, outs[loop.carry :])]
-
-    def _through_while(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        """Return the states of a while loop's results. They are unknown if the rows decide the number of iterations."""
-        first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        body, test = compat.opened(eqn.params["body_jaxpr"])[0], compat.opened(eqn.params["cond_jaxpr"])[0]
-        of_body, carry = states[first : first + consts], states[first + consts :]
-        lasting = self._carried(carry, lambda carry: self.results(body, [*of_body, *carry]))
-        (stop,) = [UNKNOWN] if lasting is None else self.results(test, [*states[:first], *lasting])
-        return lasting if lasting is not None and stop is not None and not stop.places else [UNKNOWN] * len(carry)
-
-    def _through_cond(self, eqn: Any, states: Sequence[State]) -> list[State]:
-        found = [self.results(compat.opened(branch)[0], states[1:]) for branch in eqn.params["branches"]]
-        outs = found[0]
-        for other in found[1:]:
-            outs = [self._joined(*pair) for pair in zip(outs, other, strict=True)]
-        return outs if states[0] is not None and not states[0].places else [UNKNOWN] * len(outs)
 
 
 def _known(variables: Sequence, states: Sequence[State]) -> Mapping[Any, Any]:

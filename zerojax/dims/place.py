@@ -130,15 +130,6 @@ def uncounted(state: State) -> State:
     return dataclasses.replace(state, counting=frozenset()) if state is not None and state.counting else state
 
 
-def joined(a: State, b: State) -> State:
-    """Join the states that one value has in two branches, or before a loop and after an iteration of the loop."""
-    if a == b:
-        return a
-    if a is None or b is None or (a.places and b.places and a.places != b.places):
-        return UNKNOWN
-    return Places(a.places or b.places, a.uniform & b.uniform)
-
-
 def off(dims: Sequence[int], state: State) -> State:
     """Return `state`, or unknown if one of the dims holds the followed dim."""
     return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
@@ -206,19 +197,3 @@ def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: i
             return Place(dim) if new[dim] % count == 0 else None
         after //= new[dim]
     return None
-
-
-def unstacked(state: State) -> State:
-    """Return the state of `x[i]`, given the state of `x`. An iteration of a scan reads such a slice."""
-    return UNKNOWN if state is None or state.along(0) is not None else _shifted(state, -1)
-
-
-def stacked(state: State) -> State:
-    """Return the state of a stack along a new dim 0, given the state of one row. A scan returns such stacks."""
-    return UNKNOWN if state is None else _shifted(state, 1)
-
-
-def _shifted(state: Places, by: int) -> Places:
-    places = frozenset(place.to(place.dim + by) for place in state.places)
-    counting = frozenset((part, dim + by) for part, dim in state.counting if dim + by >= 0)
-    return Places(places, frozenset(dim + by for dim in state.uniform if dim + by >= 0), counting)

@@ -14,6 +14,7 @@ from jax import lax
 from zerojax import compat, names
 from zerojax.comm.barriers import barrier
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.dims.loops import into_loop
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.schedule import Options
 from zerojax.gather.sharded_param import ShardedParam
@@ -94,7 +95,7 @@ class Loop:
         if follower is None:
             return [UNKNOWN] * len(self.others)
         others = iter([NOWHERE if index is None else rows[index] for index in self.others])
-        inside = follower.into_loop(self.eqn, [NOWHERE if on else next(others) for on in self.is_param])
+        inside = into_loop(follower, self.eqn, [NOWHERE if on else next(others) for on in self.is_param])
         return [state for state, on in zip(inside, self.is_param, strict=True) if not on]
 
     def run(self, params: Sequence, others: Sequence) -> list:

@@ -30,7 +30,8 @@ from jax import lax
 
 from zerojax import compat
 from zerojax.comm.barriers import barrier
-from zerojax.dims import State, stacked
+from zerojax.dims import State
+from zerojax.dims.loops import stacked
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, reduce_scattered
 from zerojax.gather.segments import BlockResiduals, Segment

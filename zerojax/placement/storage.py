@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from zerojax import internals, names
+from zerojax import compat, names
 from zerojax.comm.manual import ManualCollectives
 from zerojax.comm.mesh import mapped, owned, replicated
 from zerojax.config import Config
@@ -166,7 +166,7 @@ def place_array(x: Any, sharding: NamedSharding) -> Any:
     if sharding.memory_kind not in (None, "device"):
         return copy_to_host(x, sharding)
     x = to_device(x) if isinstance(x, jax.Array) else x
-    if isinstance(x, jax.core.Tracer) or internals.is_tracing():  # device_put would replicate constants of a program
+    if isinstance(x, jax.core.Tracer) or compat.is_tracing():  # device_put would replicate constants of a program
         return jax.lax.with_sharding_constraint(x, sharding)
     # device_put may share a shard with its argument, even with may_alias=False (seen on jax 0.10.2)
     return jax.device_put(jnp.array(x, copy=True) if isinstance(x, jax.Array) else owned(x), sharding)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import internals
+from zerojax import compat
 from zerojax.comm.events import EVENTS, first_array, is_of_all
 from zerojax.comm.processes import Processes, require_same
 from zerojax.config import Config
@@ -42,7 +42,7 @@ def require_same_run(config: Config, plan: ShardingPlan) -> None:
         ValueError: If the processes differ.
         TimeoutError: If another process does not begin a run.
     """
-    if not internals.is_tracing() and is_of_all(config.mesh):
+    if not compat.is_tracing() and is_of_all(config.mesh):
         require_same("begin", environment() | run_record(config, plan))
 
 
@@ -86,7 +86,7 @@ def require_same_values(config: Config, topic: str, **trees: Any) -> None:
     `topic` is a verb phrase that says what the caller does, such as `"create a state"`. Raise a ValueError that names
     the leaves that differ, or a TimeoutError if another process does not make the same call.
     """
-    if is_of_all(config.mesh) and not internals.is_tracing():
+    if is_of_all(config.mesh) and not compat.is_tracing():
         require_same(topic, checksums(trees), partial=True)
 
 
@@ -97,7 +97,7 @@ def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[]
     If programs differ, every process raises a ValueError. If another process does not compile such a program, raise a
     TimeoutError. `what` is a verb phrase that says what the programs do.
     """
-    if not is_of_all(config.mesh) or internals.is_tracing():
+    if not is_of_all(config.mesh) or compat.is_tracing():
         return
     for one in lower:
         topic = f"compile the program of: {what}"
@@ -121,7 +121,7 @@ class SameCalls:
 
     @property
     def is_needed(self) -> bool:
-        return is_of_all(self._config.mesh) and not internals.is_tracing()
+        return is_of_all(self._config.mesh) and not compat.is_tracing()
 
     def is_new(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
         """Return whether no earlier call had arguments of these shapes and types. If so, compare them over processes.
@@ -130,7 +130,7 @@ class SameCalls:
         batch is compared by shape and type. Further arguments, and `step`, the count of a training state, are compared
         by value. `known` is a hashable value that identifies the shapes and types of all other arguments.
         """
-        if internals.is_tracing():
+        if compat.is_tracing():
             return False
         leaves, structure = jax.tree_util.tree_flatten_with_path({"batch": batch, "args": args})
         record = {
