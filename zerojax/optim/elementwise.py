@@ -108,22 +108,6 @@ def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]
     return list(zip([*count, *param_of], walk(jaxpr, consts, inputs), strict=True))
 
 
-def computes_by_element(jaxpr, of_leaf: Sequence[bool]) -> bool:
-    """Return whether element i of each result depends only on scalars, and on element i of the inputs in `of_leaf`.
-
-    All results, and all inputs in `of_leaf`, must have one shape.
-    """
-    shapes = {var.aval.shape for var in jaxpr.outvars}
-
-    def known(var, ours: bool) -> Known:
-        if var.aval.shape == ():
-            return Known(SCALAR)
-        return Known(LEAF, leaf=0) if ours and {var.aval.shape} == shapes else Known(MIXED)
-
-    results = walk(jaxpr, (), list(map(known, jaxpr.invars, of_leaf)))
-    return len(shapes) == 1 and all(x.kind != MIXED for x in results)
-
-
 def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:
     return jaxprs.evaluate(jaxpr, [of_closed_over(c) for c in consts], inputs, interpret, literal=of_constant)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,14 +11,14 @@ import jax.numpy as jnp
 from zerojax import compat
 from zerojax.compat import common_dtype
 from zerojax.config import Config, LayoutPolicy
-from zerojax.layout.leaf import is_chunked, is_padded
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded
 from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.transformation import tree_difference, wrapped_tx
 from zerojax.placement.storage import shapes
 
 if TYPE_CHECKING:
-    from jaxtyping import PyTree
+    from jaxtyping import Array, PyTree
 
 
 def check_leaves_of_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bool) -> None:
@@ -51,6 +51,17 @@ def check_leaves_of_state(plan: ShardingPlan, state: PyTree, *, may_be_wider: bo
                 f"The optimizer state does not belong to these parameters: opt_state{leaf.path} is "
                 f"{x.dtype}{list(x.shape)}, and {leaf.dtype}{list(leaf.storage_shape)} is required (storage shape; "
                 f"logical {list(leaf.shape)}, {leaf.shards} shards). {remedy}"
+            )
+
+
+def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
+    """Raise a `TypeError` for the first state leaf whose float type is not the type that `init` gave it."""
+    for x, leaf in zip(state, leaves, strict=True):
+        if x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(
+                f"Gradients that are wider than their parameters make opt_state{leaf.path} {x.dtype}, and init made it "
+                f"{leaf.dtype}. The type of an offloaded leaf cannot change. Cast the gradients to the parameters' "
+                f"type, or keep both wide: precision=Precision.bf16() has float32 master weights."
             )
 
 

@@ -22,7 +22,7 @@ from zerojax.config import Config
 from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.offload.options import Offload
-from zerojax.optim.elementwise import computes_by_element
+from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, walk
 from zerojax.optim.owned import OwnedUpdate
 from zerojax.optim.traced import (
     EXTRA,
@@ -222,10 +222,19 @@ def first_group(
 def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
     """Return whether the group of parameter `i` may be updated in chunks, because its equations are elementwise.
 
-    For example, a group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked.
+    Element i of each result must depend only on scalars, and on element i of arrays of the parameter. For example, a
+    group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked.
     """
     of_param = lambda kind, k: units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
-    return computes_by_element(equations.jaxpr, [of_param(*read) for read in equations.reads])
+    jaxpr, wanted = equations.jaxpr, {var.aval.shape for var in equations.jaxpr.outvars}
+
+    def known(var, read: Read) -> Known:
+        if var.aval.shape == ():
+            return Known(SCALAR)
+        return Known(LEAF, leaf=i) if of_param(*read) and {var.aval.shape} == wanted else Known(MIXED)
+
+    results = walk(jaxpr, (), list(map(known, jaxpr.invars, equations.reads)))
+    return len(wanted) == 1 and all(x.kind != MIXED for x in results)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,19 +164,10 @@ def update(
         extra,
     )
     if wide != types and plan.offloaded:
+        from zerojax.optim.mismatch import check_state_dtypes
+
         check_state_dtypes(new_state, plan.state)
     return keep(updates, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
-
-
-def check_state_dtypes(state: Sequence[Array], leaves: Sequence[Leaf]) -> None:
-    """Raise a `TypeError` for the first state leaf whose float type is not the type that `init` gave it."""
-    for x, leaf in zip(state, leaves, strict=True):
-        if x.dtype != leaf.dtype and jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(
-                f"Gradients that are wider than their parameters make opt_state{leaf.path} {x.dtype}, and init made it "
-                f"{leaf.dtype}. The type of an offloaded leaf cannot change. Cast the gradients to the parameters' "
-                f"type, or keep both wide: precision=Precision.bf16() has float32 master weights."
-            )
 
 
 def apply_update(
