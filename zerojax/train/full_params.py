@@ -51,7 +51,7 @@ def traced_once(view: View, given: LossInputs) -> FullLoss:
     function, shapes = flat_loss(view, one)
     closed, returned = jax.make_jaxpr(function, return_shape=True)(shapes)
     structure = jax.tree.structure(returned)
-    pairs = ((view.layout.trained[k], view.grads[k]) for k in view.differentiable)
+    pairs = zip(view.layout.trained, view.grads, strict=True)
     leaves = {i: leaf for i, leaf in pairs if leaf.kind == "sharded" and leaf.shards > 1}
     if leaves:
         # A small trained parameter is no shard, and its gradient would be the sum of two that are reduced differently.
@@ -90,7 +90,7 @@ def full_passes(view: View, given: LossInputs, full: FullLoss) -> tuple[Returned
     """
     further = (given.mutable, given.batch, *given.args)
     args = [*given.stored, *split_arrays(further)[0]]
-    trained, overwritten, comm = view.trained, view.layout.overwritten, view.comm
+    trained, overwritten, comm = view.layout.trained, view.layout.overwritten, view.comm
     values, count = [*args, *full.results], len(args)
     experts = {i: axes if view.reduces_each else () for i, axes in comm.experts(view.layout.params).items()}
     of_params, others = param_states(given.stored, experts), row_states(further, OF_ROWS, comm.follower)

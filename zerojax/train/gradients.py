@@ -139,13 +139,13 @@ def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients
         returned, grads, mutable, values = accumulate_microbatches(view, given, scale, full)
     totals, weights, aux, _ = returned
     mean, weight, factor, weights_valid = mean_loss(view, totals, weights, factor, scale)
-    grads, cotangents = grads[: len(view.differentiable)], grads[len(view.differentiable) :]
+    count = len(view.grads)
+    grads, cotangents = grads[:count], grads[count:]
     if view.reduces_across_once:
-        grads = view.comm.reduce_across(grads, [view.reduced(k) for k in view.differentiable])
+        grads = view.comm.reduce_across(grads, [view.reduced(k) for k in range(count)])
     if full is not None and cotangents:
-        grads = with_shards(grads, view.trained, full.pull(cotangents))
-    of = dict(zip(view.differentiable, unscale(grads, factor), strict=True))
-    grads = [of[k] if k in of else jnp.zeros(comm.shape(leaf), leaf.dtype) for k, leaf in enumerate(view.grads)]
+        grads = with_shards(grads, view.layout.trained, full.pull(cotangents))
+    grads = unscale(grads, factor)
     rows = None
     if view.loss.has_aux:
         from zerojax.train.combined_aux import combine
@@ -181,6 +181,7 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array, full: Full
     else:
         from zerojax.train.full_params import full_passes
 
+        assert full is not None
         returned, pull = full_passes(view, given, full)
     cotangent, factor = scale.astype(returned.total.dtype), None
     if view.loss.weighted:
@@ -216,7 +217,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     on_leaves = lambda full, *further: loss(layout.treedef.unflatten(full), *further)
     program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, further, OF_ROWS, comm, DIFFERING)
     options = Options(comm, view.config.prefetch, view.config.reshard_after_forward)
-    values, wanted = [*stored, *arrays, *consts], {*view.trained, *overwritten}
+    values, wanted = [*stored, *arrays, *consts], {*layout.trained, *overwritten}
     active = [i in wanted for i in range(len(values))]
     results, residuals = run_forward(program, values, active, options)
     whole = {*overwritten, *(i for i in comm.experts(leaves) if leaves[i].kind != "sharded")}
@@ -232,7 +233,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
 
     def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
         grads = run_backward(program, values, active, residuals, [cotangent, *[None] * (len(results) - 1)], options)
-        return [in_form(i, grads[i]) for i in view.trained], [in_form(i, grads[i]) for i in overwritten]
+        return [in_form(i, grads[i]) for i in layout.trained], [in_form(i, grads[i]) for i in overwritten]
 
     return jax.tree.unflatten(structure, results), pull
 
@@ -316,7 +317,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, full: F
     lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
     results = [] if full is None else [full.results[k] for k in full.moving]
     of_results = [comm.zeros(x.shape, common_dtype(x.dtype, jnp.float32)) for x in results]
-    carry = [*(zeros(k) for k in view.differentiable), *of_results], given.mutable, lowest
+    carry = [*(zeros(k) for k in range(len(view.grads))), *of_results], given.mutable, lowest
     (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
     if not view.reduces_each:
         sums = view.reduce(sums)

@@ -184,17 +184,6 @@ class View:
     accumulate: int
 
     @property
-    def differentiable(self) -> list[int]:
-        """Return the indices into `layout.trained` of the parameters that JAX can differentiate."""
-        leaves = self.layout.params
-        return [k for k, i in enumerate(self.layout.trained) if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
-
-    @property
-    def trained(self) -> list[int]:
-        """Return the indices of the parameters that are trained and that JAX can differentiate."""
-        return [self.layout.trained[k] for k in self.differentiable]
-
-    @property
     def microbatches(self) -> int:
         return self.comm.losses * self.accumulate
 
@@ -279,11 +268,10 @@ class View:
 
     def reduce(self, grads: Sequence[Array]) -> list[Shaped[Array, "*local"]]:
         """Reduce-scatter the gradients, except gradients of parameters gathered on use, which are reduced already."""
-        leaves = [(self.layout.params[self.layout.trained[k]], self.grads[k]) for k in self.differentiable]
-        pending = [j for j, (leaf, _) in enumerate(leaves) if leaf.dim is None or not self.gathers_on_use]
-        only_flat_buckets = self._comm(bucket_bytes=0)
-        parts = [leaves[j][1] for j in pending]
-        sums = only_flat_buckets.reduce_scatter([grads[j] for j in pending], parts)
+        params = [self.layout.params[i] for i in self.layout.trained]
+        pending = [k for k, leaf in enumerate(params) if leaf.dim is None or not self.gathers_on_use]
+        only_flat_buckets, parts = self._comm(bucket_bytes=0), [self.grads[k] for k in pending]
+        sums = only_flat_buckets.reduce_scatter([grads[k] for k in pending], parts)
         if not self.reduces_across_once:
             sums = only_flat_buckets.reduce_across(sums, parts)
         return replace_items(grads, pending, sums)

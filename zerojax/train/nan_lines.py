@@ -36,7 +36,7 @@ def _origins(view: View, given: LossInputs) -> tuple:
     """Find the first NaN of the loss and its gradient, with `vmap` over the axes of devices instead of `shard_map`."""
     data, layout = view.config.data, view.layout
     stored = [in_logical_shape(to_device(x), leaf) for x, leaf in zip(given.stored, layout.params, strict=True)]
-    trained = view.trained
+    trained = layout.trained
 
     def of_device(rows):
         args = fold_keys(given.args, lax.axis_index(data.batch))

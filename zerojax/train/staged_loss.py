@@ -48,7 +48,7 @@ class LossAndGrads(NamedTuple):
     """The results of differentiating a loss in all microbatches, except the gradients in files."""
 
     returned: list[Returned]  # the values that the loss returned in each microbatch, without the mutable state
-    resident: list  # per differentiable parameter, the sum of its reduced gradients; None for a parameter on disk
+    resident: list  # per trained parameter, the sum of its reduced gradients; None for a parameter on disk
     mutable: PyTree  # the mutable state that the last microbatch returned
     loss: Array  # the mean loss; for this and what follows see `mean_loss`
     weight: Array
@@ -75,7 +75,7 @@ class StagedLoss:
         if key not in self._traced:
             if self.view.accumulate > 1:
                 check_reduction(self.view, LossInputs((), *inputs))
-            self._traced[key] = trace_stages(self.view, self.disk, stored, arrays, self.view.trained)
+            self._traced[key] = trace_stages(self.view, self.disk, stored, arrays, self.view.layout.trained)
         return self._traced[key]
 
     def run(
@@ -150,8 +150,8 @@ class StagedLoss:
         """Reduce a microbatch's gradients of parameters on the devices, and add them to the earlier `sums`."""
         view, layout = self.view, self.view.layout
         grads: list[Any] = []
-        for k in view.differentiable:
-            leaf, i = layout.params[layout.trained[k]], layout.trained[k]
+        for i in layout.trained:
+            leaf = layout.params[i]
             zeros = view.comm.zeros(leaf.shape, leaf.dtype)
             grads.append(None if leaf.kind == "sharded" else view.comm.like(others[i], zeros) if i in others else zeros)
         grads = view.reduce(grads)

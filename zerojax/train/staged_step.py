@@ -166,8 +166,7 @@ class PlannedStep:
         equations, partition, trained = self._reductions.equations, self._update.partition, range(len(plan.grads))
         pairs = [(k, i) for k, i in enumerate(plan.layout.trained) if i in stored]
         old = {k: to_storage(mesh, stored[i], plan.grads[k]) for k, i in pairs}
-        resident = zip(self._loss.view.differentiable, found.resident, strict=True)
-        given = {k: x for k, x in resident if x is not None}
+        given = {k: x for k, x in enumerate(found.resident) if x is not None}
         pairs = zip(given, unscale(list(given.values()), found.factor), strict=True)
         wide = {k: constrain(mesh, x, plan.grads[k]) for k, x in pairs}
         grads: dict[int, Any] = {k: x.astype(plan.grads[k].dtype) for k, x in wide.items()}
