@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.comm.device_collectives import DeviceCollectives
 from zerojax.config import BUCKET_BYTES
-from zerojax.gather import gather_on_use
+from zerojax.gather.on_use import gather_on_use
 from zerojax.layout.leaf import Leaf
 
 DEVICES = 8

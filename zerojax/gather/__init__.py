@@ -53,29 +53,19 @@ Equations that share something:
     known_parts     divides each `shard_map` into what it computes from parameters alone, and the rest
 
 Around the engine:
+    on_use          `gather_on_use` returns the program as a function that JAX differentiates
     sliced          slices a parameter's shard, or changes its layout, before the gather
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           `block` marks a layer; `tiled` runs a loop over tiles of a sequence as one block
 """
 
-from zerojax.gather.engine import (
-    StandIn,
-    alike_args,
-    as_function,
-    gather_on_use,
-    param_states,
-    row_states,
-    split_arrays,
-)
+from zerojax.gather.engine import alike_args, param_states, row_states, split_arrays
 from zerojax.gather.vjp import RowStates, Sums, traced_passes
 
 __all__ = [
     "RowStates",
-    "StandIn",
     "Sums",
     "alike_args",
-    "as_function",
-    "gather_on_use",
     "param_states",
     "row_states",
     "split_arrays",

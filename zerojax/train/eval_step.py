@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
-from zerojax.gather import StandIn, gather_on_use
+from zerojax.gather.on_use import StandIn, gather_on_use
 from zerojax.layout.leaf import has_chunked
 from zerojax.layout.tree import layout_of
 from zerojax.placement.storage import cast, is_on_host, storage_leaves, to_device
