@@ -6,7 +6,7 @@ They only call functions of other files, which are imported when a method is cal
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, TypeVarTuple, overload
 
 import optax
 
@@ -22,6 +22,7 @@ Value = TypeVar("Value")
 Aux = TypeVar("Aux")
 Result = TypeVar("Result")
 Args = ParamSpec("Args")
+Given = TypeVarTuple("Given")
 
 
 def init(config: Config, params: Any) -> Any:
@@ -47,6 +48,35 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         from zerojax.train import tree_api
 
         return tree_api
+
+    def init_params(self, init_fn: Callable[[*Given], Result], *args: *Given) -> Result:
+        """Initialise parameters in storage. Each device makes only its shards: at stage 3, none holds the whole model.
+
+        Args:
+            init_fn: Function that returns the tree of parameters, and that `jax.jit` can trace.
+            *args: Arguments of `init_fn`.
+
+        Returns:
+            The tree `init_fn(*args)` in storage, in the types of the master weights, for `create` or `init`. At stage
+            3, its leaves are sharded, and a leaf that needs padding is a `Padded`.
+        """
+        from zerojax.train.params import init_params
+
+        return init_params(self.config, init_fn, args)
+
+    def shard(self, params: Any) -> Any:
+        """Copy existing parameters into storage.
+
+        Args:
+            params: Logical JAX or NumPy arrays, arrays in storage, or `jax.ShapeDtypeStruct`s.
+
+        Returns:
+            A copy in storage for `create` or `init`, in the types of the master weights; frozen parameters have their
+            stored types. Donating it does not delete the caller's arrays. Shapes are returned with their shardings.
+        """
+        from zerojax.train.params import shard
+
+        return shard(self.config, params)
 
     def unshard(self, tree: Any, params: Any = None) -> Any:
         """Gather parameters or an optimizer state into logical arrays, replicated on every device.

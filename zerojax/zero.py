@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Never, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 import optax
 from jax.sharding import Mesh
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from zerojax.config.tuning import Tuning
     from zerojax.config.wire import Wire
     from zerojax.offload.options import Offload
-
-Result = TypeVar("Result")
-Given = TypeVarTuple("Given")
 
 
 def zero_shard(
@@ -232,35 +229,6 @@ class ZeroTransformation(TreeTransformation):
         """
         options = StepOptions(accumulate, skip_nonfinite, max_skips, leaf_norms, timeout, memory, compiler_options)
         return Step(self.config, Loss(loss_fn, has_aux, weighted, mutable, reduction), options)
-
-    def init_params(self, init_fn: Callable[[*Given], Result], *args: *Given) -> Result:
-        """Initialise parameters in storage. Each device makes only its shards: at stage 3, none holds the whole model.
-
-        Args:
-            init_fn: Function that returns the tree of parameters, and that `jax.jit` can trace.
-            *args: Arguments of `init_fn`.
-
-        Returns:
-            The tree `init_fn(*args)` in storage, in the types of the master weights, for `create` or `init`. At stage
-            3, its leaves are sharded, and a leaf that needs padding is a `Padded`.
-        """
-        from zerojax.train.params import init_params
-
-        return init_params(self.config, init_fn, args)
-
-    def shard(self, params: Any) -> Any:
-        """Copy existing parameters into storage.
-
-        Args:
-            params: Logical JAX or NumPy arrays, arrays in storage, or `jax.ShapeDtypeStruct`s.
-
-        Returns:
-            A copy in storage for `create` or `init`, in the types of the master weights; frozen parameters have their
-            stored types. Donating it does not delete the caller's arrays. Shapes are returned with their shardings.
-        """
-        from zerojax.train.params import shard
-
-        return shard(self.config, params)
 
     def reshard(self, state: ZeroState, *, to: ZeroTransformation, donate: bool = True) -> ZeroState:
         """Move a live state into the layout of another transformation, without files, bit for bit.

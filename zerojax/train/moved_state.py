@@ -1,8 +1,9 @@
-"""Prepare a state that the caller moved or changed for a step."""
+"""Prepare a state that the caller moved or changed for a step, or refuse it."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,25 @@ from zerojax.layout.leaf import is_chunked
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import to_device
 from zerojax.train.state import ZeroState
+
+
+def refuse(state: Any, mutable: bool) -> None:
+    """Raise an error, because `state` is no state of a step whose loss has mutable state or not, as `mutable` says."""
+    if not isinstance(state, ZeroState):
+        raise TypeError(
+            f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params), or use "
+            f"tx.value_and_grad and tx.update in a hand-written loop."
+        )
+    if mutable and state.mutable is None:
+        raise ValueError(
+            "The loss function updates a mutable state, and this ZeroState has none. Give the initial one: "
+            "tx.create(params, mutable=...)."
+        )
+    if not mutable and state.mutable is not None:
+        raise ValueError(
+            "The state has a mutable state, which this step would not update. Pass mutable=True to train_step, or "
+            "make the state without it."
+        )
 
 
 def placed_again(config: Config, state: ZeroState) -> ZeroState:

@@ -1,4 +1,4 @@
-"""The state of a run, which a training step takes and returns: create it, and check it before a step."""
+"""The state of a run, which a training step takes and returns: and how it is created."""
 
 from __future__ import annotations
 
@@ -94,25 +94,6 @@ class ZeroState:
 
             changes["opt_state"] = as_planned(self.plan, changes["opt_state"])
         return dataclasses.replace(self, **changes)
-
-
-def check_is_state(state: Any, mutable: bool) -> None:
-    """Raise an error if `state` is no state of a step whose loss has mutable state or not, as `mutable` says."""
-    if not isinstance(state, ZeroState):
-        raise TypeError(
-            f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params), or use "
-            f"tx.value_and_grad and tx.update in a hand-written loop."
-        )
-    if mutable and state.mutable is None:
-        raise ValueError(
-            "The loss function updates a mutable state, and this ZeroState has none. Give the initial one: "
-            "tx.create(params, mutable=...)."
-        )
-    if not mutable and state.mutable is not None:
-        raise ValueError(
-            "The state has a mutable state, which this step would not update. Pass mutable=True to train_step, or "
-            "make the state without it."
-        )
 
 
 def create(config: Config, params: Any, mutable: Any, opt_state: Any) -> ZeroState:

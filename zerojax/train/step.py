@@ -20,7 +20,7 @@ from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.loss import Loss
-from zerojax.train.state import ZeroState, check_is_state
+from zerojax.train.state import ZeroState
 from zerojax.train.step_program import JittedStep, Metrics, StepCall, StepOptions, StepProgram
 
 if TYPE_CHECKING:
@@ -54,6 +54,14 @@ def guards_of(program: StepProgram, executor: Executor) -> tuple[Guard, ...]:
     from zerojax.train.watchdog import watchdogs
 
     return Agreement(program, executor), *watchdogs(program)
+
+
+def check_is_state(state: Any, mutable: bool) -> None:
+    """Raise an error if `state` is no state of a step whose loss has mutable state or not, as `mutable` says."""
+    if not (isinstance(state, ZeroState) and (state.mutable is not None) == mutable):
+        from zerojax.train.moved_state import refuse
+
+        refuse(state, mutable)
 
 
 def ready_state(config: Config, state: ZeroState) -> ZeroState:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypedDict
 
@@ -109,8 +108,11 @@ class StepProgram:
     @property
     def compiler_options(self) -> Mapping[str, Any]:
         """Return the compiler options of the step's own program, without the updates of offloaded state."""
-        options = self.options
-        return options_of_mesh(self.config) if options.compiler_options == "auto" else options.users_options
+        if self.options.compiler_options != "auto" or not self.config.data.across:
+            return self.options.users_options
+        from zerojax.train.hybrid_options import options_of_mesh
+
+        return options_of_mesh(self.config)
 
     @property
     def scales_loss(self) -> bool:
@@ -301,21 +303,3 @@ class StepCall:
     def rows(self) -> Any:
         """Return the batch, checked and divided over the devices."""
         return place_batch(self.program.config, self.batch, self.program.options.accumulate)
-
-
-# In hybrid sharding, a step has collectives over NVLink and over the network, which do not share a link. With this
-# option, XLA's scheduler does not run them one after another. `xla_gpu_memory_limit_slop_factor` is not set: a lower
-# limit saves memory, but XLA keeps to it by repeating matrix products, and not by another schedule.
-OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
-
-
-def options_of_mesh(config: Config) -> Mapping[str, Any]:
-    """Return the options with which a step is compiled if the user gives none. `XLA_FLAGS` has priority."""
-    data = config.data
-    is_hybrid = config.stage > 0 and 1 < data.size(data.across) < data.workers
-    matters = is_hybrid and is_gpu(config) and not config.params_on_disk
-    return {OVERLAP: 2} if matters and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
-
-
-def is_gpu(config: Config) -> bool:
-    return config.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")
