@@ -24,13 +24,13 @@ from zerojax.comm.mesh import in_storage_shape
 from zerojax.compat import common_dtype
 from zerojax.config import BUCKET_BYTES
 from zerojax.config.data_mesh import axes_of
-from zerojax.config.wire import Wire
 from zerojax.layout.leaf import Leaf, pad, replace_items, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
 
     from zerojax.comm.quantised import Codec
+    from zerojax.config.wire import Wire
 
 
 @dataclasses.dataclass(frozen=True)
