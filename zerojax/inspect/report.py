@@ -21,8 +21,7 @@ from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked
 from zerojax.optim.returned_state import Annotated, as_planned
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan
-from zerojax.placement.problems import Misplaced, misplaced
-from zerojax.placement.usable import unusable_named
+from zerojax.placement.problems import Misplaced, misplaced, unusable_named
 
 TITLES = {"device": "bytes/device", "host": "in host memory", "disk": "in files"}
 NUMBER = re.compile(r"\d+")

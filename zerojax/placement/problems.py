@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -72,7 +73,12 @@ def placements_in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
 def warn_of_misplaced(
     trees: Iterable[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int
 ) -> None:
-    """Warn about arrays that are not sharded as planned. The arguments are those of `PlacementCheck.first`."""
+    """Warn about arrays that are not sharded as planned.
+
+    `trees` has the name of each tree, the tree, and the layouts of its leaves. Only the axes `data` are compared. An
+    array on one device is accepted, because a program shards its arguments. `stacklevel` is that of `warnings.warn`; 1
+    means the caller of this function.
+    """
     found: dict[str, Misplaced] = {}
     for name, tree, leaves in trees:
         nodes = jax.tree.leaves(tree, is_leaf=is_stored_node)
@@ -90,6 +96,39 @@ def warn_of_misplaced(
             f"tx.shard(params) places existing parameters. zerojax.report names every leaf.",
             stacklevel=stacklevel + 1,
         )
+
+
+class PlacementCheck:
+    """On the first call with real (not traced) arrays, warn about arrays that are not sharded as planned."""
+
+    def __init__(self):
+        self._done = False
+
+    def first(self, trees: Sequence[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
+        """Call `warn_of_misplaced`, unless the arrays are traced or an earlier call has checked arrays."""
+        if self._done or any(isinstance(x, jax.core.Tracer) for _, tree, _ in trees for x in jax.tree.leaves(tree)):
+            return
+        self._done = True
+        warn_of_misplaced(trees, data, stacklevel=stacklevel + 1)
+
+
+@contextlib.contextmanager
+def unusable_named(mesh: Mesh | None, *, donates: bool = False, **trees: Any) -> Iterator[None]:
+    """Replace JAX's error about an unusable array by an error that names the array.
+
+    The arrays are checked only after an error. `mesh` is the mesh of the transformation, or None to accept arrays on
+    any mesh. `trees` are the arguments by name. If the call `donates` them, deleted arrays are not named.
+    """
+    of_arrays = (ValueError,) if donates else (RuntimeError, ValueError)
+    try:
+        yield
+    except of_arrays as error:
+        for name, tree in trees.items():
+            if donates:
+                tree = jax.tree.map(lambda x: None if isinstance(x, jax.Array) and x.is_deleted() else x, tree)
+            if problem := problem_of(mesh, name, tree):
+                raise ValueError(problem) from error
+        raise
 
 
 def problem_of(mesh: Mesh | None, name: str, tree: Any) -> str:

@@ -16,8 +16,8 @@ from zerojax.config import Config
 from zerojax.gather.on_use import StandIn, gather_on_use
 from zerojax.layout.leaf import has_chunked
 from zerojax.layout.tree import layout_of
+from zerojax.placement.problems import unusable_named
 from zerojax.placement.storage import cast, is_on_host, storage_leaves, to_device
-from zerojax.placement.usable import unusable_named
 from zerojax.train.arguments import NO_BATCH, call_unpacked, check_leaf_types, place_batch, place_leaf, separated
 from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of

@@ -205,7 +205,7 @@ class Step:
             with jax.profiler.StepTraceAnnotation("train", step_num=call.number):
                 return self._executor.run(call.state, rows, call.args)
         except ValueError:
-            from zerojax.placement.usable import unusable_named
+            from zerojax.placement.problems import unusable_named
 
             with unusable_named(self.config.mesh, donates=True, state=call.state):
                 raise

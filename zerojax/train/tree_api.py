@@ -43,6 +43,7 @@ from zerojax.optim.update import (
     unshard_after_update,
 )
 from zerojax.optim.update import update as update_shards
+from zerojax.placement.problems import PlacementCheck, unusable_named
 from zerojax.placement.storage import (
     Form,
     cast,
@@ -56,7 +57,6 @@ from zerojax.placement.storage import (
     to_device,
     unflatten_params,
 )
-from zerojax.placement.usable import PlacementCheck, unusable_named
 from zerojax.train.arguments import place_batch, separated
 from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss, LossInputs, View
