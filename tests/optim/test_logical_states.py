@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import Offload, Padded, Precision, Tuning, zero_shard
-from zerojax.config.config import MeshRecord
+from zerojax.config.mesh_record import MeshRecord
 
 HOLE = optax.MaskedNode()
 ROWS = jnp.linspace(-1, 1, 32).reshape(8, 4)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -33,40 +32,6 @@ BUCKET_BYTES = 128 << 20
 SHARED_BYTES = 1 << 20
 # An example of each option that is an object, for errors.
 EXAMPLES = {"precision": "Precision.bf16()", "wire": 'Wire(gather="int8")', "offload": 'Offload(optimizer="host")'}
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshRecord:
-    """A mesh in a form that can be pickled. `device_ids` are in the mesh's order."""
-
-    shape: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    axis_types: tuple[AxisType, ...]
-    platform: str
-    device_ids: tuple[int, ...]
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> MeshRecord:
-        devices = list(mesh.devices.flat)
-        ids = tuple(device.id for device in devices)
-        return cls(mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids)
-
-    def mesh(self) -> Mesh:
-        """Rebuild the mesh from the devices of this process. Raise a ValueError if a device is missing."""
-        try:
-            devices = {device.id: device for device in jax.devices(self.platform)}
-        except RuntimeError:  # this process has no such platform
-            devices = {}
-        if missing := [i for i in self.device_ids if i not in devices]:
-            axes = dict(zip(self.axis_names, self.shape, strict=True))
-            raise ValueError(
-                f"A pickled transformation has a mesh {axes} with the {self.platform} devices {list(self.device_ids)}, "
-                f"and this process has no device {missing[0]}, only {sorted(devices) or 'devices of other platforms'}. "
-                f"A mesh is rebuilt from device ids: load the transformation where JAX sees the same devices (after "
-                f"jax.distributed.initialize), or make it there with zero_shard."
-            )
-        found = np.array([devices[i] for i in self.device_ids]).reshape(self.shape)
-        return Mesh(found, self.axis_names, axis_types=self.axis_types)
 
 
 class OffloadOption(Option):
@@ -191,6 +156,8 @@ class Config:
 
     def __getstate__(self) -> dict:
         """Return the fields, with a `MeshRecord` for the mesh, whose devices cannot be pickled."""
+        from zerojax.config.mesh_record import MeshRecord
+
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return fields | {"user_mesh": MeshRecord.of(self.user_mesh)}
 

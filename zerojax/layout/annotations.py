@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.config import Config, DataMesh
 from zerojax.config.chosen import LeafMask
 from zerojax.config.data_mesh import axes_of, entry_axes, in_words
-from zerojax.layout.leaf import OVERWRITE, Leaf, is_padded, metadata_of, restricted, shard_extent, without_last_nones
+from zerojax.layout.leaf import OVERWRITE, Leaf, is_padded, restricted, shard_extent, without_last_nones
 
 
 def partition_metadata(params) -> list:
@@ -40,6 +40,13 @@ def partition_metadata(params) -> list:
 
     nodes = jax.tree.leaves(params, is_leaf=lambda x: is_padded(x) or bool(names(x)))
     return [spec for node in nodes for spec in expand(node)]
+
+
+def metadata_of(node: Any) -> dict:
+    """Return the metadata of an NNX Variable, or an empty dict."""
+    # Look at the class, because a user's node may return a value for any attribute, or raise any error.
+    metadata = node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def axes_of_variable(node: Any, key: str) -> tuple:

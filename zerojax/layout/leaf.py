@@ -344,10 +344,3 @@ def pad(x: Shaped[Array, "*logical"], dim: int, size: int) -> Shaped[Array, "*st
     if x.shape[dim] == size:
         return x
     return jnp.pad(x, [(0, size - x.shape[dim] if i == dim else 0) for i in range(x.ndim)])
-
-
-def metadata_of(node: Any) -> dict:
-    """Return the metadata of an NNX Variable, or an empty dict."""
-    # Look at the class, because a user's node may return a value for any attribute, or raise any error.
-    metadata = node.get_metadata() if callable(getattr(type(node), "get_metadata", None)) else None
-    return metadata if isinstance(metadata, dict) else {}

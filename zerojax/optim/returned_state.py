@@ -14,8 +14,8 @@ import jax
 
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
-from zerojax.layout.annotations import overwritten_leaves
-from zerojax.layout.leaf import is_chunked, metadata_of
+from zerojax.layout.annotations import metadata_of, overwritten_leaves
+from zerojax.layout.leaf import is_chunked
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import shapes
 
