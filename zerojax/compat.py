@@ -7,12 +7,10 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 - The primitives of `jax.jit` and `jax.checkpoint` have changed their names.
 - With `jax_remat3`, `jax_custom_vjp3` or `jax_custom_jvp3` (jax 0.12), `jax.checkpoint`, `checkpoint_name` and custom
   derivatives are one primitive with an object (`HiPrim`) as its parameter. `name_of` and `params_of` hide that.
-- Up to 0.11, `compute_on` returns a context manager. From 0.12, it takes the function to run.
 """
 
 import dataclasses
 import functools
-import inspect
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -221,12 +219,3 @@ def add_cotangents(a: Any, b: Any) -> Any:
 def zero_cotangent(shape: Sequence[int], dtype: Any) -> Any:
     """Make a cotangent of zeros. For an extended type, the type itself defines the zero."""
     return ad.zeros_like_aval(jax.core.ShapedArray(tuple(shape), dtype))
-
-
-def on_host(fn: Callable) -> Callable:
-    from jax.experimental import compute_on
-
-    of_jax: Any = compute_on.compute_on  # which takes the function itself in newer versions
-    if "out_memory_spaces" in inspect.signature(of_jax).parameters:
-        return of_jax(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
-    return of_jax("device_host")(jax.jit(fn))

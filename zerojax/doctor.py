@@ -19,12 +19,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zerojax import compat
 from zerojax.comm.mesh import resolve_mesh
 from zerojax.config.precision import Precision
 from zerojax.offload.chunks import ChunkSpec
 from zerojax.offload.disk import DiskStore
-from zerojax.offload.host import CAP_VARIABLE, available_bytes, host_kind, host_sharding, pinned_cap, to_memory
+from zerojax.offload.host import (
+    CAP_VARIABLE,
+    available_bytes,
+    compute_on_host,
+    host_kind,
+    host_sharding,
+    pinned_cap,
+    to_memory,
+)
 from zerojax.offload.options import Offload
 from zerojax.planning.estimate import estimate
 from zerojax.units import format_bytes
@@ -102,7 +109,7 @@ def bandwidths() -> tuple[str, dict[str, Any]]:
     on_host = jax.device_put(jnp.zeros(ELEMENTS * mesh.size, jnp.float32), host)
     on_device = to_memory(on_host, "device")
     link = 4 * ELEMENTS / timed(lambda: (to_memory(on_host, "device"), to_memory(on_device, kind)))
-    update = jax.jit(compat.on_host(lambda m, g: 0.9 * m + 0.1 * g), donate_argnums=0, out_shardings=host)
+    update = jax.jit(compute_on_host(lambda m, g: 0.9 * m + 0.1 * g), donate_argnums=0, out_shardings=host)
     state = to_memory(on_device, kind)
 
     def step() -> jax.Array:
@@ -190,7 +197,7 @@ def host_compute() -> str:
     mesh = resolve_mesh(None, ("data",))
     on_host = host_sharding(mesh, jax.sharding.PartitionSpec())
     x = np.arange(1024, dtype=np.float32)
-    affine = jax.jit(compat.on_host(lambda x: 2 * x + 1), out_shardings=on_host)
+    affine = jax.jit(compute_on_host(lambda x: 2 * x + 1), out_shardings=on_host)
     if not np.array_equal(np.asarray(affine(jax.device_put(jnp.asarray(x), on_host))), 2 * x + 1):
         raise ArithmeticError("2 x + 1 in host memory is not 2 x + 1. Use Offload(update='device').")
     return f"correct, in {host_kind(mesh)} memory"

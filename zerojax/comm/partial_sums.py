@@ -61,19 +61,15 @@ class Divided:
 
     def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Split each dim that holds the rows as an inner factor, so that the rows begin a separate dim."""
-        return [_split(x, p) if p is not None and p.is_split else x for x, p in zip(values, self.places, strict=True)]
+        return self._reshaped(values, lambda p, shape: (*shape[: p.dim], p.outer, -1, *shape[p.dim + 1 :]))
 
     def closed(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Undo `opened`. Also accepts one worker's part."""
-        return [_merged(x, p) if p is not None and p.is_split else x for x, p in zip(values, self.places, strict=True)]
+        return self._reshaped(values, lambda p, shape: (*shape[: p.dim], -1, *shape[p.dim + 2 :]))
 
-
-def _split(x: jax.Array, place: Place) -> jax.Array:
-    return x.reshape(*x.shape[: place.dim], place.outer, -1, *x.shape[place.dim + 1 :])
-
-
-def _merged(x: jax.Array, place: Place) -> jax.Array:
-    return x.reshape(*x.shape[: place.dim], -1, *x.shape[place.dim + 2 :])
+    def _reshaped(self, values: Sequence[jax.Array], shape_of: Callable) -> list[jax.Array]:
+        pairs = zip(values, self.places, strict=True)
+        return [x.reshape(shape_of(p, x.shape)) if p is not None and p.is_split else x for x, p in pairs]
 
 
 @dataclasses.dataclass(frozen=True)

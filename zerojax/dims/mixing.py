@@ -9,8 +9,10 @@ from zerojax.primitives import Kind, of_kind
 
 
 def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    params = eqn.params
-    dims = params.get("dimensions", (params.get("axis", params.get("dimension")),))
+    """Find the followed dim after a sort, a reversal, a top-k or an accumulation along a dim, by default the last."""
+    names, ndim = ("axis", "dimension", "reduction_dimension"), len(eqn.invars[0].aval.shape)
+    axis = next((int(eqn.params[name]) for name in names if name in eqn.params), -1)
+    dims = eqn.params.get("dimensions", (axis % ndim,))
     return [ragged(off(dims, together(states)), dims)] * len(eqn.outvars)
 
 
@@ -18,12 +20,6 @@ def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[
     slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
     state = off(slid, _of_arrays(eqn, states))
     return [state if state is None else Places(state.places)] * len(eqn.outvars)
-
-
-def top_k(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    ndim = len(eqn.invars[0].aval.shape)
-    axis = int(eqn.params.get("axis", eqn.params.get("reduction_dimension", ndim - 1))) % ndim
-    return [ragged(off((axis,), states[0]), (axis,))] * len(eqn.outvars)
 
 
 def batched(state: State, ndim: int) -> State:
@@ -99,12 +95,10 @@ RULES: dict[str, PlaceRule] = {
     **dict.fromkeys(of_kind(Kind.DECOMPOSITION), decomposition),
     **dict.fromkeys(of_kind(Kind.KEYS), keys),
     **dict.fromkeys(of_kind(Kind.WINDOW), window),
-    "approx_top_k": top_k,
     "bitcast_convert_type": bitcast,
     "conv_general_dilated": convolution,
     "dot_product_attention_bwd_wrapper": attention,
     "dot_product_attention_fwd_wrapper": attention,
     "fft": fft,
     "rev": along,
-    "top_k": top_k,
 }

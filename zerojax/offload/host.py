@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -103,3 +106,13 @@ def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgrou
     except (OSError, ValueError):
         pass
     return min(limits, default=None)
+
+
+def compute_on_host(fn: Callable) -> Callable:
+    """Return a function that runs `fn` on the CPU of the host. Up to jax 0.11, `compute_on` is a context manager."""
+    from jax.experimental import compute_on
+
+    of_jax: Any = compute_on.compute_on
+    if "out_memory_spaces" in inspect.signature(of_jax).parameters:
+        return of_jax(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return of_jax("device_host")(jax.jit(fn))

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import jax
 from jax.sharding import PartitionSpec
 
-from zerojax import compat
 from zerojax.config import Config
 from zerojax.offload.blocked import in_blocks
-from zerojax.offload.host import host_sharding
+from zerojax.offload.host import compute_on_host, host_sharding
 from zerojax.optim.elementwise import is_by_element
 from zerojax.streaming.chunk_programs import GroupInputs, ProgramKey, updated_chunk
 
@@ -30,7 +29,7 @@ def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) 
     def run(params, grads, state, shared, consts):
         # Use a shard_map, because otherwise a block of an array could span several devices.
         local = jax.shard_map(
-            compat.on_host(functools.partial(compute, key)),
+            compute_on_host(functools.partial(compute, key)),
             mesh=config.mesh,
             in_specs=(sharded, sharded, sharded, replicated, replicated),
             out_specs=sharded,
