@@ -7,7 +7,7 @@ from conftest import mesh_of
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from zerojax.gather import traced_passes
+from zerojax.gather.vjp import traced_passes
 
 ROWS, SIZE = 16, 64
 W, X = jnp.ones((SIZE, SIZE)), jnp.ones((ROWS, SIZE))

@@ -32,8 +32,7 @@ from zerojax.layout.leaf import Leaf, pad, replace_items
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
-# For each value, the state that says which dims hold the rows of the batch.
-Rows = Sequence[State]
+Rows = Sequence[State]  # for each value, which dims hold the rows of the batch
 # Matches the name scope of a collective in an operation's name. The groups are the collective's kind and leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
 UPDATE = "zerojax_update"  # the name scope of the optimizer's update
@@ -109,10 +108,9 @@ class Collectives(ManualCollectives):
         specs = [PartitionSpec(axes, *leaf.other_spec) for axes, leaf in zip(over, chosen, strict=True)]
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
-        summed = [i for i in range(len(leaves)) if i not in reduced]
-        narrow = {i: grads[i].astype(self.reduce_dtype(grads[i].dtype)) for i in summed}
-        reduced |= {i: to_storage(self.mesh, x, leaves[i]) for i, x in narrow.items()}
-        return [reduced[i] for i in range(len(leaves))]
+        cast = lambda grad: grad.astype(self.reduce_dtype(grad.dtype))
+        pairs = enumerate(zip(grads, leaves, strict=True))
+        return [reduced[i] if i in reduced else to_storage(self.mesh, cast(x), leaf) for i, (x, leaf) in pairs]
 
     def is_across(self, leaf: Leaf) -> bool:
         """Return whether a result of `reduce_scatter` must be reduced across groups during the backward pass, too."""

@@ -179,10 +179,7 @@ def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:
 
 
 def _label(leaves: Sequence[Leaf]) -> str:
-    """Return a collective's name in the compiled program: the first leaf's path, and the number of other leaves.
-
-    In programs that several layers share, leaves have no path.
-    """
+    # In programs that several layers share, leaves have no path.
     return (leaves[0].path or "a parameter") + (f" and {len(leaves) - 1} more" if len(leaves) > 1 else "")
 
 
@@ -236,8 +233,8 @@ def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> li
     """Split the last dim of a bucket's rows into one array per leaf.
 
     XLA cannot see through the barrier where each leaf begins, so it compiles one kernel for all leaves of one shape.
-    Without the barrier, it compiled one kernel per leaf, which took most of the compile time. An unsigned offset would
-    save a few equations, but then XLA schedules a gather of the backward pass next to no product (docs/fit.md's model).
+    Without the barrier, it compiled one kernel per leaf, which took most of the compile time. With unsigned offsets,
+    XLA scheduled a gather of the backward pass next to no product (docs/fit.md's model).
     """
     if len(leaves) == 1:
         return [rows]

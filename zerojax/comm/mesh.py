@@ -5,10 +5,9 @@ computes on Auto axes. Public functions use `on_auto_mesh` to move their argumen
 and their results back to the caller's mesh. Moving a concrete array keeps its buffers, so donating the moved array
 donates the caller's array. Moving a traced array changes its type. If the sharding stays the same, no operation runs.
 
-`mapped` is a `jax.shard_map` that `checkify` does not look into. `checkify` carries its error through every equation.
-After one `shard_map` the error has one entry per device, and after the next one entry per pair of devices. A step has
-dozens of `shard_map`s, so the error would take terabytes, and checks after the first would fail because shapes do not
-fit. Automatic checks need not look inside, because the results show any NaN. So `checkify` has no rule for `mapped`.
+`mapped` is a `jax.shard_map` for which `checkify` has no rule. `checkify` carries its error through every equation,
+with one entry per device after one `shard_map`, and one per pair of devices after the next one. A step has dozens of
+them, so the error would take terabytes. Automatic checks need not look inside, because the results show any NaN.
 """
 
 from __future__ import annotations
@@ -104,11 +103,8 @@ def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
 
 
 def wait_if_simulated(mesh: Mesh, arrays: Any) -> Any:
-    """Return `arrays`. If the devices of `mesh` are simulated on a CPU, first wait until the arrays are computed.
-
-    Simulated devices share one pool of threads. If two programs run at the same time, their collectives block each
-    other until XLA aborts.
-    """
+    """Return `arrays`. If the devices of `mesh` are simulated on a CPU, first wait until the arrays are computed."""
+    # Simulated devices share one pool of threads. Collectives of two programs at once would block each other.
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)
     return arrays
@@ -191,9 +187,7 @@ def with_types(tree: PyTree) -> Any:
     """Wrap each array that is divided over Explicit axes in `Typed`, which keeps its type on the Auto mesh."""
 
     def one(x):
-        if not is_explicit(x):
-            return x
-        spec = explicit_part((jax.typeof(x) if isinstance(x, jax.core.Tracer) else x).sharding.spec, mesh_of(x))
+        spec = explicit_part(sharding_of(x).spec, mesh_of(x)) if is_explicit(x) else PartitionSpec()
         return Typed(x, spec) if axes_of(spec) else x
 
     return jax.tree.map(one, tree)
@@ -264,16 +258,17 @@ def to_explicit(mesh: Mesh, tree: PyTree, shardings: Callable[[Any], PyTree] = l
     return jax.tree.map(subtree, shardings(without_types(tree)) if traced else PartitionSpec(), tree)
 
 
+def sharding_of(x: Any) -> Any:
+    x = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    return x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
+
+
 def mesh_of(x: Any) -> Any:
-    if isinstance(x, jax.core.Tracer):
-        x = jax.typeof(x)
-    sharding = x if isinstance(x, NamedSharding) else getattr(x, "sharding", None)
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return sharding.mesh if isinstance(sharding := sharding_of(x), NamedSharding) else None
 
 
 def is_explicit(x: Any) -> bool:
-    mesh = mesh_of(x)
-    return mesh is not None and bool(mesh.explicit_axes)
+    return (mesh := mesh_of(x)) is not None and bool(mesh.explicit_axes)
 
 
 def moved(x: Any, mesh: Any, spec: PartitionSpec) -> Any:

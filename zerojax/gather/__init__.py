@@ -58,16 +58,3 @@ Around the engine:
     working_set     counts how much is gathered at a time, for `check` and `estimate`
     tiled           `block` marks a layer; `tiled` runs a loop over tiles of a sequence as one block
 """
-
-from zerojax.gather.engine import alike_args, param_states, row_states, split_arrays
-from zerojax.gather.vjp import RowStates, Sums, traced_passes
-
-__all__ = [
-    "RowStates",
-    "Sums",
-    "alike_args",
-    "param_states",
-    "row_states",
-    "split_arrays",
-    "traced_passes",
-]
