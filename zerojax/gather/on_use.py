@@ -3,36 +3,17 @@
 An evaluation needs this, because its caller may take the gradient. A training step runs both passes itself (`engine`).
 """
 
-import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 
-from zerojax import names
+from zerojax import compat, names
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.gather.segments import Program, Static
 from zerojax.layout.leaf import Leaf
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StandIn:
-    """A parameter for `gather_on_use`, and zeros that are differentiated instead of the parameter.
-
-    JAX gives a cotangent the shape and the memory of its primal. If a gradient needs another shape or memory, zeros in
-    that shape and memory are differentiated instead. No equation reads the zeros. For a shard in host memory, the zeros
-    are on the device. If a gradient is reduced after the pass, the zeros may have a dim of partial sums in front.
-
-    Attributes:
-        value: The parameter in storage.
-        zeros: Zeros with the gradient's shape and memory, and the parameter's type.
-    """
-
-    value: Any
-    zeros: Any
 
 
 def gather_on_use(
@@ -53,9 +34,8 @@ def gather_on_use(
     `jax.shard_map` that is manual over the axes of `comm`.
 
     The derivative with respect to a sharded parameter is a shard of the sum over devices, with zeros in the padding;
-    with respect to any other argument, it is this device's derivative. A parameter may be given as a `StandIn`: JAX
-    then differentiates its zeros, so the gradient may have another shape or be in other memory. A shard in host memory
-    must be given so, and is copied to the device before each gather.
+    with respect to any other argument, it is this device's derivative. A shard in host memory is copied to the device
+    before each gather, and its derivative is copied to the host.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -63,10 +43,8 @@ def gather_on_use(
     options = Options(comm, prefetch, reshard_after_forward)
 
     def wrapped(params, *args):
-        given, tree = jax.tree.flatten(params, is_leaf=lambda x: isinstance(x, StandIn))
-        shards = [x.value if isinstance(x, StandIn) else x for x in given]
-        zeros = {i: x.zeros for i, x in enumerate(given) if isinstance(x, StandIn)}
-        leaves = _leaves_of(layout, jax.tree.structure(tree.unflatten(shards)))
+        shards, tree = jax.tree.flatten(params)
+        leaves = _leaves_of(layout, tree)
         comm.check(shards, leaves)
         full = [
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
@@ -75,32 +53,21 @@ def gather_on_use(
         on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
         unlike = range(len(args)) if differing is None else differing
         program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, args, of_rows, comm, unlike)
-        # Only the shapes of the zeros are passed on. A backward pass that closes over a tracer would keep the trace of
-        # the derivative alive.
-        run = as_function(program, options, {i: jax.ShapeDtypeStruct(x.shape, x.dtype) for i, x in zeros.items()})
-        results = run(*shards, *arrays, *consts, *zeros.values())
-        return jax.tree.unflatten(structure, results)
+        return jax.tree.unflatten(structure, as_function(program, options)(*shards, *arrays, *consts))
 
     return wrapped
 
 
-def as_function(program: Program, options: Options, zeros: Mapping[int, jax.ShapeDtypeStruct]) -> Callable:
-    """Return the program as a function `run(*arguments, *zeros)` with a backward pass.
-
-    `zeros` has the shapes of the zeros of `StandIn`s, by the index of the argument.
-    """
-    count = len(program.invars)
+def as_function(program: Program, options: Options) -> Callable:
+    """Return the program as a function of its arguments, with a backward pass."""
 
     @jax.custom_vjp
     def run(*args):
         with names.outside_transforms():
-            return run_forward(program, args[:count], None, options)[0]
+            return run_forward(program, args, None, options)[0]
 
     def forward(*args):
-        active = [arg.perturbed for arg in args[:count]]
-        for place, stand_in in zip(zeros, args[count:], strict=True):
-            active[place] = stand_in.perturbed
-        values = [arg.value for arg in args[:count]]
+        active, values = [arg.perturbed for arg in args], [arg.value for arg in args]
         with names.outside_transforms():  # The passes of the segments have these names.
             results, kept = run_forward(program, values, active, options)
         return results, (values, kept, Static(active))
@@ -110,12 +77,14 @@ def as_function(program: Program, options: Options, zeros: Mapping[int, jax.Shap
         given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
         with names.outside_transforms():
             grads = run_backward(program, args, active.value, kept, given, options)
-        # The gradient of an argument that is no sharded parameter may still have partial sums, on one dim in front.
-        summed = lambda x, var: x if x is None or x.ndim == var.aval.ndim else x.sum(0)
-        pairs = enumerate(zip(grads, program.invars, strict=True))
-        for_args = [None if i in zeros else summed(x, var) for i, (x, var) in pairs]
-        for_zeros = [None if grads[i] is None else options.comm.like(grads[i], x) for i, x in zeros.items()]
-        return (*for_args, *for_zeros)
+
+        def like_primal(grad, arg, var):
+            # The gradient of an argument that is no sharded parameter may have partial sums, on one dim in front.
+            grad = grad if grad.ndim == var.aval.ndim else grad.sum(0)
+            return jax.device_put(grad, jax.memory.Space.Host) if compat.in_host_memory(jax.typeof(arg)) else grad
+
+        triples = zip(grads, args, program.invars, strict=True)
+        return tuple(grad if grad is None else like_primal(grad, arg, var) for grad, arg, var in triples)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
-from zerojax.gather.on_use import StandIn, gather_on_use
+from zerojax.gather.on_use import gather_on_use
 from zerojax.layout.leaf import has_chunked
 from zerojax.layout.tree import layout_of
 from zerojax.placement.problems import unusable_named
-from zerojax.placement.storage import cast, is_on_host, storage_leaves, to_device
+from zerojax.placement.storage import cast, storage_leaves
 from zerojax.train.arguments import NO_BATCH, call_unpacked, check_leaf_types, place_batch, place_leaf, separated
 from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of
@@ -45,16 +45,13 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         layout = layout_of(config, params, others=others)
         stored = cast(storage_leaves(params, layout.params), [leaf.dtype for leaf in layout.params])
         view = View(config, layout, (), Function(fn), 1)
-        # The gradient of zeros in device memory becomes the gradient of the parameter, which is in host memory.
-        zeros = lambda x: x - jax.lax.stop_gradient(x)
-        shards = [StandIn(x, zeros(to_device(x))) if is_on_host(x) else x for x in stored]
         call = view.call
         if view.gathers_on_use:
             tree = jax.tree.unflatten(layout.treedef, layout.params)
             ahead, reshards = config.prefetch, config.reshard_after_forward
             options = {"prefetch": ahead, "reshard_after_forward": reshards, "of_rows": OF_ROWS, "differing": DIFFERING}
             call = gather_on_use(call, tree, comm=view.comm, **options)
-        return call(jax.tree.unflatten(layout.treedef, shards), None, batch, *args)
+        return call(jax.tree.unflatten(layout.treedef, stored), None, batch, *args)
 
     @functools.cache
     def program_for(others: tuple) -> Callable:
