@@ -37,7 +37,8 @@ def evaluate(
         with context_of(eqn):
             results = rule(eqn, values)
             # If JAX finds a NaN, it runs equations one by one. An error in a call would not name the equation.
-            if results is None and eqn.primitive.name in ("jit", "pjit") and jax.config.jax_debug_nans:
+            is_call = results is None and eqn.primitive.name in ("jit", "pjit")
+            if is_call and jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue]
                 results = evaluate_call(eqn, values, lambda *_: None)
             if results is None:
                 results = compat.evaluate_one(eqn, values)

@@ -144,36 +144,21 @@ _JOINTLY: Mapping[str, slice] = {
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known about one primitive. Without a kind, nothing is known.
-
-    Attributes:
-        kind: What the primitive does.
-        linear: Whether it is linear in each operand, if the other operands are constant. `div` is linear in its first.
-        jointly_linear: The operands in which it is linear together.
-        zero_at_zero: Whether an elementwise result is zero wherever all operands are zero.
-        is_view: Whether the result has the operand's elements, and XLA writes no new array.
-        reduction: For reductions and scatters that combine elements in any order: "sum", "max", "min", "prod", "and",
-            "or" or "xor".
-        rounds: Whether floats are rounded to integers.
-        draws: Whether random numbers are computed.
-        differs_by_device: Whether equal operands on all devices may have different results.
-        stays_apart: Whether two equations with the same operands must not become one.
-        adds_no_zeros: Whether the derivative makes no array of zeros.
-        changes_weights: Whether models often apply it to a weight, element by element, to scale, mask or normalise it.
-    """
+    """What is known about one primitive. Without a kind, nothing is known."""
 
     kind: Kind = Kind.UNKNOWN
-    linear: bool = False
-    jointly_linear: slice = dataclasses.field(default_factory=lambda: slice(0))
-    zero_at_zero: bool = False
-    is_view: bool = False
+    linear: bool = False  # in each operand, if the others are constant; `div` is linear in its first operand
+    jointly_linear: slice = dataclasses.field(default_factory=lambda: slice(0))  # the operands in which it is linear
+    zero_at_zero: bool = False  # an elementwise result is zero wherever all operands are zero
+    is_view: bool = False  # the result has the operand's elements, and XLA writes no new array
+    # what a reduction or scatter does with elements in any order: "sum", "max", "min", "prod", "and", "or" or "xor"
     reduction: str | None = None
-    rounds: bool = False
-    draws: bool = False
-    differs_by_device: bool = False
-    stays_apart: bool = False
-    adds_no_zeros: bool = False
-    changes_weights: bool = False
+    rounds: bool = False  # floats are rounded to integers
+    draws: bool = False  # random numbers are computed
+    differs_by_device: bool = False  # equal operands on all devices may have different results
+    stays_apart: bool = False  # two equations with the same operands must not become one
+    adds_no_zeros: bool = False  # the derivative makes no array of zeros
+    changes_weights: bool = False  # models often scale, mask or normalise a weight with it, element by element
 
     @property
     def elementwise(self) -> bool:
