@@ -25,7 +25,7 @@ from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked
 from zerojax.placement.storage import is_stored_node
 from zerojax.planning.compiled_plan import Plan
-from zerojax.planning.estimate import PARTS, Estimate
+from zerojax.planning.estimate import Estimate
 from zerojax.units import byte_unit, format_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def memory(estimate: Estimate, *, capacity: float | None = None) -> Figure:
     unit, size = byte_unit(max(row.total + row.host + row.disk for row in rows))
     base = [0.0] * len(rows)
     labels = [f"stage {row.stage}" for row in rows]
-    for part in (*PARTS, *OFFLOADED):
+    for part in (*COLORS, *OFFLOADED):
         sizes = [getattr(row, part) / size for row in rows]
         if not any(sizes):
             continue

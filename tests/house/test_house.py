@@ -68,6 +68,17 @@ def test_test_files_import_from_test_files_of_their_own_folder_only():
         assert not missing, (path, missing)
 
 
+def test_what_notebooks_benchmarks_and_examples_import_is_there():
+    """Their own tests are slow, so a name that was moved would be missed for long."""
+    for folder in ("notebooks", "benchmarks", "examples", "docs", "tests"):
+        for path in (ROOT.parent / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "zerojax":
+                    module = importlib.import_module(node.module)
+                    for name in (alias.name for alias in node.names if not hasattr(module, alias.name)):
+                        importlib.import_module(f"{node.module}.{name}")  # otherwise it is a module
+
+
 def test_no_source_text_is_executed():
     for path, nodes in NODES.items():
         called = {x.func.id for x in nodes if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)}
