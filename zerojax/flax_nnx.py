@@ -250,7 +250,7 @@ def with_nodes(nodes: Any, arrays: Any) -> Any:
 
 
 def batch_index(nodes: Sequence) -> int | None:
-    """Return the index of the batch, which is the first argument without NNX objects, or None if all have some."""
+    """Return the index of the batch, the first argument without NNX objects. None: every argument has NNX objects."""
     return next((i for i, node in enumerate(nodes) if not jax.tree.leaves(node, is_leaf=is_node)), None)
 
 

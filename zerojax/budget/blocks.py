@@ -57,8 +57,8 @@ class Blocks:
         """Return the values that a block saves with a share.
 
         With share 0, these are the results of collectives. With share 1, these are all values that the backward pass
-        reads. A share below 1 is a share of `Graph.kept`, or of `Graph.bytes` in a loop: XLA computes elementwise
-        functions of saved values again, but not in another loop.
+        reads. Any other share is one of the bytes of `Graph.kept`, because XLA computes elementwise functions of saved
+        values again. It does not do so in another loop, so the share of a loop is one of `Graph.bytes`.
         """
         key = id(block.graph), block.is_loop, share
         if key not in self._choices:

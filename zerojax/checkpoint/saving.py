@@ -203,7 +203,10 @@ def copied(leaves: Mapping[str, jax.Array | Chunked]) -> Boxes:
 
 
 def copied_boxes(x: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Copy an array, or this process's shards with replica ID 0. For PRNG keys, take the key data."""
+    """Copy an array, or its shards with replica ID 0 in this process, as pairs of first index and values.
+
+    A PRNG key is copied as its key data.
+    """
     x = jax.random.key_data(x) if is_key(x) else x
     if x.is_fully_addressable:
         return [((0,) * x.ndim, np.array(x))]

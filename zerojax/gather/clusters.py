@@ -96,7 +96,7 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
     blocked: dict = {}  # an equation that cannot move before another one has run -> the other one
 
     def needed(i: int) -> list | None:
-        """Return `i` and what must run before it, or None if that gathers or has effects."""
+        """Return `i` and the equations that must run before it, or None if one of them gathers or has effects."""
         found, pending = {i}, [i]
         while pending:
             one = pending.pop()

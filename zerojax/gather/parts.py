@@ -111,7 +111,7 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False) -> Sequence[int | 
 
 
 def _is_product_of_shards(eqn: Any) -> bool:
-    """Return whether an equation is an inner product of all elements, or a product with a scalar, its derivative."""
+    """Return whether an equation is an inner product of all elements, or its derivative, a product with a scalar."""
     if eqn.primitive.name != "dot_general":
         return False
     (lhs, rhs), (batch, _) = eqn.params["dimension_numbers"]

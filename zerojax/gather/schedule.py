@@ -235,7 +235,7 @@ class GradScheduler:
 
     @jax.named_scope(names.SHARDS)
     def settle(self, due: Sequence[jax.Array], *, flush: bool = False) -> None:
-        """Take the gradients that `due` returned, after a barrier, and do the next step for each of them.
+        """Take the gradients that `due` returned, after a barrier. Accumulate the reduced ones, and reduce the others.
 
         If `flush` is true, gradients do not wait for the rest of their group.
         """

@@ -147,7 +147,7 @@ def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
 
 
 def bytes_of(params: Iterable[ShardedParam]) -> int:
-    """Return the bytes of gathered parameters, in the types in which they are gathered. Each gather counts once."""
+    """Return the bytes of gathered parameters, in the types in which they are gathered. A shared gather counts once."""
     leaves = {param.key: param.leaf for param in params}.values()
     return sum(leaf.bytes for leaf in leaves)
 

@@ -62,7 +62,7 @@ class Report:
 
     Attributes:
         rows: One row per leaf.
-        matrices: Which matrices owners update, what this saves, and why owners do not update the other matrices.
+        matrices: The matrices that owners update, what this saves, and why the other matrices have no owners.
         groups: The groups of the update, and where each group's state is kept, one per line. Empty without offload.
         misplaced: For each leaf that is not placed as planned, by path: the planned and the actual placement.
         compiled: Sentences about the compiler options of a step, if `report` was given the step.

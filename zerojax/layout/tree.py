@@ -113,8 +113,9 @@ def lay_out(
 
     If `others`, a leaf's sharding or Flax's metadata says that another mesh axis divides a dim, the data axes divide
     another dim. Without `precision`, every leaf keeps its type. Without `trainable`, all leaves with a gradient are
-    trained. Without `wire`, none is quantised. `overwrite` and `overwritten` choose leaves to overwrite in addition to
-    those with the name `_overwrite_with_gradient`. A leaf that is no array, or of an unsafe type, is a `TypeError`.
+    trained. Without `wire`, no leaf is quantised. `overwrite` and `overwritten` choose leaves to overwrite, in addition
+    to those with the name `_overwrite_with_gradient`. Raise a TypeError for a leaf that is no array, or whose type is
+    unsafe.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
     for path, x in found:

@@ -41,9 +41,9 @@ def init_programs(
 
 
 def groups(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Iterator[tuple[int, ...]]:
-    """Yield groups of consecutive leaf indices. The shards of several leaves in one group have limited bytes in total.
+    """Yield groups of consecutive leaf indices, so that the shards in a group of several leaves stay under a limit.
 
-    The limit is half of the largest full leaf, or 1/`most` of all shards, whichever is larger.
+    The limit in bytes is half of the largest full leaf, or 1/`most` of all shards, whichever is larger.
     """
     local = [leaf.local_bytes for leaf in leaves]
     largest = max((leaf.bytes for leaf in leaves), default=0)

@@ -217,7 +217,7 @@ def along_data(found: Iterable[CollectivePiece], config: Config) -> Iterator[Col
 
 
 def _elements_moved(which: Sequence[CollectivePiece], fmt: str | None, wire: Wire | None) -> int:
-    """Return how many elements the pieces move. A quantised payload counts as the elements that it encodes."""
+    """Return how many elements these collectives move. A quantised payload counts as the elements that it encodes."""
     moved = sum(piece.elements for piece in which)
     if wire is None or fmt is None:
         return moved

@@ -59,9 +59,9 @@ class Plan:
             zerojax, or the mesh has axes that do not divide the batch.
         host: Bytes per device in host memory, as `estimate` computes them.
         disk: Bytes per device on disk, as `estimate` computes them.
-        update: The seconds per step after the gradients, in which offloaded state is copied to the device, updated and
-            copied back: its bytes at the rate `host_link` in each direction, and at the rate `disk` if it is given. 0
-            if all state stays on the device, or if the host updates the state.
+        update: Seconds per step, after the gradients, in which offloaded state is copied to the device, updated and
+            copied back. They follow from the bytes of the state at the rate `host_link` in each direction, and at the
+            rate `disk` if that is given. 0 if all state stays on the device, or if the host updates the state.
         largest_batch: Rows of the largest global batch that fits; 0 if no batch fits. None without a search.
         blocks: What each block of the loss saves, offloads and recomputes: a scan, a function marked with
             `zerojax.block`, or a call of a `jax.checkpoint` or `zerojax.remat_within`. Empty for a function.
