@@ -86,7 +86,7 @@ class FittedStep:
     def __init__(self, executor: JittedStep):
         self._executor = executor
         self._blocks = Blocks()
-        self._with_share = functools.cache(self._made_with_share)
+        self._with_share = functools.cache(self._saving)
         self._fits: dict[Any, MemoryFit] = {}
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
@@ -124,7 +124,7 @@ class FittedStep:
             )
         return self._fits[key]
 
-    def _made_with_share(self, share: float) -> JittedStep:
+    def _saving(self, share: float) -> JittedStep:
         loss = self._executor.program.loss
         return self._executor.with_loss(dataclasses.replace(loss, fn=self._blocks.rematerialised(loss.fn, share)))
 

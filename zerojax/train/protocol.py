@@ -12,9 +12,10 @@ module when its option is given, or its condition holds, and only then:
 | the same calls on all processes | `Guard` | several processes | `agreement` |
 | a limit of time | `Guard` | `timeout=`, or several processes | `watchdog` |
 
-Without an option, the executor is a `JittedStep`, and there is no guard. Three smaller parts have no protocol: norms
-per parameter (`leaf_norms=`), the warning of the first call if an array is not placed as planned, and the name of an
-unusable array after an error. The modules that compute them are imported where they are needed.
+Without an option, the executor is a `JittedStep`, and there is no guard. Smaller parts have no protocol, and are
+imported where they are needed: norms per parameter (`leaf_norms`), compiler options for two groups of collectives
+(`hybrid_options`), a state that the caller moved (`moved_state`), and in `zerojax.placement` the warning of the first
+call about misplaced arrays, and the name of an unusable array after an error.
 """
 
 from __future__ import annotations

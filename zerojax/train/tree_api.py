@@ -280,18 +280,16 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
             "tx.unshard(state.params) and tx.unshard(state.opt_state)."
         )
     with unusable_named(config.mesh, tree=tree):
-        is_params = has_chunked(tree) and is_model_on_disk(tree)
+        is_params = False
+        if has_chunked(tree):
+            from zerojax.staged.params_on_disk import files_of
+
+            is_params = files_of(tree) is not None
         if not is_params and (state := unshard_state(config, tree, shapes_of_chunked(params))) is not None:
             return state
         on_device = jax.tree.map(lambda x: to_device(x) if isinstance(x, jax.Array) else x, loaded(tree))
         gather = functools.partial(on_auto_mesh, config.user_mesh, without_padding)
         return jax.jit(gather, out_shardings=replicated(config.user_mesh))(on_device)
-
-
-def is_model_on_disk(tree: Any) -> bool:
-    from zerojax.staged.params_on_disk import files_of
-
-    return files_of(tree) is not None
 
 
 def loaded(tree: Any) -> Any:
