@@ -56,6 +56,7 @@ def test_a_step_without_options_loads_no_code_of_options():
     assert {"train.step", "train.step_program", "train.state"} <= found
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     ("given", "more"),
     [
