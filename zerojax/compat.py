@@ -41,6 +41,19 @@ class LoopEqn:
     reverse: bool
     unroll: int
 
+    def evaluate(self, run: Callable[[list], list], values: Sequence) -> list:
+        """Evaluate the loop on operands of other shapes, or with another body. `run` evaluates one iteration."""
+        sliced = self.consts + self.carry
+
+        def body(carry, slices):
+            results = run([*values[: self.consts], *carry, *slices])
+            return results[: self.carry], results[self.carry :]
+
+        carry, slices = list(values[self.consts : sliced]), list(values[sliced:])
+        options = {"length": self.length, "reverse": self.reverse, "unroll": self.unroll}
+        carry, stacked = jax.lax.scan(body, carry, slices, **options)
+        return [*carry, *stacked]
+
 
 def common_dtype(first: Any, second: Any) -> np.dtype:
     """Return the type to which JAX promotes `first` and `second`, even if the user has set strict type promotion."""

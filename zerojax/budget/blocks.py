@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.core
-from jax import lax
 
 from zerojax import compat, jaxprs, names, signatures
 from zerojax.budget.choice import Choice, choose_saved, least_bytes
@@ -227,7 +226,7 @@ class Blocks:
             run = checkpointed(
                 functools.partial(run_named, closed), self.choice(block, share), prevent_cse=loop is None
             )
-            return run(consts, *values) if loop is None else _run_scan(loop, functools.partial(run, consts), values)
+            return run(consts, *values) if loop is None else loop.evaluate(lambda values: run(consts, *values), values)
 
         return jaxprs.evaluate(jaxpr, consts, args, rule)
 
@@ -241,21 +240,3 @@ def _unspecified() -> Any:
 
 def _has_refs(jaxpr: Any) -> bool:
     return any(compat.is_ref(atom) for eqn in jaxprs.equations(jaxpr) for atom in [*eqn.invars, *eqn.outvars])
-
-
-def _run_scan(loop: compat.LoopEqn, run: Callable, values: Sequence) -> list:
-    consts, rest = values[: loop.consts], values[loop.consts :]
-
-    def iteration(carry, slices):
-        results = run(*consts, *carry, *slices)
-        return results[: loop.carry], results[loop.carry :]
-
-    carry, stacked = lax.scan(
-        iteration,
-        list(rest[: loop.carry]),
-        list(rest[loop.carry :]),
-        length=loop.length,
-        reverse=loop.reverse,
-        unroll=loop.unroll,
-    )
-    return [*carry, *stacked]

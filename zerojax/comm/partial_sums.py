@@ -194,18 +194,10 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], ins
     """
     summed = _added_up(loop, grads)
     rows = [*summed, *(i for i in grads if i >= loop.carry)]
-    consts, rest = values[: loop.consts], values[loop.consts :]
-    carry, slices = list(rest[: loop.carry]), rest[loop.carry :]
-    for i in summed:
-        carry[i] = as_rows(carry[i], workers)
-
-    def body(carry, slices):
-        given = [PartialSum(x) if i in summed else x for i, x in enumerate(carry)]
-        results = inside([*consts, *given, *slices], rows)
-        return results[: loop.carry], results[loop.carry :]
-
-    carry, stacks = lax.scan(body, carry, slices, length=loop.length, reverse=loop.reverse, unroll=loop.unroll)
-    results = [*carry, *stacks]
+    is_sum = lambda i: i - loop.consts in summed
+    values = [as_rows(x, workers) if is_sum(i) else x for i, x in enumerate(values)]
+    run = lambda xs: inside([PartialSum(x) if is_sum(i) else x for i, x in enumerate(xs)], rows)
+    results = loop.evaluate(run, values)
     for i in rows:
         if results[i].ndim > len(eqn.outvars[i].aval.shape):
             results[i] = PartialSum(results[i] if i < loop.carry else jnp.moveaxis(results[i], 1, 0))

@@ -312,19 +312,16 @@ def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) 
 def _loop_on_parts(loop: compat.LoopEqn, values: list, own: Sequence, division: Division) -> list:
     """Run a loop on parts. `own` has the divided dims of its operands."""
     inside, after = through_loop(loop, own)
-    first = loop.consts + loop.carry
     as_part = lambda x, have, want: x if want is None or have is not None else division.part(jnp.asarray(x), want)
-    carry = [as_part(*triple) for triple in zip(values, own, inside, strict=True)][loop.consts : first]
+    carried = [as_part(*triple) for triple in zip(values, own, inside, strict=True)][loop.consts :][: loop.carry]
     outs = result_dims(compat.opened(loop.body)[0], inside, True)
 
-    def iteration(carry, slices):
-        results = evaluate_parts(loop.body, [*values[: loop.consts], *carry, *slices], inside, division)
+    def run(values):
+        results = evaluate_parts(loop.body, values, inside, division)
         carry = [as_part(*triple) for triple in zip(results[: loop.carry], outs, after, strict=False)]
-        return carry, results[loop.carry :]
+        return [*carry, *results[loop.carry :]]
 
-    options = {"length": loop.length, "reverse": loop.reverse, "unroll": loop.unroll}
-    carry, stacks = lax.scan(iteration, carry, values[first:], **options)
-    return [*carry, *stacks]
+    return loop.evaluate(run, [*values[: loop.consts], *carried, *values[loop.consts + loop.carry :]])
 
 
 def _local(eqn: Any) -> Any:
