@@ -240,12 +240,10 @@ class Layers:
 
     def _can_join(self, eqn: Any, host: Host) -> bool:
         loop, other = _loop(eqn), _loop(host.loops[0])
-        same_order = loop.reverse == other.reverse or not loop.carry
-        shared = {root for v in stacks_of(eqn) if self.dims.get(v) == 0 for root in self.roots(v)}
-        shared &= {root for v in stacks_of(host.loops[0]) if self.dims.get(v) == 0 for root in self.roots(v)}
+        roots_of = lambda eqn: {r for v in stacks_of(eqn) if self.dims.get(v) == 0 for r in self.roots(v)}
         return (
-            same_order
-            and bool(shared)
+            (loop.reverse == other.reverse or not loop.carry)
+            and not roots_of(eqn).isdisjoint(roots_of(host.loops[0]))
             and self._behind(self.inputs(host)).isdisjoint(eqn.outvars)
             and self._behind(jaxprs.variables_in(eqn.invars)).isdisjoint(host.results)
         )
@@ -260,7 +258,7 @@ class Layers:
 
     def _ends(self) -> list[End]:
         """Return the values that need a whole layer, and that equations without a dim of layers read."""
-        found, is_end = {}, lambda v: v in self.whole and v in self.weights and v not in self.stacks
+        found, is_end = [], lambda v: v in self.whole and v in self.weights and v not in self.stacks
         for eqn in self.jaxpr.eqns:
             reads = [v for v in jaxprs.variables_in(eqn.invars) if is_end(v)]
             if not reads or any(self.dims.get(v) is not None for v in eqn.outvars):
@@ -270,11 +268,9 @@ class Layers:
                 consts = jaxprs.variables_in(eqn.invars[: loop.consts + loop.carry])
                 reads = [v for v in reads if v in consts]
             reduces = eqn.primitive.name == "reduce_sum" and len(eqn.params["axes"]) > 1
-            ends = [End(v, eqn if reduces else None) for v in dict.fromkeys(reads)]
-            found |= {end.result: end for end in ends if self._is_small(end)}
-        ends = [End(v) for v in jaxprs.variables_in(self.jaxpr.outvars) if is_end(v)]
-        found |= {end.result: end for end in ends if self._is_small(end)}
-        return list(found.values())
+            found += [End(v, eqn if reduces else None) for v in reads]
+        found += [End(v) for v in jaxprs.variables_in(self.jaxpr.outvars) if is_end(v)]
+        return list({end.result: end for end in found if self._is_small(end)}.values())
 
     def _is_small(self, end: End) -> bool:
         """Return whether the loop returns at most half as many elements as the largest stack has."""

@@ -52,7 +52,7 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
     if any(jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in eqn.invars):
         return None
     call = _Call(eqn)
-    if compat.opened(call.closed)[1]:  # It has constants, which the parts of `passes` would need as arguments.
+    if call.consts:  # It has constants, which the parts of `passes` would need as arguments.
         return None
     if -1 in results:
         return next((found for i in divided if (found := call.opened(i, given, values)) is not None), None)
@@ -70,35 +70,17 @@ class _Call:
     """A call of a function with a custom derivative, and the equations of both its passes."""
 
     def __init__(self, eqn: Any):
-        is_active = lambda v: not compat.is_dropped(v) and jaxprs.differentiable(v.aval.dtype)
         self.eqn, self.moving = eqn, moving_operands(eqn)
-        self.active = [k for k, v in enumerate(eqn.outvars) if is_active(v)]  # the results that have cotangents
-
-    @property
-    def passes(self) -> Any:
-        return compat.opened(self.closed)[0]
-
-    @functools.cached_property
-    def closed(self) -> Any:
-        """Return the flat jaxpr of `(*operands, *cotangents) -> (*results, *cotangents of the operands)`.
-
-        The active results come first, and then the other results.
-        """
-        active = {k: self.eqn.outvars[k] for k in self.active}
-        evaluate = functools.partial(compat.evaluate_one, self.eqn)
-        return flat(both_passes(evaluate, self.eqn.invars, self.moving, active, others=True))
-
-    @property
-    def operands(self) -> list:
-        return list(self.passes.invars[: len(self.eqn.invars)])
-
-    @property
-    def cotangents(self) -> list:
-        return list(self.passes.invars[len(self.eqn.invars) :])
-
-    @property
-    def pulled(self) -> dict[int, Any]:
-        return dict(zip(self.moving, self.passes.outvars[len(self.passes.outvars) - len(self.moving) :], strict=True))
+        kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
+        self.active = [k for k in kept if jaxprs.differentiable(eqn.outvars[k].aval.dtype)]  # they have cotangents
+        self.order = [*self.active, *(k for k in kept if k not in self.active)]  # of the results in `passes`
+        run, active = functools.partial(compat.evaluate_one, eqn), {k: eqn.outvars[k] for k in self.active}
+        # `(*operands, *cotangents) -> (*results, *cotangents of the operands)`
+        self.passes, self.consts = compat.opened(flat(both_passes(run, eqn.invars, self.moving, active, others=True)))
+        count, first = len(eqn.invars), len(self.order)
+        self.operands, self.cotangents = list(self.passes.invars[:count]), list(self.passes.invars[count:])
+        self.results = list(self.passes.outvars[:first])
+        self.pulled = dict(zip(self.moving, self.passes.outvars[first:], strict=True))
 
     def opened(self, i: int, given: Sequence[int | None], values: Sequence) -> list | None:
         """Evaluate the call with the quantised value of operand `i` instead of the operand.
@@ -146,17 +128,16 @@ class _Call:
         others = [k for k in range(size) if k != i and self.operands[k] is not cut[0]]
         reads = [*cut, *(self.operands[k] for k in others)]
         of_cotangents = jaxprs.dependent_on(self.cotangents, jaxpr.eqns)
-        results = jaxpr.outvars[: len(jaxpr.outvars) - len(self.moving)]
         backward = [eqn for eqn in inside if not of_cotangents.isdisjoint(eqn.outvars)]
         forward = [eqn for eqn in inside if of_cotangents.isdisjoint(eqn.outvars)]
         read = {*jaxprs.variables_in(self.pulled.values())}.union(*(jaxprs.variables_in(e.invars) for e in backward))
         residuals = [v for v in [*reads, *jaxprs.makers(forward)] if v in read]
-        first = part(jaxpr, (), reads, [*results, *residuals])
+        first = part(jaxpr, (), reads, [*self.results, *residuals])
         second = part(jaxpr, (), [*residuals, *self.cotangents], list(self.pulled.values()))
 
         def both(weight, *args):
             found = first(weight.astype(copy.dtype), *args)
-            return tuple(found[: len(results)]), found[len(results) :]
+            return tuple(found[: len(self.results)]), found[len(self.results) :]
 
         @jax.custom_vjp
         def product(*args):
@@ -171,7 +152,7 @@ class _Call:
         weight = straight_through(values[i], copy)
         scales = [lax.stop_gradient(x) for x in scales]
         found = product(weight, *scales, *(values[k] for k in others))
-        by_place = dict(zip(_positions(self.eqn, self.active), found, strict=True))
+        by_place = dict(zip(self.order, found, strict=True))
         return [by_place.get(k) for k in range(len(self.eqn.outvars))]
 
     def is_apart(self, k: int, operands: Collection[int]) -> bool:
@@ -180,17 +161,9 @@ class _Call:
             _, reads = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
             if self.cotangents[self.active.index(k)] in reads:
                 return False
-        place = _positions(self.eqn, self.active).index(k)
-        _, reads = jaxprs.needed_for(self.passes.eqns, [self.passes.outvars[place]])
+        _, reads = jaxprs.needed_for(self.passes.eqns, [self.results[self.order.index(k)]])
         return reads.isdisjoint(self.operands[i] for i in operands)
 
     def result(self, k: int, values: Sequence) -> jax.Array:
         """Compute result `k` without the equations that it does not need."""
-        wanted = [self.passes.outvars[_positions(self.eqn, self.active).index(k)]]
-        return part(self.passes, (), self.operands, wanted)(*values)[0]
-
-
-def _positions(eqn: Any, active: Sequence[int]) -> list[int]:
-    """Return the indices of the results of `eqn` in the order in which `_Call.passes` returns them."""
-    kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
-    return [*active, *(k for k in kept if k not in active)]
+        return part(self.passes, (), self.operands, [self.results[self.order.index(k)]])(*values)[0]
