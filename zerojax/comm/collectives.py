@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm import barriers, partial_sums
@@ -53,7 +53,7 @@ class Collectives(ManualCollectives):
         mesh: The mesh, with Auto axes. None in device view.
     """
 
-    mesh: Mesh = dataclasses.field(default=None, kw_only=True)
+    mesh: Any = dataclasses.field(default=None, kw_only=True)
 
     @property
     def _workers(self) -> int:
@@ -65,8 +65,8 @@ class Collectives(ManualCollectives):
         return 1  # from all rows
 
     @functools.cached_property
-    def follower(self) -> Follower | None:
-        """Return the analysis that finds the rows of the batch in each value. None in device view."""
+    def follower(self) -> Any:
+        """Return the `Follower` that finds the rows of the batch in each value. None in device view."""
         return Follower(self._workers, guesses=True, axes=self.axes)
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
@@ -279,7 +279,9 @@ class Collectives(ManualCollectives):
             if eqn.primitive.name == "ragged_dot_general":
                 from zerojax.comm.worker_sums import local_sizes
 
-                values[2] = local_sizes(values[2], values[0].shape[divided.places[0].dim], self.axes)
+                place = divided.places[0]
+                assert place is not None
+                values[2] = local_sizes(values[2], values[0].shape[place.dim], self.axes)
             return eqn.primitive.bind(*values, **params)[None]
 
         return self._mapped(row, divided.specs(self.axes), dim_spec(0, self.axes))(*divided.opened(values))

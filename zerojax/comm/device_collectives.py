@@ -6,6 +6,7 @@ Every value is one device's part, and a gradient that is not reduced is this dev
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,10 @@ class DeviceCollectives(Collectives):
     all_gather = ManualCollectives.all_gather
     reduce_scatter = ManualCollectives.reduce_scatter
     reduce_across = ManualCollectives.reduce_across
-    follower = None
+
+    @functools.cached_property
+    def follower(self) -> None:
+        return None
 
     @property
     def losses(self) -> int:

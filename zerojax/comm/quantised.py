@@ -145,8 +145,9 @@ def reduce_codec(wire: Wire | None, leaf: Leaf) -> Codec | None:
 
 def _codec(wire: Wire, leaf: Leaf, fmt: str | None, *, stochastic: bool = False) -> Codec | None:
     over = tuple(axis for axis in leaf.axes if wire.over is None or axis in wire.over)
-    asked = fmt is not None and leaf.dim is not None and leaf.is_quantised and bool(over)
-    return Codec(fmt, wire.block, stochastic, over) if asked else None
+    if fmt is None or leaf.dim is None or not leaf.is_quantised or not over:
+        return None
+    return Codec(fmt, wire.block, stochastic, over)
 
 
 def uniform(x: Float[Array, ...]) -> Float[Array, ...]:

@@ -98,7 +98,10 @@ class ShardedParam:
         that the layer is not sliced earlier.
         """
         value = self.sliced(env)
-        return self._as_sent(value) if self.layer is None else self.row(value, self.layer + zero)
+        if self.layer is None:
+            return self._as_sent(value)
+        assert zero is not None
+        return self.row(value, self.layer + zero)
 
     def row(self, stack: jax.Array, layer: jax.Array) -> jax.Array:
         # A stack in host memory is indexed there, so that only one layer is copied.
