@@ -74,8 +74,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, Tuning, Wire, zero_shard
 from zerojax.comm.collectives import LABEL
-from zerojax.gpus.devices import Device, Rates
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh
 from zerojax.inspect.compiled_collectives import CompiledCollectives
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap, roofline

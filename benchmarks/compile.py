@@ -162,7 +162,7 @@ def make(way, model, topology):
     from jax.sharding import PartitionSpec as P
 
     from zerojax import Tuning, zero_shard
-    from zerojax.gpus.topology import absent_mesh
+    from zerojax.gpus.devices import absent_mesh
 
     init, loss, (rows, length), dtype = model
     shapes = jax.eval_shape(init, jax.random.key(0))

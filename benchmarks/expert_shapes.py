@@ -35,7 +35,7 @@ from long_context import blockwise
 from public_shapes import MIXTURE, dispatch, gated, norm, shapes_of
 
 from zerojax import plan, tiled, zero_shard
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import absent_mesh
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "expert_shapes.json"
 AXES = "data", "expert"

@@ -31,8 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, Precision, Tuning, plan, report, zero_shard
 from zerojax.doctor import bandwidths, timed
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology
+from zerojax.gpus.devices import Device, Topology
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.host import available_bytes, host_sharding, to_memory
 from zerojax.streaming.stores import store_for

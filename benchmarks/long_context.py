@@ -37,8 +37,7 @@ from llama import Config, Llama, next_token_loss
 from yardstick import offloading
 
 from zerojax import Precision, plan, zero_shard
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device, Topology, absent_mesh
 from zerojax.planning.plan import largest_that_fits
 
 LLAMA_8B = Config(

@@ -26,8 +26,7 @@ import yardstick
 from optax.contrib import MuonDimensionNumbers
 
 from zerojax import Tuning, collectives, zero_shard
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device, Topology, absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap, roofline
 

@@ -31,8 +31,7 @@ from remat_budget import HEADS, MODELS, TOKENS, WIDTH
 import zerojax
 from zerojax import zero_shard
 from zerojax.budget import blocks
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device, Topology, absent_mesh
 
 LAYERS, SCANNED = 6, 24
 # Rows per device with which the activations that XLA would keep take about 1.7 times the memory of 141 GB.

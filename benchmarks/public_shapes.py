@@ -39,8 +39,7 @@ from llama import Config, Llama, negative_log_likelihood, next_token_loss, rotat
 from long_context import LLAMA_8B, blockwise
 
 from zerojax import Offload, Precision, plan, tiled, zero_shard
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device, Topology, absent_mesh
 from zerojax.planning.compiled_plan import Plan
 
 RESULTS = pathlib.Path(__file__).parent / "results" / "public_shapes.json"

@@ -29,7 +29,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import zerojax
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import absent_mesh
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.planning.compiled_plan import CompiledStep, read_plan

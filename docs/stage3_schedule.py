@@ -25,8 +25,7 @@ import yardstick
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Tuning, collectives, zero_shard
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device, Topology, absent_mesh
 from zerojax.inspect.hlo import Instruction, read
 from zerojax.inspect.roofline import overlap
 from zerojax.inspect.timeline import simulate

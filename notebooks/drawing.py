@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology
+from zerojax.gpus.devices import Device, Topology
 from zerojax.inspect.report import key_in_words
 from zerojax.inspect.timeline import Span, Timeline, simulate
 from zerojax.layout.padded import Padded

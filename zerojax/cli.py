@@ -185,8 +185,7 @@ def plan(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with errors_in_one_line(as_json):
         from zerojax import user_code
-        from zerojax.gpus.devices import Rates
-        from zerojax.gpus.topology import Topology
+        from zerojax.gpus.devices import Rates, Topology
         from zerojax.planning import plan as plans
         from zerojax.planning.shapes import rows_of, with_rows
 

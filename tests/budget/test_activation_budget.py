@@ -11,8 +11,7 @@ from remat_budget import saved_bytes
 
 import zerojax
 from zerojax import compat
-from zerojax.budget.choice import choose_saved
-from zerojax.budget.graph import graph_of
+from zerojax.budget.graph import choose_saved, graph_of
 from zerojax.units import parse_bytes
 
 WIDTH, ROWS = 8, 4

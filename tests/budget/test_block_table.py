@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import zerojax
-from zerojax.budget.blocks import Blocks
-from zerojax.budget.table import memory_of_blocks, table_lines
+from zerojax.budget.blocks import Blocks, memory_of_blocks, table_lines
 
 WIDTH, ROWS, LAYERS = 16, 8, 3
 X = jnp.linspace(-1, 1, ROWS * WIDTH).reshape(ROWS, WIDTH)

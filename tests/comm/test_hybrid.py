@@ -17,7 +17,7 @@ from models import awkward_batches, awkward_loss, awkward_params, floats_only
 import zerojax.offload
 from zerojax import Offload, Precision, Tuning, check, collectives, estimate, plan, report, zero_shard
 from zerojax.checkpoint import Checkpointer
-from zerojax.gpus.topology import installed
+from zerojax.gpus.devices import installed
 from zerojax.inspect.compiled_collectives import CompiledCollectives
 
 AXES, BELOW = ("host", "gpu"), 50

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax import Tuning, check, collectives, compare, plan, tiled, zero_shard
 from zerojax.data import check_rows_of_processes, shard_batches
-from zerojax.gpus.topology import installed
+from zerojax.gpus.devices import installed
 
 SPEC = P("data", "sequence")
 KEYS = jax.random.split(jax.random.key(0))

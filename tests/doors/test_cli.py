@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 
 from zerojax import doctor, estimate
 from zerojax.cli import app, main
-from zerojax.gpus.devices import Rates
-from zerojax.gpus.topology import Topology
+from zerojax.gpus.devices import Rates, Topology
 
 MODELS = """
 from __future__ import annotations

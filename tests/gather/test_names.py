@@ -14,7 +14,7 @@ from flax import linen
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Tuning, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh, installed
 
 WIDTH, ROWS = 16, 16
 LAYER = re.compile(r"(?:Layer|Remat|Dense)_\d|Stack|Head|Linen")  # the scopes of the user's modules

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from zerojax import Tuning, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh, installed
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap
 

@@ -16,7 +16,7 @@ from conftest import mesh_of, quick_or_slow
 from jax import lax
 
 from zerojax import Precision, Tuning, collectives, tiled, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh, installed
 
 WIDTH, HIDDEN, VOCABULARY, LENGTH = 16, 32, 48, 22
 WHOLE = lambda fn, tiles: fn

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from zerojax import Precision, collectives, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh, installed
 
 pytestmark = [
     pytest.mark.slow,

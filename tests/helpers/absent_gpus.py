@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from zerojax.gpus.topology import installed
+from zerojax.gpus.devices import installed
 
 aot = pytest.mark.skipif(
     not installed() or jax.__version_info__ < (0, 11), reason="needs the extra aot, of the newest jax"

@@ -22,7 +22,7 @@ from docs_given import AFTERWARDS, GIVEN
 import zerojax
 from zerojax.cli import app
 from zerojax.config import BUCKET_BYTES, PERSIST_BELOW
-from zerojax.gpus.topology import installed
+from zerojax.gpus.devices import installed
 
 ROOT = Path(zerojax.__file__).parent.parent
 DOCS = ROOT / "docs"

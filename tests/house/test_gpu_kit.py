@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 import yardstick
 
-from zerojax.gpus.topology import installed
+from zerojax.gpus.devices import installed
 
 BENCHMARKS = Path(gpu.__file__).parent
 

@@ -9,8 +9,7 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Tuning, collectives, zero_shard
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import Topology
+from zerojax.gpus.devices import Device, Topology
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap
 from zerojax.inspect.timeline import Expected, simulate

@@ -14,7 +14,7 @@ from flat_options import tuned
 from jax.ad_checkpoint import checkpoint_name
 
 from zerojax import Tuning, jaxprs, zero_shard
-from zerojax.gpus.topology import absent_mesh, installed
+from zerojax.gpus.devices import absent_mesh, installed
 
 LAYERS, ROWS, WIDTH, HIDDEN, KEPT = 5, 16, 24, 32, 40
 STYLES = ["scan", "unrolled"]

@@ -12,7 +12,7 @@ from command_line import run
 from conftest import mesh_of
 
 from zerojax import Precision, Tuning, compare, zero_shard
-from zerojax.inspect.nonfinite import origins
+from zerojax.train.nan_lines import origins
 
 PARAMS = {"w": jax.random.normal(jax.random.key(0), (16, 8)) / 4, "b": jnp.full(8, 0.1)}
 BATCH = jax.random.normal(jax.random.key(1), (32, 16))

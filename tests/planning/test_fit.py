@@ -12,8 +12,7 @@ from absent_gpus import aot
 
 from zerojax import Offload, Precision, Tuning, estimate, plan, zero_shard
 from zerojax.config import Config
-from zerojax.gpus.devices import LINKS, Device, Rates
-from zerojax.gpus.topology import Topology, abstract_mesh
+from zerojax.gpus.devices import LINKS, Device, Rates, Topology, abstract_mesh
 from zerojax.planning import plan as planner
 from zerojax.planning.fit import COST_RESOLUTION, MOST_ROWS, PEAK_MARGIN, SearchSpace, search
 from zerojax.train.fitting import DoesNotFit

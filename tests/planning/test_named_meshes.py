@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, Tuning, check, estimate, plan, zero_shard
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import absent_mesh
 from zerojax.planning.other_meshes import MovedMeshes, meshes_moved
 
 WIDTH = 16

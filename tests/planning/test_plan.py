@@ -22,8 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import DynamicScale, Offload, Precision, Tuning, check, estimate, plan, report, zero_shard
 from zerojax.gpus import topology
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import KINDS, Topology
+from zerojax.gpus.devices import KINDS, Device, Topology
 from zerojax.inspect.hlo import peak_bytes, read
 from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
@@ -600,7 +599,7 @@ ABSENT = """
 import sys, jax
 if sys.argv[1:]:
     jax.config.update("jax_platforms", "cpu")
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import absent_mesh
 print(absent_mesh("h100:8").size)
 """
 

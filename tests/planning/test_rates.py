@@ -9,8 +9,7 @@ import pytest
 from command_line import run
 
 from zerojax.doctor import device_rates, slowdown
-from zerojax.gpus.devices import Device, Rates, kind_of
-from zerojax.gpus.topology import Topology
+from zerojax.gpus.devices import Device, Rates, Topology, kind_of
 from zerojax.planning.compiled_plan import CompiledStep, read_plan
 from zerojax.planning.fit import SearchSpace
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from measured import cost_of
 
 from zerojax import Precision, Tuning, zero_shard
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import absent_mesh
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import zerojax
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import absent_mesh
 from zerojax.train import hybrid_options
 from zerojax.train.hybrid_options import OVERLAP
 

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from zerojax import compat, jaxprs, primitives, signatures
-from zerojax.budget.choice import Choice, choose_saved
-from zerojax.budget.graph import CALLED_BACK, graph_of, run_named
+from zerojax.budget.graph import CALLED_BACK, Choice, choose_saved, graph_of, run_named
 from zerojax.primitives import Kind
 from zerojax.units import parse_bytes
 

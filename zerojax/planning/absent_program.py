@@ -13,12 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.budget.blocks import Blocks
-from zerojax.budget.table import memory_of_blocks
+from zerojax.budget.blocks import Blocks, memory_of_blocks
 from zerojax.comm.mesh import auto_context
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
-from zerojax.gpus.topology import Topology, absent_mesh, absent_mesh_like
+from zerojax.gpus.devices import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.offload.host import pinned_limit
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep

@@ -21,8 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.budget.blocks import Blocks
 from zerojax.config import Config
 from zerojax.gather.working_set import WorkingSet, working_set
-from zerojax.gpus.devices import Device
-from zerojax.gpus.topology import absent_mesh
+from zerojax.gpus.devices import Device, absent_mesh
 from zerojax.inspect.hlo import memory_analysis, read
 from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.leaf import replace_items

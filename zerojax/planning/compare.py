@@ -15,13 +15,13 @@ import optax
 
 from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config
-from zerojax.inspect.nonfinite import Origin, origins
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.chunked import joined
 from zerojax.offload.options import Offload
 from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.reference import QUANTITIES, Key, Reference, Snapshot, largest, snapshot, wide
 from zerojax.train.arguments import batch_shardings, check_batch, packed
+from zerojax.train.nan_lines import Origin, origins
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.zero import ZeroTransformation

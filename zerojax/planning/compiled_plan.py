@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from zerojax.budget.table import BlockMemory, table_lines
-from zerojax.gpus.devices import SCHEDULED, USABLE, Device, Rates
-from zerojax.gpus.topology import GPUS_PER_HOST, Topology
+from zerojax.budget.blocks import BlockMemory, table_lines
+from zerojax.gpus.devices import GPUS_PER_HOST, SCHEDULED, USABLE, Device, Rates, Topology
 from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, arrays_of, cause_of
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.roofline import Roofline, overlap, roofline

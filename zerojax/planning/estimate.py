@@ -27,7 +27,7 @@ from zerojax.config.chosen import LeafMask
 from zerojax.config.precision import Precision
 from zerojax.config.tuning import Tuning, fields_of, unknown_option
 from zerojax.config.wire import Wire
-from zerojax.gpus.topology import Topology, abstract_mesh
+from zerojax.gpus.devices import Topology, abstract_mesh
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
 from zerojax.planning.activations import LossOptions, PlainGradient, device_rows, split_options

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from zerojax.config import Config, OffloadOption, check_count
-from zerojax.gpus.devices import Device, Rates
-from zerojax.gpus.topology import Topology, abstract_mesh
+from zerojax.gpus.devices import Device, Rates, Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan

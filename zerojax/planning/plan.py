@@ -10,8 +10,7 @@ import optax
 
 from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config, check_count
-from zerojax.gpus.devices import Device, Rates
-from zerojax.gpus.topology import Topology, absent_mesh
+from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh
 from zerojax.offload.options import Offload
 from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
 from zerojax.planning.activations import LossOptions, PlainGradient, split_options

@@ -17,7 +17,6 @@ import optax
 
 from zerojax import compat, jaxprs
 from zerojax.comm.mesh import without_types
-from zerojax.inspect.nonfinite import is_float
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout, is_numeric, layout_of
 from zerojax.optim.transformation import with_extra_args
@@ -26,6 +25,7 @@ from zerojax.train.arguments import cast_inputs
 from zerojax.train.gradients import unscale
 from zerojax.train.loss import Returned, ScalingState, init_scaling
 from zerojax.train.loss_scaling import update_scaling
+from zerojax.train.nan_lines import is_float
 from zerojax.train.step import Step
 from zerojax.train.step_program import StepProgram
 from zerojax.train.typed_loss import TypedLoss, on_one_device

@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax.budget.blocks import Blocks
-from zerojax.budget.table import BlockMemory, memory_of_blocks
+from zerojax.budget.blocks import BlockMemory, Blocks, memory_of_blocks
 from zerojax.config import Config
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.placement.storage import is_on_host
