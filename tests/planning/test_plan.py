@@ -21,8 +21,7 @@ from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import DynamicScale, Offload, Precision, Tuning, check, estimate, plan, report, zero_shard
-from zerojax.gpus import topology
-from zerojax.gpus.devices import KINDS, Device, Topology
+from zerojax.gpus.devices import KINDS, Device, Topology, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes, read
 from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
@@ -403,7 +402,7 @@ def test_a_jitted_function_keeps_its_shardings():
 def test_data_axes_are_resized_to_hosts_and_gpus(names, sizes, axes, resized, monkeypatch):
     given = Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
     monkeypatch.setattr(topology, "absent_mesh", lambda text: mesh_of(8))
-    assert tuple(topology.absent_mesh_like(given, "h100:2x4", axes=axes).shape.values()) == resized
+    assert tuple(absent_mesh_like(given, "h100:2x4", axes=axes).shape.values()) == resized
 
 
 @aot

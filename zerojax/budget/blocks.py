@@ -19,7 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import compat, jaxprs, names, signatures
-from zerojax.budget.graph import Choice, Graph, choose_saved, flops_of, graph_of, is_array_atom, least_bytes, run_named
+from zerojax.budget.graph import (
+    Choice,
+    Graph,
+    choose_saved,
+    flops_of,
+    graph_of,
+    is_array_atom,
+    least_bytes,
+    run_named,
+    without_consts,
+)
 from zerojax.budget.remat import checkpointed
 from zerojax.units import format_bytes, format_flops
 
@@ -80,13 +90,14 @@ class Blocks:
         These are the values that all calls have saved, and the values that the backward pass of one block computes:
         those that it recomputes, and cotangents. They are counted for the block that computes the most bytes.
         """
-        saved = [self._saved(block, share) for block in self.found]
-        held = sum(block.calls * (block.inputs + own) for block, own in zip(self.found, saved, strict=True))
-        return held + max(map(self._computed, self.found, saved), default=0)
-
-    def _saved(self, block: Block, share: float) -> int:
-        """Return the bytes that a call saves. XLA does not change what the iterations of a loop save."""
-        return block.graph.kept if share == 1 and not block.is_loop else self.choice(block, share).saved_bytes
+        held = most = 0
+        for block in self.found:
+            # XLA does not change what the iterations of a loop save.
+            whole = share == 1 and not block.is_loop
+            saved = block.graph.kept if whole else self.choice(block, share).saved_bytes
+            held += block.calls * (block.inputs + saved)
+            most = max(most, self._computed(block, saved))
+        return held + most
 
     def _computed(self, block: Block, saved: int) -> int:
         """Estimate the bytes that the backward pass of a call has in memory in addition to the saved values.
@@ -176,7 +187,7 @@ class Blocks:
             inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
             jaxpr = compat.part_of(compat.inlined_body(eqn), [eqn], inputs, eqn.outvars)
         elif compat.loop_of(eqn) is not None or names.is_block(eqn):
-            jaxpr = self._called(eqn)
+            jaxpr, _ = _opened_body(eqn)
         else:
             return None
         return None if _has_refs(jaxpr) else jaxpr
@@ -192,21 +203,16 @@ class Blocks:
     def _body(self, eqn: Any) -> Any:
         if compat.loop_of(eqn) is None and not names.is_block(eqn):
             return None
-        jaxpr = self._called(eqn)
+        jaxpr, _ = _opened_body(eqn)
         return None if _has_refs(jaxpr) or any(map(compat.is_remat, jaxprs.equations(jaxpr))) else jaxpr
-
-    def _called(self, eqn: Any) -> Any:
-        loop = compat.loop_of(eqn)
-        return compat.opened(compat.called(eqn) if loop is None else loop.body)[0]
 
     def _graph(self, jaxpr: Any) -> Graph:
         key = signatures.signature(jaxpr)
         key = id(jaxpr) if key is None else key
         if key not in self._graphs:
-            inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
-            whole = compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)
+            whole, avals = without_consts(jaxpr)
             # The jaxpr is kept, because its `id` may be the key.
-            self._graphs[key] = jaxpr, graph_of(whole, (), [var.aval for var in inputs])
+            self._graphs[key] = jaxpr, graph_of(whole, (), avals)
         return self._graphs[key][1]
 
     def _evaluate(self, share: float, jaxpr: Any, consts: Sequence, *args: Any) -> list:
@@ -223,13 +229,11 @@ class Blocks:
             block, inner = blocks.get(id(self._body(eqn))), self._inlined(eqn)
             if share == 1 or (block is None and (inner is None or not holds(inner))):
                 return None
-            loop, called = compat.loop_of(eqn), compat.called(eqn)
             if block is None:
                 return jaxprs.evaluate_call(eqn, values, rule)
-            closed, consts = compat.opened(called if loop is None else loop.body)
-            run = checkpointed(
-                functools.partial(run_named, closed), self.choice(block, share), prevent_cse=loop is None
-            )
+            loop, (body, consts) = compat.loop_of(eqn), _opened_body(eqn)
+            run = functools.partial(run_named, body)
+            run = checkpointed(run, self.choice(block, share), prevent_cse=loop is None)
             return run(consts, *values) if loop is None else loop.evaluate(lambda values: run(consts, *values), values)
 
         return jaxprs.evaluate(jaxpr, consts, args, rule)
@@ -240,6 +244,12 @@ def _unspecified() -> Any:
     """Return what a call of `jax.jit` has for the sharding of an argument that the user does not give."""
     (call,) = compat.opened(jax.make_jaxpr(jax.jit(lambda x: x))(0.0))[0].eqns
     return call.params["in_shardings"][0]
+
+
+def _opened_body(eqn: Any) -> tuple[Any, Sequence]:
+    """Return the jaxpr that a loop or a call runs, and its constants."""
+    loop = compat.loop_of(eqn)
+    return compat.opened(compat.called(eqn) if loop is None else loop.body)
 
 
 def _has_refs(jaxpr: Any) -> bool:
@@ -274,7 +284,7 @@ def memory_of_blocks(blocks: Blocks, share: float, devices: int) -> tuple[BlockM
 
     Bytes and FLOPs of a block are divided over the `devices`.
     """
-    calls, figures = collections.Counter[tuple[Any, str]](), dict[tuple[Any, str], _Figures]()
+    calls, figures = collections.Counter[tuple[Any, str]](), dict[tuple[Any, str], tuple[int, ...]]()
     for key, block in [(id(block.graph), block) for block in blocks.found]:
         choice = blocks.choice(block, share)
         calls[key, block.line] += block.calls
@@ -308,17 +318,15 @@ def table_lines(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
         yield f"{b.calls} x {b.line}", *sizes, format_flops(b.flops), f"{b.share:.0%}"
 
 
-# Bytes saved on the device, bytes saved in host memory, bytes that the backward pass reads, FLOPs that it repeats, and
-# FLOPs of all values that it reads.
-_Figures = tuple[int, int, int, int, int]
+def _figures(jaxpr: Any) -> tuple[int, ...]:
+    """Describe a block by its backward pass, with and without its `jax.checkpoint`.
 
-
-def _figures(jaxpr: Any) -> _Figures:
-    """Return the figures of a block from its backward pass, with and without its `jax.checkpoint`."""
-    inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
-    avals = [var.aval for var in inputs]
-    own = functools.partial(jaxprs.inline_calls, compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars), ())
-    plain = functools.partial(_without_remat, compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars), ())
+    The result has the bytes saved on the device, the bytes saved in host memory, the bytes that the backward pass
+    reads, the FLOPs that it repeats, and the FLOPs of all values that it reads.
+    """
+    whole, avals = without_consts(jaxpr)
+    own = functools.partial(jaxprs.inline_calls, whole, ())
+    plain = functools.partial(_without_remat, whole, ())
 
     def residuals(*args):
         return jax.tree.leaves(jax.vjp(own, *args)[1])

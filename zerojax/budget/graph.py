@@ -82,9 +82,8 @@ def run_named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
     def name(x: Any, var: Any) -> Any:
         # Scalars cost almost no memory. JAX decides whether to keep them.
         number = next(numbers)
-        return (
-            checkpoint_name(x, f"{PREFIX}{number}") if x is not None and is_array_atom(var) and var.aval.size > 1 else x
-        )
+        is_named = x is not None and is_array_atom(var) and var.aval.size > 1
+        return checkpoint_name(x, f"{PREFIX}{number}") if is_named else x
 
     def rule(eqn, values):
         if compat.called(eqn) is not None:
@@ -96,6 +95,12 @@ def run_named(jaxpr: Any, consts: Sequence, *args: Any) -> list:
         return [name(x, var) for x, var in zip(results, eqn.outvars, strict=True)]
 
     return jaxprs.evaluate(jaxpr, consts, args, rule)
+
+
+def without_consts(jaxpr: Any) -> tuple[Any, list]:
+    """Return a jaxpr that takes its constants as its first arguments, and the shapes of all arguments."""
+    inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
+    return compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars), [var.aval for var in inputs]
 
 
 def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
@@ -124,12 +129,7 @@ def _graph(jaxpr: Any) -> Graph:
     return Graph(
         equations=tuple(map(_equation, eqns, read_by)),
         values=tuple(
-            Value(
-                name=compat.params_of(eqn)["name"],
-                equation=i,
-                bytes=bytes_written(eqn),
-                is_form_of_argument=i in forms,
-            )
+            Value(compat.params_of(eqn)["name"], i, bytes_written(eqn), is_form_of_argument=i in forms)
             for i, eqn in enumerate(eqns)
             if compat.name_of(eqn) == "name" and compat.params_of(eqn)["name"].startswith(PREFIX)
         ),
@@ -170,7 +170,6 @@ def _bytes_kept(eqns: Sequence, wanted: set[int], read_by: Sequence[set[int]], i
 
 
 def _is_form(eqn: Any) -> bool:
-    """Return whether an equation changes only a value's form."""
     facts = jaxprs.facts(eqn)
     return facts.is_view or facts.kind is Kind.LAYOUT or compat.name_of(eqn) in ("convert_element_type", "copy")
 

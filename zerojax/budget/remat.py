@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from zerojax import compat, jaxprs, primitives, signatures
-from zerojax.budget.graph import CALLED_BACK, Choice, choose_saved, graph_of, run_named
+from zerojax.budget.graph import CALLED_BACK, Choice, choose_saved, graph_of, run_named, without_consts
 from zerojax.primitives import Kind
 from zerojax.units import parse_bytes
 
@@ -90,25 +90,23 @@ class Remat:
     def _rematerialised(self, jaxpr: Any, consts: Any) -> tuple[Callable, Choice]:
         """Return a function of constants and arguments that saves at most the budget, and the `Choice` for it."""
         key = signatures.signature(jaxpr)
-        if key is None or key not in self._known:
-            inputs = [*compat.constvars_of(jaxpr), *jaxpr.invars]
-            whole = compat.part_of(jaxpr, jaxpr.eqns, inputs, jaxpr.outvars)
-            choice = choose_saved(graph_of(whole, (), [var.aval for var in inputs]), self._budget)
-            run = functools.partial(run_named, whole, ())
-            if self._budget < choice.most_bytes:
-                run = checkpointed(run, choice, prevent_cse=self._prevent_cse)
-            found = run, choice
-            if key is None:
-                return found
-            self._known[key] = found
-        return self._known[key]
+        if key is not None and key in self._known:
+            return self._known[key]
+        whole, avals = without_consts(jaxpr)
+        choice = choose_saved(graph_of(whole, (), avals), self._budget)
+        run = functools.partial(run_named, whole, ())
+        if self._budget < choice.most_bytes:
+            run = checkpointed(run, choice, prevent_cse=self._prevent_cse)
+        if key is not None:
+            self._known[key] = run, choice
+        return run, choice
 
 
 def checkpointed(run: Callable, choice: Choice, *, prevent_cse: bool) -> Callable:
     """Return `run` under `jax.checkpoint`, so that it saves the values of `choice`.
 
     The backward pass computes all other values again, and does not repeat callbacks, such as `jax.debug.print`. `run`
-    names its values as `graph.named` does.
+    names its values as `run_named` does.
     """
     policy = jax.checkpoint_policies.save_only_these_names(*choice.saved, CALLED_BACK)
 

@@ -100,7 +100,6 @@ def check_trained(layout: Layout) -> None:
 def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
     """Compute `view_gradients` in device view: in a `shard_map`, on each device's rows and shards."""
     from zerojax.train.checked import fold_keys
-    from zerojax.train.nan_lines import line_in_errors
 
     config = view.config
 
@@ -111,7 +110,7 @@ def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradien
     full: Any = PartitionSpec()
     rows: Any = PartitionSpec(spec_entry(config.data.batch))
     specs: Any = [[leaf.local_spec for leaf in leaves] for leaves in (view.layout.params, view.grads)]
-    with line_in_errors(view, given):
+    try:
         found = mapped(
             local,
             mesh=config.mesh,
@@ -119,6 +118,11 @@ def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradien
             out_specs=StepGradients(*[full] * len(StepGradients._fields))._replace(grads=specs[1], rows=rows),
             axis_names=set(config.data.batch),
         )(given._replace(stored=list(given.stored)), scale)
+    except FloatingPointError as error:
+        from zerojax.train.nan_lines import note_line
+
+        note_line(error, view, given)
+        raise
     # Multiply by 1 so that `checkify` checks the results of the devices for NaN. XLA removes the product.
     loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
     return found._replace(loss=loss, grads=grads)

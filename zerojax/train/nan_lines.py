@@ -1,13 +1,13 @@
 """Find the line that computes a function's first NaN, by evaluating its jaxpr and testing each result.
 
-`line_in_errors` names this line of a loss if `jax_debug_nans` finds a NaN in device view.
+`note_line` names this line of a loss if `jax_debug_nans` finds a NaN in device view.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -54,11 +54,11 @@ def origins(fn: Callable, **given: Any) -> tuple[Origin, ...]:
     return tuple(walk.found.values())
 
 
-@dataclasses.dataclass
 class Walk:
     """An evaluation of a jaxpr. `found` maps "nan" and "inf" to their first origins, in the order of evaluation."""
 
-    found: dict[str, Origin] = dataclasses.field(default_factory=dict)
+    def __init__(self):
+        self.found: dict[str, Origin] = {}
 
     def run(self, jaxpr: Any, consts: Sequence, values: Sequence, line: str) -> list:
         """Evaluate `jaxpr`, and add to `found`. `line` is the source line of the equation that calls `jaxpr`."""
@@ -106,21 +106,16 @@ def is_float(x: Any) -> bool:
     return x is not None and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-@contextlib.contextmanager
-def line_in_errors(view: View, given: LossInputs) -> Iterator[None]:
-    """Add a note with the line of the loss that makes the first NaN to each FloatingPointError of `jax_debug_nans`.
+def note_line(error: FloatingPointError, view: View, given: LossInputs) -> None:
+    """Add a note with the line of the loss that makes the first NaN to an error of `jax_debug_nans`.
 
     If a result has a NaN, JAX evaluates the function again, one operation at a time. But it does not test the
     operations inside of a `shard_map`, and the error only says that the NaN comes from a sharded computation.
     """
-    try:
-        yield
-    except FloatingPointError as error:
-        # Without a note if the loss cannot be evaluated here. For example, a kernel may have no rule for `vmap`.
-        with contextlib.suppress(Exception), jax.debug_nans(False), jax.debug_infs(False):
-            for origin in _origins(view, given):
-                error.add_note(f"On the rows of one device, {origin}.")
-        raise
+    # Without a note if the loss cannot be evaluated here. For example, a kernel may have no rule for `vmap`.
+    with contextlib.suppress(Exception), jax.debug_nans(False), jax.debug_infs(False):
+        for origin in _origins(view, given):
+            error.add_note(f"On the rows of one device, {origin}.")
 
 
 def _origins(view: View, given: LossInputs) -> tuple:
