@@ -21,6 +21,7 @@ from conftest import mesh_of, quick_or_slow
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import DynamicScale, Offload, Precision, Tuning, check, estimate, plan, report, zero_shard
+from zerojax.gpus import devices as gpu_devices
 from zerojax.gpus.devices import KINDS, Device, Topology, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes, read
 from zerojax.inspect.roofline import HIGHEST, kernels
@@ -401,7 +402,7 @@ def test_a_jitted_function_keeps_its_shardings():
 )
 def test_data_axes_are_resized_to_hosts_and_gpus(names, sizes, axes, resized, monkeypatch):
     given = Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
-    monkeypatch.setattr(topology, "absent_mesh", lambda text: mesh_of(8))
+    monkeypatch.setattr(gpu_devices, "absent_mesh", lambda text: mesh_of(8))
     assert tuple(absent_mesh_like(given, "h100:2x4", axes=axes).shape.values()) == resized
 
 
@@ -484,7 +485,7 @@ def test_what_cannot_be_planned_says_why(mesh, monkeypatch):
     mixed = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32, sharding=other)
     with pytest.raises(ValueError, match="meshes of different axes"):
         plan(jax.jit(loss), state.params, mixed)
-    monkeypatch.setattr(topology, "installed", lambda: False)
+    monkeypatch.setattr(gpu_devices, "installed", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"zerojax\[aot\]"):
         plan(step, state, rows(64))
 
