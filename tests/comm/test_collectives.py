@@ -68,37 +68,10 @@ def test_gradients_are_summed_over_all_axes_and_sharded_over_their_leafs(name, b
         np.testing.assert_array_equal(x, in_storage_shape(stack.sum(0), leaf), err_msg=leaf.path)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
-@pytest.mark.parametrize("name", LEAVES)
-def test_gathered_shards_are_the_array_they_came_from(name, bucket_bytes):
-    leaves = LEAVES[name]
-    comm = DeviceCollectives(AXES, bucket_bytes)
-    arrays = [jnp.arange(leaf.size, dtype=leaf.dtype).reshape(leaf.shape) for leaf in leaves]
-    stored = [in_storage_shape(*pair) for pair in zip(arrays, leaves, strict=True)]
-
-    def local(shards):
-        comm.check(shards, leaves)
-        return comm.all_gather(shards, leaves)
-
-    gather = mapped(local, ([leaf.local_spec for leaf in leaves],), [P()] * len(leaves))
-    found = jax.jit(gather, compiler_options=QUICK)(stored)
-    for leaf, array, x in zip(leaves, arrays, found, strict=True):
-        np.testing.assert_array_equal(x, array, err_msg=leaf.path)
-
-
 def operands_of(jaxpr, primitive):
     """Sizes of what a collective is given, wherever in a jaxpr it is."""
     found = (eqn for eqn in jaxprs.equations(jaxpr) if eqn.primitive.name.startswith(primitive))
     return [math.prod(v.aval.shape) for eqn in found for v in eqn.invars]
-
-
-def test_hybrid_sharding_reduces_shards_over_the_other_axis():
-    leaf = leaf_of("first dim", ("gpu",))
-    stack = jnp.ones((8, *leaf.shape))
-    jaxpr = jax.make_jaxpr(reduced(ManualCollectives(AXES), [leaf], False))([stack]).jaxpr
-    assert operands_of(jaxpr, "reduce_scatter") == [leaf.size]
-    assert operands_of(jaxpr, "psum") == [leaf.size // 4]
 
 
 def test_exposed_gradients_are_reduced_from_the_last_leaf_on():

@@ -33,6 +33,8 @@ def test_parameters_that_are_not_the_states(stage):
         tx.update(PARAMS, tx.init(narrow), PARAMS)
     with pytest.raises(ValueError, match=r"lacks \[0\]\.mu\['v'\]"):
         tx.update(other, state, other)
+    with pytest.raises(ValueError, match=r"mu\['w'\] is float32, and init made it bfloat16"):
+        tx.train_step(mean_square)(tx.create(narrow).replace(opt_state=state), ROWS)
     offloading = zero_shard(
         optax.adamw(1e-3), stage=stage, tuning=Tuning(persist_below=10), offload=Offload(optimizer="host")
     )

@@ -244,9 +244,3 @@ def test_only_batches_that_nothing_divides_are_dropped():
         found = [len(x["y"]) for x in shard_batches(Loader([32, 24, 16, 12, 32, 5, 16, 48, 0]), TX, accumulate=2)]
     assert found == [32, 16, 32, 16, 48]
     assert [len(x["y"]) for x in shard_batches(Loader([32, 24, 16, 32, 8, 40]), TX)] == [32, 24, 16, 32, 8, 40]
-
-
-def test_several_processes_say_whose_rows_they_read(monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(ValueError, match=r'2 processes.*rows="process" if each process reads its own'):
-        shard_batches([np.ones(8)], TX)

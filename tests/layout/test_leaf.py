@@ -1,7 +1,6 @@
 """Every quantity of one leaf, counted by hand; and how trees, states, chunks and masks of a few leaves are laid out."""
 
 import dataclasses
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -10,37 +9,26 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec
 
-from zerojax import zero_shard
 from zerojax.config import DataMesh, LayoutPolicy
-from zerojax.config.chosen import LeafMask
-from zerojax.config.precision import Precision
 from zerojax.layout.annotations import overwritten_leaves
 from zerojax.layout.leaf import (
     OVERWRITE,
     Leaf,
-    is_chunked,
     is_kept_whole,
     keep_whole,
     pad,
     reason_for,
-    replace_at,
-    trim,
     without_padding,
 )
-from zerojax.layout.padded import Padded, has_dims, is_number_array, stored_mask
+from zerojax.layout.padded import Padded
 from zerojax.layout.tree import (
     REASON,
-    canonical,
-    has_gradient,
-    is_numeric,
     lay_out,
     like_parameter,
     params_of_state,
-    types_of,
 )
-from zerojax.offload.chunked import Chunked, Chunking, chunking_of
+from zerojax.offload.chunked import Chunking, chunking_of
 
 F32 = np.dtype("float32")
 SHARDED = Leaf("['w']", (13, 7), F32, ("gpu",), 4, kind="sharded", dim=0, further=2)
@@ -67,68 +55,11 @@ def test_what_a_device_holds_of_a_leaf_that_is_sharded_in_two_steps():
     assert part.local_shape == SHARDED.part_shape
 
 
-def test_what_a_device_holds_of_a_flat_and_of_a_whole_leaf():
-    assert (FLAT.storage_shape, FLAT.local_shape, FLAT.part_shape, FLAT.padding) == ((4,), (1,), (1,), 1)
-    assert (FLAT.bytes, FLAT.local_bytes) == (12, 4)
-    assert WHOLE.storage_shape == WHOLE.local_shape == WHOLE.part_shape == (5, 2)
-    assert (WHOLE.padding, WHOLE.local_bytes) == (0, 40)
-
-
-def test_a_leaf_in_words():
-    assert str(SHARDED) == "float32[13, 7] dim 0 over 4, 21 elements of padding"
-    assert str(dataclasses.replace(SHARDED, shape=(16, 7))) == "float32[16, 7] dim 0 over 4"
-    assert str(FLAT) == "float32[3] flat over 4, 1 elements of padding"
-    assert str(WHOLE) == "float32[5, 2] replicated: because"
-    assert str(dataclasses.replace(WHOLE, reason="")) == "float32[5, 2] replicated"
-    sent = [
-        dataclasses.replace(SHARDED, is_quantised=on, unquantised=why).sent for on, why in ((1, ""), (0, "x"), (0, ""))
-    ]
-    assert sent == ["quantised", "sent as it is: x", ""]
-
-
 def test_labels_take_no_part_in_equality():
     labels = {"path": "['v']", "reason": "none", "unquantised": "small"}
     assert dataclasses.replace(SHARDED, **labels) == SHARDED
     for change in ({"dim": 1}, {"further": 1}, {"host": True}, {"is_quantised": True}, {"others": ("model",)}):
         assert dataclasses.replace(SHARDED, **change) != SHARDED
-
-
-@pytest.mark.parametrize(
-    ("leaf", "spec", "other", "local"),
-    [
-        (WHOLE, (), (), ()),
-        (FLAT, ("gpu",), (), ("gpu",)),
-        (SHARDED, ("gpu",), (), ("gpu",)),
-        (
-            dataclasses.replace(SHARDED, dim=1, axes=("host", "gpu")),
-            (None, ("host", "gpu")),
-            (),
-            (None, ("host", "gpu")),
-        ),
-        (dataclasses.replace(SHARDED, others=(None, "model")), ("gpu", "model"), (None, "model"), ("gpu",)),
-        (dataclasses.replace(SHARDED, dim=1, others=("model",)), ("model", "gpu"), ("model",), (None, "gpu")),
-        (dataclasses.replace(WHOLE, others=("model",)), ("model",), ("model",), ()),
-    ],
-)
-def test_specs_of_a_leaf_name_data_axes_and_other_axes(leaf, spec, other, local):
-    assert leaf.spec == PartitionSpec(*spec)
-    assert leaf.other_spec == PartitionSpec(*other)
-    assert leaf.local_spec == PartitionSpec(*local)
-
-
-def test_along_other_axes_a_leaf_is_smaller():
-    sizes = {"gpu": 4, "host": 2, "model": 2}
-    leaf = dataclasses.replace(SHARDED, shape=(13, 8, 6), others=(None, ("model", "gpu")))
-    part = leaf.along_others(sizes)
-    assert (part.shape, part.others) == ((13, 1, 6), ())
-    for same in (
-        SHARDED,
-        FLAT,
-        dataclasses.replace(FLAT, others=("model",)),
-        dataclasses.replace(SHARDED, others=(None,)),
-    ):
-        assert same.along_others(sizes) is same
-    assert replace_at((1, 2, 3), 1, 9) == (1, 9, 3)
 
 
 def test_leaves_are_kept_whole_up_to_the_last_byte_of_the_budget_and_the_cheapest_first():
@@ -184,13 +115,6 @@ def test_chunks_cover_each_shard_and_fit_where_an_index_fits(dims, chunk_bytes):
     ]
 
 
-def test_an_offloaded_leaf_is_a_node_that_cannot_be_pickled():
-    node = Chunked(SHARDED, Chunking(0, (4,)), None, ())
-    assert (node.shape, node.dtype, is_chunked(node), is_chunked(SHARDED)) == ((16, 7), F32, True, False)
-    with pytest.raises(TypeError, match=r"opt_state\['w'\] is offloaded"):
-        pickle.dumps(node)
-
-
 def test_a_padded_array_is_its_logical_array():
     x = np.arange(15.0, dtype=np.float32).reshape(3, 5)
     padded = Padded(pad(jnp.asarray(x), 1, 8), (3, 5), 1)
@@ -207,25 +131,8 @@ def test_a_padded_array_is_its_logical_array():
     assert stacked.logical().shape == (2, 3, 5)
     with pytest.raises(ValueError, match=r"padded to \[3, 8\] in storage.*array of shape \[3\]"):
         dataclasses.replace(padded, storage=jnp.ones(3))
-    with pytest.raises(ValueError, match="stack and batch parameters along dim 0"):
-        dataclasses.replace(padded, storage=jnp.ones((3, 2, 8))).logical()
     with pytest.raises(AttributeError, match=r"no 'T'.*shape \[3, 5\], padded to \[3, 8\]"):
         padded.T  # noqa: B018
-
-
-def test_only_numbers_must_have_the_dims_of_storage():
-    assert has_dims((2, 3, 4, 8), (3, 8))
-    assert not has_dims((8, 3), (3, 8))
-    numbers = [
-        is_number_array(x) for x in (np.ones(2), np.ones(2, bool), np.ones(2, np.uint32), jax.random.key(0), 1.0)
-    ]
-    assert numbers == [True, False, False, False, False]
-    x = jnp.arange(4)
-    assert trim(x, 0, 4) is pad(x, 0, 4) is x
-    mask = stored_mask({"a": Padded(True, (3,), 0), "b": False}, "trainable")
-    assert isinstance(mask, LeafMask)
-    assert [mask(path, None) for path in ("a", "b")] == [True, False]
-    assert zero_shard(optax.sgd(0.1), stage=1).config.trainable is None
 
 
 def test_stages_differ_in_what_they_shard():
@@ -247,14 +154,6 @@ def test_stages_differ_in_what_they_shard():
     assert lay_out({"w": shape(4)}, policy(3)).grads[0].kind == "sharded"
 
 
-def test_parameters_over_fewer_axes_are_divided_further():
-    layout = lay_out({"w": shape(16, 24)}, policy(params_axes=("gpu",)))
-    params, grads = layout.params[0], layout.grads[0]
-    assert (params.axes, params.shards, params.further) == (("gpu",), 4, 2)
-    assert (grads.axes, grads.shards, grads.further) == (("gpu", "host"), 8, 1)
-    assert params.part_shape == grads.local_shape
-
-
 def test_leaves_that_are_not_trained_say_why():
     tree = {"a": shape(64), "f": shape(64), "i": shape(64, dtype=jnp.int32), OVERWRITE: shape(64)}
     layout = lay_out(tree, policy(), trainable=lambda path, leaf: path != "f")
@@ -268,21 +167,7 @@ def test_leaves_that_are_not_trained_say_why():
     assert overwritten_leaves((), ["a", "b"], [shape(1)] * 2, known=[0]) == {0}
 
 
-def test_types_of_a_parameter():
-    keep = Precision.bf16(keep=lambda path, leaf: path == "norm")
-    assert types_of("w", shape(2), None) == (F32, F32)
-    assert types_of("w", shape(2), keep) == (F32, jnp.bfloat16)
-    assert types_of("norm", shape(2), keep) == (F32, F32)
-    assert types_of("i", shape(2, dtype=jnp.int32), keep) == (jnp.int32, jnp.int32)
-    key = jax.random.key(0).dtype
-    assert [has_gradient(t) for t in (F32, jnp.complex64, jnp.int32, bool, key)] == [True, True, False, False, True]
-    assert [is_numeric(t) for t in (F32, jnp.int32, key)] == [True, True, False]
-    assert (canonical(np.dtype("float64")), canonical(key)) == (F32, key)
-
-
 def test_leaves_without_a_shape_or_of_unsafe_types_are_refused():
-    with pytest.raises(TypeError, match=r"params\['f'\] is a float, not an array"):
-        lay_out({"f": 1.0}, policy())
     with pytest.raises(TypeError, match=r"params\['q'\] is int2\..*int4, uint4 or wider"):
         lay_out({"q": shape(4, dtype=jnp.int2)}, policy())
     reasons = [

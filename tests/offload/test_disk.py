@@ -263,12 +263,6 @@ def test_nothing_of_an_earlier_run_is_read(left):
 # --- the folder --------------------------------------------------------------------------------------------------
 
 
-def test_what_an_earlier_run_left_is_removed(left):
-    (left / "chunk_123456.bin").write_bytes(b"half")
-    DiskStore(left, SAME).close()
-    assert os.listdir(left) == [".lock"]
-
-
 @pytest.mark.parametrize("name", ["notes.txt", "chunk_1.bin", "chunk_00000.safetensors", "folder"])
 def test_what_others_wrote_is_refused_and_kept(left, name):
     (left / name).mkdir() if name == "folder" else (left / name).write_text("mine")
@@ -303,15 +297,6 @@ def test_a_folder_that_is_read_only_is_refused(left):
         with pytest.raises(DiskError, match=r"cannot be offloaded to .*: Read-only file system"):
             DiskStore(left, SPECS[:2])
         assert sorted(os.listdir(left)) == before
-
-
-def test_a_folder_is_used_by_one_store_at_a_time(store):
-    with pytest.raises(DiskError, match="in use by this process"):
-        DiskStore(store.path, SPECS[:2])
-    assert_holds(store, SPECS[:2], 3)
-    store.close()
-    store.close()
-    DiskStore(store.path, SPECS[:2]).close()
 
 
 def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_path):

@@ -12,15 +12,11 @@ import pytest
 from conftest import mesh_of
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.layout.leaf import Leaf
-from zerojax.offload import chunks, close, folder, host, lock
-from zerojax.offload.chunked import Chunked, ChunkedLayout, Chunking, parts_of
-from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
+from zerojax.offload import folder, host, lock
+from zerojax.offload.chunks import BLOCK, checksum
 from zerojax.offload.folder import DiskError
-from zerojax.offload.state_files import LeafFiles, StateFiles
 
 F32 = np.dtype("float32")
 GB = 10**9
@@ -80,29 +76,6 @@ def test_too_little_host_memory_is_found(platform, per_device, available, messag
         assert problem(0) is None
 
 
-def test_the_process_that_has_too_little_is_named(monkeypatch):
-    said = {}
-
-    class Both:
-        def __init__(self, purpose):
-            pass
-
-        def exchange(self, topic, message):
-            said["mine"] = message
-            return [message, said["theirs"]]
-
-    monkeypatch.setattr(host, "Processes", Both)
-    monkeypatch.setattr(host, "available_bytes", lambda: 20)
-    said["theirs"] = host.FITS
-    host.check_host_memory(fake_mesh(), 10, "state")
-    assert said["mine"] == host.FITS
-    with pytest.raises(MemoryError, match=r"^state needs 22 B"):
-        host.check_host_memory(fake_mesh(), 11, "state")
-    said["theirs"] = "none left"
-    with pytest.raises(MemoryError, match="On process 1: none left"):
-        host.check_host_memory(fake_mesh(), 10, "state")
-
-
 def test_free_memory_is_the_smaller_of_the_hosts_and_the_containers(tmp_path):
     meminfo, cgroup = tmp_path / "meminfo", tmp_path / "cgroup"
     free = lambda: host.available_bytes(str(meminfo), str(cgroup))
@@ -117,23 +90,6 @@ def test_free_memory_is_the_smaller_of_the_hosts_and_the_containers(tmp_path):
 
 
 # --- the bytes of a chunk, and the folder of its file ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("elements", "blocks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (2048, 2)])
-def test_a_chunk_is_whole_blocks(elements, blocks):
-    spec = ChunkSpec("c", (((elements,), F32), ((0,), F32)))
-    assert spec.bytes == blocks * BLOCK
-    assert len(chunks.aligned_buffer(spec.bytes)) == spec.bytes
-
-
-def test_arrays_of_a_chunk_lie_one_after_the_other():
-    spec = ChunkSpec("c", (((2, 2), F32), ((3,), np.dtype("int8")), ((), np.dtype("int16"))))
-    buffer = memoryview(bytearray(spec.bytes))
-    for i, view in enumerate(spec.views(buffer)):
-        view[...] = i + 1
-    expected = np.ones(4, F32).tobytes() + bytes([2, 2, 2]) + np.int16(3).tobytes()
-    assert bytes(buffer[: len(expected)]) == expected
-    assert not any(buffer[len(expected) :])
 
 
 @given(st.integers(0, 2 * BLOCK - 1), st.integers(1, 255))
@@ -179,50 +135,6 @@ def test_the_holder_of_a_lock_is_named(tmp_path, holder, words):
 
 
 # --- the files of a state ----------------------------------------------------------------------------------------
-
-
-def leaf(**options):
-    return Leaf("w", (16, 4), F32, ("data",), 8, kind="sharded", dim=0, **options)
-
-
-def test_closing_a_state_unlocks_what_is_on_disk_and_only_that():
-    closed = []
-    files = SimpleNamespace(files=SimpleNamespace(abandon=lambda: closed.append(1)))
-    on_disk, on_host = (Chunked(leaf(), Chunking(0, (2,)), None, (), store) for store in (files, None))
-    close({"a": on_host, "b": jnp.ones(2), "c": None})
-    assert not closed
-    close({"a": on_host, "b": [on_disk, on_disk]})
-    assert len(closed) == 2
-
-
-def test_replicas_of_a_shard_are_one_entry(mesh):
-    whole, cut = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in ((), ("data",)))
-    assert list(parts_of((16,), whole).values()) == [list(mesh.devices.flat)]
-    assert list(parts_of((16,), cut).values()) == [[device] for device in mesh.devices.flat]
-
-
-def test_a_version_is_complete_when_every_chunk_is_written(mesh, tmp_path):
-    sharding, chunking = NamedSharding(mesh, PartitionSpec("data")), Chunking(0, (1, 1))
-    files = StateFiles(tmp_path / "state", {5: ChunkedLayout(leaf(), chunking, sharding)}, in_flight=2)
-    assert files.path == tmp_path / "state" / "process_0"
-    assert not files.path.exists(), "a folder is made before it is needed"
-    parts = [jax.device_put(jnp.full((8, 4), i + 1.0), sharding) for i in range(2)]
-    files.write(5, 0, parts[0])
-    assert int(files.next_version) == 1
-    files.write(5, 1, parts[1])
-    assert int(files.next_version) == 2
-    files.require(1)
-    with pytest.raises(ValueError, match=r"has version 1, and this state has version 0"):
-        files.require(0)
-    one = LeafFiles(files, 5)
-    for found, part in zip(one.load(1), parts, strict=True):
-        assert found.sharding.memory_kind == "device"
-        np.testing.assert_array_equal(found, part)
-    assert int(one.save(parts[::-1])) == 2
-    np.testing.assert_array_equal(one.load(2)[0], parts[1])
-    files.abandon()
-    files.abandon()
-    lock.lock(files.path).release()
 
 
 def test_offload_without_compiled_programs_is_refused_by_name():

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import fraction, mesh_of
+from conftest import fraction
 from disk_models import LAYERS, LOSSES, batch_of, model_params
 
-from zerojax import Offload, Precision, zero_shard
+from zerojax import Offload, Precision
 from zerojax.layout.leaf import is_chunked
 
 BOTH = Offload(optimizer="host", params="host", update="device")
@@ -214,12 +214,6 @@ def test_a_step_passes_parameters_on_within_host_memory():
     assert arguments.count('"pinned_host"') == results.count('"pinned_host"') == 3
     aliased = [one for one in arguments.split("%arg") if '"pinned_host"' in one]
     assert all("aliasing_output" in one or "buffer_donor" in one for one in aliased)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_other_stages_are_refused(stage):
-    with pytest.raises(ValueError, match=rf"needs stage 3: at stage {stage} each device holds all parameters"):
-        zero_shard(optax.adam(1e-2), stage=stage, mesh=mesh_of(8), offload=BOTH)
 
 
 def test_a_state_of_parameters_on_the_device_is_refused():

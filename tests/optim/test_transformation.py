@@ -1,6 +1,5 @@
 """The transformation as other code handles it: copied, rebuilt, given extra arguments and other forms."""
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -18,9 +17,7 @@ from models import awkward_params
 from zerojax import Tuning, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.optim import logical_state
-from zerojax.optim.sharding_plan import make_plan
 from zerojax.optim.transformation import with_extra_args
-from zerojax.optim.update import check_state
 from zerojax.train import eval_step
 from zerojax.train import step as train_step
 
@@ -123,44 +120,6 @@ def test_gradients_wider_than_their_parameters_stay_so(stage, make):
     rounding = 1e-6  # of float32; bfloat16's would be 4e-3
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rounding), found, expected)
     assert jax.tree.map(lambda x: x.dtype, found) == jax.tree.map(lambda x: x.dtype, expected)
-
-
-@pytest.mark.parametrize(
-    ("planned", "found", "fits", "fits_if_wider"),
-    [
-        ("bfloat16", "bfloat16", True, True),
-        ("bfloat16", "float32", False, True),
-        ("float32", "bfloat16", False, False),
-        ("float16", "bfloat16", False, False),
-    ],
-)
-def test_a_state_may_at_most_be_wider_than_planned(planned, found, fits, fits_if_wider, mesh):
-    tx = zero_shard(optax.trace(0.9), stage=1, mesh=mesh)
-    plan = make_plan(tx.config, {"w": jax.ShapeDtypeStruct((8, 16), planned)})
-    state = plan.state_def.unflatten([jax.ShapeDtypeStruct(leaf.storage_shape, found) for leaf in plan.state])
-    for may_be_wider, expected in ((False, fits), (True, fits_if_wider)):
-        with (
-            contextlib.nullcontext()
-            if expected
-            else pytest.raises(ValueError, match=f"is {found}, and init made it {planned}")
-        ):
-            check_state(plan, state, may_be_wider=may_be_wider)
-
-
-@pytest.mark.parametrize(
-    ("takes", "calls"),
-    [
-        (lambda seen: lambda grads, state, params=None: seen.append(None), [None]),
-        (lambda seen: lambda grads, state, params=None, **extra: seen.append(extra.get("value")), [3]),
-        (lambda seen: lambda grads, state, params=None, *, value: seen.append(value), [3]),
-        (lambda seen: lambda grads, state, params=None, *, other=None: seen.append(other), [None]),
-    ],
-)
-def test_the_loss_is_given_where_it_is_taken(takes, calls):
-    seen = []
-    made = optax.GradientTransformationExtraArgs if calls == [3] else optax.GradientTransformation
-    with_extra_args(made(lambda params: (), takes(seen))).update({}, (), value=3)
-    assert seen == calls
 
 
 def test_a_transformation_with_other_arguments_is_called_again_without_the_loss():

@@ -179,9 +179,3 @@ def test_an_interrupted_update_is_an_error_by_name(call, monkeypatch):
         step(state, BATCHES[3])
     jax.device_get(kept)
     chex.assert_trees_all_equal(contents(step(other, BATCHES[3])[0]), reference(4))
-
-
-@pytest.mark.parametrize("changes", [{"update": "host"}, {"optimizer": "disk", "path": "state"}, {"device_bytes": -1}])
-def test_what_device_bytes_is_not_for(changes):
-    with pytest.raises(ValueError, match="device_bytes"):
-        Offload(**{"optimizer": "host", "update": "device", "device_bytes": "1 GB", **changes})

@@ -124,5 +124,3 @@ def test_the_folder_does_not_depend_on_the_working_directory(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path / "other")
     logical_leaves(state)
     assert not os.listdir()
-    with pytest.raises(ValueError, match="names no folder"):
-        Offload(optimizer="disk", path="")

@@ -60,6 +60,7 @@ TREES = {
     "sharding": lambda x: x.sharding,
     "PRNG key": lambda x: jax.random.key(0),
     "raw key": lambda x: jax.random.PRNGKey(0),
+    "whether any is negative": lambda x: jnp.any(x < 0),
     "shape": lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
     "stack": lambda x: jnp.stack([x, x]),
     "batch along another dim": lambda x: jnp.stack([x, x], 1),

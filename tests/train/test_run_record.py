@@ -9,7 +9,6 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.train import same_run
 from zerojax.train.same_run import SameCalls, checksum, checksums, environment, in_words, run_record, signature_of
 
 PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.ones(3)}
@@ -72,31 +71,6 @@ def test_a_call_is_new_once_for_each_signature():
     assert signature_of({"x": x}) == signature_of({"x": x + 1}) != signature_of({"x": x[:4]})
     assert signature_of({"x": x}) != signature_of({"y": x})
     assert signature_of([x]) != signature_of([x.astype(np.int32)])
-
-
-@pytest.mark.parametrize("step", [None, 7])
-def test_a_new_call_is_compared_with_its_values(step, monkeypatch):
-    told = []
-    monkeypatch.setattr(same_run, "is_of_all", lambda mesh: True)
-    monkeypatch.setattr(
-        same_run, "require_same", lambda topic, record, partial=False: told.append((topic, record, partial))
-    )
-    calls = SameCalls(zero_shard(optax.sgd(1.0), stage=1, mesh=mesh_of(8)).config, "step", {"accumulate": 2})
-    assert calls.is_needed
-    given = () if step is None else (jax.device_put(jnp.int32(step), jax.devices()[0]),)
-    assert calls.is_new(0, np.ones((8, 2), np.float32), (np.int32(3),), *given)
-    (topic, record, partial), (again, sums, of_parts) = told
-    assert topic == again == "step"
-    assert (partial, of_parts) == (False, True)
-    assert record == {
-        "options": "{'accumulate': 2}",
-        "['batch']": "float32[8, 2]",
-        "['args'][0]": "int32[]",
-        **({} if step is None else {"step": "7"}),
-    }
-    assert list(sums) == ["the checksum of args[0]"]
-    assert not calls.is_new(0, np.zeros((8, 2), np.float32), (np.int32(3),), *given)
-    assert len(told) == 2
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint16", "float32", "bfloat16", "float16", "complex64"])
