@@ -57,10 +57,8 @@ def load_from_file(path: Path, name: str) -> Any:
 def running(path: Path) -> Iterator[None]:
     """Enter a context in which a file's code runs, can import from the file's folder, and has its output captured.
 
-    Output that bypasses Python, such as that of subprocesses, goes to standard error instead of standard output.
-
-    Raises:
-        ValueError: If the code raises `SystemExit`.
+    Output that bypasses Python, such as that of subprocesses, goes to standard error instead of standard output. A
+    `SystemExit` becomes a `ValueError`.
     """
     errors = io.StringIO()
     sys.path.insert(0, str(path.parent))
@@ -130,9 +128,8 @@ def load_model(text: str) -> Any:
 def shapes_of(found: Any) -> Any:
     is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but is also a tree
     nnx = sys.modules.get("flax.nnx")
-    return (
-        jax.eval_shape(found) if is_leaf and callable(found) and not (nnx and isinstance(found, nnx.Module)) else found
-    )
+    is_function = is_leaf and callable(found) and not (nnx and isinstance(found, nnx.Module))
+    return jax.eval_shape(found) if is_function else found
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:

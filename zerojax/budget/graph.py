@@ -246,11 +246,7 @@ class Choice:
 
 
 def choose_saved(graph: Graph, budget: int) -> Choice:
-    """Return the choice that saves at most `budget` bytes and repeats the fewest FLOPs.
-
-    Raises:
-        ValueError: If the results of the block's collectives need more than the budget.
-    """
+    """Return the choice that saves at most `budget` bytes and repeats the fewest FLOPs."""
     if not graph.equations:
         return Choice((), 0, 0, 0, 0)
     cost, sizes = np.array([eqn.cost for eqn in graph.equations], float), _sizes(graph)

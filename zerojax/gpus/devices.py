@@ -72,9 +72,6 @@ class Topology:
         """Parse `"h200:8"` (one host of eight GPUs), `"h200:64"` or `"h200:8x8"` (eight hosts of eight GPUs).
 
         A multiple of eight means hosts of eight GPUs. Any other number means one host.
-
-        Raises:
-            ValueError: If the text has another form, or the GPU is unknown.
         """
         match = re.fullmatch(r"([\w\-]+):(?:(\d+)x)?(\d+)", text)
         if not match or match.group(1) not in KINDS or 0 in (int(n) for n in match.groups()[1:] if n):

@@ -91,8 +91,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
 def moved_to(topology: str | None, step: Step, state: Any) -> tuple[Config, ZeroState]:
     """Return the configuration of `step` for the GPUs of `topology`, and the shapes of `state` on their mesh.
 
-    If `topology` is None, the mesh is the step's. Raise an error if `state` is not the state of `step`, or if `step` is
-    not one program.
+    If `topology` is None, the mesh is the step's.
     """
     if step.config.params_on_disk:
         raise NotImplementedError(

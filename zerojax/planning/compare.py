@@ -182,10 +182,10 @@ def off_by(x: np.ndarray, y: np.ndarray) -> float:
 
 def first_nonfinite(found: Snapshot, before: Snapshot) -> Key | None:
     """Return the first loss, gradient or parameter that is not finite. Skip parameters not finite in `before`."""
+    is_finite = lambda x: np.isfinite(wide(x)).all()
     for key, x in found.items():
-        given = before.get(key) if key[0] == "parameters" else None
         watched = key[0] in ("value", "gradient", "parameters") and jnp.issubdtype(x.dtype, jnp.inexact)
-        if watched and not np.isfinite(wide(x)).all() and (given is None or np.isfinite(wide(given)).all()):
+        if watched and not is_finite(x) and (key[0] != "parameters" or key not in before or is_finite(before[key])):
             return key
     return None
 
@@ -268,13 +268,8 @@ def at_stage(config: Config, stage: int) -> Config:
 
 def keeping_gradients(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Return `tx` after a transformation that stores the last gradients, as the first leaves of the joint state."""
-
-    def init(params):
-        return jax.tree.map(jnp.zeros_like, params)
-
-    def update(updates, state, params=None):
-        return updates, updates
-
+    init = lambda params: jax.tree.map(jnp.zeros_like, params)
+    update = lambda updates, state, params=None: (updates, updates)
     return optax.chain(optax.GradientTransformation(init, update), tx)
 
 

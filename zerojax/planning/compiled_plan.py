@@ -238,11 +238,7 @@ def read_plan(
     moved = overlap(module)
     figures = roofline(module, moved, device)
     kept = {KEPT: step.kept} if step.kept else {}
-    notes = (
-        *step.notes,
-        *limitations(module, figures.unknown, gpus),
-        *near_limit(analysis, device, step.options),
-    )
+    notes = (*step.notes, *limitations(module, figures.unknown, gpus), *near_limit(analysis, device, step.options))
     return Plan(
         topology=topology,
         devices=gpus.size,

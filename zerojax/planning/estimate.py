@@ -3,9 +3,6 @@
 The shapes of the optimizer's state come from `jax.eval_shape` of the transformation's `init`, and are sharded as in
 training. Activations depend on the model's code. If the loss and a batch are given, the gradient is compiled for one
 device, which gives the peak of a step on any number of devices.
-
-References:
-    Rajbhandari et al. 2020, arXiv 1910.02054, sections 5 and 7, table 1 and figure 1.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from zerojax.optim.sharding_plan import make_plan
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.shapes import abstract, with_rows
-from zerojax.planning.stage_bytes import StageEstimate, axes_that_stay, estimate_stage, sent_bytes
+from zerojax.planning.stage_bytes import StageEstimate, estimate_stage, sent_bytes
 from zerojax.train.fitting import DoesNotFit
 from zerojax.units import format_bytes, format_seconds
 
@@ -228,7 +228,7 @@ def sending_seconds(config: Config, layout: Layout, device: Device) -> float:
     numbers = np.arange(math.prod(sizes)).reshape(sizes)
     # The first group of a collective has all devices along the collective's axes, at index 0 of every other axis.
     group = lambda axes: numbers[tuple(slice(None) if name in axes else 0 for name in names)].ravel().tolist()
-    sent = sent_bytes(config, layout, 1, axes_that_stay(layout))
+    sent = sent_bytes(config, layout, 1, layout)
     return sum(count / device.ring_bandwidth(group(axes)) for axes, count in sent.items())
 
 

@@ -93,36 +93,29 @@ def is_made_of(target: Mesh, mesh: Mesh | AbstractMesh, *, unlike: Mesh | None =
 
 @contextlib.contextmanager
 def meshes_moved(move: MovedMeshes | OnOneDevice) -> Iterator[dict[str, None]]:
-    """Enter a context in which JAX traces, lowers and compiles functions as if they named the meshes of `move`."""
-    notes: dict[str, None] = {}  # on meshes whose sizes were changed, as keys
-
-    def replace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-        moved = move(mesh)
-        if dict(moved.shape) != dict(mesh.shape):
-            notes[
-                f"The loss names a mesh {dict(mesh.shape)}, which is planned as {dict(moved.shape)}. What Python "
-                f"computes from its sizes keeps the value: in a shard_map, use jax.lax.axis_size instead."
-            ] = None
-        return moved
-
-    with kernels_for(move.target), meshes_replaced(replace, key=move):
-        yield notes
-
-
-@contextlib.contextmanager
-def meshes_replaced(replace: Callable[[Any], Any], *, key: Any) -> Iterator[None]:
-    """Enter a context in which JAX reads each mesh that a traced function names as `replace(mesh)`.
+    """Enter a context in which JAX traces, lowers and compiles functions as if they named the meshes of `move`.
 
     A function names a mesh in a `jax.shard_map`, in shardings that it gives to functions of JAX, and in functions that
     its derivative calls later. All of them bind a primitive with the mesh among its parameters, so `bind` is the one
     place that sees all of them. Some functions compare the mesh with shapes and with the context before they bind.
 
-    JAX caches the traces of inner functions. `key`, which is hashable, becomes part of the cache's keys. So this
+    JAX caches the traces of inner functions. `move`, which is hashable, becomes part of the cache's keys. So this
     context does not find traces that name the caller's devices, and the caller's step finds no traces of this context.
     """
     from jax._src import config, pjit, shard_map, sharding_impls
 
     _hide_frames()
+    notes: dict[str, None] = {}  # on meshes whose sizes were changed, as keys
+
+    def replace(mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
+        found = move(mesh)
+        if dict(found.shape) != dict(mesh.shape):
+            notes[
+                f"The loss names a mesh {dict(mesh.shape)}, which is planned as {dict(found.shape)}. What Python "
+                f"computes from its sizes keeps the value: in a shard_map, use jax.lax.axis_size instead."
+            ] = None
+        return found
+
     moved = functools.partial(_with_meshes, replace)
 
     def bind_moved(bind: Callable) -> Callable:
@@ -149,11 +142,11 @@ def meshes_replaced(replace: Callable[[Any], Any], *, key: Any) -> Iterator[None
         (pjit, "_resolve_and_lower", lambda lower: lambda args, **params: lower(args, **moved(params))),
         *((module, "canonicalize_sharding", first_moved) for module in importers),
     ]
-    with _functions_replaced(replacements), contextlib.ExitStack() as stack:
+    with kernels_for(move.target), _functions_replaced(replacements), contextlib.ExitStack() as stack:
         # Part of the key of JAX's caches. JAX reads nothing else from it.
-        before = config.mesh_context_manager.swap_local((*config.mesh_context_manager.value, key))
+        before = config.mesh_context_manager.swap_local((*config.mesh_context_manager.value, move))
         stack.callback(config.mesh_context_manager.set_local, before)
-        yield
+        yield notes
 
 
 @contextlib.contextmanager

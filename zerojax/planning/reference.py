@@ -164,11 +164,9 @@ class Reference:
         """Return the arguments of `plain.value_and_grad`, with the rows of `worker`, or with all rows if it is None."""
         workers = self.plain.program.config.data.workers
 
-        def share(x: Any) -> Any:
-            rows = len(x) // workers
-            return x if worker is None else x[worker * rows : (worker + 1) * rows]
-
-        batch = jax.tree.map(share, self.batch)
+        batch = self.batch
+        if worker is not None:
+            batch = jax.tree.map(lambda x: x.reshape(workers, len(x) // workers, *x.shape[1:])[worker], batch)
         return {"params": state.params, "mutable": state.mutable, "batch": batch, "args": self.args}
 
     @functools.cached_property

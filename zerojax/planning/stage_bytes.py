@@ -10,7 +10,6 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -90,7 +89,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
     on_disk = config.offload is not None and config.offload.optimizer == "disk"
     host_params = sum(leaf.local_bytes for leaf in layout.params if leaf.host)
     disk_params, disk_grads, read, written = disk_bytes(config, plan, accumulate)
-    sent = sent_bytes(config, layout, accumulate, axes_that_stay(whole))
+    sent = sent_bytes(config, layout, accumulate, whole)
     return StageEstimate(
         config.stage,
         config.data.workers,
@@ -169,15 +168,11 @@ def gathered_bytes(config: Config, layout: Layout) -> int:
     return (1 + config.prefetch) * max(layers.values(), default=0)
 
 
-def axes_that_stay(layout: Layout) -> list[frozenset[str]]:
-    """Return, for each parameter, the axes over which it stays divided, and over which nothing of it is sent."""
-    return [frozenset(axes_of(leaf.others)) for leaf in layout.params]
+def sent_bytes(config: Config, layout: Layout, accumulate: int, whole: Layout) -> dict[tuple[str, ...], float]:
+    """Return bytes that a device sends per step, by mesh axes.
 
-
-def sent_bytes(
-    config: Config, layout: Layout, accumulate: int, stay: Sequence[frozenset[str]]
-) -> dict[tuple[str, ...], float]:
-    """Return bytes that a device sends per step, by mesh axes. `stay` has the axes over which each leaf stays divided.
+    `layout` is the part of the layout `whole` along other axes. Nothing of a leaf is sent over the other axes in
+    `whole`, over which the leaf stays divided.
 
     Reductions send the reduce type, and gathers send the compute type. Over N devices, each device sends `(N - 1) / N`
     of the logical bytes. Stages 0 and 1 reduce once and gather once. Stage 2 reduces once per microbatch. Stage 3
@@ -196,8 +191,8 @@ def sent_bytes(
         is_persistent = config.stage == 3 and leaf.kind != "sharded"
         if not is_trained and (config.stage < 3 or is_persistent):
             continue  # nothing moves. NumPy also has no itemsize for a PRNG key.
-        divided = leaf if leaf.kind == "sharded" else layout.grads[i]
-        rest = tuple(axis for axis in data.batch if axis not in {*divided.axes, *stay[i]})
+        divided, stay = leaf if leaf.kind == "sharded" else layout.grads[i], axes_of(whole.params[i].others)
+        rest = tuple(axis for axis in data.batch if axis not in {*divided.axes, *stay})
         reduced = reduce_itemsize(config, dtype)
         # Stage 0 gathers gradients. The other stages gather parameters.
         parameter = np.dtype(dtype if leaf.kind == "sharded" else leaf.dtype).itemsize

@@ -92,7 +92,6 @@ class FittedStep:
         return self._chosen(state, rows, args).run(state, rows, args)
 
     def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
-        """Raise a TypeError."""
         raise TypeError(
             "train_step(memory=) compiles the step to see what fits, which is not possible while it is traced. "
             "Call the step as it is, outside of jax.jit, or use zerojax.remat_within in the loss instead."
@@ -142,11 +141,7 @@ def _bytes_per_device(x: Any) -> int:
 
 
 def device_bytes(config: Config) -> int:
-    """Return the bytes of memory that programs may use on each device of the mesh, the least over all processes.
-
-    Raises:
-        ValueError: If the devices do not tell how much memory they have.
-    """
+    """Return the bytes of memory that programs may use on each device of the mesh, the least over all processes."""
     device = config.mesh.local_devices[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
@@ -164,18 +159,11 @@ def fit_memory(
 ) -> MemoryFit:
     """Find the largest share whose compiled program takes at most `memory` bytes per device.
 
-    Args:
-        lower: `lower(share)` lowers the step whose blocks save this share of their bytes. It also updates `blocks`.
-        blocks: The blocks of the loss.
-        memory: The memory that the program may take, in bytes per device.
-        arguments: The bytes per device of the arguments.
-        devices: The number of devices over which the blocks' bytes are divided.
+    `lower(share)` lowers the step whose blocks save this share of their bytes, and updates `blocks`. The program's
+    arguments have `arguments` bytes per device. The blocks' bytes are divided over `devices`.
 
-    Returns:
-        A fit after at most three compilations. If none of these programs fits, share 0 is compiled, too.
-
-    Raises:
-        DoesNotFit: If no program fits.
+    At most three programs are compiled. If none of them fits, share 0 is compiled, too. If this does not fit either,
+    raise `DoesNotFit`.
     """
     lowered, trials = {1.0: lower(1.0)}, list[Trial]()
     held = lambda share: blocks.held_bytes(share) / devices
