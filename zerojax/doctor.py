@@ -93,7 +93,6 @@ def plugins() -> Iterator[Finding]:
 
 
 def run_check(name: str, check: Callable[[], str | tuple[str, dict[str, Any]]]) -> Finding:
-    """Return the result of a check, and the rates that it measured. A check that raises an error did not pass."""
     try:
         found = check()
         text, measured = (found, {}) if isinstance(found, str) else found

@@ -104,8 +104,6 @@ def without_consts(jaxpr: Any) -> tuple[Any, list]:
 
 
 def graph_of(jaxpr: Any, consts: Sequence, avals: Sequence) -> Graph:
-    """Return the graph of a block, from the open jaxpr of its forward pass and the shapes of its arguments."""
-
     def residuals(*args):
         _, pull = jax.vjp(functools.partial(run_named, jaxpr, consts), *args)
         return jax.tree.leaves(pull)

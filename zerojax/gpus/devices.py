@@ -305,15 +305,14 @@ class Rates:
     def described(self, kind: str) -> str:
         """Return a sentence that says which rates count as achievable."""
         usual = {
-            "products": f"{PRODUCTS[kind]:.0%} of peak",
-            "memory": "peak",
-            "link": f"{LINK_SHARE:.0%} of peak",
-            "network": f"{LINK_SHARE:.0%} of peak",
+            "products": f"products {PRODUCTS[kind]:.0%} of peak",
+            "memory": "memory peak",
+            "link": f"link {LINK_SHARE:.0%} of peak",
+            "network": f"network {LINK_SHARE:.0%} of peak",
             "slowdown": f"products {SLOWDOWN:.0%} slower during collectives",
         }
         measured = [name for name in usual if getattr(self, name) not in (None, {})]
-        parts = [f"{name} {text}" if name != "slowdown" else text for name, text in usual.items()]
-        assumed = ", ".join(part for part, name in zip(parts, usual, strict=True) if name not in measured)
+        assumed = ", ".join(text for name, text in usual.items() if name not in measured)
         if not measured:
             return f"Achievable rates are the usual rates of {kind}: {assumed}."
         rest = f" Usual: {assumed}." if assumed else ""

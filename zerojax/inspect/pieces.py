@@ -49,7 +49,6 @@ class CollectivePiece:
 
     @property
     def cause(self) -> str:
-        """Return the leaves that zerojax wrote into the operation's name, or `line` if there are none."""
         return leaves_in(self.op_name) or self.line
 
     @functools.cached_property
@@ -117,7 +116,6 @@ class Nearest:
                 self._callers[call.callee].append((where, call.instruction.name))
 
     def __call__(self, computation: str, name: str) -> str:
-        """Return the line of the model at the nearest instruction that has such a line, or ""."""
         pending, seen = deque([(computation, name)]), {(computation, name)}
         while pending and len(seen) < _MOST:
             where, name = pending.popleft()
@@ -132,7 +130,6 @@ class Nearest:
         return ""
 
     def _neighbours(self, where: str, i: Instruction) -> Iterator[tuple[str, str]]:
-        """Return the operands and users of `i`. For a parameter or a root, add the callers of the computation."""
         yield from ((where, name) for name in i.operands)
         yield from ((where, user.name) for user in self.module.computations[where].users.get(i.name, ()))
         if i.opcode == "parameter" or i.root:

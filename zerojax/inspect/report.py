@@ -254,7 +254,6 @@ def note_from_array(x: Any, array: jax.Array | Chunked) -> str:
 
 
 def array_in_words(array: jax.Array | Chunked) -> str:
-    """Describe the sharding of an array, its memory unless this is device memory, and its chunks."""
     sharding = array.sharding
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):

@@ -103,7 +103,6 @@ class Expected:
 
     @classmethod
     def of(cls, module: Module, moved: CompiledCollectives, device: Device) -> "Expected":
-        """Return the simulated run of a program on a device at achievable rates. `moved` has its collectives."""
         simulated = simulate(module, device)
         return cls(roofline(module, moved, device), sum(simulated.waits.values()), simulated.slowed)
 

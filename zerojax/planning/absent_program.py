@@ -129,7 +129,6 @@ def offload_notes(step: Step, state: ZeroState) -> tuple[str, ...]:
 
 
 def pinning_note(needed: int) -> tuple[str, ...]:
-    """Return a note on the host memory that JAX pins for `needed` bytes on a host. Empty if nothing is needed."""
     if not needed:
         return ()
     return (

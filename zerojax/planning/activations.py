@@ -29,7 +29,7 @@ from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
 from zerojax.planning.other_meshes import OnOneDevice, meshes_moved
 from zerojax.planning.shapes import abstract, shape_of
-from zerojax.train.arguments import check_batch, packed
+from zerojax.train.arguments import cast_inputs, check_batch, packed
 from zerojax.train.fitting import largest_share
 from zerojax.train.loss import Loss
 from zerojax.train.typed_loss import TypedLoss, on_one_device
@@ -132,14 +132,9 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
     """Return the shapes of the rows that one device has of one microbatch, in the types that the loss sees."""
     check_batch(batch, config.data, accumulate)
-    shards, precision = config.data.workers * accumulate, config.precision
-
-    def local(x):
-        shape = shape_of(x)
-        dtype = shape.dtype if precision is None else precision.input_dtype(shape.shape, shape.dtype)
-        return shape.update(shape=(shape.shape[0] // shards, *shape.shape[1:]), dtype=dtype)
-
-    return jax.tree.map(local, batch)
+    shards = config.data.workers * accumulate
+    local = lambda x: shape_of(x).update(shape=(x.shape[0] // shards, *x.shape[1:]))
+    return jax.eval_shape(functools.partial(cast_inputs, config.precision), jax.tree.map(local, batch))
 
 
 def plain_gradient(

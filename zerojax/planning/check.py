@@ -302,21 +302,18 @@ def sum_findings(moved: Exchanged, contract: Contract) -> list[str]:
     ]
 
 
-def update_findings(moved: Exchanged, contract: Contract) -> list[str]:
-    """Find bytes that the compiler moves for an update that should move nothing."""
-    if contract.update or moved.of_update <= _slack(contract):
-        return []
+def update_findings(moved: Exchanged, contract: Contract) -> Iterator[str]:
     operation = lambda piece: f"{piece.kind} of {piece.op_name.rpartition('/')[2]}"
-    most = _most((operation(piece), size) for piece, size in moved.pieces if piece.is_of_update)
-    return [
-        f"{moved.of_update / MIB:,.1f} MiB are moved for the optimizer's update, which is computed shard by shard: "
-        f"{most}. An operation of the update joins elements of several devices. "
-        "print(state.plan) lists the replicated leaves."
-    ]
+    if not contract.update and moved.of_update > _slack(contract):
+        most = _most((operation(piece), size) for piece, size in moved.pieces if piece.is_of_update)
+        yield (
+            f"{moved.of_update / MIB:,.1f} MiB are moved for the optimizer's update, which is computed shard by shard: "
+            f"{most}. An operation of the update joins elements of several devices. "
+            "print(state.plan) lists the replicated leaves."
+        )
 
 
 def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable[CollectivePiece]) -> list[str]:
-    """Find memory beyond the floor, and parameters that are gathered whole."""
     slack, over, program = (MEMORY_SLACK - 1) * floor, (peak - floor) / MIB, contract.program
     found = [str(one) for one in program.whole if one.bytes - (one.layers > 1) * one.bytes // one.layers > slack]
     if peak - floor > slack:
@@ -327,23 +324,20 @@ def memory_findings(peak: int, floor: int, contract: Contract, gathers: Iterable
     return found
 
 
-def flops_findings(flops: int, contract: Contract) -> list[str]:
-    if flops <= FLOPS_SLACK * contract.flops:
-        return []
-    return [f"{(flops - contract.flops) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's"]
+def flops_findings(flops: int, contract: Contract) -> Iterator[str]:
+    if flops > FLOPS_SLACK * contract.flops:
+        yield f"{(flops - contract.flops) / 1e6:,.1f} MFLOP of products are computed beyond plain jit's"
 
 
-def volume_findings(verb: str, elements: int, formula: int, which: Sequence[CollectivePiece]) -> list[str]:
-    if elements <= VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
-        return []
-    return [f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"]
+def volume_findings(verb: str, elements: int, formula: int, which: Sequence[CollectivePiece]) -> Iterator[str]:
+    if elements > VOLUME_SLACK * formula + FREE * len(which):  # scalars, such as norms, weights and counts, are free
+        yield f"{elements - formula:,d} elements are {verb} beyond the contract. Most: {causes_of(which)}"
 
 
-def overlap_findings(moved: CompiledCollectives, module: Module) -> list[str]:
-    if moved.hidden_share >= LEAST_HIDDEN:
-        return []
-    exposed = pieces(module, moved.exposed)
-    return [f"only {moved.hidden_share:.1%} of collective bytes hide behind products. Exposed: {causes_of(exposed)}"]
+def overlap_findings(moved: CompiledCollectives, module: Module) -> Iterator[str]:
+    if moved.hidden_share < LEAST_HIDDEN:
+        exposed = causes_of(pieces(module, moved.exposed))
+        yield f"only {moved.hidden_share:.1%} of collective bytes hide behind products. Exposed: {exposed}"
 
 
 def causes_of(which: Iterable[CollectivePiece]) -> str:

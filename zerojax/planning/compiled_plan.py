@@ -294,7 +294,6 @@ def part_of_argument(argument: str, parts: Mapping[str, str]) -> str:
 
 
 def limitations(module: Module, unknown: tuple[str, ...], gpus: Topology) -> Iterator[str]:
-    """Yield sentences about effects that the figures of a program leave out."""
     if unknown:
         yield f"The FLOPs of {', '.join(unknown)} are not counted."
     if gpus.per_host > GPUS_PER_HOST:

@@ -157,7 +157,6 @@ def _hops(config: Config, leaf: Leaf) -> float:
 
 
 def plain_update(plan: ShardingPlan, config: Config) -> Any:
-    """Compile the optimizer's update with plain jit on replicated arrays."""
     everywhere = NamedSharding(config.mesh, PartitionSpec())
     logical = lambda leaves: [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere) for leaf in leaves]
     tree = lambda leaves: jax.tree.unflatten(plan.trained.treedef, leaves)
