@@ -41,18 +41,21 @@ class MovedMeshes:
     target: Mesh  # the mesh of the devices to compile for, with the axes of `given` in other sizes, perhaps
 
     def __call__(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-        target = self.target
-        if mesh.empty or is_made_of(target, mesh, unlike=self.given):
-            return mesh
+        given, target = self.given, self.target
         same_axes = set(mesh.axis_names) == set(target.axis_names)
         if isinstance(mesh, AbstractMesh):
-            if not same_axes or dict(mesh.shape) != dict(self.given.shape):
+            before, kind = given.abstract_mesh.abstract_device, target.abstract_mesh.abstract_device
+            is_moved = mesh.abstract_device == kind != before
+            if mesh.empty or is_moved or not same_axes or dict(mesh.shape) != dict(given.shape):
                 return mesh
-            sizes, kind = tuple(target.shape[axis] for axis in mesh.axis_names), target.abstract_mesh.abstract_device
+            sizes = tuple(target.shape[axis] for axis in mesh.axis_names)
             return mesh.update(axis_sizes=sizes, abstract_device=kind)
+        devices = set(mesh.devices.flat)
+        if mesh.empty or (devices <= set(target.devices.flat) and devices != set(given.devices.flat)):
+            return mesh
         if not same_axes:
             raise ValueError(
-                f"The loss names a mesh {dict(mesh.shape)}, and the step's mesh is {dict(self.given.shape)}. Only the "
+                f"The loss names a mesh {dict(mesh.shape)}, and the step's mesh is {dict(given.shape)}. Only the "
                 f"step's mesh is known to become {dict(target.shape)}. Name the axes of the step's mesh in the loss."
             )
         devices = target.devices.transpose([target.axis_names.index(axis) for axis in mesh.axis_names])
@@ -67,7 +70,8 @@ class OnOneDevice:
     data_axes: tuple[str, ...]  # the axes that divide the rows
 
     def __call__(self, mesh: Mesh | AbstractMesh) -> Mesh | AbstractMesh:
-        if mesh.size <= 1 and (isinstance(mesh, AbstractMesh) or is_made_of(self.target, mesh)):
+        is_here = isinstance(mesh, AbstractMesh) or set(mesh.devices.flat) <= set(self.target.devices.flat)
+        if mesh.size <= 1 and is_here:
             return mesh
         divided = [axis for axis, size in mesh.shape.items() if size > 1]
         if len(divided) > 1 and not set(divided) <= set(self.data_axes):
@@ -80,15 +84,6 @@ class OnOneDevice:
         if isinstance(mesh, AbstractMesh):
             return mesh.update(axis_sizes=ones, abstract_device=self.target.abstract_mesh.abstract_device)
         return Mesh(self.target.devices.reshape(ones), mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def is_made_of(target: Mesh, mesh: Mesh | AbstractMesh, *, unlike: Mesh | None = None) -> bool:
-    """Return whether a mesh consists of devices of `target`, and does not have the same devices as `unlike`."""
-    if isinstance(mesh, AbstractMesh):
-        device = target.abstract_mesh.abstract_device
-        return mesh.abstract_device == device and (unlike is None or unlike.abstract_mesh.abstract_device != device)
-    devices = set(mesh.devices.flat)
-    return devices <= set(target.devices.flat) and (unlike is None or devices != set(unlike.devices.flat))
 
 
 @contextlib.contextmanager
