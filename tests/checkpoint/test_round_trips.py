@@ -131,8 +131,7 @@ def run(tx, step, directory, until):
 
 
 @pytest.mark.parametrize(
-    ("stage", "count", "precision"),
-    [(3, 8, None), pytest.param(2, 3, Precision.fp16(), marks=pytest.mark.slow)],
+    ("stage", "count", "precision"), [(3, 8, None), pytest.param(2, 3, Precision.fp16(), marks=pytest.mark.slow)]
 )
 def test_a_restart_changes_no_bit(stage, count, precision, tmp_path):
     tx = transformation(stage, count, precision)

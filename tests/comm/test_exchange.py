@@ -111,12 +111,6 @@ def test_an_error_of_the_service_is_raised(two, monkeypatch):
         Processes("failed", 60).exchange("begin", "mine")
 
 
-def test_one_that_makes_another_call_is_told(two):
-    two(["save", "theirs"])
-    with pytest.raises(ValueError, match="Process 1 is about to save, and process 0 is about to begin"):
-        Processes("other").exchange("begin", "mine")
-
-
 def test_what_differs_is_named_three_at_most(two):
     mine = dict.fromkeys("abcde", "1")
     two(["begin", json.dumps({**mine, "a": "2"})])

@@ -110,8 +110,7 @@ def test_microbatches_are_reduced_across_hosts_once(way, view):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("way", "where"),
-    [("shards", "host update"), ("shards", "params"), ("params", "disk"), ("params", "host")],
+    ("way", "where"), [("shards", "host update"), ("shards", "params"), ("params", "disk"), ("params", "host")]
 )
 def test_what_is_offloaded_trains_as_on_the_device(way, where, tmp_path):
     offload = {

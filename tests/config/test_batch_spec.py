@@ -118,11 +118,7 @@ def test_what_a_mesh_cannot_do_is_refused(batch_spec, error, message):
 @pytest.mark.parametrize(
     ("batch", "batch_spec", "message"),
     [
-        (
-            {"x": np.ones((8, 13, 2))},
-            SPEC,
-            r"batch\['x'\] over mesh axis 'sequence': its dim 1 .*size of 13.*12 or 14",
-        ),
+        ({"x": np.ones((8, 13, 2))}, SPEC, r"batch\['x'\] over mesh axis 'sequence': its dim 1 .*size of 13.*12 or 14"),
         ({"x": np.ones((8, 12)), "y": np.ones(8)}, {"x": SPEC}, r"batch_spec= is the tree.*Give one spec for all"),
         ({"x": np.ones((6, 12))}, SPEC, "dim 0 has 6 rows"),
     ],

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flat_options import tuned
 from jax.sharding import AxisType
 
-from zerojax import Offload, Tuning, report, zero_shard
+from zerojax import Offload, report, zero_shard
 from zerojax.checkpoint import Checkpointer
 
 PARAMS = {"w": jnp.ones((16, 8))}
@@ -17,14 +18,18 @@ def mean_square(params, batch):
     return jnp.mean((batch @ params["w"]) ** 2)
 
 
+def zero(stage=3, inner=None, **options):
+    return zero_shard(inner or optax.adamw(1e-3), stage=stage, **tuned(**{"persist_below": 10, **options}))
+
+
 @pytest.fixture(scope="module")
 def tx():
-    return zero_shard(optax.adamw(1e-3), stage=3, tuning=Tuning(persist_below=10))
+    return zero()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_are_not_the_states(stage):
-    tx = zero_shard(optax.adamw(1e-3), stage=stage, tuning=Tuning(persist_below=10))
+    tx = zero(stage)
     state = tx.init(PARAMS)
     with pytest.raises(ValueError, match=r"opt_state\[0\]\.mu\['w'\] is float32\[16, 8\], and float32\[32, 8\]"):
         tx.update({"w": jnp.ones((32, 8))}, state, {"w": jnp.ones((32, 8))})
@@ -35,9 +40,7 @@ def test_parameters_that_are_not_the_states(stage):
         tx.update(other, state, other)
     with pytest.raises(ValueError, match=r"mu\['w'\] is float32, and init made it bfloat16"):
         tx.train_step(mean_square)(tx.create(narrow).replace(opt_state=state), ROWS)
-    offloading = zero_shard(
-        optax.adamw(1e-3), stage=stage, tuning=Tuning(persist_below=10), offload=Offload(optimizer="host")
-    )
+    offloading = zero(stage, offload=Offload(optimizer="host"))
     with pytest.raises(TypeError, match=r"wider than their parameters make opt_state\[0\].mu\['w'\] float32, and"):
         offloading.update(PARAMS, offloading.init(narrow), narrow)
 
@@ -80,22 +83,20 @@ def test_a_report_needs_arrays(tx):
 def changed_states(tx):
     """States that are not `tx`'s own, and what their refusal must say."""
     state = tx.create(PARAMS)
-    other = zero_shard(optax.adamw(1e-3), stage=1, tuning=Tuning(persist_below=10))
+    other = zero(1)
     yield state.replace(params={"v": PARAMS["w"]}), r"tree lacks \['w'\]"
     yield state.replace(params={"w": jnp.ones((32, 8))}), r"params\['w'\] is float32\[32, 8\].*float32\[16, 8\]"
     narrow = {"w": PARAMS["w"].astype(jnp.bfloat16)}
     yield state.replace(params=narrow), r"params\['w'\] is bfloat16.*Cast .* type of the state: x\.astype\(float32\)"
     yield other.create(PARAMS), "made for stage 1 on 8 devices.*the step is for stage 3 on 8"
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    other = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=10))
+    other = zero(mesh=mesh)
     yield other.create(PARAMS), "made for stage 3 .*'model': 2.*step is for stage 3 .*{'data': 8}"
-    frozen = zero_shard(
-        optax.adamw(1e-3), stage=3, tuning=Tuning(persist_below=10), trainable=lambda path, _: path != "v"
-    )
+    frozen = zero(trainable=lambda path, _: path != "v")
     yield frozen.create(PARAMS | {"v": PARAMS["w"]}), r"precision= or trainable= than the step: params\['v'\] frozen"
     moved = state.replace(params=jax.device_put(state.params, jax.devices()[1]))
     yield moved, "was put on 1 of the 8 devices"
-    other = zero_shard(optax.sgd(1e-3), stage=3, tuning=Tuning(persist_below=10))
+    other = zero(inner=optax.sgd(1e-3))
     yield other.create(PARAMS), r"another transformation than the step's, whose .* \[0\]\.count beyond"
 
 
@@ -122,7 +123,7 @@ def decorated(params, batch, act, rate, *, train, name=None, key):
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "view", "accumulate"), [(1, "global", 1), (3, "global", 2), (3, "device", 1)])
 def test_flags_names_and_functions_among_the_arguments(stage, view, accumulate):
-    tx = zero_shard(optax.adamw(1e-3), stage=stage, tuning=Tuning(persist_below=10), view=view)
+    tx = zero(stage, view=view)
     batch, key = jnp.ones((16, 16)) / 32, jax.random.key(0)
     state, step = tx.create(PARAMS), tx.train_step(decorated, accumulate=accumulate)
     gradient = tx.value_and_grad(decorated, accumulate=accumulate)
@@ -185,7 +186,7 @@ def test_no_state_for_a_transformation_without_one(mesh):
     ],
 )
 def test_arrays_that_a_step_has_used_up(call, named, mesh, tmp_path):
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=1))
+    tx = zero(mesh=mesh, persist_below=1)
     state = tx.create(PARAMS)
     tx.train_step(mean_square)(state, ROWS)
     with pytest.raises(ValueError, match=named + ".*Use the result of that call"):
@@ -195,11 +196,9 @@ def test_arrays_that_a_step_has_used_up(call, named, mesh, tmp_path):
 @pytest.mark.parametrize("name", ["unshard", "eval_step", "value_and_grad"])
 @pytest.mark.parametrize("count", [4, 1])
 def test_parameters_of_another_mesh(name, count, mesh):
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=1))
+    tx = zero(mesh=mesh, persist_below=1)
     other = jax.make_mesh((count,), ("fsdp",), devices=jax.devices()[-count:], axis_types=(AxisType.Auto,))
-    params = zero_shard(optax.adam(1e-3), stage=3, mesh=other, axis="fsdp", tuning=Tuning(persist_below=1)).shard(
-        PARAMS
-    )
+    params = zero(mesh=other, axis="fsdp", persist_below=1).shard(PARAMS)
     call = tx.unshard if name == "unshard" else lambda params: getattr(tx, name)(mean_square)(params, ROWS)
     words = rf"\['w'\] is on a mesh of {count} devices .*fsdp.*has 8.*'data'.*tx\.unshard"
     with pytest.raises(ValueError, match=words):
@@ -207,7 +206,7 @@ def test_parameters_of_another_mesh(name, count, mesh):
 
 
 def test_an_error_of_the_function_itself_stays_what_it_is(mesh):
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=1))
+    tx = zero(mesh=mesh, persist_below=1)
 
     def fails(params, batch):
         raise ValueError("mine")

@@ -61,8 +61,7 @@ def plain_linen_loop(tx):
 
 
 @pytest.mark.parametrize(
-    ("stage", "sharded"),
-    quick_or_slow(list(itertools.product(STAGES, (False, True))), [(3, True)]),
+    ("stage", "sharded"), quick_or_slow(list(itertools.product(STAGES, (False, True))), [(3, True)])
 )
 def test_a_linen_train_state_runs_unchanged(stage, sharded):
     tx = zero(stage)

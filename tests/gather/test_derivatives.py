@@ -36,8 +36,7 @@ def products(value_and_grad, params, vector):
 
 
 @pytest.mark.parametrize(
-    ("stage", "view"),
-    quick_or_slow([(3, "global"), (2, "global"), (3, "device")], [(3, "global")]),
+    ("stage", "view"), quick_or_slow([(3, "global"), (2, "global"), (3, "device")], [(3, "global")])
 )
 def test_hessian_vector_products(stage, view):
     tx = zero_shard(optax.sgd(0.1), stage=stage, mesh=mesh_of(3), tuning=Tuning(persist_below=10), view=view)

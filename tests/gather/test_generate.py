@@ -24,8 +24,7 @@ def params():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "rows", "options"),
-    [(3, 8, {}), (3, 3, {"view": "device"}), (1, 8, {"precision": Precision.bf16()})],
+    ("stage", "rows", "options"), [(3, 8, {}), (3, 3, {"view": "device"}), (1, 8, {"precision": Precision.bf16()})]
 )
 def test_what_is_drawn_with_a_cache_is_what_is_likeliest_without(stage, rows, options, params):
     tx = zero_shard(optax.identity(), stage=stage, mesh=mesh_of(8), tuning=Tuning(persist_below=1), **options)

@@ -315,8 +315,7 @@ def test_flaxs_fp8_layers_gather_float8(op, style, view):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("accumulate", "view", "op", "style"),
-    [(1, "global", OPS[0], "scanned"), (4, "device", OPS[-1], "unrolled")],
+    ("accumulate", "view", "op", "style"), [(1, "global", OPS[0], "scanned"), (4, "device", OPS[-1], "unrolled")]
 )
 def test_flaxs_fp8_layers_train_as_without_shards(accumulate, view, op, style):
     """New scales and histories are the maximum over microbatches and, in device view, over devices.

@@ -106,8 +106,7 @@ def each_behind_its_norm(params, batch):
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="on CPU, jax 0.10 drops the barriers")
 @pytest.mark.parametrize("prefetch", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("loss", "trains_all"),
-    [(tables, True), (towers, True), (behind_one_layer, False), (each_behind_its_norm, False)],
+    ("loss", "trains_all"), [(tables, True), (towers, True), (behind_one_layer, False), (each_behind_its_norm, False)]
 )
 def test_no_more_is_gathered_at_once_than_prefetch_says(loss, trains_all, prefetch):
     shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)

@@ -361,10 +361,7 @@ BETWEEN = {
     "cuBLAS solve": ('%m = f32[8]{0} custom-call(%p), custom_call_target="__cublas$triangularSolve"', 0),
     "cuDNN norm": ('%m = f32[8]{0} custom-call(%p), custom_call_target="__cudnn$norm"', 0),
     "call": ("%f = f32[] call(%p), to_apply=%product", 2),
-    "loop of 3": (
-        "%f = f32[8]{0} while(%p), condition=%condition, body=%product, backend_config=" + TURNS_3,
-        6,
-    ),
+    "loop of 3": ("%f = f32[8]{0} while(%p), condition=%condition, body=%product, backend_config=" + TURNS_3, 6),
     "loop of unknown trip count": ("%f = f32[8]{0} while(%p), condition=%condition, body=%product", 2),
     "branch": ("%f = f32[] conditional(%p, %p, %p), branch_computations={%product, %product}", 2),
     "branch that may have none": (

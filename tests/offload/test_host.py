@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.offload import folder, host, lock
-from zerojax.offload.chunks import BLOCK, checksum
+from zerojax.offload import chunks, folder, host, lock
+from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
 from zerojax.offload.folder import DiskError
 
 F32 = np.dtype("float32")
@@ -90,6 +90,13 @@ def test_free_memory_is_the_smaller_of_the_hosts_and_the_containers(tmp_path):
 
 
 # --- the bytes of a chunk, and the folder of its file ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("elements", "blocks"), [(0, 1), (1, 1), (1024, 1), (1025, 2), (2048, 2)])
+def test_a_chunk_is_whole_blocks(elements, blocks):
+    spec = ChunkSpec("c", (((elements,), F32), ((0,), F32)))
+    assert spec.bytes == blocks * BLOCK
+    assert len(chunks.aligned_buffer(spec.bytes)) == spec.bytes
 
 
 @given(st.integers(0, 2 * BLOCK - 1), st.integers(1, 255))

@@ -259,8 +259,7 @@ PRECISIONS = {
 @pytest.mark.parametrize(
     ("stage", "precision"),
     quick_or_slow(
-        [(stage, name) for stage in range(4) for name in PRECISIONS if stage or "host" not in name],
-        [(3, "bf16")],
+        [(stage, name) for stage in range(4) for name in PRECISIONS if stage or "host" not in name], [(3, "bf16")]
     ),
 )
 def test_recipes_with_averages_give_the_same_numbers_at_all_stages(stage, precision):

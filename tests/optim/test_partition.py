@@ -83,6 +83,11 @@ def loss(params, batch):
     return ((jnp.tanh(batch @ params["a"].T) @ params["b"] - 1) ** 2).mean()
 
 
+def zero(tx, offload=None, *, stage=3, precision=None):
+    tuning = Tuning(persist_below=8)
+    return zero_shard(tx, stage=stage, mesh=mesh_of(2), tuning=tuning, offload=offload, precision=precision)
+
+
 def trained(tx):
     state, step = tx.create(params()), tx.train_step(loss)
     for i in range(3):
@@ -97,31 +102,26 @@ EVERY = [*((name, "device") for name in UPDATES), ("branches", "host")]
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "update"), quick_or_slow(EVERY, [("a statistic", "device")]))
 def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
-    options = {"stage": 3, "mesh": mesh_of(2), "tuning": Tuning(persist_below=8)}
     # a chunk of two of the five rows of each device
     offloaded = Offload(optimizer="host", update=update, chunk_bytes=80)
-    wanted, found = (trained(zero_shard(UPDATES[name](), offload=offload, **options)) for offload in (None, offloaded))
+    wanted, found = (trained(zero(UPDATES[name](), offload)) for offload in (None, offloaded))
     for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)  # float32, three steps, other programs
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"),
-    [("branches", 3), ("a short last chunk", 3), ("takes the loss", 3), ("a sum in a branch", 1)],
+    ("name", "chunks"), [("branches", 3), ("a short last chunk", 3), ("takes the loss", 3), ("a sum in a branch", 1)]
 )
 def test_an_update_is_chunked_if_that_of_the_whole_leaf_is_elementwise(name, chunks):
     """Each chunk is updated as a part of the leaf, so a factor that depends on the leaf's shape does not change."""
-    offload = Offload(optimizer="host", chunk_bytes=80)
-    tx = zero_shard(UPDATES[name](), stage=3, mesh=mesh_of(2), tuning=Tuning(persist_below=8), offload=offload)
+    tx = zero(UPDATES[name](), Offload(optimizer="host", chunk_bytes=80))
     plan = tx.create(jax.eval_shape(params)).plan
     assert {len(chunking.extents) for chunking in plan.chunkings if chunking} == {chunks}
 
 
 def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
     """What was begun before the leaf that fails is waited for."""
-    tx = zero_shard(
-        optax.adam(1e-2), stage=3, mesh=mesh_of(2), tuning=Tuning(persist_below=8), offload=Offload(optimizer="host")
-    )
+    tx = zero(optax.adam(1e-2), Offload(optimizer="host"))
     state, waited, wait_for = tx.create(params()), [], arrays.wait_for
 
     def torn(node):
@@ -151,13 +151,7 @@ def test_an_update_on_the_host_that_reads_its_state_alone():
     loss = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
     offload = Offload(optimizer="host", chunk_bytes=64, update="host")
     for precision in (None, Precision.bf16()):
-        tx = zero_shard(
-            optax.GradientTransformation(init, update),
-            stage=2,
-            tuning=Tuning(persist_below=20),
-            offload=offload,
-            precision=precision,
-        )
+        tx = zero(optax.GradientTransformation(init, update), offload, stage=2, precision=precision)
         state, step = tx.create(params), tx.train_step(loss)
         for _ in range(2):
             state, _ = step(state, batch)

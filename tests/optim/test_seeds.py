@@ -67,11 +67,7 @@ def assert_equal(found, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "view", "options"),
-    [
-        (3, "global", {}),
-        slow(3, "device", {"accumulate": 2, "weighted": True}),
-    ],
+    ("stage", "view", "options"), [(3, "global", {}), slow(3, "device", {"accumulate": 2, "weighted": True})]
 )
 def test_a_loop_under_vmap_trains_every_seed(stage, view, options):
     fn, plain = (weighted, weighted_mean) if options else (loss, loss)

@@ -75,10 +75,7 @@ def matrices(rows):
     [
         pytest.param(lambda: (*example(24), windows(), 3), {}, marks=pytest.mark.slow, id="the example"),
         pytest.param(
-            lambda: (*example(4), windows(accumulate=2), 1),
-            {"accumulate": 2},
-            marks=pytest.mark.slow,
-            id="two parts",
+            lambda: (*example(4), windows(accumulate=2), 1), {"accumulate": 2}, marks=pytest.mark.slow, id="two parts"
         ),
         pytest.param(
             lambda: (*example(4), windows(), 2), {"precision": Precision.bf16()}, marks=pytest.mark.slow, id="bf16"

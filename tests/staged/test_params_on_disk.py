@@ -135,8 +135,7 @@ PRECISIONS = {"bf16": Precision.bf16(), "fp16": Precision.fp16(loss_scale=256.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    quick_or_slow(itertools.product(["remat_loop", "one_by_one"], PRECISIONS), []),
+    ("name", "precision"), quick_or_slow(itertools.product(["remat_loop", "one_by_one"], PRECISIONS), [])
 )
 def test_master_weights_train_the_same(tmp_path, name, precision):
     """Compared with state in host memory, since both store narrow parameters; bfloat16 rounds at 1/256."""

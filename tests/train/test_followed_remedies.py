@@ -241,11 +241,7 @@ OF_LOSSES = {
 OF_STEPS = {
     "no state": (lambda: TX.train_step(loss)(PARAMS, X), r"not dict.*tx\.create\(params\)", step),
     "shapes": (lambda: TX.train_step(loss)(TX.create(SHAPES), X), "`lower` and `trace` of the step take shapes", step),
-    "other stage": (
-        lambda: step(made=ZERO(stage=1)),
-        r"Make it with this transformation's create\(params\)",
-        step,
-    ),
+    "other stage": (lambda: step(made=ZERO(stage=1)), r"Make it with this transformation's create\(params\)", step),
     "no mutable": (lambda: with_state(None), r"tx\.create\(params, mutable=", lambda: with_state(X)),
     "mutable": (
         lambda: step(mutable=X),

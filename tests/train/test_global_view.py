@@ -101,10 +101,7 @@ def assert_same(found, expected, rounding=3e-6):
         np.testing.assert_allclose(x, y, rtol=0, atol=allowed, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("group", "stage", "count", "optimizer", "scanned"),
-    quick_or_slow(list(grid()), []),
-)
+@pytest.mark.parametrize(("group", "stage", "count", "optimizer", "scanned"), quick_or_slow(list(grid()), []))
 def test_a_step_is_that_of_one_device(group, stage, count, optimizer, scanned):
     names = GROUPS[group]
     params, mutable, batches, args = data_of(names, scanned)
@@ -122,8 +119,7 @@ def test_a_step_is_that_of_one_device(group, stage, count, optimizer, scanned):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "count", "scanned"),
-    quick_or_slow([(s, n, (s + n) % 2 == 0) for s, n in PAIRS], [(3, 3, True)]),
+    ("stage", "count", "scanned"), quick_or_slow([(s, n, (s + n) % 2 == 0) for s, n in PAIRS], [(3, 3, True)])
 )
 def test_microbatches_of_rows_that_do_not_meet(stage, count, scanned):
     params, _, batches, args = data_of(ALONE, scanned)

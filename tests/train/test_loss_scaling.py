@@ -79,8 +79,7 @@ PRECISIONS = {"fp16": FP16, "bf16": Precision.bf16(), "fp32": None}
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "name", "accumulate"),
-    [(0, "bf16", 1), (1, "fp16", 3), (2, "fp16", 1), (3, "fp32", 3)],
+    ("stage", "name", "accumulate"), [(0, "bf16", 1), (1, "fp16", 3), (2, "fp16", 1), (3, "fp32", 3)]
 )
 def test_an_overflow_on_one_device_leaves_every_bit(stage, name, accumulate, mesh):
     """And what follows is as if that batch had never been."""

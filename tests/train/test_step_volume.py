@@ -26,11 +26,7 @@ def gathers(stage):
 
 
 @pytest.mark.parametrize(
-    ("stage", "name", "count"),
-    quick_or_slow(
-        list(itertools.product(range(4), OPTIMIZERS, (3, 8))),
-        [(3, "adamw", 3)],
-    ),
+    ("stage", "name", "count"), quick_or_slow(list(itertools.product(range(4), OPTIMIZERS, (3, 8))), [(3, "adamw", 3)])
 )
 def test_a_step_moves_as_much_as_the_paper_says(stage, name, count):
     matrices, vectors = DEPTH * WIDTH**2, DEPTH * 2 * WIDTH
