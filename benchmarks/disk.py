@@ -27,8 +27,7 @@ import time
 
 import numpy as np
 
-from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStore, buffer_bytes
+from zerojax.offload.disk import ChunkSpec, DiskStore, buffer_bytes
 
 CHUNK = 32 << 20
 

@@ -231,7 +231,7 @@ def streamed_program(args, tx, grads, states):
 
     from zerojax import Offload, zero_shard
     from zerojax.optim.traced import SHARED
-    from zerojax.streaming.host_update import update_on_host
+    from zerojax.streaming.chunk_programs import update_on_host
     from zerojax.streaming.stream import StreamedUpdate
 
     offload = Offload(optimizer="host", update="host", chunk_bytes=grads[0].nbytes)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from zerojax.offload import chunks
+from zerojax.offload import disk
 
 
 def main():
@@ -35,10 +35,10 @@ def main():
     with tempfile.TemporaryDirectory() as name:
         paths = [pathlib.Path(name, str(i)) for i in range(args.layers)]
         matrix = np.random.default_rng(0).normal(size=shape.shape).astype(np.float32) / args.width**0.5
-        buffer = chunks.aligned_buffer(matrix.nbytes)
+        buffer = disk.aligned_buffer(matrix.nbytes)
         buffer[:] = matrix.tobytes()
         for path in paths:
-            chunks.transfer(path, buffer, write=True, direct=True)
+            disk.transfer(path, buffer, write=True, direct=True)
         ways, x = ways_of(paths, shape, jnp.asarray(matrix)), jnp.ones((args.rows, args.width))
         results = {way: run(x).block_until_ready() for way, run in ways.items()}
         assert all(bool((y == results["memory"]).all()) for y in results.values())
@@ -58,8 +58,8 @@ def ways_of(paths, shape, matrix):
     """Return the functions that compute the stack's result, by the name of the way."""
 
     def read(number):
-        buffer = chunks.aligned_buffer(shape.size * 4)
-        chunks.transfer(paths[int(number)], buffer, write=False, direct=True)
+        buffer = disk.aligned_buffer(shape.size * 4)
+        disk.transfer(paths[int(number)], buffer, write=False, direct=True)
         return np.frombuffer(buffer, np.float32).reshape(shape.shape)
 
     def layer(x, w):

@@ -309,26 +309,26 @@ def resident():
 
 def plain_files(folder, chunk_bytes):
     """Return a buffer of one chunk, and files of the same size in `folder`, which together have about 2 GB."""
-    from zerojax.offload import chunks
+    from zerojax.offload import disk
 
     folder.mkdir(exist_ok=True)
-    buffer = chunks.aligned_buffer(chunk_bytes)
+    buffer = disk.aligned_buffer(chunk_bytes)
     buffer[:] = os.urandom(chunk_bytes)
     files = [folder / str(number) for number in range(max(1, (2 << 30) // chunk_bytes))]
     for path in files:
-        chunks.transfer(path, buffer, write=True, direct=True)
+        disk.transfer(path, buffer, write=True, direct=True)
     return buffer, files
 
 
 def sequential(plain, read, written):
     """Return the seconds to read `read` bytes and then write `written` bytes, one file after the other."""
-    from zerojax.offload import chunks
+    from zerojax.offload import disk
 
     buffer, files = plain
     begun = time.perf_counter()
     for write, size in ((False, read), (True, written)):
         for number in range(-(-size // len(buffer))):
-            chunks.transfer(files[number % len(files)], buffer, write=write, direct=True)
+            disk.transfer(files[number % len(files)], buffer, write=write, direct=True)
     return time.perf_counter() - begun
 
 

@@ -21,8 +21,7 @@ import optax
 
 from zerojax.comm.mesh import resolve_mesh
 from zerojax.config.precision import Precision
-from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStore
+from zerojax.offload.disk import ChunkSpec, DiskStore
 from zerojax.offload.host import (
     CAP_VARIABLE,
     available_bytes,

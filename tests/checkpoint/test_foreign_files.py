@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 
 from zerojax.checkpoint import Checkpointer, CheckpointError, directory
-from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStore
-from zerojax.offload.folder import DiskError
-from zerojax.offload.lock import lock
+from zerojax.offload.disk import ChunkSpec, DiskStore
+from zerojax.offload.folder import DiskError, lock
 
 SPECS = [ChunkSpec("chunk", (((8,), np.dtype("float32")),))]
 
@@ -120,7 +118,7 @@ def test_names_that_only_look_like_steps_are_none(tmp_path):
 
 PARENT = """
 import ctypes, os, pathlib, sys
-from zerojax.offload.lock import lock
+from zerojax.offload.folder import lock
 locked = lock(pathlib.Path(sys.argv[1]))
 fork = ctypes.CDLL(None).fork if sys.argv[2] == "c" else os.fork
 there, here = os.pipe()

@@ -15,7 +15,7 @@ from conftest import mesh_of
 from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, arrays, saving
 from zerojax.layout.leaf import is_chunked
-from zerojax.offload.read_ahead import read_ahead
+from zerojax.offload.chunked import read_ahead
 
 
 class Alive:

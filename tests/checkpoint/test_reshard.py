@@ -21,8 +21,8 @@ from zerojax.checkpoint import live
 from zerojax.checkpoint.state_leaves import convert
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload import close
+from zerojax.offload.folder import DiskError
 from zerojax.offload.host import KINDS
-from zerojax.offload.lock import DiskError
 
 
 def of_two_hosts(axis_types=AxisType.Auto):

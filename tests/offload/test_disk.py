@@ -18,8 +18,7 @@ from checkpoints import flip, zero
 from conftest import mounted
 
 from zerojax.offload import folder
-from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import DiskStateError, DiskStore
+from zerojax.offload.disk import ChunkSpec, DiskStateError, DiskStore
 from zerojax.offload.folder import DiskError
 
 
@@ -179,7 +178,7 @@ def run(code, *args):
 MEMORY = """
 import contextlib, re, sys
 import numpy as np
-from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import ChunkSpec
 from zerojax.offload.disk import DiskStore, buffer_bytes
 
 assert "jax" not in sys.modules
@@ -338,7 +337,7 @@ def test_a_failed_write_is_raised_once(tmp_path, call):
 CYCLE = """
 import contextlib, itertools, sys
 import numpy as np
-from zerojax.offload.chunks import ChunkSpec
+from zerojax.offload.disk import ChunkSpec
 from zerojax.offload.disk import DiskStore
 
 array = np.zeros(100_000, np.float32)
@@ -378,7 +377,7 @@ def test_a_store_that_could_not_be_made_leaves_the_folder_free(tmp_path, monkeyp
         raise OSError(12, "Cannot allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr("zerojax.offload.chunks.aligned_buffer", no_memory)
+        patch.setattr("zerojax.offload.disk.aligned_buffer", no_memory)
         with pytest.raises(DiskError, match="Cannot allocate memory"):
             DiskStore(tmp_path / "store", SPECS)
     with opened(tmp_path / "store", SPECS) as store:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.offload import chunks, folder, host, lock
-from zerojax.offload.chunks import BLOCK, ChunkSpec, checksum
+from zerojax.offload import disk, folder, host
+from zerojax.offload.disk import BLOCK, ChunkSpec, checksum
 from zerojax.offload.folder import DiskError
 
 F32 = np.dtype("float32")
@@ -96,7 +96,7 @@ def test_free_memory_is_the_smaller_of_the_hosts_and_the_containers(tmp_path):
 def test_a_chunk_is_whole_blocks(elements, blocks):
     spec = ChunkSpec("c", (((elements,), F32), ((0,), F32)))
     assert spec.bytes == blocks * BLOCK
-    assert len(chunks.aligned_buffer(spec.bytes)) == spec.bytes
+    assert len(disk.aligned_buffer(spec.bytes)) == spec.bytes
 
 
 @given(st.integers(0, 2 * BLOCK - 1), st.integers(1, 255))
@@ -108,7 +108,7 @@ def test_a_changed_byte_changes_the_checksum(place, by):
 
 
 def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
-    lock.lock(tmp_path).release()
+    folder.lock(tmp_path).release()
     (tmp_path / "chunk_00000.bin").write_bytes(bytes(2 * BLOCK))
     blocks = os.stat(tmp_path / "chunk_00000.bin").st_blocks * 512
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=3, f_frsize=100))
@@ -118,7 +118,7 @@ def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
     assert (tmp_path / "chunk_00000.bin").exists()
     with_room = folder.claim(tmp_path, [blocks, 300])
     assert with_room.held
-    assert os.listdir(tmp_path) == [lock.LOCK]
+    assert os.listdir(tmp_path) == [folder.LOCK]
     with pytest.raises(DiskError, match="is in use by this process"):
         folder.claim(tmp_path, [1])
     with_room.release()
@@ -138,7 +138,7 @@ def test_a_claim_counts_the_room_of_what_it_removes(tmp_path, monkeypatch):
 )
 def test_the_holder_of_a_lock_is_named(tmp_path, holder, words):
     with pytest.raises(DiskError, match=words):
-        raise DiskError(lock.in_use(tmp_path, holder))
+        raise DiskError(folder.in_use(tmp_path, holder))
 
 
 # --- the files of a state ----------------------------------------------------------------------------------------
@@ -160,12 +160,12 @@ def test_a_lock_goes_with_its_object(tmp_path, monkeypatch):
         real(handle)
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    real, held = os.close, lock.lock(tmp_path)
+    real, held = os.close, folder.lock(tmp_path)
     with pytest.raises(DiskError, match="in use by this process"):
-        lock.lock(tmp_path)
+        folder.lock(tmp_path)
     del held
-    held = lock.lock(tmp_path)
+    held = folder.lock(tmp_path)
     with monkeypatch.context() as patched:
         patched.setattr(os, "close", gone)
         held.release()
-    lock.lock(tmp_path).release()
+    folder.lock(tmp_path).release()

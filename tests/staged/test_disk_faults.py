@@ -16,7 +16,7 @@ from disk_models import LOSSES, batch_of, model_params, on_disk, sharded
 from zerojax import Offload, Tuning, offload, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError
 from zerojax.layout.leaf import is_chunked
-from zerojax.offload import chunks
+from zerojax.offload import disk
 from zerojax.offload.disk import DiskStateError
 from zerojax.offload.folder import DiskError
 
@@ -118,7 +118,7 @@ def interrupted(*_):
 
 def test_a_write_that_fails_unlocks_the_folder(tmp_path, monkeypatch):
     """Although the traceback, which a notebook keeps, still refers to the files."""
-    kept, transfer = [], chunks.transfer
+    kept, transfer = [], disk.transfer
     of_params, to_disk = on_disk(tmp_path / "p", devices=2), Offload("disk", path=tmp_path / "s")
     of_state = zero_shard(optax.adam(1e-3), stage=2, mesh=mesh_of(2), tuning=Tuning(persist_below=8), offload=to_disk)
     ways = [of_params.create, lambda x: of_params.init_params(lambda: x), of_params.shard, of_state.create]
@@ -132,7 +132,7 @@ def test_a_write_that_fails_unlocks_the_folder(tmp_path, monkeypatch):
                 return transfer(path, content, write=write, direct=direct)
 
             with monkeypatch.context() as patched:
-                patched.setattr(chunks, "transfer", full)
+                patched.setattr(disk, "transfer", full)
                 with pytest.raises(DiskError, match="No space left") as error:
                     way(model_params())
             kept.append(error)

@@ -19,8 +19,7 @@ from zerojax import Offload, Precision, Tuning, zero_shard
 from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export, import_params, restoring, saving
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.state_files import StateFiles
-from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.params_on_disk import files_of
+from zerojax.staged.model_files import ModelFiles, files_of
 
 LOSS = LOSSES["loop"]
 

@@ -16,8 +16,7 @@ from zerojax import Offload, Precision
 from zerojax.layout.leaf import is_chunked
 from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.microbatch import Microbatch
-from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.params_on_disk import files_of
+from zerojax.staged.model_files import ModelFiles, files_of
 
 ATOL = 2e-6  # as `assert_parity`: a few units of float32 rounding, which other programs order differently
 

@@ -7,7 +7,7 @@ from disk_models import LOSSES, batch_of, model_params, on_disk
 
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import kernels, product_flops
-from zerojax.staged.stage import Stage
+from zerojax.staged.program import Stage
 
 
 @pytest.fixture

@@ -30,8 +30,7 @@ from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf, read_verified
-from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, parts_of
-from zerojax.offload.read_ahead import read_ahead
+from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, parts_of, read_ahead
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20

@@ -20,7 +20,7 @@ from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.comm.mesh import on_auto_mesh
 from zerojax.config import check_count, check_word
-from zerojax.offload.lock import DiskError, Lock, lock
+from zerojax.offload.folder import DiskError, Lock, lock
 from zerojax.placement.problems import problem_of
 from zerojax.train.state import ZeroState
 

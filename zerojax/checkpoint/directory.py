@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from zerojax.offload import folder
-from zerojax.offload import lock as locks
 
 log = logging.getLogger("zerojax.checkpoint")
 
@@ -98,7 +97,7 @@ def temporary_name(step: int) -> str:
 
 def is_locked(temporary: Path) -> bool:
     try:
-        locks.lock_folder(temporary).release()
+        folder.lock_folder(temporary).release()
     except BlockingIOError:
         return True
     return False

@@ -19,7 +19,7 @@ from zerojax.checkpoint.state_leaves import keys_of
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked, assembled, filled, parts_of
-from zerojax.staged.params_on_disk import files_of
+from zerojax.staged.model_files import files_of
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:

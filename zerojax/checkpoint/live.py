@@ -29,13 +29,13 @@ from zerojax.config.data_mesh import entry_axes, spec_entry
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.layout.tree import check_experts_named
 from zerojax.offload.chunked import joined, replaced
+from zerojax.offload.folder import DiskError
 from zerojax.offload.host import KINDS
-from zerojax.offload.lock import DiskError
 from zerojax.optim.description import description_of
 from zerojax.optim.sharding_plan import make_plan
 from zerojax.placement.problems import problem_of
 from zerojax.placement.storage import to_device
-from zerojax.streaming.init_state import check_state_room
+from zerojax.streaming.first_state import check_state_room
 from zerojax.train.same_run import require_same_run
 from zerojax.train.state import ZeroState, begin_run
 

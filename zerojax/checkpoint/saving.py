@@ -44,7 +44,7 @@ from zerojax.checkpoint.manifest import (
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
 from zerojax.offload.chunked import Chunked, joined
-from zerojax.offload.lock import lock_folder
+from zerojax.offload.folder import lock_folder
 from zerojax.optim.description import description_of
 from zerojax.train.state import ZeroState
 

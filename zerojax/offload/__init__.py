@@ -1,20 +1,26 @@
 """Keep optimizer state and parameters in host memory or on disk."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from zerojax.offload.state_files import close
+from typing import Any
 
 __all__ = ["close"]
-MODULES = {"close": ".state_files"}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used, so that `zerojax.offload.disk` can be imported without JAX."""
-    if name not in MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(MODULES[name], __name__), name)
+def close(state: Any) -> None:
+    """Unlock the folder of a state on disk. The state cannot be used afterwards.
+
+    Call this after Ctrl-C in a step. The state is then lost, but its folder stays locked as long as something, such as
+    a traceback, refers to the state. Leaves that are not on disk are not changed.
+
+    Args:
+        state: A `ZeroState`, donated or not, or any tree with offloaded leaves.
+    """
+    import jax  # here, so that `zerojax.offload.disk` can be imported without JAX
+
+    from zerojax.layout.leaf import is_chunked
+
+    for x in jax.tree.leaves(state, is_leaf=is_chunked):
+        if is_chunked(x) and x.store is not None:
+            x.store.files.abandon()
 
 
 def __dir__() -> list[str]:

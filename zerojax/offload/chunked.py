@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +20,6 @@ from zerojax.comm.mesh import mapped, replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import ChunkedNode, Leaf, replace_at
 from zerojax.offload.host import host_sharding, to_memory
-from zerojax.offload.read_ahead import read_ahead
 from zerojax.placement.storage import named
 
 if TYPE_CHECKING:
@@ -162,10 +163,7 @@ def slice_chunk(
     mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, dim: int, start: Int[Array, ""] | int, length: int
 ) -> Shaped[Array, "*chunk"]:
     """Slice `length` elements on `dim`, from `start` on, out of every device's shard. Call this under `jax.jit`."""
-
-    def local(x, start):
-        return lax.dynamic_slice_in_dim(x, start, length, dim)
-
+    local = lambda x, start: lax.dynamic_slice_in_dim(x, start, length, dim)
     return per_shard(mesh, local, leaf, 1)(stored, start)
 
 
@@ -178,10 +176,7 @@ def update_chunk(
     start: Int[Array, ""] | int,
 ) -> Shaped[Array, "*storage"]:
     """Write `chunk` into every device's shard of `stored`, at `start` on `dim`. Call this under `jax.jit`."""
-
-    def local(x, chunk, start):
-        return lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
-
+    local = lambda x, chunk, start: lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
     return per_shard(mesh, local, leaf, 2)(stored, chunk, start)
 
 
@@ -208,10 +203,7 @@ def join_chunks(
     """Undo `split_chunks`."""
     if len(chunks) == 1:
         return chunks[0]
-
-    def local(*chunks_and_start):
-        return lax.concatenate(chunks_and_start[:-1], chunking.dim)
-
+    local = lambda *chunks_and_start: lax.concatenate(chunks_and_start[:-1], chunking.dim)
     return per_shard(mesh, local, leaf, len(chunks))(*chunks, 0)
 
 
@@ -233,7 +225,7 @@ def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:
 def joined(node: Chunked) -> Shaped[Array, "*storage"]:
     """Load an offloaded leaf as one array on the devices, in memory of its own: a step donates the chunks."""
     chunks = [to_memory(x, "device") for x in node.chunks] if node.store is None else node.store.load(*node.chunks)
-    return joining(node.sharding, node.leaf, node.chunking)(chunks)
+    return jitted(join_chunks, node.sharding, node.leaf, node.chunking)(chunks)
 
 
 def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Chunked:
@@ -276,14 +268,8 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
     return dataclasses.replace(node, chunks=moved)
 
 
-@functools.lru_cache(maxsize=32)
-def joining(sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    mesh = concrete_mesh(sharding)
-    return jax.jit(lambda chunks: join_chunks(mesh, chunks, leaf, chunking), out_shardings=sharding)
-
-
 def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> Iterator[Shaped[Array, "*chunk"]]:
-    """Yield the chunks of an array on the devices, one at a time. `splitting` makes all chunks at once."""
+    """Yield the chunks of an array on the devices, one at a time. `split_chunks` makes all chunks at once."""
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding)
     for start, length in chunking.chunks:
@@ -297,8 +283,32 @@ def slicing(sharding: NamedSharding, leaf: Leaf, dim: int, length: int) -> Any:
     return jax.jit(lambda x, start: slice_chunk(mesh, x, leaf, dim, start, length), out_shardings=sharding)
 
 
-@functools.lru_cache(maxsize=32)
-def splitting(sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """Return a jitted function that splits an array into all of its chunks at once."""
+@functools.lru_cache(maxsize=64)
+def jitted(fn: Callable, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
+    """Return `split_chunks` or `join_chunks`, jitted. A split makes all chunks at once."""
     mesh = concrete_mesh(sharding)
-    return jax.jit(lambda x: split_chunks(mesh, x, leaf, chunking), out_shardings=sharding)
+    return jax.jit(lambda x: fn(mesh, x, leaf, chunking), out_shardings=sharding)
+
+
+THREADS = 8
+
+
+def read_ahead(read: Callable[..., Any], parts: Sequence[tuple], sizes: Sequence[int], limit: int) -> Iterator[Any]:
+    """Yield `read(*part)` of each part, in order. Threads read the next parts while the caller uses one.
+
+    `sizes` has the bytes of each part. The part that the caller uses and all parts that are read ahead have at most
+    `limit` bytes, or are one part that is larger.
+    """
+    with ThreadPoolExecutor(THREADS) as pool:
+        reading: collections.deque[tuple[Future, int]] = collections.deque()
+        held = 0
+        for part, size in zip(parts, sizes, strict=True):
+            while reading and held + size > limit:
+                future, done = reading.popleft()
+                yield future.result()
+                del future
+                held -= done
+            reading.append((pool.submit(read, *part), size))
+            held += size
+        while reading:
+            yield reading.popleft()[0].result()

@@ -1,14 +1,197 @@
-"""Make a folder, lock it so that only one process uses it, and remove the files of an earlier run."""
+"""Lock folders, and make a folder for chunks that only one process uses.
+
+A lock ends with the process that took it, even if the process has forked other processes.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import re
+import stat
+import sys
+import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zerojax.offload.lock import LOCK, DiskError, Lock, has_mark, lock
+LOCK = ".lock"
+_MARK = b"zerojax, process "
+# All marks have the same length. After a power failure, the file may be empty, or have this number of zero bytes.
+_OURS = re.compile(rb"zerojax, process (\d{1,10}) *\n|\0{0,28}", re.ASCII)
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class DiskError(RuntimeError):
+    """State cannot be offloaded to a folder, or a chunk could not be written."""
+
+
+class Lock:
+    """An flock on an open file or folder.
+
+    A lock belongs to the open file, which a forked child shares. If Python forked the child, the child closes its copy
+    at once. If C code forked it, the child keeps a copy, so the parent unlocks the file before closing it.
+    """
+
+    def __init__(self, handle: int):
+        """Take the handle of a locked file. The caller holds `_forking`, so that every forked child knows the lock."""
+        self._handle: int | None = handle
+        self._process = os.getpid()
+        _held.add(self)
+
+    @property
+    def held(self) -> bool:
+        """Return whether this process has the lock. After `release` or in a forked child, it does not."""
+        return self._handle is not None
+
+    def release(self) -> None:
+        """Unlock and close the file. A second call, or a call in a forked child, does nothing."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with contextlib.suppress(OSError):  # closing unlocks as well; some file systems have no locks
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            with contextlib.suppress(OSError):  # the handle is free even if the server of the file is gone (ESTALE)
+                os.close(handle)
+
+    def __del__(self, is_finalizing=sys.is_finalizing):
+        """Unlock when nothing refers to the lock, because an error may have skipped `release`."""
+        if is_finalizing():  # Python has cleared the modules that `release` needs, and the end of the process unlocks
+            return
+        self.release() if os.getpid() == self._process else self.forget()
+
+    def forget(self) -> None:
+        """Close a forked child's copy of the handle. Do not unlock, because the parent would lose the lock, too."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            os.close(handle)
+
+
+def lock(folder: Path) -> Lock:
+    """Lock a folder through the file `.lock` in it.
+
+    Raises:
+        DiskError: If a process has locked the folder (the error names the process), or if zerojax did not write
+            `.lock`. Then the file is not changed.
+    """
+    with _forking:
+        handle = _open(folder, os.O_RDWR | os.O_CREAT)
+        try:
+            require_mark(folder, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Every mark has the same length, and is synced. So a crash cannot destroy a mark that is in the file.
+            os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
+            os.fsync(handle)
+            return Lock(handle)
+        except OSError as error:
+            holder = os.pread(handle, 64, 0).removeprefix(_MARK).decode(errors="replace").strip("\0 \n")
+            os.close(handle)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise DiskError(in_use(folder, holder)) from error
+        except DiskError:
+            os.close(handle)
+            raise
+
+
+def lock_folder(path: Path) -> Lock:
+    """Lock a folder itself, or raise a `BlockingIOError` if another process has locked it.
+
+    On file systems that cannot lock folders, such as NFS, the result holds no lock.
+    """
+    with _forking:
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                os.close(handle)
+                raise
+        return Lock(handle)
+
+
+def has_mark(folder: Path) -> bool:
+    """Return whether a folder has a `.lock` with the mark of zerojax. An empty `.lock` does not count."""
+    try:
+        handle = _open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        return require_mark(folder, handle).startswith(_MARK)
+    finally:
+        os.close(handle)
+
+
+def require_mark(folder: Path, handle: int) -> bytes:
+    """Return the content of an open `.lock`, or raise a `DiskError` if the file is neither our mark nor empty.
+
+    Without this check, locking the folder would overwrite another program's file.
+    """
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise foreign(folder, "is no plain file")
+    text = os.pread(handle, 64, 0)
+    if not _OURS.fullmatch(text):
+        raise foreign(folder, f"begins with {text[:32]!r}")
+    if not text and status.st_nlink > 1:
+        raise foreign(folder, "is an empty file that has another name, too")
+    return text
+
+
+def foreign(folder: Path, found: str) -> DiskError:
+    """Return the error for a `.lock` that no run of zerojax wrote."""
+    return DiskError(
+        f"{folder / LOCK} {found}, so no run of zerojax wrote it. Locking the folder would overwrite it: move it "
+        f"away, or give another folder. Nothing was changed."
+    )
+
+
+def in_use(folder: Path, holder: str) -> str:
+    """Return the message for a locked folder. `holder` is the ID of the process that locked it, if it is known."""
+    if holder == str(os.getpid()):
+        return (
+            f"{folder} is in use by this process. First close a Checkpointer that uses it with close(), or a "
+            f"state with zerojax.offload.close(state); or give another folder."
+        )
+    known = holder.isdigit()
+    if known and not Path("/proc", holder).exists() and Path("/proc/self").exists():
+        return (
+            f"{folder} is in use by another run (process {holder}). No such process is visible here: it runs on "
+            f"another host or in another container, or it has ended and a process that it forked is still running "
+            f"with the lock (`fuser {folder / LOCK}` shows it). End that process, or give this run another folder."
+        )
+    return (
+        f"{folder} is in use by another run (process {holder if known else 'unknown'}). Give this run another folder, "
+        f"or end or close() the other run first."
+    )
+
+
+def _open(folder: Path, flags: int) -> int:
+    """Open `.lock`. Do not follow a link, and do not block if the file is a pipe."""
+    try:
+        return os.open(folder / LOCK, flags | _NO_LINK, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise foreign(folder, "is a symbolic link") from error
+        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
+            raise foreign(folder, "is no plain file") from error
+        raise
+
+
+# Held while a lock is taken and while the process forks, so that `_held` in a child has every lock of the parent.
+_forking = threading.RLock()
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for one in list(_held):
+        one.forget()
+    _held.clear()
+    _forking.release()
+
+
+os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_forget_all)
 
 
 def chunk_file(folder: Path, index: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable
@@ -94,17 +95,13 @@ def pinned_limit(needed: int) -> str:
 def available_bytes(meminfo: str = "/proc/meminfo", cgroup: str = "/sys/fs/cgroup") -> int | None:
     """Return how many bytes can be allocated without swapping in this container, or None if that is not known."""
     limits: list[int] = []
-    try:
+    with contextlib.suppress(OSError, KeyError, ValueError):
         lines = dict(line.split(":", 1) for line in Path(meminfo).read_text().splitlines())
         limits.append(int(lines["MemAvailable"].split()[0]) << 10)
-    except (OSError, KeyError, ValueError):
-        pass
-    try:
+    with contextlib.suppress(OSError, ValueError):
         limit, used = (Path(cgroup, name).read_text().strip() for name in ("memory.max", "memory.current"))
         if limit != "max":
             limits.append(int(limit) - int(used))
-    except (OSError, ValueError):
-        pass
     return min(limits, default=None)
 
 

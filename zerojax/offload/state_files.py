@@ -18,15 +18,13 @@ import jax.core
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from zerojax.layout.leaf import is_chunked
 from zerojax.offload import folder
 from zerojax.offload.chunked import ChunkedLayout, boxes_of, parts_of
-from zerojax.offload.chunks import ChunkSpec, aligned_copy
-from zerojax.offload.disk import DiskStore, Lease, buffer_bytes
+from zerojax.offload.disk import ChunkSpec, DiskStore, Lease, aligned_copy, buffer_bytes
 from zerojax.offload.folder import DiskError
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int, PyTree
+    from jaxtyping import Array, Int
 
 
 class StateFiles:
@@ -131,7 +129,8 @@ class StateFiles:
 
     def flush(self) -> None:
         """Block until everything written so far is in the files, and raise the error of a write that failed."""
-        self._store.flush()
+        if "_store" in self.__dict__:
+            self._store.flush()
 
     @property
     def next_version(self) -> Int[np.ndarray, ""]:
@@ -184,8 +183,7 @@ class LeafFiles:
                     reading.append(self.files.read(self.k, n + 1))
                 arrays.append(self.files.receive(self.k, n, reading.popleft(), "device"))
         finally:
-            for unused in reading:  # only if an earlier read failed
-                unused.add_done_callback(lambda read: read.exception() or read.result().release())
+            release_all(reading)  # not empty only if an earlier read failed
         return arrays
 
     def copy(self, version: Any, put: Callable[[int, tuple[np.ndarray, ...]], None]) -> list[Future[None]]:
@@ -223,12 +221,7 @@ class LeafFiles:
 
 
 def number_of(version: Any, path: Path) -> int:
-    """Return the version that a node stores as an integer.
-
-    Raises:
-        ValueError: If the node has no files, because its state was made of shapes.
-        TypeError: If the version is traced, because the node is an argument of `jax.jit`.
-    """
+    """Return the version that a node stores as an integer, or raise an error if the node has no files, or is traced."""
     if isinstance(version, jax.ShapeDtypeStruct):
         raise ValueError(
             f"A leaf on disk in {path} has no files, because its state was made of shapes. Call tx.create with arrays, "
@@ -243,24 +236,16 @@ def number_of(version: Any, path: Path) -> int:
     return int(version)
 
 
-def close(state: PyTree) -> None:
-    """Unlock the folder of a state on disk. The state cannot be used afterwards.
-
-    Call this after Ctrl-C in a step. The state is then lost, but its folder stays locked as long as something, such as
-    a traceback, refers to the state. Leaves that are not on disk are not changed.
-
-    Args:
-        state: A `ZeroState`, donated or not, or any tree with offloaded leaves.
-    """
-    for x in jax.tree.leaves(state, is_leaf=is_chunked):
-        if is_chunked(x) and x.store is not None:
-            x.store.files.abandon()
-
-
 def close_store(store: DiskStore) -> None:
     """Unlock the folder of a state that is not used any more. Ignore failed writes."""
     with contextlib.suppress(DiskError, OSError):
         store.close()
+
+
+def release_all(reading: Iterable[Future[Lease]]) -> None:
+    """Give back the buffers of chunks that are read, or will be, but not used, because of an error."""
+    for unused in reading:
+        unused.add_done_callback(lambda read: read.exception() or read.result().release())
 
 
 def host_shards(array: Array) -> list[np.ndarray]:

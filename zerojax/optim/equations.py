@@ -19,6 +19,7 @@ from zerojax.optim.owned import owned_update
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import (
     CONST,
+    CUT,
     EXTRA,
     GRAD,
     PARAM,
@@ -61,17 +62,28 @@ def update_by_owners(
 
 
 def update_first_group(
-    config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
+    config: Config,
+    plan: ShardingPlan,
+    grads: Sequence,
+    state: Sequence,
+    params: Sequence,
+    value: Array,
+    equations: Equations | None = None,
+    cuts: Sequence[Array] = (),
 ) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
-    """Compute the group that needs no offloaded state. Return the fields of `Updated`; see `resident_update`."""
+    """Compute the group that needs no offloaded state. Return the fields of `Updated`; see `resident_update`.
+
+    `equations` may be the part of the group's equations that reads some of their scalars, `cuts`, as further inputs.
+    """
     partition = plan.analysis(config).partition
-    first, equations = partition.first, partition.first.equations
+    first, equations = partition.first, equations or partition.first.equations
     read = {
         GRAD: lambda i: unpadded(grads[i], plan.grads[i]),
         PARAM: lambda i: unpadded(to_device(params[i]).astype(plan.grads[i].dtype), plan.grads[i]),
         STATE: lambda k: unpadded(state[k], plan.state[k]),
         EXTRA: lambda _: value.astype(jnp.float32),
         CONST: lambda i: partition.consts[i],
+        CUT: lambda n: cuts[n],
     }
     results = iter(evaluate_equations(config, equations, [read[kind](i) for kind, i in equations.reads]))
     new_params = {i: to_storage(config.mesh, next(results), plan.grads[i]) for i in first.params}

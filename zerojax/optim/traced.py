@@ -18,7 +18,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.transformation import NO_MESH, FlatUpdate, UpdatedLeaves, guarded
 
 # Each input of an update is named by its kind, and by its index among the inputs of this kind.
-GRAD, STATE, PARAM, EXTRA, CONST, SHARED = "grad", "state", "param", "extra", "const", "shared"
+GRAD, STATE, PARAM, EXTRA, CONST, SHARED, CUT = "grad", "state", "param", "extra", "const", "shared", "cut"
 Read = tuple[str, int]
 
 

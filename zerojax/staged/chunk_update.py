@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -14,21 +13,13 @@ from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.traced import GRAD, PARAM
 from zerojax.optim.update import UpdateInputs
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
-from zerojax.staged.sources import OnDisk
+from zerojax.staged.sources import OnDisk, Trained
 from zerojax.streaming.chunk_programs import update_on_device
 from zerojax.streaming.stores import IN_FLIGHT, StateStore
 from zerojax.streaming.stream import Chunk, StreamedUpdate, UpdateQueue
 
 if TYPE_CHECKING:
     from jaxtyping import Array
-
-
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A trained parameter on disk, and its gradient on disk."""
-
-    param: OnDisk
-    grad: OnDisk
 
 
 class StagedQueue(UpdateQueue):

@@ -16,6 +16,7 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.gather.segments import Gathered
+from zerojax.offload.state_files import release_all
 from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.program import Item, StagedProgram
@@ -60,10 +61,7 @@ class Reader:
         return self._chunks
 
     def close(self) -> None:
-        """Give back the buffers of chunks that were read but not taken, because an error ended the step."""
-        while self._reading:
-            _, reading = self._reading.popleft()
-            reading.add_done_callback(lambda read: read.exception() or read.result().release())
+        release_all(reading for _, reading in self._reading)
 
     def _read_ahead(self) -> None:
         while self._ahead and len(self._reading) < READ_AHEAD - 1:

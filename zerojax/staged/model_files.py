@@ -1,4 +1,7 @@
-"""Read and write the files of parameters and gradients. Some of the chunks stay in host memory instead."""
+"""Read and write the files of parameters and gradients, and represent parameters in a tree by nodes.
+
+Some of the chunks stay in host memory instead.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,30 @@ import collections
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from zerojax.comm.mesh import replicated
-from zerojax.offload.chunked import Chunked, ChunkedLayout, concrete_mesh
-from zerojax.offload.chunks import ChunkSpec
-from zerojax.offload.disk import Lease
+from zerojax.compat import common_dtype
+from zerojax.config import Config
+from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.layout.tree import Layout, canonical
+from zerojax.offload.chunked import Chunked, ChunkedLayout, chunks_of, concrete_mesh, joined, row_chunkings_of
+from zerojax.offload.disk import ChunkSpec, Lease
 from zerojax.offload.state_files import LeafFiles, StateFiles, number_of
+from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.placement.storage import are_shapes, leaves_of, named, place_array, storage_leaves
+from zerojax.staged.sources import OnDisk, Trained
+from zerojax.streaming.first_state import Deferred
+from zerojax.streaming.stores import abandoned_on_error, state_buffer_bytes
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Int
+    from jaxtyping import Array, Int, PyTree
 
 # The number of chunks that are read ahead at a time. As many chunks can wait to be written.
 READ_AHEAD = 8
@@ -136,7 +148,6 @@ class ModelFiles(StateFiles):
             super().write(*self._copying.popleft())
 
     def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
-        """Copy a chunk's shards to a buffer, and begin to write them; see `StateFiles.write_shards`."""
         index = self._index[k, n]
         if index in self._held:
             self._held[index] = tuple(map(np.copy, shards))
@@ -164,7 +175,6 @@ class ModelFiles(StateFiles):
         self._version += 1
 
     def require(self, version: Any) -> None:
-        """Raise a `ValueError` if a state's version is not the version of the files; see `StateFiles.require`."""
         if self._version < 0:
             raise ValueError(
                 f"The parameters on disk in {self.path} are half written or closed: a step, a restore or an import was "
@@ -185,7 +195,134 @@ class ModelFiles(StateFiles):
         super().abandon()
 
     def flush(self) -> None:
-        """Block until everything written so far is in the files, and raise the error of a write that failed."""
         self.copy_all()
-        if "_store" in self.__dict__:
-            self._store.flush()
+        super().flush()
+
+
+def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[int, OnDisk]:
+    """Return an `OnDisk` for each sharded parameter, by index. If given, it has the types of the leaves in `types`."""
+    assert config.offload is not None
+    found = {}
+    chunkings = row_chunkings_of(layout.grads, config.offload.chunk_bytes)
+    # A trained parameter is divided as its optimizer state is, for which only trained parameters are known.
+    trained = row_chunkings_of([layout.grads[i] for i in layout.trained], config.offload.chunk_bytes)
+    chunkings |= {layout.trained[k]: chunking for k, chunking in trained.items()}
+    for i, param in enumerate(layout.params):
+        if param.kind == "sharded":
+            leaf = _with_dtype(param, types[i].dtype) if types else param
+            found[i] = OnDisk(leaf, chunkings[i], named(config, leaf), i)
+    return found
+
+
+def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
+    """Return a `Trained` for each trained parameter on disk, by index among the trained parameters.
+
+    Gradients are in float32 or wider. The numbers of their files follow the numbers of the parameters' files.
+    """
+    params, found = on_disk(config, plan.layout), {}
+    for k, i in enumerate(plan.layout.trained):
+        if i in params:
+            grad = _with_dtype(plan.grads[k], common_dtype(plan.grads[k].dtype, jnp.float32))
+            number = len(plan.layout.params) + k
+            found[k] = Trained(params[i], OnDisk(grad, params[i].chunking, named(config, grad), number))
+    return found
+
+
+def files_of_params(config: Config, layout: Layout, types: Sequence[Leaf]) -> ModelFiles:
+    """Return the files of parameters that no run uses yet. `types` are leaves with the types of the parameters."""
+    return _files(config, GIVEN, on_disk(config, layout, types))
+
+
+def _files(
+    config: Config, name: str, params: Mapping[int, OnDisk], grads: Sequence[OnDisk] = (), state_buffers: int = 0
+) -> ModelFiles:
+    """Return the files of parameters and gradients. Parameters are the first to be kept in host memory."""
+    offload = config.offload
+    assert offload is not None
+    assert offload.path is not None
+    if not params:
+        raise ValueError(
+            'Offload(params="disk") has no parameter to keep on disk: each parameter is replicated, because it has '
+            "fewer elements than persist_below, or no dim that can be sharded. Lower Tuning(persist_below=), or leave "
+            "out params=."
+        )
+    leaves = {**params, **{of.index: of for of in grads}}
+    return ModelFiles(
+        offload.path, leaves, name=name, params=len(params), host_bytes=offload.host_bytes, state_buffers=state_buffers
+    )
+
+
+def files_of(params: PyTree) -> ModelFiles | None:
+    """Return the files of the parameters in a tree, or None if it has no parameter on disk."""
+    stores = (x.store for x in leaves_of(params) if is_chunked(x) and x.store is not None)
+    return next((store.files for store in stores if isinstance(store.files, ModelFiles)), None)
+
+
+def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
+    """Copy a parameter to the devices, or read it from its files. It has storage shape, and keeps its type."""
+    if is_chunked(x):
+        return joined(x)
+    (stored,) = storage_leaves([x], [leaf])
+    return place_array(stored, named(config, leaf))
+
+
+@contextlib.contextmanager
+def begun_on_disk(config: Config, plan: ShardingPlan, params: PyTree) -> Iterator[tuple[PyTree, list]]:
+    """Write the parameters of a new run to files, and yield them in storage, and as a list for the optimizer state.
+
+    If `params` are shapes, no file is written. After an error in the context, the files are given up.
+    """
+    layout = plan.layout
+    if layout.overwritten:
+        raise ValueError(
+            f"params{layout.params[layout.overwritten[0]].path} takes its gradient as its new value, which a step in "
+            f'stages does not do. Use Offload(params="host").'
+        )
+    grads = [trained.grad for trained in trained_on_disk(config, plan).values()]
+    files = _files(config, "params", on_disk(config, layout), grads, state_buffer_bytes(config, plan))
+    tree = write_params(config, layout, leaves_of(params), files, shapes=are_shapes(params))
+    # These are copied to the devices later, one after the other, and keep their types.
+    later = lambda x, leaf: Deferred(lambda: placed_leaf(config, x, leaf), leaf.storage_shape, canonical(x.dtype))
+    with abandoned_on_error(files):
+        yield tree, [later(x, leaf) for x, leaf in zip(leaves_of(params), layout.params, strict=True)]
+
+
+def write_params(
+    config: Config, layout: Layout, leaves: Iterable[Any], files: ModelFiles, *, shapes: bool = False
+) -> PyTree:
+    """Write sharded parameters to files, one after the other, in the files' types. Return all parameters in storage.
+
+    `leaves` has the parameters in any form, each of which is needed only until it is written. If `shapes`, they are
+    shapes, no file is written, and the tree consists of shapes.
+    """
+    stored: dict[int, Any] = dict(files.nodes(is_shape=shapes))
+    leaves = iter(leaves)
+    with abandoned_on_error(files):
+        for i, leaf in enumerate(layout.params):
+            x = next(leaves)
+            if i not in stored:
+                shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
+                stored[i] = shape if shapes else placed_leaf(config, x, leaf).astype(leaf.dtype)
+            elif not shapes:
+                write_leaf(files, i, x)
+            del x  # before the next leaf is made
+        if not shapes:
+            files.flush()
+    return jax.tree.unflatten(layout.treedef, [stored[i] for i in range(len(layout.params))])
+
+
+def write_leaf(files: ModelFiles, i: int, x: Any) -> None:
+    """Write parameter `i`. If `x` is on disk in equal chunks, copy these. If not, load it, and slice its chunks."""
+    of = files.leaves[i]
+    if is_chunked(x) and x.chunking == of.chunking and x.store is not None:
+        chunks = (x.store.load_chunk(*x.chunks, n) for n in range(len(of.chunking.extents)))
+    else:
+        # Unlike `placed_leaf`, do not copy an array that is already in place.
+        stored = joined(x) if is_chunked(x) else jax.device_put(storage_leaves([x], [of.leaf])[0], of.sharding)
+        chunks = chunks_of(stored, of.leaf, of.chunking)
+    for n, chunk in enumerate(chunks):
+        files.write(i, n, jax.block_until_ready(chunk.astype(of.leaf.dtype)))
+
+
+def _with_dtype(leaf: Leaf, dtype: Any) -> Leaf:
+    return dataclasses.replace(leaf, dtype=np.dtype(dtype))

@@ -14,7 +14,7 @@ from zerojax import compat
 from zerojax.comm.mesh import constrain
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.layout.leaf import replace_at
-from zerojax.offload.chunked import ChunkedLayout, concrete_mesh, joining, splitting
+from zerojax.offload.chunked import ChunkedLayout, concrete_mesh, jitted, join_chunks, split_chunks
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -33,10 +33,18 @@ class OnDisk(ChunkedLayout):
         return tuple((self.index, n) for n in range(len(self.chunking.extents)))
 
     def joined(self, chunks: Sequence[Array]) -> Array:
-        return joining(self.sharding, self.leaf, self.chunking)(list(chunks))
+        return jitted(join_chunks, self.sharding, self.leaf, self.chunking)(list(chunks))
 
     def split(self, stored: Array) -> list[Array]:
-        return splitting(self.sharding, self.leaf, self.chunking)(stored)
+        return jitted(split_chunks, self.sharding, self.leaf, self.chunking)(stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained parameter on disk, and its gradient on disk."""
+
+    param: OnDisk
+    grad: OnDisk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

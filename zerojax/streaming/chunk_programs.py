@@ -1,4 +1,7 @@
-"""Compile the programs that update chunks. Equal chunks share one program, so a deep model needs few programs."""
+"""Compile the programs that update chunks. Equal chunks share one program, so a deep model needs few programs.
+
+On the host, each device's shard of a chunk is updated separately, in one pass over memory if possible.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
+from zerojax.offload.blocked import in_blocks
 from zerojax.offload.chunked import Chunking, slice_chunk, update_chunk
+from zerojax.offload.host import compute_on_host, host_sharding
+from zerojax.optim.elementwise import is_by_element
 from zerojax.optim.equations import evaluate_as, evaluate_equations
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.sharding_plan import ShardingPlan
@@ -55,10 +62,7 @@ class ProgramKey:
         """Return the key of the program for chunks of `group` with this `length`, which is 0 for full arrays."""
         equations = group.equations
         places = {PARAM: group.params, STATE: group.state} | {k: group.reads(k) for k in (GRAD, SHARED, CONST)}
-
-        def chosen(leaves: Sequence[Leaf], indices: Sequence[int]) -> tuple[Leaf, ...]:
-            return tuple(leaves[i] for i in indices)
-
+        chosen = lambda leaves, indices: tuple(leaves[i] for i in indices)
         return cls(
             equations,
             equations.key,
@@ -95,18 +99,13 @@ def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, ji
     It is called as `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`. If the step is
     skipped, the function returns their old values bit for bit. `skipped` is None if the step is not skipped.
 
-    Args:
-        config: The configuration of the transformation.
-        key: The properties of the program.
-        donate: Whether the first three arguments are donated. XLA then needs less memory, but may have to copy the
-            state, because a kernel reads the old state after another kernel has replaced it.
-        jit: `jax.jit`, with the compiler options of the program.
+    With `donate`, the first three arguments are donated. XLA then needs less memory, but may have to copy the state,
+    because a kernel reads the old state after another kernel has replaced it. `jit` is `jax.jit`, with the compiler
+    options of the program.
     """
     num_params, num_state = len(key.params), len(key.state)
     store = to_storage if key.dim is None else constrain
-
-    def stored(arrays: Sequence[Array], leaves: Sequence[Leaf]) -> list:
-        return [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
+    stored = lambda arrays, leaves: [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
 
     def run(params, state, resident, inputs: GroupInputs, start, skipped):
         old = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
@@ -197,3 +196,57 @@ def write_new_params(
         return update_chunk(config.mesh, x, chunk, leaf, dim, start)
 
     return [write(x, chunk, leaf) for x, chunk, leaf in zip(params, new, key.params, strict=True)]
+
+
+def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
+    """Return a function `f(params, grads, state, shared, consts) -> (params, state)` that updates a chunk on the host.
+
+    The results overwrite operands of the same type. New parameters have the type in which they are stored.
+    """
+    leaves = [*key.params, *key.state]
+    shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
+    sharded, replicated = key.params[0].local_spec, PartitionSpec()
+    compute = update_in_blocks if may_block(key) else cast_chunk
+
+    def run(params, grads, state, shared, consts):
+        # Use a shard_map, because otherwise a block of an array could span several devices.
+        local = jax.shard_map(
+            compute_on_host(functools.partial(compute, key)),
+            mesh=config.mesh,
+            in_specs=(sharded, sharded, sharded, replicated, replicated),
+            out_specs=sharded,
+            axis_names=set(config.data.batch),
+            check_vma=False,
+        )
+        new = local(params, grads, state, shared, consts)
+        return new[: len(key.params)], new[len(key.params) :]
+
+    # New parameters overwrite the old parameters, or gradients if the update does not read parameters.
+    overwritten = 0 if key.reads_params else 1
+    same_type = all(x.dtype == dtype for x, dtype in zip(key.params, key.stored_dtypes, strict=True))
+    outputs = shardings[: len(key.params)], shardings[len(key.params) :]
+    donated = (overwritten, 2) if same_type else 2
+    return jit(run, donate_argnums=donated, out_shardings=outputs)
+
+
+def cast_chunk(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
+    """Return the new parameters and the new state of a chunk, in the types in which they are stored, as one list."""
+    new = updated_chunk(key, params, state, GroupInputs(grads, shared, consts))
+    dtypes = [*key.stored_dtypes, *(x.dtype for x in state)]
+    return [x.astype(dtype) for x, dtype in zip(new, dtypes, strict=True)]
+
+
+def update_in_blocks(key: ProgramKey, params: list, grads: list, state: list, shared: list, consts: list) -> list:
+    """Compute the results of `cast_chunk` block by block. The results overwrite operands of the same type."""
+    operands = [*params, *grads, *state]
+    i, j = len(params), len(params) + len(grads)
+    block = lambda xs, shared: cast_chunk(key, xs[:i], xs[i:j], xs[j:], shared, consts)
+    over = [0 if j and operands[0].dtype == dtype else None for dtype in key.stored_dtypes]
+    return in_blocks(block, operands, shared, overwrites=[*over, *range(j, len(operands))])
+
+
+def may_block(key: ProgramKey) -> bool:
+    """Return whether the blocks of a chunk can be updated one by one, because all equations are elementwise."""
+    eqns = key.equations.jaxpr.eqns
+    elementwise = all(eqn.primitive.name == "broadcast_in_dim" or is_by_element(eqn) for eqn in eqns)
+    return elementwise and not any(any(leaf.others) for leaf in (*key.params, *key.state))

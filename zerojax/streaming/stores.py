@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -23,71 +23,37 @@ from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import Array
 
 # The number of chunks on the device at a time: one is fetched, one is updated, and one is written.
 IN_FLIGHT = 3
 
 
-class StateStore(abc.ABC):
-    """Keep offloaded state between steps, and read and write it by group and chunk."""
-
-    def __init__(self, nodes: dict[int, Chunked]):
-        """Take the `nodes` of the offloaded leaves, by index. A first state in host memory has no nodes yet."""
-        self._nodes = nodes
-
-    @abc.abstractmethod
-    def fetch(self, group: UpdateGroup, n: int, kind: str) -> Any:
-        """Begin to copy the state of a group's chunk `n` to this kind of memory. Return a ticket for `receive`."""
-
-    @abc.abstractmethod
-    def receive(self, ticket: Any) -> list[Array]:
-        """Return the state that `fetch` began to copy, one array per leaf."""
-
-    @abc.abstractmethod
-    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Any:
-        """Begin to write the new state of a group's chunk `n`. Return a ticket for `complete`."""
-
-    @abc.abstractmethod
-    def complete(self, ticket: Any) -> None:
-        """Block until the arrays that were given to `write` are no longer needed on the device."""
-
-    @abc.abstractmethod
-    def nodes(self, group: UpdateGroup) -> list[PyTree]:
-        """Return the nodes of the group's new state, one per leaf. All chunks must have been written before."""
-
-    def unchanged(self, group: UpdateGroup) -> list[PyTree]:
-        return [self._nodes[k] for k in group.state]
-
-    @property
-    def writes(self) -> int:
-        """Return how many chunks were written to files so far. 0 if `abandon` gives up nothing."""
-        return 0
-
-    def abandon(self) -> None:  # noqa: B027
-        """Give up the state after a failed step. The chunks that the step wrote will not be read."""
-
-
-class HostStateStore(StateStore):
+class HostStateStore:
     """Keep state in host memory, in `Chunked` nodes. Steps donate the `nodes`, which have one entry per state leaf.
 
-    The chunks in `kept_on_device` stay on the device instead. A chunk that is not there yet, because the state was
-    restored or is new, stays there from its first update on.
+    A first state has no nodes yet. The chunks in `kept_on_device` stay on the device instead. A chunk that is not there
+    yet, because the state was restored or is new, stays there from its first update on.
     """
 
+    writes = 0  # the number of chunks that were written to files so far
+
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
-        super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
+        self._nodes: dict[int, Chunked] = {k: node for k, node in enumerate(nodes) if is_chunked(node)}
         self._config, self._plan, self._kept = config, plan, kept_on_device(config, plan)
         self._kind = host_kind(config.mesh)
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[Array]:
+        """Begin to copy the state of a group's chunk `n` to this kind of memory. Return a ticket for `receive`."""
         return [to_memory(self._nodes[k].chunks[n], kind) for k in group.state]
 
-    def receive(self, ticket: list[Array]) -> list[Array]:
+    def receive(self, ticket: Any) -> list[Array]:
+        """Return the state that `fetch` began to copy, one array per leaf."""
         return ticket
 
-    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> tuple[list, list]:
+    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Any:
+        """Begin to write the new state of a group's chunk `n`. Return a ticket for `complete`."""
         kept = (group.state, n) in self._kept
         new = list(arrays) if kept else [to_memory(x, self._kind) for x in arrays]
         for k, x in zip(group.state, new, strict=True):
@@ -97,22 +63,33 @@ class HostStateStore(StateStore):
         # The update of a chunk that was on the device has donated it. Nobody needs to wait for its new state.
         return [] if kept and not old else new, old
 
-    def complete(self, ticket: tuple[list, list]) -> None:
+    def complete(self, ticket: Any) -> None:
+        """Block until the arrays that were given to `write` are no longer needed on the device."""
         new, old = ticket
         jax.block_until_ready(new)
         for x in old:  # free the old chunks, because the state is donated
             x.delete()
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
+        """Return the nodes of the group's new state, one per leaf. All chunks must have been written before."""
         plan = self._plan
         return [chunked(self._config, self._new.pop(k), plan.state[k], plan.offloaded[k]) for k in group.state]
 
+    def unchanged(self, group: UpdateGroup) -> list[Chunked]:
+        return [self._nodes[k] for k in group.state]
 
-class DiskStateStore(StateStore):
-    """Keep state in files. `nodes` has at least one `Chunked` node. Every node stores the version of the files."""
+    def abandon(self) -> None:
+        """Give up the state after a failed step. The chunks that the step wrote will not be read."""
+
+
+class DiskStateStore:
+    """Keep state in files; see `HostStateStore` for the methods.
+
+    `nodes` has the nodes of the offloaded leaves by index, at least one. Every node stores the version of the files.
+    """
 
     def __init__(self, nodes: dict[int, Chunked]):
-        super().__init__(nodes)
+        self._nodes = nodes
         self._files: StateFiles = next(iter(nodes.values())).store.files
         self._next = jnp.asarray(self._files.next_version)
 
@@ -134,12 +111,31 @@ class DiskStateStore(StateStore):
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
         return [dataclasses.replace(node, chunks=(self._next,)) for node in self.unchanged(group)]
 
+    def unchanged(self, group: UpdateGroup) -> list[Chunked]:
+        return [self._nodes[k] for k in group.state]
+
     @property
     def writes(self) -> int:
         return self._files.writes
 
     def abandon(self) -> None:
         self._files.abandon()
+
+
+StateStore = HostStateStore | DiskStateStore
+
+
+@contextlib.contextmanager
+def abandoned_on_error(store: Any) -> Iterator[None]:
+    """Enter a context that writes to a store, or to the files of parameters. After an error, abandon them.
+
+    The traceback of the error refers to the store, whose folder would stay locked as long as it exists.
+    """
+    try:
+        yield
+    except BaseException:
+        store.abandon()
+        raise
 
 
 def store_for(config: Config, plan: ShardingPlan, nodes: Sequence[Any] | None = None) -> StateStore:

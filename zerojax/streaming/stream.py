@@ -38,9 +38,9 @@ from zerojax.streaming.chunk_programs import (
     gather_params,
     params_from_host,
     update_on_device,
+    update_on_host,
 )
-from zerojax.streaming.host_update import update_on_host
-from zerojax.streaming.stores import IN_FLIGHT, StateStore
+from zerojax.streaming.stores import IN_FLIGHT, StateStore, abandoned_on_error
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -93,16 +93,13 @@ class StreamedUpdate:
 
         The arrays in `inputs` are donated.
         """
-        try:
+        with abandoned_on_error(store):
             wait_if_simulated(self.config.mesh, inputs)
             # Reading `skipped` blocks, which costs no time here: the host must wait for the gradients anyway.
             if self.update == "host" and inputs.skipped:
                 return self.skip(inputs, store)
             with ThreadPoolExecutor(self.host_threads) as threads:
                 return UpdateQueue(self, inputs, store, threads).update()
-        except BaseException:
-            store.abandon()
-            raise
 
     def skip(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
         """Return the old parameters and the old state, because the step is skipped. Parameters on disk are None."""
@@ -142,12 +139,6 @@ class StreamedUpdate:
         gather = self.program(gather_params, *zip(*moved.values(), strict=True))
         gathered = dict(zip(moved, gather([params[j] for j in moved]), strict=True))
         return [gathered.get(j, x) for j, x in enumerate(params)]
-
-    def stored(self, group: UpdateGroup, params: list) -> dict[int, Array]:
-        """Return updated parameters, by index, in their stored layouts and memory."""
-        gathered = dict(zip(group.params, self.unsharded(group, params), strict=True))
-        # Even if the update runs on the host, the parameters and gradients pass through the device.
-        return return_to_host(self.config, gathered, self.plan.trained.params)
 
 
 @dataclasses.dataclass
@@ -268,7 +259,10 @@ class UpdateQueue:
             self._state[k] = x
         for k, node in zip(group.state, self._store.nodes(group), strict=True):
             self._state[k] = node
-        params, of.params = streamed.stored(group, of.params), []
+        stored = dict(zip(group.params, streamed.unsharded(group, of.params), strict=True))
+        of.params = []
+        # Even if the update runs on the host, the parameters and gradients pass through the device.
+        params = return_to_host(streamed.config, stored, streamed.plan.trained.params)
         for i, x in params.items():
             self._params[streamed.plan.layout.trained[i]] = x
         # Wait for the previous group's parameters, so that the device holds the shards of at most two groups. One group

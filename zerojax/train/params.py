@@ -50,7 +50,7 @@ def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
         require_same_values(config, what, args=args)
         require_same_programs(config, what, (functools.partial(one.lower, *args) for one in programs))
     if config.params_on_disk:
-        from zerojax.staged.params_on_disk import files_of_params, write_params
+        from zerojax.staged.model_files import files_of_params, write_params
 
         files = files_of_params(config, layout, layout.grads)
         return on_auto_mesh(config.user_mesh, lambda: write_params(config, wide, one_by_one(programs, args), files))
@@ -90,7 +90,7 @@ def shard(config: Config, params: Any) -> Any:
     layout = in_master_types(layout, layout.trained)
     remember_experts(config, layout)
     if config.params_on_disk:
-        from zerojax.staged.params_on_disk import files_of_params, write_params
+        from zerojax.staged.model_files import files_of_params, write_params
 
         files = files_of_params(config, layout, layout.params)
         write = lambda params: write_params(config, layout, leaves_of(params), files, shapes=are_shapes(params))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,8 +22,7 @@ from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import leaves_of, storage_leaves
 from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.microbatch import Microbatch, Reader
-from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.params_on_disk import files_of, on_disk
+from zerojax.staged.model_files import ModelFiles, files_of, on_disk
 from zerojax.staged.program import StagedProgram
 from zerojax.staged.sources import OnDisk
 from zerojax.train.arguments import batch_shardings
@@ -69,7 +69,10 @@ class StagedLoss:
         self._reduce = jax.jit(self._reduced)
 
     def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
-        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace it once per `type_key`."""
+        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace it once per `type_key`.
+
+        `stored` has the parameters on the devices, by index.
+        """
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
         key = type_key(arrays)
         if key not in self._traced:
@@ -87,21 +90,11 @@ class StagedLoss:
         inputs: tuple,
         scale: Any,
     ) -> LossAndGrads:
-        """Differentiate the loss in every microbatch.
-
-        Args:
-            traced: The stages of the loss.
-            files: The files of parameters.
-            gradients: The object that sums and writes the gradients of parameters on disk.
-            stored: The parameters on the devices, by index.
-            inputs: `(mutable, batch, args)`.
-            scale: The loss scale.
-        """
+        """Differentiate the loss in every microbatch. `stored` and `inputs` are as for `traced`."""
         view, mesh, (mutable, batch, args) = self.view, self.view.config.mesh, inputs
         count, last = view.accumulate, view.accumulate - 1
         returned, shares, sums, end = [], [], None, None
-        reader = Reader(files, traced.staged.reads * count)
-        try:
+        with contextlib.closing(Reader(files, traced.staged.reads * count)) as reader:
             for m in range(count):
                 arrays, _ = split_arrays(self._microbatch(mutable, batch, args, m))
                 given = dict(stored)
@@ -118,8 +111,6 @@ class StagedLoss:
                 others = wait_if_simulated(mesh, one.backward(cotangent))
                 gradients.end()
                 sums = wait_if_simulated(mesh, self._reduce(others, share, sums))
-        finally:
-            reader.close()
         assert end is not None
         assert sums is not None
         return LossAndGrads(returned, sums, mutable, *end)
@@ -165,14 +156,10 @@ class StagedLoss:
 def trace_stages(
     view: View, disk: Mapping[int, OnDisk], stored: Mapping[int, Array], arrays: tuple, trained: Collection[int] = ()
 ) -> Traced:
-    """Trace the loss of `view`, and divide it into stages.
+    """Trace the loss, or another function, of `view`, and divide it into stages.
 
-    Args:
-        view: The view, of a loss or of another function.
-        disk: The parameters on disk, by index.
-        stored: The parameters on the devices, by index.
-        arrays: The arguments after the parameters.
-        trained: The indices of the parameters whose gradients are needed.
+    Parameters are given by index: those on disk, those `stored` on the devices, and those whose gradients are needed.
+    `arrays` are the arguments after the parameters.
     """
     layout, call = view.layout, view.checked_call
     shape = lambda i, leaf: jax.ShapeDtypeStruct(leaf.shape, disk[i].leaf.dtype)
@@ -230,9 +217,6 @@ class StagedFunction:
         found = self._traced[key]
         arrays, _ = split_arrays(inputs)
         given = stored | dict(enumerate([*arrays, *found.consts], len(leaves)))
-        reader = Reader(files, found.staged.reads)
-        try:
+        with contextlib.closing(Reader(files, found.staged.reads)) as reader:
             outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, None).forward(given)
-        finally:
-            reader.close()
         return jax.tree.unflatten(found.structure, outs)

@@ -12,15 +12,13 @@ from jax import lax
 
 from zerojax.comm.mesh import constrain, on_auto_mesh, replicated, to_storage, wait_if_simulated, with_types
 from zerojax.layout.leaf import is_chunked
+from zerojax.optim.equations import update_first_group
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.optim.traced import CONST, EXTRA, GRAD, PARAM, STATE
 from zerojax.optim.update import Updated, UpdateInputs, check_state
 from zerojax.placement.storage import leaves_of, storage_leaves, unpadded
-from zerojax.staged.chunk_gradients import ChunkGradients
+from zerojax.staged.chunk_gradients import ChunkGradients, Reductions
 from zerojax.staged.chunk_update import StagedQueue
-from zerojax.staged.model_files import ModelFiles
-from zerojax.staged.params_on_disk import files_of, trained_on_disk
-from zerojax.staged.reductions import Reductions
+from zerojax.staged.model_files import ModelFiles, files_of, trained_on_disk
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.combined_aux import combine, whole_aux
@@ -58,7 +56,6 @@ class StagedStep:
         return on_auto_mesh(config.user_mesh, self._planned(state.plan).run, state, rows, with_types(args))
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
-        """Raise a TypeError."""
         raise TypeError(
             'With Offload(params="disk") a step is many programs, which Python runs while files are read and '
             "written. Call the step as it is, outside of jax.jit; there is no single program to trace or lower."
@@ -154,16 +151,12 @@ class PlannedStep:
     ) -> tuple[ZeroState, dict, UpdateInputs]:
         """Finish the step, except the update of files; see `StepProgram.ended`. Traced under jit.
 
-        Args:
-            state: The state before the step, without parameters, and with the leaves of the optimizer state on devices.
-            stored: The parameters on the devices, by index, in storage shape.
-            found: The loss, and the gradients of parameters on the devices.
-            squares: The sum of squares of each gradient in files, by index among the trained parameters.
-            cuts: The value of each cut, in the order of `Reductions.cuts`.
-            whole: Gradients in files that the update reads as whole arrays in logical shape, by index as in `squares`.
+        `state` has no parameters, and only the leaves of the optimizer state on the devices. `squares` has the sum of
+        squares of each gradient in files, and `whole` those gradients in files that the update reads as whole arrays in
+        logical shape, by index among the trained parameters. `cuts` are in the order of `Reductions.cuts`.
         """
         mesh, plan, program, comm = self._config.mesh, self._plan, self._program, self._loss.view.comm
-        equations, partition, trained = self._reductions.equations, self._update.partition, range(len(plan.grads))
+        trained = range(len(plan.grads))
         pairs = [(k, i) for k, i in enumerate(plan.layout.trained) if i in stored]
         old = {k: to_storage(mesh, stored[i], plan.grads[k]) for k, i in pairs}
         given = {k: x for k, x in enumerate(found.resident) if x is not None}
@@ -172,31 +165,18 @@ class PlannedStep:
         grads: dict[int, Any] = {k: x.astype(plan.grads[k].dtype) for k, x in wide.items()}
         of = lambda k: squares[k] if k in squares else jnp.sum(jnp.square(jnp.abs(wide[k]).astype(jnp.float32)))
         sums = jnp.asarray([of(k) for k in trained], jnp.float32)
-        read = {
-            PARAM: lambda i: unpadded(old[i].astype(plan.grads[i].dtype), plan.grads[i]),
-            STATE: lambda k: unpadded(state.opt_state[k], plan.state[k]),
-            EXTRA: lambda _: found.loss.astype(jnp.float32),
-            CONST: lambda i: partition.consts[i],
-            GRAD: lambda i: whole.get(i) if i in self._trained else unpadded(grads[i], plan.grads[i]),
-        }
-        reads = zip(equations.jaxpr.invars, equations.reads, strict=True)
-        known = {v: x for v, (kind, i) in reads if (x := read[kind](i)) is not None}
-        known |= {cut.var: x for cut, x in zip(self._reductions.cuts, cuts, strict=True)}
-        results = iter(self._reductions.results(known))
-        updated = {i: to_storage(mesh, next(results), plan.grads[i]) for i in partition.first.params}
-        new = {k: to_storage(mesh, next(results), plan.state[k]) for k in partition.first.resident}
-        leaves = [new.get(k, x) for k, x in enumerate(state.opt_state)]
+        reads = [whole.get(k, grads.get(k)) for k in trained]
+        params = [old.get(k) for k in trained]
+        updated, leaves, shared, _ = update_first_group(
+            self._config, plan, reads, state.opt_state, params, found.loss, self._reductions.rest, cuts
+        )
         valid = found.weights_valid
         scaling, skipped = program.next_scaling(state.scaling, sums, valid)
         mutable = lax.with_sharding_constraint(mean_mutable(found.mutable, comm), replicated(mesh))
         resident_grads: list[Any] = [grads.get(k) for k in trained]
-        gradients = StepGradients(found.loss, resident_grads, self._aux(found), None, mutable, valid, sums, [])
-        params = [stored.get(i) for i in range(len(plan.layout.params))]
-        done = Differentiated(gradients, params, [old.get(k) for k in trained], scaling, skipped)
-        return program.ended(state, done, Updated(updated, leaves, list(results), tuple(trained)))
-
-    def _aux(self, found: LossAndGrads) -> Any:
-        view = self._loss.view
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(x.aux for x in found.returned))
         weights = jnp.stack([x.weight for x in found.returned])
-        return whole_aux(*combine(view, stacked, weights, found.weight))
+        aux = whole_aux(*combine(self._loss.view, stacked, weights, found.weight))
+        gradients = StepGradients(found.loss, resident_grads, aux, None, mutable, valid, sums, [])
+        done = Differentiated(gradients, [*map(stored.get, range(len(plan.layout.params)))], params, scaling, skipped)
+        return program.ended(state, done, Updated(updated, leaves, shared, tuple(trained)))

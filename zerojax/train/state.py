@@ -122,7 +122,7 @@ def begin_run(config: Config, plan: ShardingPlan, params: Any, mutable: Any, pla
     others = (jnp.zeros((), jnp.int32), init_scaling(config.precision, len(plan.grads)), mutable)
     step, scaling, mutable = place_replicated(config.mesh, others, shapes=are_shapes(params))
     if config.params_on_disk:
-        from zerojax.staged.params_on_disk import begun_on_disk
+        from zerojax.staged.model_files import begun_on_disk
 
         with begun_on_disk(config, plan, params) as (tree, stored):
             opt_state = first_opt_state(config, plan, params, stored, plain)
@@ -142,12 +142,12 @@ def first_opt_state(config: Config, plan: ShardingPlan, params: Any, stored: Seq
     if are_shapes(params) and not plan.offloaded:
         return state_shapes(config, plan)
     if are_shapes(params):
-        from zerojax.streaming.init_state import first_shapes
+        from zerojax.streaming.first_state import first_shapes
 
         return first_shapes(config, plan)
     if plain is None:
         return init_opt_state(config, plan, stored)
-    from zerojax.streaming.adopted_state import adopt_state
+    from zerojax.streaming.first_state import adopt_state
 
     return adopt_state(config, plan, plain, params)
 
@@ -157,6 +157,6 @@ def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Any]) ->
     is_whole = not plan.offloaded and not config.params_on_disk
     if is_whole or any(isinstance(x, jax.core.Tracer) for x in stored):
         return init_state(config, plan, stored)
-    from zerojax.streaming.init_state import init_state_by_group
+    from zerojax.streaming.first_state import init_state_by_group
 
     return init_state_by_group(config, plan, stored)

@@ -263,7 +263,7 @@ def init(config: Config, params: Any) -> Any:
 
 def adopt(config: Config, state: Any, params: Any) -> Any:
     """Shard a plain optimizer state; see `ZeroTransformation.adopt`."""
-    from zerojax.streaming.adopted_state import adopt_state
+    from zerojax.streaming.first_state import adopt_state
 
     plan = make_plan(config, params)
     place = lambda state, params: as_returned(config, plan, adopt_state(config, plan, state, params))
@@ -282,7 +282,7 @@ def unshard(config: Config, tree: Any, params: Any = None) -> Any:
     with unusable_named(config.mesh, tree=tree):
         is_params = False
         if has_chunked(tree):
-            from zerojax.staged.params_on_disk import files_of
+            from zerojax.staged.model_files import files_of
 
             is_params = files_of(tree) is not None
         if not is_params and (state := unshard_state(config, tree, shapes_of_chunked(params))) is not None:
