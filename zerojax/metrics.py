@@ -26,12 +26,11 @@ class Marker:
 
     tree: PyTree
 
+    def __init_subclass__(cls):
+        """Register a marker as a pytree node."""
+        jax.tree_util.register_dataclass(cls, ["tree"], [])
 
-def marker(cls: type) -> type:
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls), ["tree"], [])
 
-
-@marker
 class Mean(Marker):
     """Mark floats that are means over rows. They are averaged over microbatches and devices.
 
@@ -42,7 +41,6 @@ class Mean(Marker):
     """
 
 
-@marker
 class Sum(Marker):
     """Mark sums over rows, such as counts. They are added up over microbatches and devices.
 
@@ -51,7 +49,6 @@ class Sum(Marker):
     """
 
 
-@marker
 class PerRow(Marker):
     """Mark arrays whose dim 0 has one entry per row, such as logits. The entries of all rows are returned, in order.
 
@@ -60,7 +57,6 @@ class PerRow(Marker):
     """
 
 
-@marker
 class Replicated(Marker):
     """Mark values that are equal on every device, such as a counter. The last microbatch's value is returned.
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerojax.comm import processes
-from zerojax.comm.events import EVENTS, Events
-from zerojax.comm.processes import Processes, first_difference, require_same
+from zerojax.comm.processes import EVENTS, Events, Processes
+from zerojax.train.same_run import first_difference, require_same
 
 RECORDS = st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xy"), max_size=3), min_size=1, max_size=4)
 
@@ -44,7 +44,7 @@ def two(monkeypatch):
         monkeypatch.setattr(processes, "coordination_client", lambda: service)
         monkeypatch.setattr(processes, "LOOK_EVERY_S", 0.01)
         monkeypatch.setattr(EVENTS, "publish", lambda: None)
-        monkeypatch.setattr(EVENTS, "failures", dict)
+        monkeypatch.setattr(processes, "failures", dict)
         monkeypatch.setattr(EVENTS, "difference", lambda: None)
         monkeypatch.setattr(EVENTS, "begin", lambda topic: None)
         return service
@@ -91,10 +91,10 @@ def test_one_that_says_nothing_is_named(two, monkeypatch):
     two()
     with pytest.raises(TimeoutError, match=r"Process 1 of 2 did not answer within 0.01 s: .* did not begin as"):
         Processes("silent", 0.01).exchange("begin", "mine")
-    monkeypatch.setattr(EVENTS, "failures", lambda: {0: "not it", 1: "ValueError: its own"})
+    monkeypatch.setattr(processes, "failures", lambda: {0: {"text": "not it"}, 1: {"text": "ValueError: its own"}})
     with pytest.raises(TimeoutError, match=r"Process 1 of 2 ended before it did begin: ValueError: its own"):
         Processes("ended", 60).exchange("begin", "mine")
-    monkeypatch.setattr(EVENTS, "failures", lambda: {0: "not it"})
+    monkeypatch.setattr(processes, "failures", lambda: {0: {"text": "not it"}})
     monkeypatch.setattr(EVENTS, "difference", lambda: "they differ")
     with pytest.raises(ValueError, match="they differ"):
         Processes("differ", 60).exchange("begin", "mine")

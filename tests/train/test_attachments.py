@@ -7,9 +7,9 @@ import sys
 import pytest
 
 OPTIONAL = {
-    "agreement",
     "eval_step",
     "fitting",
+    "guard",
     "hybrid_options",
     "leaf_norms",
     "moved_state",
@@ -20,7 +20,6 @@ OPTIONAL = {
     "staged_step",
     "streamed_step",
     "tree_api",
-    "watchdog",
 }
 PROGRAM = """
 import json, sys
@@ -62,7 +61,7 @@ def test_a_step_without_options_loads_no_code_of_options():
     [
         ("zerojax.Offload(optimizer='host'), {}", {"streamed_step"}),
         ("None, {'memory': '1 GB'}", {"fitting", "same_run"}),
-        ("None, {'timeout': 600}", {"agreement", "protocol", "same_run", "watchdog"}),
+        ("None, {'timeout': 600}", {"guard", "protocol", "same_run"}),
         ("None, {'leaf_norms': True}", {"leaf_norms"}),
     ],
 )

@@ -15,9 +15,10 @@ import pytest
 import several
 from test_same_run import begin, loss
 
+from zerojax.comm.processes import AGAIN
+from zerojax.train import guard
 from zerojax.train import step as train_step
-from zerojax.train import watchdog
-from zerojax.train.watchdog import EXIT_STATUS, limit_of
+from zerojax.train.guard import limit_of
 
 ROWS = np.ones((8, 4), np.float32)
 
@@ -45,8 +46,8 @@ def hang():
 
 def be_late_without_a_limit():
     """As with several processes, where a step waits for the others."""
-    watchdog.DEFAULT_S, watchdog.is_of_all = 1.0, lambda mesh: True
-    train_step.guards_of = lambda program, executor: watchdog.watchdogs(program)
+    guard.DEFAULT_S, guard.is_of_all = 1.0, lambda mesh: True
+    train_step.guard_of = guard.Guard
     take_steps(calling(lambda x: time.sleep(4 * (x == 1))))
 
 
@@ -83,7 +84,7 @@ def ended(work):
 
 def test_a_step_that_hangs_ends_the_process():
     status, errors = ended(hang)
-    assert status == EXIT_STATUS, errors
+    assert status == AGAIN, errors
     assert "zerojax: step 2 did not end within timeout=1 s on process 0 of 1." in errors
     assert re.search(r'test_watchdog.py", line \d+ in <lambda>', errors)  # the stacks of all threads
 
@@ -123,7 +124,7 @@ def test_one_whose_peer_is_killed_leaves_to_be_started_again():
     children = several.start(train_with_a_limit, "killed")
     _, errors = children[0].communicate(timeout=80)  # JAX's shutdown takes 100 s to give up
     assert children[1].wait(10) == -signal.SIGKILL
-    assert children[0].returncode == EXIT_STATUS, errors
+    assert children[0].returncode == AGAIN, errors
     assert "process 1 of 2 died or hangs: process 0 ends, to be started again" in errors
 
 
@@ -131,8 +132,8 @@ def test_a_limit_is_set_where_processes_would_wait_for_each_other(monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     assert limit_of(None, mesh) is None
     assert limit_of(5, mesh) == 5
-    monkeypatch.setattr(watchdog, "is_of_all", lambda mesh: True)
-    assert limit_of(None, mesh) == watchdog.DEFAULT_S >= 600
+    monkeypatch.setattr(guard, "is_of_all", lambda mesh: True)
+    assert limit_of(None, mesh) == guard.DEFAULT_S >= 600
     assert limit_of(float("inf"), mesh) is None
 
 
@@ -141,7 +142,7 @@ def test_it_names_the_process_it_waits_for_and_the_others_end_too():
     children = several.start(train_with_a_limit)
     begun = time.monotonic()
     out, errors = children[0].communicate(timeout=120)
-    assert children[0].returncode == EXIT_STATUS, errors
+    assert children[0].returncode == AGAIN, errors
     assert "step 3 did not end within timeout=4 s on process 0 of 2" in errors
     assert "process 1 was last seen in step 2 with loss: process 0 waits for it in a collective" in errors
     assert out.splitlines()[-1] == "done 2"

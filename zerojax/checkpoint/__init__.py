@@ -12,8 +12,7 @@ reshard   `live.py` moves a live state into another layout, with the comparison 
 
 `checkpointer.py` has the object that users call. It saves, restores and verifies, one call at a time. `state_leaves.py`
 turns a state into named logical leaves, and converts a leaf to another layout; `data_state.py` writes the position of a
-data loader. `errors.py` makes sure that either all processes continue or none. `preemption.py` lets a signal start a
-last save.
+data loader. `errors.py` has the errors. `preemption.py` lets a signal start a last save.
 """
 
 from zerojax.checkpoint.checkpointer import Checkpointer

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import threading
 import warnings
 import weakref
@@ -14,14 +13,16 @@ from typing import Any, Literal
 
 from zerojax.checkpoint import directory as folders
 from zerojax.checkpoint.data_state import encode
-from zerojax.checkpoint.errors import CheckpointError, CheckpointProcesses, attempt, no_zero_state
+from zerojax.checkpoint.errors import CheckpointError, attempt, no_zero_state
 from zerojax.checkpoint.manifest import newest_verified, reading, retried, verify_steps
 from zerojax.checkpoint.restoring import Restored, restore
 from zerojax.checkpoint.saving import Save
 from zerojax.comm.mesh import on_auto_mesh
+from zerojax.comm.processes import Processes
 from zerojax.config import check_count, check_word
 from zerojax.offload.folder import DiskError, Lock, lock
 from zerojax.placement.problems import problem_of
+from zerojax.train.same_run import require_same
 from zerojax.train.state import ZeroState
 
 log = logging.getLogger("zerojax.checkpoint")
@@ -75,7 +76,8 @@ class Checkpointer:
             raise ValueError('Checkpointer("") names no folder. Give one, such as "runs/gpt", or "." for this one.')
         self.directory = Path(directory).expanduser().absolute()
         self.keep, self.every, self.timeout, self.read_only = keep, every, timeout, read_only
-        self._processes = CheckpointProcesses(timeout)
+        # All processes open checkpointers in the same order, so their serial numbers agree.
+        self._processes = Processes("checkpoint", timeout, error=CheckpointError)
         self._last_save: Save | None = None
         self._lock: Lock | None = None
         self._mutex = threading.RLock()
@@ -85,7 +87,7 @@ class Checkpointer:
 
     def _open(self) -> None:
         """Lock the directory and clean up after killed saves, both on the first process."""
-        self._processes.require_same("open a Checkpointer", {"keep": self.keep, "every": self.every})
+        self._require_same("open a Checkpointer", keep=self.keep, every=self.every)
         try:
             failure = attempt(self._lock_and_clean) if self._processes.is_first else ""
             self._processes.agree("open a Checkpointer", failure)
@@ -93,6 +95,9 @@ class Checkpointer:
             self._unlock()
             raise
         OPEN.add(self)
+
+    def _require_same(self, call: str, **record: Any) -> None:
+        require_same(call, record, timeout=self.timeout, error=CheckpointError)
 
     def _lock_and_clean(self) -> None:
         try:
@@ -140,7 +145,7 @@ class Checkpointer:
                 return False
             self.wait()
             text = json.dumps(encode(data))
-            self._processes.require_same("save", {"step": step})
+            self._require_same("save", step=step)
             save = Save(self.directory, step, keep=self.keep, processes=self._processes)
             on_auto_mesh(None, save.begin, state, text)
             self._last_save = save
@@ -180,7 +185,7 @@ class Checkpointer:
         with self._mutex:
             self.wait()
             check_word("restore(partial=)", partial, (False, True, "params"))
-            self._processes.require_same("restore", {"step": step, "fallback": fallback, "partial": partial})
+            self._require_same("restore", step=step, fallback=fallback, partial=partial)
 
             def restored() -> Restored:
                 manifest = newest_verified(self.directory, step, fallback, self._processes)
@@ -280,26 +285,6 @@ OPEN: set[Checkpointer] = set()
 KNOWN: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
-class FailedStream:
-    """A stream whose last flush fails, so that the interpreter ends with status 120.
-
-    A save may fail after the program's last line, and a launcher must not report that run as a success. Raising an
-    error in an exit function is not enough: Python prints the error, even `SystemExit`, and still ends with status 0.
-    `os._exit` would set a status, but it would skip the exit functions of other libraries.
-    """
-
-    def __init__(self, stream: Any):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        if sys.is_finalizing():
-            raise OSError("A save failed.")
-
-
 def after_fork() -> None:
     """Forget all saves in a forked child. Their threads exist only in the parent, and may hold a mutex there."""
     OPEN.clear()
@@ -308,13 +293,12 @@ def after_fork() -> None:
 
 
 def close_open() -> None:
-    """Finish the saves under way at exit. If a save fails, log it, and make the exit status nonzero."""
+    """Finish the saves under way at exit. If a save fails, log it, because nobody can catch an error any more."""
     for one in list(OPEN):
         try:
             one.close()
         except CheckpointError as error:
             log.error("%s", error)
-            sys.stderr = FailedStream(sys.stderr)
 
 
 # Not `atexit`: its functions run after Python has shut down the thread pools that saves need.

@@ -175,13 +175,11 @@ def files_in(path: Path) -> list[str]:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Block until files or folders are on disk."""
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(folder.sync, paths))
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Write a text file and block until it is on disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

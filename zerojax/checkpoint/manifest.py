@@ -29,7 +29,8 @@ import optax
 import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, step_name, step_number, steps_in, write_synced
-from zerojax.checkpoint.errors import CheckpointError, CheckpointProcesses, DamagedError, ReplacedError
+from zerojax.checkpoint.errors import CheckpointError, DamagedError, ReplacedError
+from zerojax.comm.processes import Processes
 from zerojax.optim.description import Description
 from zerojax.version import version
 
@@ -205,7 +206,7 @@ def retried(work: Callable[[], T]) -> T:
     return work()
 
 
-def newest_verified(root: Path, step: int | None, fallback: bool, processes: CheckpointProcesses) -> Manifest:
+def newest_verified(root: Path, step: int | None, fallback: bool, processes: Processes) -> Manifest:
     """Check the files of `step`'s checkpoint (None means the newest step), and return the checkpoint's manifest.
 
     Raises:
@@ -243,7 +244,7 @@ def existing_step(root: Path, step: int | None) -> int:
     return chosen
 
 
-def verified(root: Path, step: int, processes: CheckpointProcesses | None = None) -> Manifest:
+def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
     """Return the manifest of a checkpoint, or raise a `DamagedError`. Each process verifies its share of the files."""
     folder = root / step_name(step)
     manifest = read_manifest(folder)

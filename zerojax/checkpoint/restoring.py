@@ -20,10 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
-from zerojax.checkpoint.errors import CheckpointProcesses, no_zero_state
+from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import on_auto_mesh
+from zerojax.comm.processes import Processes
 from zerojax.compat import common_dtype
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.offload.chunked import filled, joined, replaced
@@ -62,7 +63,7 @@ class Restored(NamedTuple):
 
 
 def restore(
-    root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool | str, processes: CheckpointProcesses
+    root: Path, manifest: Manifest, like: ZeroState, *, data: Any, partial: bool | str, processes: Processes
 ) -> Restored:
     """Read a verified checkpoint. The arguments are those of `Checkpointer.restore`."""
     if not isinstance(like, ZeroState):
@@ -157,7 +158,7 @@ def zeros_of(array: Any) -> jax.Array:
     return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
-def read_data(folder: Path, manifest: Manifest, template: Any, processes: CheckpointProcesses) -> Any:
+def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
     count = manifest.made_by["processes"]
     same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:

@@ -27,7 +27,7 @@ import numpy as np
 
 from zerojax.checkpoint import arrays, directory
 from zerojax.checkpoint.arrays import is_key
-from zerojax.checkpoint.errors import CheckpointError, CheckpointProcesses, attempt, in_one_line
+from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import (
     ARRAYS,
     Manifest,
@@ -43,6 +43,7 @@ from zerojax.checkpoint.manifest import (
     write_manifest,
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
+from zerojax.comm.processes import Processes
 from zerojax.offload.chunked import Chunked, joined
 from zerojax.offload.folder import lock_folder
 from zerojax.optim.description import description_of
@@ -66,7 +67,7 @@ Boxes = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
 class Save:
     """A save that is under way or done. `error` says why it failed, and is None otherwise."""
 
-    def __init__(self, root: Path, step: int, *, keep: int | None, processes: CheckpointProcesses):
+    def __init__(self, root: Path, step: int, *, keep: int | None, processes: Processes):
         """Prepare a save of `step` into `root`. `keep` and `processes` are those of the `Checkpointer`."""
         self.step, self.error, self.thread = step, None, None
         self._keep, self._processes = keep, processes

@@ -1,35 +1,329 @@
-"""Exchange messages between the processes of a run, through JAX's coordination service, within a timeout.
+"""Keep the processes of a run together, through JAX's coordination service and without devices.
 
-This needs no device, so a thread can do it while the main thread trains. A process notices if a process that it waits
-for has died.
+Every process of a run must make the same calls in the same order: `create`, steps, evaluations, saves. If two processes
+give different names to calls with the same number, their programs differ. `EVENTS` counts the calls of this process,
+and a thread publishes them. If a call takes too long, the thread compares it with the calls of the other processes. A
+process that ends publishes the reason, which the other processes report.
+
+`Processes` exchanges messages within a timeout. A process notices if a process that it waits for has ended, or makes
+another call. A thread can do this while the main thread trains.
 """
 
+import atexit
 import collections
+import dataclasses
+import functools
 import itertools
 import json
+import os
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
-from zerojax.comm.events import EVENTS, Call
 from zerojax.internals import coordination_client
 
-TIMEOUT_S = 300  # as long as jax.distributed.initialize waits
-MOST_DIFFERENCES = 3
+PERIOD_S = 1.0
+MOST_PER_SECOND = 64  # messages to the coordinator from all processes together
+REMEMBERED = 32  # how many of the last calls a process publishes
+STUCK_S = 5.0  # a call that takes longer is compared with the calls of other processes
+SILENT_S = 6.0  # after a failure, a process that publishes nothing for this time counts as dead
+LAST_WORDS_S = 10.0  # how long a process that failed waits until the others end
+END_S = 60.0  # how long a process that ended without error waits for the others, before JAX's shutdown waits
+AGAIN = 75  # the exit status EX_TEMPFAIL of sysexits.h, which asks to try again
+STATE, NOTICE = "zerojax/state", "zerojax/notice"
+THE_END = "the end of the program"
+TIMEOUT_S = 300.0  # how long messages are awaited: as long as jax.distributed.initialize waits
 LOOK_EVERY_S = 1.0
 # The service accepts each key only once per run, so keys are numbered. The numbers agree, because all processes
 # exchange the messages about one purpose in the same order.
 SERIALS: dict[str, Any] = collections.defaultdict(itertools.count)
 
 
-class Processes:
-    """The processes of the run. This process has the index `index`, and waits up to `timeout` seconds for messages."""
+@dataclasses.dataclass
+class Call:
+    """A call that all processes make."""
 
-    def __init__(self, purpose: str, timeout: float | None = None, call: Call | None = None):
+    number: int  # the number of the call in the run, from 0, or -1 if the call is not counted
+    name: str  # the name of the call, such as `"step 3"`
+    # whether the call ends when its `result` is ready; calls that exchange messages have a timeout instead
+    watched: bool = True
+    result: Any = None  # an array that the call computes, or None if the call has not dispatched it yet
+    failed: bool = False  # whether the call raised an error
+    begun: float = dataclasses.field(default_factory=time.monotonic)  # when the call began, by the monotonic clock
+
+    @property
+    def has_ended(self) -> bool:
+        if self.failed or not self.watched:
+            return True
+        return self.result is not None and (self.result.is_deleted() or self.result.is_ready())
+
+
+@functools.lru_cache(maxsize=64)
+def is_of_all(mesh: Mesh) -> bool:
+    """Return whether there are several processes, and each process has devices of the mesh."""
+    if jax.process_count() == 1:
+        return False
+    return {getattr(device, "process_index", 0) for device in mesh.devices.flat} == set(range(jax.process_count()))
+
+
+@functools.cache
+def rank() -> tuple[int, int]:
+    """Return the index of this process and the number of processes.
+
+    Both are cached, because asking JAX at exit would initialise its backend again.
+    """
+    return jax.process_index(), jax.process_count()
+
+
+class Events:
+    """A record of this process's calls, such as steps. It also reads the records of the other processes."""
+
+    def __init__(self):
+        self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
+        self.counted, self._beat, self._frozen = 0, 0, 0.0  # `counted` is the number of calls
+        self._thread: int | None = None  # the thread whose calls are counted
+        self._watcher: threading.Thread | None = None  # made by the first call, because a forked process has no threads
+        self._at_end = threading.Event()
+        self._said: set[int] = set()
+
+    def __reduce__(self):
+        """Pickle only the name `EVENTS`, so that a process that unpickles this object gets its own `EVENTS`."""
+        return "EVENTS"
+
+    @contextmanager
+    def calling(self, name: str, mesh: Mesh) -> Iterator[Call]:
+        """Count a call, and yield its `Call`, whose `result` the caller sets. All processes must give the same name.
+
+        The call computes on `mesh`. If any process has no devices of `mesh`, the call is not counted.
+        """
+        call = self.begin(name, watched=True) if is_of_all(mesh) else Call(-1, name)
+        try:
+            yield call
+        except BaseException:
+            call.failed = True
+            raise
+
+    def begin(self, name: str, *, watched: bool = False) -> Call:
+        """Count a call, unless another thread made the first call. Calls of two threads have no fixed order."""
+        if self._thread is None:
+            self._thread = threading.get_ident()
+            self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
+            self._watcher.start()
+            atexit.register(self._at_exit)  # runs before JAX's function, which `import jax` has registered
+        if self._thread != threading.get_ident():
+            return Call(-1, name)
+        call = Call(self.counted, name, watched)
+        self.counted += 1
+        self._calls.append(call)
+        return call
+
+    def publish(self) -> None:
+        self._beat += 1
+        state = json.dumps({"beat": self._beat, "frozen": self._frozen, "calls": list(self._names().items())})
+        coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
+
+    def others(self) -> dict[int, dict[str, Any]]:
+        """Return the last state of each other process, with `beat`, `frozen` (in seconds), and `calls` by number."""
+        return {i: one | {"calls": dict(one["calls"])} for i, one in _of_others(STATE).items()}
+
+    def difference(self) -> str:
+        """Describe the first call that differs between this process and another process, or return an empty string."""
+        mine = self._names()
+        theirs = [(n, index, name) for index, other in self.others().items() for n, name in other["calls"].items()]
+        differing = [(n, index, name) for n, index, name in theirs if mine.get(n, name) != name]
+        if not differing:
+            return ""
+        number, index, name = min(differing)
+        return (
+            f"The processes do not make the same calls. Call {number} of the run is {name} on process {index}, and "
+            f"{mine[number]} on process {rank()[0]}. Let every process create, train, evaluate and save in "
+            f"the same order, as often."
+        )
+
+    def _names(self) -> dict[int, str]:
+        return {call.number: call.name for call in list(self._calls)}
+
+    def _watch(self) -> None:
+        """Publish the calls of this process and read notices of others, until the process ends. Runs in a thread."""
+        before = time.monotonic()
+        while not self._at_end.wait(period()):
+            self._frozen += gap_since(before, period())
+            try:
+                self.publish()
+                self._heed(failures())
+            except Exception:
+                if coordination_client() is None:  # jax.distributed.shutdown was called
+                    return
+            before = time.monotonic()
+
+    def _heed(self, failed: dict[int, dict[str, Any]]) -> None:
+        """Print which processes failed. End this process if its call hangs and another failed or differs."""
+        index, count = rank()
+        for other in sorted(failed.keys() - self._said):
+            self._said.add(other)
+            service = ", and JAX's coordination service with it," if other == 0 else ""
+            say(f"process {other} of {count} ended{service} after: {failed[other]['text']}")
+        call = self._calls[-1] if self._calls else None
+        if call is None or call.has_ended or time.monotonic() - call.begun < STUCK_S:
+            return
+        if failed:
+            other, notice = next(iter(failed.items()))
+            text = notice["text"]
+            why = text if text.startswith("process") else f"process {other} ended after: {text}"
+            leave(notice["status"], say(f"process {index} cannot end {call.name}: {why}"))
+        if difference := self.difference():
+            leave(1, say(difference))
+
+    def _at_exit(self) -> None:
+        """End together with the other processes, or alone if one is dead, because JAX would wait for it."""
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        try:
+            if coordination_client() is None:
+                return
+            if error is None:
+                self._end_well()
+            else:
+                self._end_badly(one_line(error))
+        except Exception as failure:  # the coordinator is gone
+            if error is not None:
+                say(f"JAX's coordination service, of process 0, does not answer: {one_line(failure)}")
+                _exit(AGAIN)
+        finally:
+            # A daemon thread that returns from C++ to a finished interpreter would abort the process.
+            self._at_end.set()
+            if self._watcher is not None:
+                self._watcher.join(STUCK_S)
+
+    def _end_well(self) -> None:
+        """Wait until the other processes end. End this process with an error if one of them fails."""
+        if self._thread == threading.get_ident():
+            self.begin(THE_END)
+        self.publish()
+        give_notice(0, THE_END)
+        begun = time.monotonic()
+        while time.monotonic() - begun < END_S:
+            if failed := failures():
+                other, notice = next(iter(failed.items()))
+                why = f"process {rank()[0]} came to its end, but process {other}: {notice['text']}"
+                leave(notice["status"], say(why))
+            if len(_of_others(NOTICE)) == rank()[1] - 1:
+                return
+            time.sleep(0.1)
+
+    def _end_badly(self, text: str) -> None:
+        """Wait a limited time until the other processes fail, too, and then end. Do not wait for dead processes."""
+        begun, (index, count) = time.monotonic(), rank()
+        beats = lambda: {other: state["beat"] for other, state in self.others().items()}
+        first = beats()
+        give_notice(1, text)
+        left, silent = set(range(count)) - {index}, []
+        while left and time.monotonic() - begun < LAST_WORDS_S * period():
+            notices = _of_others(NOTICE)
+            left -= set(notices)
+            if not left and not any(one["leaves"] for one in notices.values()):
+                return  # all processes reach JAX's own end
+            now = beats()
+            silent = sorted(i for i in left if now.get(i) == first.get(i))
+            if len(silent) == len(left) and time.monotonic() - begun > SILENT_S * period():
+                break
+            time.sleep(0.2)
+        if difference := self.difference():
+            leave(1, say(difference))
+        if silent:
+            who = ", ".join(map(str, silent))
+            say(f"process {who} of {count} died or hangs: process {index} ends, to be started again.")
+        leave(AGAIN if silent else 1, text)
+
+
+def failures() -> dict[int, dict[str, Any]]:
+    """Return the notice, with `status` and `text`, of each other process that ended with an error."""
+    return {index: notice for index, notice in _of_others(NOTICE).items() if notice["status"]}
+
+
+def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
+    """Tell the other processes that this process ends, and why. A status of 0 means that there is no error.
+
+    `leaves` says whether the process ends at once, so that the others must not wait for this process in JAX's
+    shutdown.
+    """
+    notice = json.dumps({"status": status, "text": text, "leaves": leaves})
+    coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)
+
+
+def leave(status: int, text: str) -> None:
+    """Tell the other processes why this process ends, and end it at once."""
+    if rank()[1] > 1 and coordination_client() is not None:
+        with suppress(Exception):
+            give_notice(status, text, leaves=True)
+            if rank()[0] == 0:
+                time.sleep(3 * period())  # the service ends with process 0, and JAX then aborts the others
+    _exit(status)
+
+
+def period() -> float:
+    """Return the seconds between two publications of one process. The period is longer if there are many processes."""
+    return PERIOD_S * max(1.0, rank()[1] / MOST_PER_SECOND)
+
+
+def gap_since(before: float, slept: float) -> float:
+    """Return for how many seconds a debugger or the machine stopped the process while a thread slept."""
+    gap = time.monotonic() - before - slept
+    return gap if gap > 1.0 else 0.0
+
+
+def say(text: str) -> str:
+    """Print a line on stderr, and return its text."""
+    print(f"zerojax: {text}", file=sys.stderr, flush=True)
+    return text
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}"
+
+
+def _of_others(folder: str) -> dict[int, Any]:
+    messages = _messages(folder)
+    messages.pop(rank()[0], None)
+    return messages
+
+
+def _messages(folder: str) -> dict[int, Any]:
+    found = coordination_client().key_value_dir_get(f"{folder}/")
+    return {int(name.rsplit("/", 1)[-1]): json.loads(text) for name, text in found}
+
+
+def _exit(status: int) -> None:
+    """End the process without JAX's shutdown, which waits for the other processes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+EVENTS = Events()  # one per process, like the client of the coordination service
+
+
+class Processes:
+    """The processes of the run. This process has the index `index`, and waits up to `timeout` seconds for messages.
+
+    An `error` is raised if a process does not answer, or if `agree` gets a failure.
+    """
+
+    def __init__(
+        self,
+        purpose: str,
+        timeout: float | None = None,
+        *,
+        call: Call | None = None,
+        error: type[Exception] = TimeoutError,
+    ):
         self.index, self.count = jax.process_index(), jax.process_count()
-        self.timeout = TIMEOUT_S if timeout is None else timeout
+        self.timeout, self._error = TIMEOUT_S if timeout is None else timeout, error
         place = f"call/{call.number}" if call and call.number >= 0 else f"{purpose}/{next(SERIALS[purpose])}"
         self._key, self._topics = f"zerojax/{place}", itertools.count()
 
@@ -40,27 +334,22 @@ class Processes:
     def exchange(self, topic: str, message: str) -> list[str]:
         """Send a message to all other processes, and return the message of each process, in the order of their indices.
 
-        `topic` is a verb that says what this process is about to do. Raise a `TimeoutError` that names a process that
+        `topic` is a verb that says what this process is about to do. Raise an `error` that names a process that
         sends nothing within the timeout, or has ended, and a `ValueError` if another process makes a different call.
         """
         if self.count == 1:
             return [message]
-        client, key = coordination_client(), f"{self._key}/{next(self._topics)}"
-        client.key_value_set(f"{key}/{self.index}", json.dumps([topic, message]))
-        begun, found = time.monotonic(), {}
-        while len(found) < self.count:
-            found = {
-                int(name.rsplit("/", 1)[-1]): json.loads(text) for name, text in client.key_value_dir_get(f"{key}/")
-            }
-            missing = sorted(set(range(self.count)) - set(found))
+        key = f"{self._key}/{next(self._topics)}"
+        coordination_client().key_value_set(f"{key}/{self.index}", json.dumps([topic, message]))
+        begun = time.monotonic()
+        while missing := sorted(set(range(self.count)) - (found := _messages(key)).keys()):
             left = self.timeout - (time.monotonic() - begun)
-            if missing and left <= 0:
-                raise TimeoutError(
+            if left <= 0:
+                raise self._error(
                     f"Process {', '.join(map(str, missing))} of {self.count} did not answer within "
                     f"{self.timeout:g} s: it died, or hangs, or did not {topic} as the others did."
                 )
-            if missing:
-                self._wait_for(missing, f"{key}/{missing[0]}", min(left, LOOK_EVERY_S), topic)
+            self._wait_for(missing, f"{key}/{missing[0]}", min(left, LOOK_EVERY_S), topic)
         for index, (theirs, _) in found.items():
             if theirs != found[0][0]:
                 raise ValueError(
@@ -79,43 +368,21 @@ class Processes:
             if time.monotonic() - begun < 0.9 * seconds:  # The service failed before the time was over.
                 raise
             EVENTS.publish()
-            if ended := {index: why for index, why in EVENTS.failures().items() if index in missing}:
-                index, why = min(ended.items())
-                raise TimeoutError(f"Process {index} of {self.count} ended before it did {topic}: {why}") from None
+            if ended := {index: notice for index, notice in failures().items() if index in missing}:
+                index, notice = min(ended.items())
+                why = f"Process {index} of {self.count} ended before it did {topic}: {notice['text']}"
+                raise self._error(why) from None
             if difference := EVENTS.difference():
                 raise ValueError(difference) from None
 
+    def agree(self, topic: str, failure: str = "", message: str = "") -> str:
+        """Return the first process's message once all processes have succeeded.
 
-def require_same(topic: str, record: Mapping[str, str], *, partial: bool = False, timeout: float | None = None) -> None:
-    """Check that all processes are about to do the same thing, so that no process waits for another in vain.
-
-    `record` has values that must be the same on all processes, by name. If `partial` is true, a name may be missing on
-    some. If a value differs, every process raises a `ValueError`. `topic` and other errors are as in `exchange`.
-    """
-    if jax.process_count() == 1:
-        return
-    processes = Processes(topic, timeout, EVENTS.begin(topic))
-    records = [json.loads(text) for text in processes.exchange(topic, json.dumps(dict(record)))]
-    if difference := first_difference(records, partial=partial):
-        index, reference, names = difference
-        one, other = records[reference], records[index]
-        found = [f"{name} is {other.get(name, 'missing')}, not {one.get(name, 'missing')}" for name in names]
-        more = f"; and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
-        raise ValueError(
-            f"The processes do not {topic} alike. On process {index}, unlike {reference}: "
-            f"{'; '.join(found[:MOST_DIFFERENCES])}{more}. Give every process the same program, options, values "
-            f"and shapes."
-        )
-
-
-def first_difference(records: list[dict[str, str]], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
-    """Return `(process, other process, names that differ)` for the first record that differs, or None."""
-    first_with: dict[str, int] = {}
-    for index, record in enumerate(records):
-        names = record if partial else {**records[0], **record}
-        against = {name: first_with.setdefault(name, index if partial else 0) for name in names}
-        differ = [name for name in names if records[against[name]].get(name) != record.get(name)]
-        if differ:
-            reference = against[differ[0]]
-            return index, reference, [name for name in differ if against[name] == reference]
-    return None
+        `topic` is the task of every process, as a verb phrase, and `failure` the error of this process, if it failed.
+        Raise an `error` that lists the failures of all processes.
+        """
+        answers = [json.loads(text) for text in self.exchange(topic, json.dumps([failure, message]))]
+        prefix = lambda i: f"process {i}: " if self.count > 1 else ""
+        if failed := [f"{prefix(i)}{text}" for i, (text, _) in enumerate(answers) if text]:
+            raise self._error("; ".join(failed))
+        return answers[0][1]

@@ -1,16 +1,15 @@
 """What attaches to a training step from outside.
 
 A step places the batch, runs its program, and returns state and metrics. `step`, `step_program` and `state` do this.
-Everything else attaches by one of two protocols, in `executor_of` and `guards_of` of `step`. These functions import a
-module when its option is given, or its condition holds, and only then:
+Everything else attaches in `executor_of` and `guard_of` of `step`. These functions import a module when its option is
+given, or its condition holds, and only then:
 
-| attached | protocol | option or condition | module |
+| attached | by | option or condition | module |
 |---|---|---|---|
 | offloaded optimizer state | `Executor` | `Offload` | `streamed_step`, then `zerojax.streaming` |
 | parameters on disk | `Executor` | `Offload(params="disk")` | `staged_step`, then `zerojax.staged` |
 | activations that fit into memory | `Executor` around one of these | `memory=` | `fitting`, then `zerojax.budget` |
-| the same calls on all processes | `Guard` | several processes | `agreement` |
-| a limit of time | `Guard` | `timeout=`, or several processes | `watchdog` |
+| the same calls on all processes, and a limit of time | `Guard` | several processes, or `timeout=` | `guard` |
 
 Without an option, the executor is a `JittedStep`, and there is no guard. Smaller parts have no protocol, and are
 imported where they are needed: norms per parameter (`leaf_norms`), compiler options for two groups of collectives
@@ -20,11 +19,9 @@ call about misplaced arrays, and the name of an unusable array after an error.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import StepCall
 
 
 class Executor(Protocol):
@@ -44,12 +41,4 @@ class Executor(Protocol):
 
     def lower_update(self, state: ZeroState) -> list[Any]:
         """Lower the programs that update offloaded state. Shapes are enough."""
-        ...
-
-
-class Guard(Protocol):
-    """Watches the calls of a step that are not traced."""
-
-    def around(self, call: StepCall) -> AbstractContextManager[None]:
-        """Enter a context in which the call runs. At its end, `call.result` is set, or there is an error."""
         ...

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
+import json
 import os
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -15,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import compat
-from zerojax.comm.events import EVENTS, first_array, is_of_all
-from zerojax.comm.processes import Processes, require_same
+from zerojax.comm.processes import EVENTS, Processes, is_of_all
 from zerojax.config import Config
 from zerojax.layout.leaf import is_chunked
 from zerojax.optim.sharding_plan import ShardingPlan
@@ -24,6 +25,7 @@ from zerojax.placement.storage import to_device
 from zerojax.train.arguments import is_constant
 from zerojax.version import version
 
+MOST_NAMED = 3  # differences in one error
 OF_OFFLOAD = ("optimizer", "params", "update", "fraction", "chunk_bytes")  # not `path`, which may differ by host
 # Options of JAX and environment variables that change numbers or programs.
 OF_JAX = tuple(
@@ -33,6 +35,54 @@ OF_JAX = tuple(
 )
 OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # XLA flags with one of these words may differ
+
+
+def require_same(
+    topic: str,
+    record: Mapping[str, object],
+    *,
+    partial: bool = False,
+    timeout: float | None = None,
+    error: type[Exception] = TimeoutError,
+) -> None:
+    """Check that all processes are about to do the same thing, so that no process waits for another in vain.
+
+    `record` has values that must be the same on all processes, by name. If `partial` is true, a name may be missing on
+    some. If a value differs, every process raises a `ValueError`. `topic` and other errors are as in `exchange`.
+    """
+    if jax.process_count() == 1:
+        return
+    processes = Processes(topic, timeout, call=EVENTS.begin(topic), error=error)
+    mine = json.dumps({name: str(value) for name, value in record.items()})
+    records = [json.loads(text) for text in processes.exchange(topic, mine)]
+    if difference := first_difference(records, partial=partial):
+        index, reference, names = difference
+        one, other = records[reference], records[index]
+        found = [f"{name} is {other.get(name, 'missing')}, not {one.get(name, 'missing')}" for name in names]
+        more = f"; and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+        raise ValueError(
+            f"The processes do not {topic} alike. On process {index}, unlike {reference}: "
+            f"{'; '.join(found[:MOST_NAMED])}{more}. Give every process the same program, options, values "
+            f"and shapes."
+        )
+
+
+def first_difference(records: list[dict], *, partial: bool = False) -> tuple[int, int, list[str]] | None:
+    """Return `(process, other process, names that differ)` for the first record that differs, or None.
+
+    A value is compared with that of the first process that has the name. Without `partial`, all must have the name.
+    """
+    if not partial:
+        missing = dict.fromkeys(itertools.chain(*records))
+        records = [missing | record for record in records]
+    first_with: dict[str, int] = {}
+    for index, record in enumerate(records):
+        against = {name: first_with.setdefault(name, index) for name in record}
+        differ = [name for name, first in against.items() if records[first][name] != record[name]]
+        if differ:
+            reference = against[differ[0]]
+            return index, reference, [name for name in differ if against[name] == reference]
+    return None
 
 
 def require_same_run(config: Config, plan: ShardingPlan) -> None:
@@ -158,7 +208,8 @@ class SameCalls:
             return program(*args, **keywords)
         with EVENTS.calling(self._what, self._config.mesh) as call:
             returned = program(*args, **keywords)
-            call.result = first_array(returned)
+            # When its first array is ready, the program has ended.
+            call.result = next((x for x in jax.tree.leaves(returned) if isinstance(x, jax.Array)), jnp.zeros(()))
         return returned
 
 

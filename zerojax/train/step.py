@@ -25,7 +25,8 @@ from zerojax.train.step_program import JittedStep, Metrics, StepCall, StepOption
 
 if TYPE_CHECKING:
     from zerojax.train.fitting import MemoryFit
-    from zerojax.train.protocol import Executor, Guard
+    from zerojax.train.guard import Guard
+    from zerojax.train.protocol import Executor
 
 
 def executor_of(program: StepProgram) -> Executor:
@@ -46,14 +47,13 @@ def executor_of(program: StepProgram) -> Executor:
     return executor
 
 
-def guards_of(program: StepProgram, executor: Executor) -> tuple[Guard, ...]:
-    """Return what watches the calls of a step, the outermost guard first."""
+def guard_of(program: StepProgram, executor: Executor) -> Guard | None:
+    """Return what watches the calls of a step, if there are several processes or a `timeout=`."""
     if program.options.timeout is None and jax.process_count() == 1:
-        return ()
-    from zerojax.train.agreement import Agreement
-    from zerojax.train.watchdog import watchdogs
+        return None
+    from zerojax.train.guard import Guard
 
-    return Agreement(program, executor), *watchdogs(program)
+    return Guard(program, executor)
 
 
 def check_is_state(state: Any, mutable: bool) -> None:
@@ -126,9 +126,9 @@ class Step:
         return self.program.options
 
     @functools.cached_property
-    def _guards(self) -> tuple[Guard, ...]:
+    def _guard(self) -> Guard | None:
         # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
-        return guards_of(self.program, self._executor)
+        return guard_of(self.program, self._executor)
 
     def under(self, config: Config) -> Step:
         """Return a step with the same loss for `config`, which may have another mesh or stage.
@@ -191,9 +191,7 @@ class Step:
         call = StepCall(program, next(self._calls), state, batch, args)
         if call.number == 0:
             self._warn_of_misplaced(call.state)
-        with contextlib.ExitStack() as guards:
-            for guard in self._guards:
-                guards.enter_context(guard.around(call))
+        with contextlib.nullcontext() if self._guard is None else self._guard.around(call):
             state, metrics = self._run(call)
             call.result = metrics["loss"]
         return state, metrics

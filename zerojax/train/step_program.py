@@ -296,7 +296,6 @@ class StepCall:
     state: ZeroState
     batch: Any
     args: tuple
-    is_new: bool = False  # whether the step compiles: no earlier call had arguments of these shapes and types
     result: Any = None  # the loss, once the step is dispatched
 
     @functools.cached_property
