@@ -61,9 +61,15 @@ def integers(g, m, other):
     return -0.01 * m / (other + 1), m, other + (g > 0)
 
 
+def printing(m, g):
+    jax.debug.print("late")
+    return 2 * m
+
+
 UPDATES = {
     "a sum in a branch": lambda: branching(lambda m, g: m / (1e-3 + jnp.sqrt(jnp.sum(g * g))), lambda m, g: m),
     "branches": lambda: branching(lambda m, g: jax.nn.softplus(m) + 2, lambda m, g: m),
+    "a branch that prints": lambda: branching(lambda m, g: m, printing),
     "a branch over all leaves": lambda: optax.chain(
         optax.conditionally_transform(optax.clip_by_global_norm(0.01), lambda step: step % 2 == 0), optax.adam(1e-2)
     ),
@@ -110,7 +116,14 @@ def test_what_may_not_be_chunked_gives_the_same_numbers(name, update):
 
 
 @pytest.mark.parametrize(
-    ("name", "chunks"), [("branches", 3), ("a short last chunk", 3), ("takes the loss", 3), ("a sum in a branch", 1)]
+    ("name", "chunks"),
+    [
+        ("branches", 3),
+        ("a short last chunk", 3),
+        ("takes the loss", 3),
+        ("a sum in a branch", 1),
+        ("a branch that prints", 1),
+    ],
 )
 def test_an_update_is_chunked_if_that_of_the_whole_leaf_is_elementwise(name, chunks):
     """Each chunk is updated as a part of the leaf, so a factor that depends on the leaf's shape does not change."""

@@ -163,7 +163,9 @@ def equal_equations(loss: Inlined) -> Rewritten:
         hides = eqn.primitive.name == "stop_gradient" or compat.called(eqn) is not None  # what other primitives read
         for var in {*jaxprs.variables_in(eqn.invars)}:
             readers.setdefault(var, []).append(None if hides else eqn.primitive)
-    if all(len(of) == 1 or (len({*of}) == len(of) and None not in of) for of in readers.values()):
+    returns_several = any(compat.called(eqn) is not None and len(eqn.outvars) > 1 for eqn in loss.jaxpr.eqns)
+    differs = all(len(of) == 1 or (len({*of}) == len(of) and None not in of) for of in readers.values())
+    if differs and not returns_several:  # a call may return one value twice
         return None
     from zerojax.gather.merged import merged
 
@@ -172,9 +174,10 @@ def equal_equations(loss: Inlined) -> Rewritten:
 
 def shared_reads(loss: Inlined) -> Rewritten:
     """Move the layers in `net(w, x) - net(w, y)` side by side."""
-    weights, _ = loss.of_weights()
+    weights, eqns = loss.of_weights()
     counts = Counter(v for eqn in loss.jaxpr.eqns for v in {*jaxprs.variables_in(eqn.invars)})
-    if not any(count > 1 and v in weights for v, count in counts.items()):
+    splits = any(sum(v in weights and not compat.is_dropped(v) for v in eqn.outvars) > 1 for eqn in eqns)
+    if not splits and not any(count > 1 and v in weights for v, count in counts.items()):
         return None
     from zerojax.gather.clusters import reads_together
 

@@ -225,6 +225,8 @@ def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
     Element i of each result must depend only on scalars, and on element i of arrays of the parameter. For example, a
     group with a norm of offloaded state, or with a `cond` over all leaves, cannot be chunked.
     """
+    if any(eqn.effects for eqn in equations.jaxpr.eqns):
+        return False  # `evaluate_as` would run the effects of both branches of a `cond`, once per chunk
     of_param = lambda kind, k: units.get(k) == i if kind == STATE else kind in (GRAD, PARAM) and k == i
     jaxpr, wanted = equations.jaxpr, {var.aval.shape for var in equations.jaxpr.outvars}
 

@@ -231,8 +231,10 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
         if i in whole:
             summed = jnp.zeros(x.shape, x.dtype) if grad is None else grad
             return summed if summed.ndim == x.ndim else summed.sum(0)
-        is_sharded = leaf.kind == "sharded"
-        zeros = jnp.zeros(comm.grad_shape(leaf), x.dtype) if is_sharded else comm.zeros(leaf.shape, x.dtype)
+        if leaf.kind == "sharded":
+            shape = comm.grad_shape(leaf)
+            return jnp.zeros(shape, x.dtype) if grad is None else comm.like(grad, jax.ShapeDtypeStruct(shape, x.dtype))
+        zeros = comm.zeros(leaf.shape, x.dtype)
         return zeros if grad is None else comm.like(grad, zeros)
 
     def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
