@@ -43,13 +43,11 @@ class Trial:
         share: The share of their bytes that the blocks save.
         predicted: The peak that was predicted before this compilation, in bytes per device.
         peak: The peak of the compiled program in bytes per device.
-        lowered: The lowered program.
     """
 
     share: float
     predicted: int
     peak: int
-    lowered: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +204,7 @@ def _notes(memory: int, trials: Sequence[Trial], chosen: Trial, blocks: Blocks) 
 
 
 def _compiled(lowered: Any, share: float, predicted: float) -> Trial:
-    return Trial(share, int(predicted), peak_bytes(lowered.compile()), lowered)
+    return Trial(share, int(predicted), peak_bytes(lowered.compile()))
 
 
 def largest_share(base: float, held: Callable[[float], float], memory: float) -> float:
