@@ -245,7 +245,7 @@ _PRUNED = np.argwhere(np.random.default_rng(3).random((WIDTH, MLP["up"][1])) < 0
 
 @layer("Sparse", MLP)
 def sparse_mixing(where, x, w):
-    """A BCOO matrix of time steps times each row, under `vmap`"""
+    """Each row is multiplied by a BCOO matrix that mixes time steps, under `vmap`"""
     mixing = sparse.BCOO((jnp.ones(len(_MIXING), x.dtype) / 5, jnp.asarray(_MIXING)), shape=(TIME, TIME))
     return x + jax.nn.gelu(jax.vmap(lambda row: mixing @ row)(norm(x)) @ w["up"]) @ w["down"]
 

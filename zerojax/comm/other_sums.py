@@ -1,4 +1,4 @@
-"""Say which dims an equation sums if it is no product of matrices, or if the places of the rows are unknown."""
+"""Find the dims over which equations other than products of matrices sum, and those of all if rows are unknown."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

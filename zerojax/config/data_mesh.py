@@ -53,7 +53,7 @@ class DataMesh:
         are sharded only over `params_axes` (empty: like gradients and optimizer state). Leaves that name one of
         `expert_axes` stay divided over it at every stage.
 
-        An axis of one device neither shards nor replicates. It counts as sharding, so that nothing is reduced over it.
+        An axis of one device counts as an axis that shards. Otherwise gradients would be reduced over it.
         """
         whole = tuple(axis for axis in axes if sizes[axis] == 1)
         with_whole = lambda some: (*some, *(axis for axis in whole if axis not in some)) if some else ()

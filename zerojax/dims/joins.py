@@ -17,7 +17,10 @@ def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
 
 
 def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> State:
-    """Find the followed dim in a slice. It is unknown if the slice cuts a block. An unknown start is None."""
+    """Find the followed dim after a slice. A start that is not known is None.
+
+    Return UNKNOWN if such a start matters, or the slice does not begin and end at whole blocks (`Place.outer`).
+    """
     for place in () if state is None else state.places:
         dim = place.dim
         if old[dim] == new[dim]:

@@ -1,6 +1,6 @@
 """The schedule decides when each parameter is gathered, and when each gradient is computed and reduced.
 
-`run` makes a `GatherScheduler` for each pass and a `GradScheduler` for the backward pass. Segments ask the
+`engine` makes a `GatherScheduler` for each pass and a `GradScheduler` for the backward pass. Segments ask the
 `GatherScheduler` for gathered parameters, and give gradients to the `GradScheduler`.
 
 XLA's scheduler moves a collective as far as data dependence allows. Gathers move to the start of the program, where
@@ -16,8 +16,8 @@ segment that gathers.
   ends. They pass a barrier together with the next block's cotangents (`GradScheduler.due` and `settle`).
 - In hybrid sharding, a gradient is also reduced across hosts. This must end one block later.
 
-Consecutive small blocks are one group (`run.groups_of`), which has one gather and one reduction. The rules hold for the
-group as if it were one block, except that each block's gradients are still computed when the next block starts.
+Consecutive small blocks are one group (`engine.groups_of`), which has one gather and one reduction. The rules hold for
+the group as if it were one block, except that each block's gradients are still computed when the next block starts.
 """
 
 import bisect
@@ -64,7 +64,7 @@ class GatherScheduler:
 
     The uses of parameters come one after the other. For each use, `take` starts the gathers that are due (`start`), and
     returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the next
-    use are done. Then `run` updates `position` and `frontier`.
+    use are done. Then `engine` updates `position` and `frontier`.
 
     An anchor is a list of arrays that a gather waits for. The shards pass a barrier with the anchor. The segment must
     read the anchor that the barrier returns. XLA drops an array from a barrier if no equation reads it afterwards.

@@ -151,7 +151,7 @@ class Segment(abc.ABC):
         return evaluate(self.jaxpr, (), [*values, *others])
 
     def naming(self, passes: Passes, *transforms: str) -> Any:
-        """Enter the name scopes that the equations of `passes` do not have, as in a derivative by JAX."""
+        """Enter the name scopes that JAX would give to a derivative, unless `passes` has them already."""
         return names.in_scopes(self.scope, *transforms, "jvp") if passes.is_bare else contextlib.nullcontext()
 
     def live_results(self, moving: Set) -> list:

@@ -106,7 +106,7 @@ def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[
 
 
 def first_shapes(config: Config, plan: ShardingPlan) -> PyTree:
-    """Return `state_shapes` of a first state. Do not create the files of state on disk."""
+    """Return the shapes and shardings of a new optimizer state. Files are named, and not created."""
     nodes = disk_nodes(config, plan) if is_on_disk(config) else {}
     leaves = jax.tree.leaves(state_shapes(config, plan), is_leaf=is_chunked)
     return jax.tree.unflatten(plan.state_def, [nodes.get(k, x) for k, x in enumerate(leaves)])

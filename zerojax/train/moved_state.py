@@ -65,7 +65,7 @@ def placed_again(config: Config, state: ZeroState) -> ZeroState:
 
 
 def donatable(state: ZeroState) -> ZeroState:
-    """Copy arrays that are several leaves of a state, because a step donates every leaf. Make arrays of numbers."""
+    """Copy an array that is several leaves of a state, because a step donates every leaf. Convert Python numbers."""
     seen: set[int] = set()
 
     def one(x):
