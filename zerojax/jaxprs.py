@@ -14,6 +14,7 @@ import numpy as np
 from zerojax import compat, names, primitives
 
 Rule = Callable[[Any, list], Sequence | None]
+ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def evaluate(
@@ -256,3 +257,25 @@ def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None
     return compat.inlined_body(eqn)
+
+
+def split_arrays(args: Sequence) -> tuple[list, Callable]:
+    """Return the arrays in `args`, and a function that puts arrays back among the other values (flags, names)."""
+    leaves, tree = jax.tree.flatten(args)
+    is_array = [isinstance(x, ARRAYS) for x in leaves]
+
+    def put_back(arrays):
+        remaining = iter(arrays)
+        return tree.unflatten([next(remaining) if on else x for x, on in zip(leaves, is_array, strict=True)])
+
+    return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
+
+
+def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
+    """Return, for each array in `args`, whether it is alike on all devices. Integers may be PRNG keys, which differ."""
+    return [
+        i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
+        for i, arg in enumerate(args)
+        for x in jax.tree.leaves(arg)
+        if isinstance(x, ARRAYS)
+    ]

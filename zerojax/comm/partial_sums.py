@@ -144,7 +144,7 @@ def evaluate(
 
             if (sums := worker_sums.unreduced(eqn, values, wanted)) is not None:
                 return [PartialSum(x) if i in sums[1] else x for i, x in enumerate(sums[0])]
-        return zeros_from(how.zero, eqn, values)
+        return None if how.zero is None else zeros_from(how.zero, eqn, values)
 
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
     if how.alike is not None:

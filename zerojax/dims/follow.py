@@ -8,6 +8,8 @@ rules give up. In `optim.owned`, the followed dim has the matrices of a stack. C
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from zerojax import compat, jaxprs
 from zerojax.dims import moves
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, is_index, states_of
@@ -149,3 +151,20 @@ def _drawn(jaxpr: Any, given: Sequence[State], found: Mapping[Any, State]) -> Co
     from zerojax.dims import guess
 
     return guess.drawn(jaxpr, given, found)
+
+
+def param_states(params: Sequence, experts: Collection[int]) -> list[State]:
+    """Return the state of each parameter: no dim holds rows. It is unknown for experts, which a data axis divides."""
+    return [UNKNOWN if i in experts else NOWHERE for i in range(len(params))]
+
+
+def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
+    """Return the state of each array in `args`. Dim 0 holds the rows of the batch if the argument is in `of_rows`."""
+    # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
+    count = 1 if follower is None else follower.count
+    return [
+        at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE
+        for i, arg in enumerate(args)
+        for x in jax.tree.leaves(arg)
+        if isinstance(x, jaxprs.ARRAYS)
+    ]

@@ -7,20 +7,22 @@ runs on its shards, as at stage 3. The rest of the loss takes the results of the
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zerojax import compat, jaxprs
+from zerojax.gather.planner import closed_over, inlined, plan
+from zerojax.gather.reduced import ReducedSegment, without_ravels
+from zerojax.gather.rules import Decisions
+from zerojax.gather.segments import Program
+from zerojax.gather.sharded_param import root_param
 from zerojax.layout.leaf import Leaf
-
-if TYPE_CHECKING:
-    from zerojax.gather.segments import Program
 
 
 @dataclasses.dataclass(frozen=True)
 class Apart:
     """A traced loss, divided into its reductions of parameters and the rest."""
 
-    program: "Program"  # computes the reductions from the arguments with the indices `reads`
+    program: Program  # computes the reductions from the arguments with the indices `reads`
     reads: tuple[int, ...]  # indices into the loss's arguments, followed by its constants
     constants: Sequence  # the values of the loss's constants
     rest: Any  # a jaxpr from the loss's arguments, the constants and the reductions' results
@@ -35,13 +37,6 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
     `leaves` has, for each argument, the layout of the shards that devices take of it, or None. `alike` says which
     arguments are alike on all devices.
     """
-    if not _may_reduce(compat.opened(closed)[0], leaves, alike):
-        return None
-    from zerojax.gather.planner import closed_over, inlined, plan
-    from zerojax.gather.reduced import ReducedSegment, without_ravels
-    from zerojax.gather.rules import Decisions
-    from zerojax.gather.sharded_param import root_param
-
     jaxpr, constants = inlined(closed, leaves)
     jaxpr, new = closed_over(*without_ravels(jaxpr, leaves))
     constants = [*constants, *new]
@@ -70,17 +65,3 @@ def taken_apart(closed: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool
         return None
     rest = compat.part_of(jaxpr, others, [*jaxpr.invars, *results], jaxpr.outvars)
     return Apart(program, reads, jaxprs.as_jax_values(constants), rest)
-
-
-def _may_reduce(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool]) -> bool:
-    """Return whether a reduction reads parameters, and otherwise only values that are alike, or whether a call may."""
-    every = list(zip(jaxpr.invars, leaves, alike, strict=True))
-    differing = jaxprs.dependent_on([v for v, leaf, on in every if leaf is None and not on], jaxpr.eqns)
-    weights = jaxprs.dependent_on([v for v, leaf, _ in every if leaf is not None], jaxpr.eqns) - differing
-    for eqn in jaxpr.eqns:
-        reads = jaxprs.variables_in(eqn.invars)
-        reduces = jaxprs.facts(eqn).is_combinable or eqn.primitive.name == "dot_general"
-        reduces = compat.called(eqn) is not None or (reduces and differing.isdisjoint(reads))
-        if reduces and not weights.isdisjoint(reads):
-            return True
-    return False

@@ -10,19 +10,16 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from zerojax import compat, jaxprs
 from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
-from zerojax.dims import NOWHERE, UNKNOWN, Follower, State, at
+from zerojax.dims.follow import param_states, row_states
 from zerojax.gather.planner import planned
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
 from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
+from zerojax.jaxprs import alike_args, split_arrays
 from zerojax.layout.leaf import Leaf
-
-ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def trace_loss(
@@ -76,45 +73,6 @@ def check_types(jaxpr: Any) -> None:
                     "the sizes of its arrays, and a value of a type of jax.experimental.hijax has no size. "
                     "Compute with arrays there, or use stage 2."
                 )
-
-
-def split_arrays(args: Sequence) -> tuple[list, Callable]:
-    """Return the arrays in `args`, and a function that puts arrays back among the other values (flags, names)."""
-    leaves, tree = jax.tree.flatten(args)
-    is_array = [isinstance(x, ARRAYS) for x in leaves]
-
-    def put_back(arrays):
-        remaining = iter(arrays)
-        return tree.unflatten([next(remaining) if on else x for x, on in zip(leaves, is_array, strict=True)])
-
-    return [x for x, on in zip(leaves, is_array, strict=True) if on], put_back
-
-
-def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
-    """Return, for each array in `args`, whether it is alike on all devices. Integers may be PRNG keys, which differ."""
-    return [
-        i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
-        for i, arg in enumerate(args)
-        for x in jax.tree.leaves(arg)
-        if isinstance(x, ARRAYS)
-    ]
-
-
-def param_states(params: Sequence, experts: Collection[int]) -> list[State]:
-    """Return the state of each parameter: no dim holds rows. It is unknown for experts, which a data axis divides."""
-    return [UNKNOWN if i in experts else NOWHERE for i in range(len(params))]
-
-
-def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
-    """Return the state of each array in `args`. Dim 0 holds the rows of the batch if the argument is in `of_rows`."""
-    # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
-    count = 1 if follower is None else follower.count
-    return [
-        at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE
-        for i, arg in enumerate(args)
-        for x in jax.tree.leaves(arg)
-        if isinstance(x, ARRAYS)
-    ]
 
 
 def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None, options: Options) -> tuple[list, list]:

@@ -14,9 +14,10 @@ import jax
 
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE
-from zerojax.gather.apart import taken_apart
-from zerojax.gather.engine import alike_args, param_states, row_states, split_arrays
+from zerojax.dims.follow import param_states, row_states
 from zerojax.gather.vjp import RowStates, Sums, traced_passes
+from zerojax.jaxprs import alike_args, split_arrays
+from zerojax.layout.leaf import Leaf
 from zerojax.placement.storage import unpadded
 from zerojax.train.loss import DIFFERING, OF_ROWS, LossInputs, Returned, View, at_least_float32
 
@@ -59,7 +60,12 @@ def traced_once(view: View, given: LossInputs) -> FullLoss:
         further = (given.mutable, given.batch, *given.args)
         alike = [*(i not in moved for i in range(len(given.stored))), *alike_args(further, DIFFERING)]
         stored = [leaves.get(i) for i in range(len(alike))]
-        if (apart := taken_apart(closed, stored, alike)) is not None:
+        apart = None
+        if may_reduce(compat.opened(closed)[0], stored, alike):
+            from zerojax.gather.apart import taken_apart
+
+            apart = taken_apart(closed, stored, alike)
+        if apart is not None:
             from zerojax.train.apart import reductions_on_shards
 
             args, is_sum = [*given.stored, *split_arrays(further)[0]], view.accumulate > 1
@@ -67,6 +73,20 @@ def traced_once(view: View, given: LossInputs) -> FullLoss:
     jaxpr, consts = compat.opened(closed)
     consts = jaxprs.as_jax_values(consts)
     return FullLoss(lambda args, _: jaxprs.run(jaxpr, consts, *args), structure)
+
+
+def may_reduce(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool]) -> bool:
+    """Return whether a reduction reads parameters, and otherwise only values that are alike, or whether a call may."""
+    every = list(zip(jaxpr.invars, leaves, alike, strict=True))
+    differing = jaxprs.dependent_on([v for v, leaf, on in every if leaf is None and not on], jaxpr.eqns)
+    weights = jaxprs.dependent_on([v for v, leaf, _ in every if leaf is not None], jaxpr.eqns) - differing
+    for eqn in jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        reduces = jaxprs.facts(eqn).is_combinable or eqn.primitive.name == "dot_general"
+        reduces = compat.called(eqn) is not None or (reduces and differing.isdisjoint(reads))
+        if reduces and not weights.isdisjoint(reads):
+            return True
+    return False
 
 
 def flat_loss(view: View, given: LossInputs) -> tuple[Callable, list]:

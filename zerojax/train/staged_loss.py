@@ -14,8 +14,9 @@ from jax import lax
 
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
-from zerojax.gather.engine import split_arrays, trace_loss
+from zerojax.gather.engine import trace_loss
 from zerojax.gather.schedule import Options
+from zerojax.jaxprs import split_arrays
 from zerojax.layout.leaf import is_chunked, shapes_of_chunked
 from zerojax.layout.tree import layout_of
 from zerojax.optim.sharding_plan import ShardingPlan

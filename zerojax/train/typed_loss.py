@@ -15,7 +15,7 @@ from zerojax.comm.mesh import Typed, explicit_part, is_typed, without_types
 from zerojax.comm.typed import TypedFunction, typed_mesh
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
-from zerojax.gather.engine import ARRAYS, split_arrays
+from zerojax.jaxprs import ARRAYS, split_arrays
 from zerojax.layout.tree import Layout
 
 if TYPE_CHECKING:
