@@ -38,6 +38,7 @@ EXAMPLES = {
     "quantised_weights": ([W], lambda w, x: jnp.sum(x @ (w + lax.stop_gradient(jnp.round(w) - w)))),
     "values_of_layers": ([STACK], scanned),
     "equal_equations": ([W], twice),
+    "late_functionals": ([W], lambda w, x: jnp.tanh(jnp.ones(SIZE) @ w @ jnp.ones(SIZE)) + jnp.sum(x @ w)),
     "shared_reads": ([W, V], lambda w, v, x: jnp.sum(jnp.tanh(x @ w) @ v) - jnp.sum(jnp.tanh(2 * x @ w) @ v)),
     "unrolled_loops": ([STACK], lambda w, x: lax.scan(lambda x, w: (x @ w, None), x, w)[0].sum()),
 }

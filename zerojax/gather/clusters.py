@@ -41,6 +41,28 @@ def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final
     return scales and derived.isdisjoint(final)
 
 
+def weights_late(jaxpr: Any, params: Collection) -> Any:
+    """Move each equation on parameters alone just before the first equation that combines its result with activations.
+
+    A penalty that the loss computes before its model can then join the blocks of the model. `params` are the sharded
+    parameters.
+    """
+    weights, free, late, eqns = set(params), set(), {}, []
+    for eqn in jaxpr.eqns:
+        reads = jaxprs.variables_in(eqn.invars)
+        if free.issuperset(reads):
+            free.update(eqn.outvars)
+        elif is_plain(eqn) and all(v in weights or v in free for v in reads):
+            weights.update(eqn.outvars)
+            late[id(eqn)] = eqn
+            continue
+        if late and not weights.isdisjoint(reads):
+            needed, _ = jaxprs.needed_for(list(late.values()), reads)
+            eqns += [late.pop(id(one)) for one in needed]
+        eqns.append(eqn)
+    return jaxpr.replace(eqns=[*eqns, *late.values()])
+
+
 def reads_together(jaxpr: Any, params: Collection) -> Any:
     """Move equations that read parameters up to an earlier equation that reads them, so that they share its gather.
 

@@ -172,6 +172,15 @@ def equal_equations(loss: Inlined) -> Rewritten:
     return merged(loss.jaxpr, loss.params), ()
 
 
+def late_functionals(loss: Inlined) -> Rewritten:
+    """Move `jnp.tanh(u @ w @ v)` behind the model's first use of `w`."""
+    if all(is_repeatable(eqn, [True] * len(eqn.invars)) for eqn in loss.of_weights()[1]):
+        return None
+    from zerojax.gather.clusters import weights_late
+
+    return weights_late(loss.jaxpr, loss.params), ()
+
+
 def shared_reads(loss: Inlined) -> Rewritten:
     """Move the layers in `net(w, x) - net(w, y)` side by side."""
     weights, eqns = loss.of_weights()
@@ -200,6 +209,7 @@ PASSES: Sequence[Callable[[Inlined], Rewritten]] = (
     quantised_weights,
     values_of_layers,
     equal_equations,
+    late_functionals,
     shared_reads,
     unrolled_loops,
 )
