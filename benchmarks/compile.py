@@ -106,7 +106,7 @@ def following():
 
         return call
 
-    names = ("states", "results", "into_loop", "with_implied")
+    names = ("states", "results", "with_implied")
     methods = {name: getattr(Follower, name) for name in names}
     for name, method in methods.items():
         setattr(Follower, name, measured(method))

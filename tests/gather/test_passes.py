@@ -64,6 +64,31 @@ def test_a_pass_rewrites_its_example_and_leaves_a_plain_network(optional):
     assert optional(loss_of([W, B, V], plain)) is None
 
 
+def masked(w, v, x):
+    pruned = w * jnp.tri(SIZE)  # the mask is computed, and as large as the weight
+    return jnp.sum(jnp.tanh(x @ v) @ pruned)
+
+
+def halves(w, v, x):
+    first, second = jnp.split(w, 2, axis=1)  # each is read once
+    return jnp.sum(x @ first) + jnp.sum(jnp.tanh(x @ v)) + jnp.sum(x @ second)
+
+
+def returned_twice(w, v, x):
+    a, b = jax.jit(lambda h: (jnp.tanh(h), jnp.tanh(h)))(x @ w)
+    return jnp.sum(jnp.sin(a) @ v) + jnp.sum(jnp.sin(b))
+
+
+@pytest.mark.parametrize(
+    ("name", "fn"), [("late_functionals", masked), ("shared_reads", halves), ("equal_equations", returned_twice)]
+)
+def test_no_pass_overlooks_what_its_cheap_test_does_not_show_at_once(name, fn):
+    loss = loss_of([W, V], fn)
+    found = next(optional for optional in PASSES if optional.__name__ == name)(loss)
+    assert found is not None
+    assert text_of(loss.rewritten(*found)) != text_of(loss)
+
+
 def test_a_plain_network_imports_no_module_of_a_rare_loss():
     code = """
         import sys

@@ -174,7 +174,9 @@ def equal_equations(loss: Inlined) -> Rewritten:
 
 def late_functionals(loss: Inlined) -> Rewritten:
     """Move `jnp.tanh(u @ w @ v)` behind the model's first use of `w`."""
-    if all(is_repeatable(eqn, [True] * len(eqn.invars)) for eqn in loss.of_weights()[1]):
+    weights, eqns = loss.of_weights()
+    of_weights = lambda eqn: [not compat.is_literal(atom) and atom in weights for atom in eqn.invars]
+    if all(is_repeatable(eqn, of_weights(eqn)) for eqn in eqns):
         return None
     from zerojax.gather.clusters import weights_late
 
