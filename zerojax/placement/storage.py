@@ -258,3 +258,7 @@ def gather(
         # All axes are manual, because XLA would first gather a leaf along the axes that are not manual.
         axis_names={*axes, *axes_of(*specs)},
     )(list(stored))
+
+
+def is_placed(mesh: Mesh, x: Any) -> bool:
+    return isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)

@@ -12,7 +12,7 @@ from zerojax.comm.mesh import owned, replicated, to_explicit
 from zerojax.config import Config
 from zerojax.layout.leaf import is_chunked
 from zerojax.placement.problems import problem_of
-from zerojax.placement.storage import to_device
+from zerojax.placement.storage import is_placed, to_device
 from zerojax.train.state import ZeroState
 
 
@@ -50,8 +50,8 @@ def placed_again(config: Config, state: ZeroState) -> ZeroState:
             "An earlier step used up this state, because steps donate their state. Continue with the state that the "
             "step returned. If the step failed, restore the last checkpoint."
         )
-    is_placed = lambda x: isinstance(x, jax.Array) and x.sharding.device_set == set(config.mesh.devices.flat)
-    if all(map(is_placed, jax.tree.leaves((state.params, state.opt_state)))):  # the caller set only the count
+    arrays = jax.tree.leaves((state.params, state.opt_state))
+    if all(is_placed(config.mesh, x) for x in arrays):  # the caller set only the count
         return dataclasses.replace(state, step=jax.device_put(jnp.asarray(count, jnp.int32), replicated(config.mesh)))
     if state.plan.offloaded:
         found = f"on {count.sharding}" if isinstance(count, jax.Array) else f"a {type(count).__name__}"

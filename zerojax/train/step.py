@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
-from jax.sharding import Mesh
 
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
+from zerojax.placement.storage import is_placed
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
@@ -86,10 +86,6 @@ def ready_state(config: Config, state: ZeroState) -> ZeroState:
     from zerojax.train.moved_state import donatable
 
     return donatable(state)
-
-
-def is_placed(mesh: Mesh, x: Any) -> bool:
-    return isinstance(x, jax.Array) and x.sharding.device_set == set(mesh.devices.flat)
 
 
 class Step:
