@@ -132,6 +132,16 @@ def test_an_update_is_chunked_if_that_of_the_whole_leaf_is_elementwise(name, chu
     assert {len(chunking.extents) for chunking in plan.chunkings if chunking} == {chunks}
 
 
+def test_an_effect_that_no_result_needs_is_not_lost_without_a_word():
+    def direction(m, g, count):
+        jax.debug.print("count {}", count)
+        return m
+
+    tx = zero(counted(direction), Offload(optimizer="host"))
+    with pytest.warns(UserWarning, match=r"does not run: an update of offloaded state"):
+        tx.train_step(loss)(tx.create(params()), jnp.ones((8, 6)))
+
+
 def test_a_save_that_fails_leaves_nothing_writing(tmp_path, monkeypatch):
     """What was begun before the leaf that fails is waited for."""
     tx = zero(optax.adam(1e-2), Offload(optimizer="host"))

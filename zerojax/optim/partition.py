@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax import jaxprs
+from zerojax import compat, jaxprs
 from zerojax.config import Config
 from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
@@ -194,7 +195,20 @@ def partition(
         found.append(UpdateGroup(params, state, resident, chunking, equations))
     first = first_group(traced, found, list(shared), owned)
     shared_shapes = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in shared)
+    warn_of_lost_effects(traced.jaxpr)
     return Partition(first, shared_shapes, tuple(found), traced.consts)
+
+
+def warn_of_lost_effects(jaxpr: Any) -> None:
+    """Warn about an equation with effects that no group computes, because no result needs it."""
+    needed = {*map(id, jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)[0])}
+    for eqn in jaxpr.eqns:
+        if eqn.effects and id(eqn) not in needed:
+            warnings.warn(
+                f"`{compat.name_of(eqn)}` at {compat.line_of(eqn)} does not run: an update of offloaded state computes "
+                f"only what its results need. Move it into the loss, or out of the step.",
+                stacklevel=2,
+            )
 
 
 def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
