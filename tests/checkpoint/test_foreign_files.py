@@ -1,4 +1,4 @@
-"""Files, locks and folders that no save of zerojax wrote are refused by name and left as they are."""
+"""Files, locks and folders that no save of zerojax wrote raise an error that names them, and are left as they are."""
 
 import contextlib
 import multiprocessing

@@ -85,9 +85,9 @@ def all_but(test, kept, shown, why):
     return Reason(rf"{test}(?!({'|'.join(map(str, kept))})$)\d+", "left out", why, shown=test + shown)
 
 
-NUMBERS = "parameters that are Python's numbers are refused by name: a number cannot be sharded"
-MESSAGE = "it expects the words of another jax"
-OWN_PROGRAM = "inside of `jax.pmap` each device runs a program of its own: refused by name"
+NUMBERS = "parameters are Python numbers: zerojax raises an error, because a number cannot be sharded"
+MESSAGE = "it expects the error messages of another version of JAX"
+OWN_PROGRAM = "inside of `jax.pmap`, each device runs its own program: zerojax raises an error"
 
 PYTHON_NUMBERS = Reason(r"ExtraArgsTest::test_extra_args(_positional_params)?", "failed", NUMBERS)
 PMAP = Reason(r"ConditionalityTest::test_apply_if_finite_pmap", "failed", OWN_PROGRAM)
@@ -244,7 +244,8 @@ SUITES = {
                     Reason(
                         r"AddingTest::test_none_argument",
                         "failed",
-                        "it passes no gradients, which are refused by name: they must be of the parameters' tree",
+                        "it passes no gradients: zerojax raises an error, because gradients must have the structure of the "
+                        "parameters",
                     ),
                 ),
             ),
@@ -299,8 +300,8 @@ SUITES = {
                     Reason(
                         r"MonitoringTest::test_monitor",
                         "failed",
-                        "the first update of `optax.monitor` adds leaves to its state, whose shards are planned from "
-                        "`init`: refused by name",
+                        "the first update of `optax.monitor` adds leaves to its state: zerojax raises an error, because it "
+                        "plans shards from `init`",
                     ),
                 ),
             ),
