@@ -1,4 +1,4 @@
-"""Files of checkpoints, changed: `fuzz.py FOLDER SEED COUNT`. Each raises an error that names the file, or is restored; prints the worst.
+"""Files of checkpoints, changed: `fuzz.py FOLDER SEED COUNT`. Each is restored, or named by an error; prints the worst.
 
 What is damaged is never restored as other numbers.
 """

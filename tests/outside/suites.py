@@ -244,8 +244,8 @@ SUITES = {
                     Reason(
                         r"AddingTest::test_none_argument",
                         "failed",
-                        "it passes no gradients: zerojax raises an error, because gradients must have the structure of the "
-                        "parameters",
+                        "it passes no gradients: zerojax raises an error, because gradients must have the structure of "
+                        "the parameters",
                     ),
                 ),
             ),
@@ -300,8 +300,8 @@ SUITES = {
                     Reason(
                         r"MonitoringTest::test_monitor",
                         "failed",
-                        "the first update of `optax.monitor` adds leaves to its state: zerojax raises an error, because it "
-                        "plans shards from `init`",
+                        "the first update of `optax.monitor` adds leaves to its state: zerojax raises an error, "
+                        "because it plans shards from `init`",
                     ),
                 ),
             ),

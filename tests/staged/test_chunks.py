@@ -1,4 +1,4 @@
-"""Parameters on disk: a stack has a chunk per layer, of which a loop reads one per iteration; other loops raise an error."""
+"""Parameters on disk: a stack has one chunk per layer. A loop reads one per iteration, or raises an error."""
 
 import jax
 import jax.numpy as jnp
