@@ -108,7 +108,7 @@ def test_a_plain_network_imports_no_module_of_a_rare_loss():
     run = [sys.executable, "-c", textwrap.dedent(code)]
     loaded = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
     rare = """
-        apart clusters equal known_parts loop merged narrow on_parts paired parts per_layer reduced scan scan_backward
+        clusters equal known_parts loop merged narrow on_parts paired parts per_layer reduced scan scan_backward
         shardwise sliced tiled unread unrolled working_set
     """
     assert "zerojax.gather.planner" in loaded

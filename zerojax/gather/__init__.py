@@ -44,7 +44,6 @@ Values that are computed on shards:
     parts           finds values that can be computed on one device's part of an array, or on a layer
     on_parts        computes them
     reduced         finds reductions of parameters, such as penalties and norms, and computes them on shards
-    apart           takes reductions out of a loss on full parameters, for stages 1 and 2
 
 Equations that share something:
     clusters        finds the equations that share a gather with an earlier use of their parameter

@@ -33,8 +33,6 @@ from zerojax.train.loss import DIFFERING, OF_ROWS, LossInputs, Returned, View, a
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, PyTree, Shaped
 
-    from zerojax.train.full_params import FullLoss
-
 
 class StepGradients(NamedTuple):
     """The results of the forward and backward passes of a step, over all devices and microbatches."""
@@ -130,25 +128,17 @@ def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradien
 
 def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
     """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
-    comm, full, factor = view.comm, None, None
-    if not view.gathers_on_use:
-        from zerojax.train.full_params import traced_once, with_shards
-
-        full = traced_once(view, given)
+    comm, factor = view.comm, None
     if view.accumulate == 1:
-        returned, grads, factor, values = microbatch_gradients(view, given, scale, full)
+        returned, grads, factor, values = microbatch_gradients(view, given, scale)
         grads, mutable = view.reduce(grads), returned.mutable
         returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
     else:
-        returned, grads, mutable, values = accumulate_microbatches(view, given, scale, full)
+        returned, grads, mutable, values = accumulate_microbatches(view, given, scale)
     totals, weights, aux, _ = returned
     mean, weight, factor, weights_valid = mean_loss(view, totals, weights, factor, scale)
-    count = len(view.grads)
-    grads, cotangents = grads[:count], grads[count:]
     if view.reduces_across_once:
-        grads = view.comm.reduce_across(grads, [view.reduced(k) for k in range(count)])
-    if full is not None and cotangents:
-        grads = with_shards(grads, view.layout.trained, full.pull(cotangents))
+        grads = comm.reduce_across(grads, [view.reduced(k) for k in range(len(grads))])
     grads = unscale(grads, factor)
     rows = None
     if view.loss.has_aux:
@@ -163,8 +153,8 @@ def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients
     return StepGradients(mean, grads, aux, rows, mutable, weights_valid, squares, comm.over_workers(lax.pmax, values))
 
 
-def microbatch_gradients(view: View, given: LossInputs, scale: Array, full: FullLoss | None):
-    """Return the loss and gradient of one microbatch. `full` is the traced loss on full parameters, if there is one.
+def microbatch_gradients(view: View, given: LossInputs, scale: Array):
+    """Return the loss and gradient of one microbatch.
 
     The cotangent is not divided by the number of losses, because a custom derivative rule may be nonlinear, such as
     one that clips its cotangent. The gradients are divided later, with the loss scale or in the microbatch loop.
@@ -174,8 +164,7 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array, full: Full
 
         - `returned`: the values that the loss returned.
         - `grads`: the gradients. Their sum over the devices is `scale` times the gradient of the sum of the losses.
-          For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals. They are
-          followed by the cotangents of those `full.results` that have one.
+          For a weighted loss, their sum is `scale / factor` times the gradient of the sum of the totals.
         - `factor`: the mean weight over the devices; None without weights. The sum of all weights is known only
           after the last microbatch, so cotangents are divided by `factor` for now, which keeps them in range.
         - `values`: the new value of each overwritten parameter.
@@ -185,8 +174,7 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array, full: Full
     else:
         from zerojax.train.full_params import full_passes
 
-        assert full is not None
-        returned, pull = full_passes(view, given, full)
+        returned, pull = full_passes(view, given)
     cotangent, factor = scale.astype(returned.total.dtype), None
     if view.loss.weighted:
         weight = view.comm.over_workers(lax.pmean, returned.weight)
@@ -272,7 +260,7 @@ def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, s
     return total / weight, weight, (1.0 if factor is None else factor) / weight / scale, valid
 
 
-def accumulate_microbatches(view: View, given: LossInputs, scale: Array, full: FullLoss | None):
+def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
     """Differentiate the microbatches in a loop. Arrays have the shapes of the view, as for `view_gradients`.
 
     Stages 0 and 1 add up full gradients, and reduce them once. Stages 2 and 3 reduce-scatter the gradients of each
@@ -284,7 +272,6 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, full: F
 
         - `returned`: the values that the loss function returned, with the microbatches stacked along dim 0.
         - `grads`: `scale` times the gradient of the mean loss, or of the sum of the totals if the loss is weighted.
-          They are followed by the cotangents of those `full.results` that have one.
         - `mutable`: the mutable state after the last microbatch.
         - `values`: for each overwritten parameter, the maximum of its new values.
     """
@@ -308,7 +295,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, full: F
         sums, mutable, maxima = carry
         number, rows = microbatch
         one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
-        returned, grads, factor, values = microbatch_gradients(view, one, scale, full)
+        returned, grads, factor, values = microbatch_gradients(view, one, scale)
         if view.reduces_each:
             grads = view.reduce(grads)
         # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.
@@ -321,9 +308,7 @@ def accumulate_microbatches(view: View, given: LossInputs, scale: Array, full: F
 
     microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
     lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
-    results = [] if full is None else [full.results[k] for k in full.moving]
-    of_results = [comm.zeros(x.shape, common_dtype(x.dtype, jnp.float32)) for x in results]
-    carry = [*(zeros(k) for k in range(len(view.grads))), *of_results], given.mutable, lowest
+    carry = [zeros(k) for k in range(len(view.grads))], given.mutable, lowest
     (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
     if not view.reduces_each:
         sums = view.reduce(sums)
