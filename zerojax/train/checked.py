@@ -1,7 +1,7 @@
-"""Check a loss that is called once per device or microbatch, and give each call its own PRNG keys.
+"""Check what a loss does and returns, and give each call its own PRNG keys.
 
-The losses of the parts of a batch must combine to the loss of the whole batch. So each call must draw other random
-numbers, and a loss must not divide rows over the devices itself.
+The losses of the parts of a batch must combine to the loss of the whole batch. So a loss that is called once per device
+or microbatch must draw other random numbers in each call, and must not divide rows over the devices itself.
 """
 
 from __future__ import annotations
@@ -104,3 +104,19 @@ def fold_keys(args: PyTree, number: Int[Array, ""]) -> Any:
         return folded(x)
 
     return jax.tree.map(fold, args)
+
+
+def check_mutable(new: PyTree, old: PyTree) -> None:
+    """Raise a TypeError if the `new` mutable state differs from the `old` state in structure, shape or type."""
+    found, structure = jax.tree_util.tree_flatten_with_path(new)
+    if structure != jax.tree.structure(old):
+        raise TypeError(
+            f"The loss function returns a mutable state of the structure {structure}, but it was given a state of the "
+            f"structure {jax.tree.structure(old)}. Return a state of the same structure."
+        )
+    for (path, x), before in zip(found, jax.tree.leaves(old), strict=True):
+        if jnp.shape(x) != jnp.shape(before) or jnp.result_type(x) != jnp.result_type(before):
+            raise TypeError(
+                f"mutable{jax.tree_util.keystr(path)} comes back as {jnp.result_type(x)}{list(jnp.shape(x))}, and was "
+                f"given as {jnp.result_type(before)}{list(jnp.shape(before))}. Return the same shape and type."
+            )

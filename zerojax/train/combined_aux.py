@@ -1,14 +1,15 @@
-"""Combine the auxiliary results (aux) of a loss over microbatches and devices, as the markers of `metrics` say."""
+"""Combine what a loss returns besides its value: auxiliary results (aux) and mutable state."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax import names
+from zerojax.comm.collectives import Collectives
 from zerojax.compat import common_dtype
 from zerojax.metrics import Mean, PerRow, Replicated, Sum, is_marker, unmarked
 from zerojax.train.loss import View
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 @jax.named_scope(names.MEAN)
 def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tuple[PyTree, PyTree]:
-    """Combine the aux of all microbatches and devices.
+    """Combine the aux of all microbatches and devices, as the markers of `metrics` say.
 
     Args:
         view: The view of the loss.
@@ -90,3 +91,15 @@ def whole_aux(aux: PyTree, rows: PyTree) -> PyTree:
     """Merge the two trees that `combine` returns."""
     is_none = lambda x: x is None
     return jax.tree.map(lambda a, b: b if a is None else a, aux, rows, is_leaf=is_none)
+
+
+@jax.named_scope(names.MEAN)
+def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
+    """Average the float leaves of the mutable state over the devices. Return other leaves unchanged."""
+
+    def mean(x):
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        return comm.over_workers(lax.pmean, x.astype(common_dtype(x.dtype, jnp.float32))).astype(x.dtype)
+
+    return jax.tree.map(mean, mutable)

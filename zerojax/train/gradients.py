@@ -1,8 +1,8 @@
-"""Compute loss and gradient over all devices and microbatches. The loss scale is divided out.
+"""Compute loss and gradient of a microbatch, and combine those of all devices and microbatches.
 
 At stage 3, `zerojax.gather` runs the loss. It gathers each sharded parameter where it is used, and reduce-scatters its
 gradient in the backward pass. At stages 0 to 2, `full_params` differentiates the loss on full parameters. The gradients
-that are not reduced in the backward pass are reduced here.
+that are not reduced in the backward pass are reduced here. The loss scale is divided out.
 
 References:
     Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
@@ -11,23 +11,18 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
-from zerojax.comm.mesh import constrain, mapped, replicated
-from zerojax.compat import common_dtype
-from zerojax.config.data_mesh import spec_entry
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
-from zerojax.train.arguments import batch_shardings
 from zerojax.train.loss import DIFFERING, OF_ROWS, LossInputs, Returned, View, at_least_float32
 
 if TYPE_CHECKING:
@@ -48,38 +43,6 @@ class StepGradients(NamedTuple):
     overwritten: list[Array]  # the new value of each overwritten parameter: the maximum over devices and microbatches
 
 
-def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | float) -> StepGradients:
-    """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
-
-    The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. PRNG keys in the
-    further arguments are folded with the indices of device and microbatch. `scale` is the loss scale: the backward pass
-    uses the scaled loss, and the gradients are divided by `scale`.
-    """
-    config, layout = view.config, view.layout
-    check_trained(layout)
-    scale = jnp.asarray(scale, jnp.float32)
-    if not view.is_one_loss:
-        from zerojax.train.checked import check_args
-
-        check_args(given.args)
-    if config.view == "global" or config.batch_spec is not None:
-        batch = lax.with_sharding_constraint(given.batch, batch_shardings(config, config.mesh, given.batch))
-        given = given._replace(batch=batch)
-    found = (view_gradients if config.view == "global" else mapped_gradients)(view, given, scale)
-    if view.loss.has_aux:
-        from zerojax.train.combined_aux import whole_aux
-
-        found = found._replace(aux=whole_aux(found.aux, found.rows))
-    if config.view == "device":
-        return found
-    constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
-    # Keep the mutable state replicated. If the compiler sharded it, the next step would have to be compiled again.
-    mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
-    pairs = zip(found.overwritten, layout.overwritten, strict=True)
-    values = [constrain(config.mesh, x, layout.params[i]) for x, i in pairs]
-    return found._replace(grads=constrained, mutable=mutable, overwritten=values)
-
-
 def check_trained(layout: Layout) -> None:
     """Raise a TypeError for a trained PRNG key or 8-bit float array, because optax cannot add updates to them."""
     for leaf in (layout.params[i] for i in layout.trained):
@@ -95,58 +58,32 @@ def check_trained(layout: Layout) -> None:
             )
 
 
-def mapped_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
-    """Compute `view_gradients` in device view: in a `shard_map`, on each device's rows and shards."""
-    from zerojax.train.checked import fold_keys
-
-    config = view.config
-
-    def local(given, scale):
-        given = given._replace(args=fold_keys(given.args, lax.axis_index(config.data.batch)))
-        return view_gradients(view, given, scale)
-
-    full: Any = PartitionSpec()
-    rows: Any = PartitionSpec(spec_entry(config.data.batch))
-    specs: Any = [[leaf.local_spec for leaf in leaves] for leaves in (view.layout.params, view.grads)]
-    try:
-        found = mapped(
-            local,
-            mesh=config.mesh,
-            in_specs=(LossInputs(specs[0], mutable=full, batch=rows, args=full), full),
-            out_specs=StepGradients(*[full] * len(StepGradients._fields))._replace(grads=specs[1], rows=rows),
-            axis_names=set(config.data.batch),
-        )(given._replace(stored=list(given.stored)), scale)
-    except FloatingPointError as error:
-        from zerojax.train.nan_lines import note_line
-
-        note_line(error, view, given)
-        raise
-    # Multiply by 1 so that `checkify` checks the results of the devices for NaN. XLA removes the product.
-    loss, grads = jax.tree.map(lambda x: x * jnp.ones((), x.dtype), (found.loss, found.grads))
-    return found._replace(loss=loss, grads=grads)
+def gradients_of_one(view: View, given: LossInputs, scale: Array) -> StepGradients:
+    """Compute `loss_and_grads` if there is one microbatch, in the shapes of `combined`."""
+    returned, grads, factor, values = microbatch_gradients(view, given, scale)
+    stacked = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
+    return combined(view, scale, stacked, view.reduce(grads), factor, returned.mutable, values)
 
 
-def view_gradients(view: View, given: LossInputs, scale: Array) -> StepGradients:
-    """Compute `loss_and_grads` on arrays in storage shape in global view, and in local shape in device view."""
-    comm, factor = view.comm, None
-    if view.accumulate == 1:
-        returned, grads, factor, values = microbatch_gradients(view, given, scale)
-        grads, mutable = view.reduce(grads), returned.mutable
-        returned = jax.tree.map(lambda x: jnp.asarray(x)[None], returned._replace(mutable=None))
-    else:
-        returned, grads, mutable, values = accumulate_microbatches(view, given, scale)
-    totals, weights, aux, _ = returned
-    mean, weight, factor, weights_valid = mean_loss(view, totals, weights, factor, scale)
+def combined(
+    view: View, scale: Array, returned: Returned, grads: list, factor: Array | None, mutable: PyTree, values: list
+) -> StepGradients:
+    """Combine the results of all microbatches and devices.
+
+    Arrays are in storage shape in global view, and in local shape in device view. `returned` has what the loss returned
+    in each microbatch, stacked along dim 0. `factor` and `values` are as in `microbatch_gradients`.
+    """
+    comm, aux, rows = view.comm, returned.aux, None
+    mean, weight, factor, weights_valid = mean_loss(view, returned.total, returned.weight, factor, scale)
     if view.reduces_across_once:
         grads = comm.reduce_across(grads, [view.reduced(k) for k in range(len(grads))])
     grads = unscale(grads, factor)
-    rows = None
     if view.loss.has_aux:
         from zerojax.train.combined_aux import combine
 
-        aux, rows = combine(view, aux, weights, weight)
+        aux, rows = combine(view, aux, returned.weight, weight)
     if view.loss.mutable:
-        from zerojax.train.mutable import mean_mutable
+        from zerojax.train.combined_aux import mean_mutable
 
         mutable = mean_mutable(mutable, comm)
     squares = sums_of_squares(grads, view.grads, comm)
@@ -258,61 +195,6 @@ def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, s
     # Replace an invalid sum of weights by NaN, so that loss and gradients become NaN and cannot be used by mistake.
     weight = jnp.where(valid, weight, jnp.nan)
     return total / weight, weight, (1.0 if factor is None else factor) / weight / scale, valid
-
-
-def accumulate_microbatches(view: View, given: LossInputs, scale: Array):
-    """Differentiate the microbatches in a loop. Arrays have the shapes of the view, as for `view_gradients`.
-
-    Stages 0 and 1 add up full gradients, and reduce them once. Stages 2 and 3 reduce-scatter the gradients of each
-    microbatch, so that each device holds 1/N of the sum. In hybrid sharding, gradients are reduced only within a host
-    here. The caller then calls `View.reduce_across`.
-
-    Returns:
-        `(returned, grads, mutable, values)`:
-
-        - `returned`: the values that the loss function returned, with the microbatches stacked along dim 0.
-        - `grads`: `scale` times the gradient of the mean loss, or of the sum of the totals if the loss is weighted.
-        - `mutable`: the mutable state after the last microbatch.
-        - `values`: for each overwritten parameter, the maximum of its new values.
-    """
-    from zerojax.train.checked import fold_keys
-    from zerojax.train.reduction import check_reduction
-
-    check_reduction(view, given)
-    comm = view.comm
-    experts = set(comm.experts(view.layout.params))
-
-    def zeros(k) -> Array:
-        leaf = view.layout.params[view.layout.trained[k]]
-        wide = common_dtype(leaf.dtype, jnp.float32)
-        dtype = wide if view.config.precision is None else comm.reduce_dtype(leaf.dtype)
-        if view.reduces_each:
-            return jnp.zeros(comm.grad_shape(view.reduced(k)), dtype)
-        # The gradient of experts is no partial sum.
-        return jnp.zeros(leaf.shape, dtype) if view.layout.trained[k] in experts else comm.zeros(leaf.shape, dtype)
-
-    def iteration(carry, microbatch):
-        sums, mutable, maxima = carry
-        number, rows = microbatch
-        one = LossInputs(given.stored, mutable, rows, fold_keys(given.args, number))
-        returned, grads, factor, values = microbatch_gradients(view, one, scale)
-        if view.reduces_each:
-            grads = view.reduce(grads)
-        # Inside the loop, XLA fuses this product with the sum. After the loop, the product could read memory once more.
-        share = 1 / view.divisor if factor is None else factor
-        with jax.named_scope(names.MEAN):
-            grads = [at_least_float32(g) * share for g in grads]
-            sums = [comm.add(s, g.astype(s.dtype)) for s, g in zip(sums, grads, strict=True)]
-            maxima = [jnp.maximum(m, x) for m, x in zip(maxima, values, strict=True)]
-        return (sums, returned.mutable, maxima), returned._replace(mutable=None)
-
-    microbatches = (jnp.arange(view.accumulate), jax.tree.map(view.microbatches_of, given.batch))
-    lowest = [jnp.full_like(given.stored[i], -jnp.inf) for i in view.layout.overwritten]
-    carry = [zeros(k) for k in range(len(view.grads))], given.mutable, lowest
-    (sums, mutable, maxima), returned = lax.scan(iteration, carry, microbatches)
-    if not view.reduces_each:
-        sums = view.reduce(sums)
-    return returned, sums, mutable, maxima
 
 
 @jax.named_scope(names.GRAD_NORM)

@@ -108,7 +108,7 @@ class Loss:
             aux = rest.pop() if self.has_aux else None
             new = rest.pop() if self.mutable else None
         if self.mutable:
-            from zerojax.train.mutable import check_mutable
+            from zerojax.train.checked import check_mutable
 
             check_mutable(new, mutable)
         if self.weighted:

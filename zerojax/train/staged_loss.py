@@ -30,7 +30,7 @@ from zerojax.train.arguments import batch_shardings
 from zerojax.train.checked import fold_keys
 from zerojax.train.gradients import mean_loss
 from zerojax.train.loss import OF_ROWS, LossInputs, Returned, View, at_least_float32
-from zerojax.train.reduction import check_reduction
+from zerojax.train.several_losses import check_reduction
 from zerojax.train.step_program import StepProgram
 
 if TYPE_CHECKING:

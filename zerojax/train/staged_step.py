@@ -21,9 +21,8 @@ from zerojax.staged.chunk_update import StagedQueue
 from zerojax.staged.model_files import ModelFiles, files_of, trained_on_disk
 from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate
-from zerojax.train.combined_aux import combine, whole_aux
+from zerojax.train.combined_aux import combine, mean_mutable, whole_aux
 from zerojax.train.gradients import StepGradients, unscale
-from zerojax.train.mutable import mean_mutable
 from zerojax.train.staged_loss import LossAndGrads, StagedLoss
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import Differentiated, StepProgram

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
-from zerojax.comm.mesh import on_auto_mesh, row_shardings, with_types
+from zerojax.comm.mesh import constrain, on_auto_mesh, replicated, row_shardings, with_types
 from zerojax.config import Config, check_count, check_flag
 from zerojax.layout.leaf import replace_items
 from zerojax.optim.update import (
@@ -29,10 +29,13 @@ from zerojax.optim.update import (
     unshard_after_update,
 )
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves, to_device
-from zerojax.train.arguments import place_batch
-from zerojax.train.gradients import StepGradients, loss_and_grads
+from zerojax.train.arguments import batch_shardings, place_batch
+from zerojax.train.gradients import StepGradients, check_trained, gradients_of_one
 from zerojax.train.loss import Loss, LossInputs, ScalingState, View
 from zerojax.train.state import ZeroState
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Metrics(TypedDict):
@@ -210,6 +213,38 @@ class StepProgram:
         if self.options.leaf_norms:
             metrics["grad_norms"] = jax.tree.unflatten(state.plan.trained.treedef, list(jnp.sqrt(gradients.squares)))
         return metrics | _learning_rate(opt_state)
+
+
+def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | float) -> StepGradients:
+    """Return the mean loss and its gradient over all devices. Parameters and gradients are in storage shape.
+
+    The batch axes divide dim 0 of the batch, and each device divides its rows into microbatches. `scale` is the loss
+    scale: the backward pass uses the scaled loss, and the gradients are divided by `scale`.
+    """
+    config, layout = view.config, view.layout
+    check_trained(layout)
+    scale = jnp.asarray(scale, jnp.float32)
+    if config.view == "global" or config.batch_spec is not None:
+        batch = lax.with_sharding_constraint(given.batch, batch_shardings(config, config.mesh, given.batch))
+        given = given._replace(batch=batch)
+    if view.is_one_loss:
+        found = gradients_of_one(view, given, scale)
+    else:
+        from zerojax.train.several_losses import gradients_of_several
+
+        found = gradients_of_several(view, given, scale)
+    if view.loss.has_aux:
+        from zerojax.train.combined_aux import whole_aux
+
+        found = found._replace(aux=whole_aux(found.aux, found.rows))
+    if config.view == "device":
+        return found
+    constrained = [constrain(config.mesh, *pair) for pair in zip(found.grads, view.grads, strict=True)]
+    # Keep the mutable state replicated. If the compiler sharded it, the next step would have to be compiled again.
+    mutable = lax.with_sharding_constraint(found.mutable, replicated(config.mesh))
+    pairs = zip(found.overwritten, layout.overwritten, strict=True)
+    values = [constrain(config.mesh, x, layout.params[i]) for x, i in pairs]
+    return found._replace(grads=constrained, mutable=mutable, overwritten=values)
 
 
 def _learning_rate(opt_state: Any) -> dict:

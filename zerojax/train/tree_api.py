@@ -58,10 +58,10 @@ from zerojax.placement.storage import (
     unflatten_params,
 )
 from zerojax.train.arguments import place_batch, separated
-from zerojax.train.gradients import loss_and_grads
 from zerojax.train.loss import Loss, LossInputs, View
 from zerojax.train.same_run import SameCalls, signature_of
 from zerojax.train.state import ZeroState, init_opt_state
+from zerojax.train.step_program import loss_and_grads
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
