@@ -87,7 +87,7 @@ def experts_of(way: str, mesh: Mesh):
     def parallel(h, router, weights):
         local = lambda h, router, *weights: mixed(h, *chosen_by(h, router), weights, computed_there)
         specs = P(AXES), P(), *[P("expert")] * 3
-        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
+        run = jax.shard_map(local, mesh=mesh.abstract_mesh, in_specs=specs, out_specs=P(AXES), check_vma=False)
         return run(h, router, *(w.astype(h.dtype) for w in weights))  # in the shard_map, gathers would be in float32
 
     return {"gathered": gathered, "quarters": quarters}.get(way, parallel)

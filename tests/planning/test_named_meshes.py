@@ -1,4 +1,4 @@
-"""Losses that name the caller's devices are planned for other devices, and nothing of it is left afterwards."""
+"""Losses that name a mesh are planned for other devices, with kernels of GPUs, or refused by name."""
 
 import threading
 
@@ -8,14 +8,13 @@ import numpy as np
 import optax
 import pytest
 from absent_gpus import aot
-from conftest import mesh_of, quick_or_slow
+from jax._src.cudnn import fused_attention_stablehlo as attention_of_cudnn
 from jax.experimental import pallas as pl
-from jax.extend.core import Primitive
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, Tuning, check, estimate, plan, zero_shard
 from zerojax.gpus.devices import absent_mesh
-from zerojax.planning.other_meshes import MovedMeshes, meshes_moved
+from zerojax.planning import absent_kernels
 
 WIDTH = 16
 ROWS = PartitionSpec("data")
@@ -75,78 +74,64 @@ PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2
 BATCH = jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
 
 
-def lowered(mesh, block):
-    tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
-    return tx.train_step(loss_of(block)).lower(tx.create(PARAMS), BATCH).as_text()
+def traced(mesh, block, stage=3):
+    tx = zero_shard(optax.adam(1e-3), stage=stage, mesh=mesh, tuning=Tuning(persist_below=0))
+    return tx.train_step(loss_of(block)).trace(tx.create(PARAMS), BATCH)
 
 
-GRID = [(False, name) for name in CONSTRUCTS] + [(True, name) for name in TYPED]
-GRID = [(*sizes, *case) for sizes in ((8, 4), (2, 8)) for case in GRID]
+def lowered(mesh, block, stage=3):
+    return traced(mesh, block, stage).lower().as_text()
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("given", "target", "explicit", "name"),
-    quick_or_slow(GRID, [(8, 4, False, "shard_map"), (2, 8, False, "custom_vjp"), (2, 8, True, "reshard")]),
-)
-def test_the_program_is_that_of_a_loss_on_the_devices_of_the_plan(given, target, explicit, name):
-    """Whatever names the mesh, and whether it has more devices or fewer."""
-    make = (TYPED if explicit else CONSTRUCTS)[name]
-    given, target = mesh_with(given, explicit), mesh_with(target, explicit)
-    block = make(given)
-    with meshes_moved(MovedMeshes(given, target)) as notes:
-        moved = lowered(target, block)
-    assert moved == lowered(target, make(target))
-    assert len(notes) == 1
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_a_loss_that_names_an_abstract_mesh_is_that_of_any_devices(name, stage):
+    given, target = mesh_with(4), Mesh(np.array(jax.devices()[4:]), ("data",), axis_types=(AxisType.Auto,))
+    make = CONSTRUCTS[name]
+    assert lowered(target, make(given.abstract_mesh), stage) == lowered(target, make(target), stage)
 
 
-def test_traces_of_a_plan_are_kept_apart():
-    """JAX keeps the trace of an inner jit. The step finds its own before and after the plan, and the plan its own."""
-    given, target = mesh_with(8), mesh_with(4)
-    block = jax.jit(on_rows(given))
-    before = lowered(given, block)
-    with meshes_moved(MovedMeshes(given, target)):
-        moved = lowered(target, block)
-    assert moved == lowered(target, jax.jit(on_rows(target)))
-    assert lowered(given, block) == before
+@pytest.mark.parametrize("name", TYPED)
+def test_a_loss_on_explicit_axes_asks_for_its_mesh(name):
+    make, target = TYPED[name], mesh_with(4, explicit=True)
+    assert lowered(target, lambda x: make(jax.sharding.get_abstract_mesh())(x)) == lowered(target, make(target))
 
 
-def test_a_mesh_of_other_axes_is_refused():
-    step = mesh_with(8)
-    with pytest.raises(ValueError, match=r"names a mesh \{'a': 2, 'b': 4\}.*Name the axes of the step's mesh"):
-        MovedMeshes(step, mesh_with(4))(mesh_with(8, names=("a", "b"), shape=(2, 4)))
-    assert MovedMeshes(step, mesh_with(8))(step) == step
+@pytest.mark.parametrize("named", [mesh_with(4), mesh_with(8).abstract_mesh], ids=["other devices", "other size"])
+@pytest.mark.parametrize("name", CONSTRUCTS)
+def test_a_mesh_of_other_devices_is_refused_by_name(name, named):
+    target = Mesh(np.array(jax.devices()[4:]), ("data",), axis_types=(AxisType.Auto,))
+    with pytest.raises(
+        ValueError, match=r"names a mesh \{'data': .\}( at test_named_meshes.py.*)?, and .*for 4 x .*abstract_mesh"
+    ):
+        absent_kernels.lowered(traced(target, CONSTRUCTS[name](named)), target)
+    absent_kernels.lowered(traced(target, CONSTRUCTS[name](target)), target)
 
 
-def test_nothing_of_jax_stays_replaced(mesh):
+def test_an_estimate_takes_the_loss_without_a_mesh():
+    constrained = CONSTRUCTS["constraint"](mesh_with(4))
+    with pytest.raises(ValueError, match="rows of one device: give it the loss without the mesh"):
+        estimate(PARAMS, devices=8, loss_fn=loss_of(constrained), batch=BATCH)
+
+
+@aot
+def test_nothing_of_jax_stays_replaced():
     """Neither after an error, nor for another thread meanwhile."""
-    bind, found = Primitive.bind, []
-    run = lambda: found.append(float(jax.jit(on_rows(mesh, jnp.sin))(jnp.ones((16, WIDTH))).sum()))
-    thread = threading.Thread(target=run)
+    before, found = attention_of_cudnn.check_compute_capability, []
+    ask = lambda: found.append(attention_of_cudnn.check_compute_capability("9.0"))
+    thread = threading.Thread(target=ask)
 
     def fails():
-        with meshes_moved(MovedMeshes(mesh, mesh_of(4))):
+        with absent_kernels.kernels_for(absent_mesh("h200:1")):
             thread.start()
             thread.join()
+            ask()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fails()
-    assert Primitive.bind is bind
-    run()
-    assert found[0] == found[1]
-
-
-def test_the_estimate_of_a_loss_on_a_mesh_is_that_of_the_loss(mesh):
-    """A device has its own rows, which are those of the shard_map's body."""
-    found = [
-        estimate(PARAMS, tx=optax.adam(1e-3), devices=8, stages=(2,), loss_fn=loss_of(block), batch=BATCH)
-        for block in (on_rows(mesh), attention)
-    ]
-    assert found[0][2].activations == found[1][2].activations
-    two = mesh_with(8, names=("data", "model"), shape=(4, 2))
-    with pytest.raises(ValueError, match="a share of the rows and the whole model"):
-        estimate(PARAMS, devices=8, loss_fn=loss_of(on_rows(two)), batch=BATCH)
+    assert found == [False, True]
+    assert attention_of_cudnn.check_compute_capability is before
 
 
 def kernel(x):
@@ -163,14 +148,13 @@ def kernel(x):
 @pytest.mark.parametrize("bare", [False, True], ids=["shard_map", "bare"])
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_kernels_are_lowered_for_the_gpus_of_the_plan(bare):
-    """Planned from a mesh of one device. The kernel computes a device's rows if it stands in a shard_map."""
-    mesh = mesh_with(1)
-    block = kernel if bare else jax.shard_map(kernel, mesh=mesh, in_specs=ROWS, out_specs=ROWS, check_vma=False)
+    """Planned from simulated devices. The kernel computes a device's rows if it stands in a shard_map."""
+    mesh, specs = mesh_with(8), {"in_specs": ROWS, "out_specs": ROWS, "check_vma": False}
+    block = kernel if bare else jax.shard_map(kernel, mesh=mesh.abstract_mesh, **specs)
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     found = plan(tx.train_step(loss_of(block)), tx.create(PARAMS), BATCH, topology="h200:8")
     assert "__gpu$xla.gpu.triton" in found.text
     assert f"f32[{32 if bare else 4},{WIDTH}]" in next(x for x in found.text.splitlines() if "xla.gpu.triton" in x)
-    assert any("names a mesh {'data': 1}, which is planned as {'data': 8}" in note for note in found.notes) != bare
 
 
 @aot
@@ -208,8 +192,9 @@ def test_cudnn_attention_is_planned_without_cudnn(around, view, topology):
 
 @aot
 @pytest.mark.slow
-def test_a_loss_on_a_mesh_is_checked_and_fitted(mesh):
-    loss, plain = loss_of(on_rows(mesh)), loss_of(on_rows(absent_mesh("h200:4")))
+def test_a_loss_on_an_abstract_mesh_is_checked_and_fitted():
+    mesh = mesh_with(4)
+    loss, plain = loss_of(on_rows(mesh.abstract_mesh)), loss_of(on_rows(absent_mesh("h200:4")))
     tx = zero_shard(optax.adam(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
     absent = zero_shard(optax.adam(1e-3), stage=3, mesh=absent_mesh("h200:4"), tuning=Tuning(persist_below=0))
     found = check(tx.train_step(loss), tx.create(PARAMS), BATCH, topology="h200:4")
@@ -220,17 +205,16 @@ def test_a_loss_on_a_mesh_is_checked_and_fitted(mesh):
         known.peak,
         known.flops,
     )
-    fit = plan.fit(tx, loss, PARAMS, BATCH, devices=4, rows=32, stages=3, offload=None)
-    assert fit.plan.devices == 4
+    with pytest.raises(ValueError, match=r"names a mesh \{'data': 4\}.*for 4 x NVIDIA H200"):
+        check(tx.train_step(loss_of(on_rows(mesh))), tx.create(PARAMS), BATCH, topology="h200:4")
 
 
 @aot
 @pytest.mark.slow
-def test_a_function_is_moved_from_a_mesh_of_equal_sizes():
-    """A loop written by hand, whose own shardings name the mesh, and zerojax inside of it."""
+def test_a_function_with_zerojax_inside_is_planned_on_an_absent_mesh():
+    """A loop written by hand, whose own shardings name the mesh, too."""
 
-    def made(count):
-        mesh = mesh_with(count)
+    def made(mesh):
         tx = zero_shard(optax.sgd(1e-3), stage=3, mesh=mesh, tuning=Tuning(persist_below=0))
         rows = NamedSharding(mesh, ROWS)
         step = jax.jit(tx.value_and_grad(loss_of(on_rows(mesh))), in_shardings=(None, rows))
@@ -238,7 +222,7 @@ def test_a_function_is_moved_from_a_mesh_of_equal_sizes():
         params = jax.tree.map(lambda x, s: x.update(sharding=s), params, tx.shardings(PARAMS).params)
         return step, params, BATCH.update(sharding=rows)
 
-    found = plan(*made(8), topology="h200:8")
+    found = plan(*made(absent_mesh("h200:8")), topology="h200:8")
     assert "all-gather" in {c.kind for c in found.collectives}
     with pytest.raises(ValueError, match=r"on a mesh \{'data': 4\}, and 'h200:8' has 8 devices.*count=8"):
-        plan(*made(4), topology="h200:8")
+        plan(*made(mesh_with(4)), topology="h200:8")

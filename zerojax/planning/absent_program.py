@@ -20,8 +20,8 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.devices import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
 from zerojax.offload.host import pinned_limit
+from zerojax.planning.absent_kernels import kernels_for, lowered
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
-from zerojax.planning.other_meshes import MovedMeshes, kernels_for, meshes_moved
 from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
@@ -67,10 +67,12 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
     @auto_context()
     def compile_step(batch: Any) -> CompiledStep:
         given = shapes, abstract(batch), *abstract(args)
-        with meshes_moved(MovedMeshes(step.config.mesh, config.mesh)) as notes_on_meshes:
-            program = moved.lower(*given).compile()
+        with kernels_for(config.mesh):
+            # Without `memory=`, a step is traced before anything is compiled.
+            lowering = lowered(moved.under(config).trace(*given), config.mesh)
             fit = None if options.memory is None else moved.memory_fit(*given)
-        notes = (*(fit.notes[:1] if fit else ()), *moved.compiled_with, *notes_on_meshes)
+            program = (moved.lower(*given) if fit else lowering).compile()
+        notes = (*(fit.notes[:1] if fit else ()), *moved.compiled_with)
         return CompiledStep(
             program,
             parts={**STATE_PARTS, "batch": "batch"},
@@ -139,7 +141,7 @@ def pinning_note(needed: int) -> tuple[str, ...]:
 
 def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: str) -> AbsentProgram:
     """Return the program of the jitted `f` for the GPUs of `topology`. The arguments keep their `PartitionSpec`s."""
-    if not callable(getattr(f, "lower", None)):
+    if not callable(getattr(f, "trace", None)):
         raise TypeError(
             f"plan takes a step of tx.train_step or a jitted function, not {type(f).__name__}. Give jax.jit(f)."
         )
@@ -163,10 +165,15 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     placed = functools.partial(on_mesh, mesh)
 
     def compile_function(batch: Any) -> CompiledStep:
-        # The function may name the devices of its arguments. An `AbstractMesh` has none.
-        moved = meshes_moved(MovedMeshes(given, mesh)) if isinstance(given, Mesh) else kernels_for(mesh)
-        with moved, contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
-            return CompiledStep(f.lower(placed(state), placed(batch), *placed(args)).compile())
+        with kernels_for(mesh), contextlib.nullcontext() if context.empty else jax.set_mesh(mesh):
+            try:
+                lowering = lowered(f.trace(placed(state), placed(batch), *placed(args)), mesh)
+            except ValueError as error:
+                raise ValueError(
+                    f"The function cannot be lowered for {topology!r}: {error} If it names a mesh in in_shardings= or "
+                    f"out_shardings=, leave them out: its arguments have shardings."
+                ) from error
+            return CompiledStep(lowering.compile())
 
     sharded = filter(None, map(named_sharding, jax.tree.leaves(batch)))
     shards = (math.prod(mesh.shape[axis] for axis in axes_of([sharding.spec[:1]])) for sharding in sharded)

@@ -27,7 +27,7 @@ from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
-from zerojax.planning.other_meshes import OnOneDevice, meshes_moved
+from zerojax.planning.absent_kernels import kernels_for, lowered
 from zerojax.planning.shapes import abstract, shape_of
 from zerojax.train.arguments import cast_inputs, check_batch, packed
 from zerojax.train.fitting import largest_share
@@ -94,7 +94,7 @@ class PlainGradient:
         kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
         key = (layout.compute, layout.trained, kinds, types)
         if key not in self._costs:
-            with meshes_moved(OnOneDevice(self._mesh, config.axis)):
+            with kernels_for(self._mesh):
                 self._costs[key] = self._compile(config, layout, rows, types)
         return self._costs[key]
 
@@ -174,4 +174,5 @@ def plain_gradient(
 
     buffers = {i: leaves[i] for i in differentiated if i in accumulated}
     values = [leaves[i] for i in differentiated]
-    return jax.jit(gradient, donate_argnums=0).lower(buffers, values, leaves, mutable, batch, *args).compile()
+    traced = jax.jit(gradient, donate_argnums=0).trace(buffers, values, leaves, mutable, batch, *args)
+    return lowered(traced, mesh).compile()

@@ -5,7 +5,6 @@ once. The next is a program in which the compiler moves activations between devi
 program with a contract that follows only from the model. Each excess is a finding, which names leaves and lines.
 """
 
-import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,9 +22,9 @@ from zerojax.inspect.compiled_collectives import CompiledCollectives
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.pieces import FREE, CollectivePiece, pieces
 from zerojax.inspect.roofline import kernels, overlap, product_flops
+from zerojax.planning.absent_kernels import kernels_for, lowered
 from zerojax.planning.absent_program import moved_to
 from zerojax.planning.contract import Checked, Contract, contract_of
-from zerojax.planning.other_meshes import MovedMeshes, meshes_moved
 from zerojax.planning.shapes import abstract
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
@@ -155,8 +154,8 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     config, shapes = moved_to(topology, step, state)
     moved, accumulate = step.under(config), step.options.accumulate
     rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
-    with contextlib.nullcontext() if topology is None else meshes_moved(MovedMeshes(step.config.mesh, config.mesh)):
-        compiled = moved.lower(shapes, abstract(batch), *abstract(args)).compile()
+    with kernels_for(config.mesh):
+        compiled = lowered(moved.trace(shapes, abstract(batch), *abstract(args)), config.mesh).compile()
         mutable = abstract(shapes.mutable)
         checked = Checked(config, shapes.plan, moved.program.loss, rows, abstract(given), accumulate, mutable)
         return check_program(compiled, checked)
