@@ -75,13 +75,13 @@ def measure(args, directory):
     with contextlib.closing(DiskStore(directory / "store", specs, threads=args.threads)) as store:
         fill = [np.random.default_rng(0).standard_normal(elements, np.float32)] * 3
         for i in range(count):
-            store.write(i, fill, version=0)
+            store.write(i, fill)
         store.flush()
         file_bytes = specs[0].bytes
         plain = Plain(directory / "plain", count, file_bytes, direct=store.direct)
         seconds = {name: [] for name in ("store", "plain", "raw read", "raw write")}
         for step in range(args.rounds + 1):
-            times = {"store": timed(lambda step=step: cycle(store, count, step, args.ahead))}
+            times = {"store": timed(lambda: cycle(store, count, args.ahead))}
             times["raw read"], times["raw write"] = timed(plain.read), timed(plain.write)
             times["plain"] = times["raw read"] + times["raw write"]
             if step:  # the first round warms up
@@ -124,16 +124,16 @@ def timed(work):
     return time.perf_counter() - start
 
 
-def cycle(store, count, step, ahead):
+def cycle(store, count, ahead):
     """One training step's worth: every chunk read, changed and written."""
-    reads = [store.read(i, version=step) for i in range(min(ahead, count))]
+    reads = [store.read(i) for i in range(min(ahead, count))]
     for i in range(count):
-        with reads.pop(0).result() as lease:
-            if i + ahead < count:
-                reads.append(store.read(i + ahead, version=step))
-            for array in lease.arrays:
-                array[:1] += 1
-            store.write(i, lease.arrays, version=step + 1)
+        arrays = reads.pop(0).result()
+        if i + ahead < count:
+            reads.append(store.read(i + ahead))
+        for array in arrays:
+            array[:1] += 1
+        store.write(i, arrays)
     store.flush()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import platform
@@ -238,15 +239,15 @@ def chunk_bandwidths(path: Path) -> tuple[float, float]:
     ):
         count, begin = 0, time.perf_counter()
         while count < CHUNKS and (count == 0 or time.perf_counter() - begin < MOST_SECONDS):
-            store.write(count, [data], version=0)
+            store.write(count, [data])
             count += 1
         store.flush()
         written = time.perf_counter()
-        reads = [store.read(i, version=0) for i in range(min(PREFETCH, count))]
+        reads = collections.deque(store.read(i) for i in range(min(PREFETCH, count)))
         for i in range(count):
-            reads[i].result().release()
+            reads.popleft().result()
             if i + PREFETCH < count:
-                reads.append(store.read(i + PREFETCH, version=0))
+                reads.append(store.read(i + PREFETCH))
         done = time.perf_counter()
     size = count * CHUNK_BYTES
     return size / (written - begin), size / (done - written)

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import queue
 import random
 import re
 import shutil
@@ -50,29 +49,19 @@ def opened(*args, **options):
 
 def fill(store, specs, step):
     for i, spec in enumerate(specs):
-        store.write(i, arrays_of(spec, (step, i)), version=step)
+        store.write(i, arrays_of(spec, (step, i)))
     store.flush()
 
 
-def assert_has(lease, spec, seed):
-    assert len(lease.arrays) == len(spec.arrays)
-    for found, expected in zip(lease.arrays, arrays_of(spec, seed), strict=True):
+def assert_has(arrays, spec, seed):
+    for found, expected in zip(arrays, arrays_of(spec, seed), strict=True):
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         assert found.tobytes() == expected.tobytes()
 
 
 def assert_holds(store, specs, step):
     for i, spec in enumerate(specs):
-        with store.read(i, version=step).result(10) as lease:
-            assert_has(lease, spec, (step, i))
-
-
-@pytest.fixture
-def store(tmp_path):
-    """A store whose two chunks are of version 3."""
-    with opened(tmp_path / "store", SPECS[:2], in_flight=1) as store:
-        fill(store, SPECS[:2], 3)
-        yield store
+        assert_has(store.read(i).result(10), spec, (step, i))
 
 
 @pytest.fixture
@@ -112,10 +101,9 @@ def test_written_arrays_may_be_used_again_at_once(tmp_path):
     with opened(tmp_path / "store", SAME, in_flight=1) as store:
         for i in range(len(SAME)):
             scratch[:] = i
-            store.write(i, [scratch], version=0)
+            store.write(i, [scratch])
         for i in range(len(SAME)):
-            with store.read(i, version=0).result(10) as lease:
-                assert (lease.arrays[0] == i).all()
+            assert (store.read(i).result(10)[0] == i).all()
 
 
 @pytest.mark.parametrize("slow", ["pwritev", "preadv"])
@@ -132,12 +120,11 @@ def test_operations_on_a_chunk_keep_their_order(tmp_path, monkeypatch, slow):
         monkeypatch.setattr(os, slow, work)
         reads = []
         for step in range(3):
-            reads.append(store.read(0, version=step))
-            store.write(0, arrays_of(SAME[0], (step + 1, 0)), version=step + 1)
-        reads.append(store.read(0, version=3))
+            reads.append(store.read(0))
+            store.write(0, arrays_of(SAME[0], (step + 1, 0)))
+        reads.append(store.read(0))
         for step, read in enumerate(reads):
-            with read.result(10) as lease:
-                assert_has(lease, SAME[0], (step, 0))
+            assert_has(read.result(10), SAME[0], (step, 0))
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -146,27 +133,12 @@ def test_a_small_store_does_not_block_itself(tmp_path, in_flight, threads):
     with opened(tmp_path / "store", SAME, in_flight=in_flight, threads=threads) as store:
         fill(store, SAME, 0)
         for step in range(6):
-            reads = [store.read(i, version=step) for i in range(in_flight)]
+            reads = [store.read(i) for i in range(in_flight)]
             for i, spec in enumerate(SAME):
-                with reads.pop(0).result(10) as lease:
-                    assert_has(lease, spec, (step, i))
-                    store.write(i, arrays_of(spec, (step + 1, i)), version=step + 1)
+                assert_has(reads.pop(0).result(10), spec, (step, i))
+                store.write(i, arrays_of(spec, (step + 1, i)))
                 if i + in_flight < len(SAME):
-                    reads.append(store.read(i + in_flight, version=step))
-
-
-def test_a_lease_that_is_released_twice_lends_its_buffer_once(tmp_path):
-    with opened(tmp_path / "store", SAME, in_flight=2) as store:
-        fill(store, SAME, 0)
-        first, second = (store.read(i, version=0) for i in range(2))
-        lease = first.result(10)
-        lease.release()
-        lease.release()
-        assert not lease.arrays
-        store.read(2, version=0).result(10)
-        with pytest.raises(queue.Empty):
-            store.read(3, version=0)
-        second.result(10)
+                    reads.append(store.read(i + in_flight))
 
 
 def run(code, *args):
@@ -189,10 +161,9 @@ specs = [ChunkSpec(str(i), ((array.shape, array.dtype),)) for i in range(count)]
 before = peak()
 with contextlib.closing(DiskStore(sys.argv[1], specs, in_flight=2)) as store:
     for i in range(count):
-        store.write(i, [array], version=0)
+        store.write(i, [array])
     for i in range(count):
-        with store.read(i, version=0).result() as lease:
-            store.write(i, lease.arrays, version=1)
+        store.write(i, store.read(i).result())
 print(peak() - before, buffer_bytes(specs, 2))
 """
 
@@ -235,19 +206,11 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, damage):
         path = folder.chunk_file(store.path, 0)
         work, says = DAMAGES[damage]
         work(path)
-        with pytest.raises(DiskStateError, match=rf"{re.escape(str(path))} .*{says}.*is required.*last checkpoint"):
-            store.read(0, version=3).result(10)
-        store.read(2, version=3).result(10).release()  # the buffer came back
+        with pytest.raises(DiskStateError, match=rf"{re.escape(str(path))} .*{says}.*last checkpoint"):
+            store.read(0).result(10)
+        assert_has(store.read(2).result(10), specs[2], (3, 2))
         fill(store, specs, 4)
         assert_holds(store, specs, 4)
-
-
-def test_a_state_of_another_step_is_refused(store):
-    with pytest.raises(DiskStateError, match=r"00000.* is of version 3, and version 4 of the state is required"):
-        store.read(0, version=4).result(10)
-    store.write(0, arrays_of(SPECS[0], 0), version=4)
-    with pytest.raises(DiskStateError, match=r"00000.* is of version 4, and version 3 of the state is required"):
-        store.read(0, version=3).result(10)
 
 
 def test_nothing_of_an_earlier_run_is_read(left):
@@ -255,8 +218,8 @@ def test_nothing_of_an_earlier_run_is_read(left):
     with opened(left, SPECS[:2]) as store:
         for path, content in files.items():
             path.write_bytes(content)
-        with pytest.raises(DiskStateError, match=r"00000.* was not written, and version 3 of the state is required"):
-            store.read(0, version=3).result(10)
+        with pytest.raises(DiskStateError, match=r"00000.* was not written"):
+            store.read(0).result(10)
 
 
 # --- the folder --------------------------------------------------------------------------------------------------
@@ -305,12 +268,12 @@ def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_pa
         fill(store, specs[:1], 0)
         free = os.statvfs(small).f_bavail * 4096
         (small / "filler").write_bytes(bytes(free - 100_000))
-        message = rf"(?s)chunk 1 \('c1', {specs[1].bytes} bytes\) of version 0 .*No space left"
-        store.write(1, arrays_of(specs[1], (0, 1)), version=0)
+        message = rf"(?s)chunk 1 \('c1', {specs[1].bytes} bytes\).*No space left"
+        store.write(1, arrays_of(specs[1], (0, 1)))
         with pytest.raises(DiskError, match=message):
             store.flush()
         with pytest.raises(DiskStateError, match="was not written"):
-            store.read(1, version=0).result(10)
+            store.read(1).result(10)
         assert_holds(store, specs[:1], 0)
         (small / "filler").unlink()
         fill(store, specs, 1)
@@ -324,12 +287,12 @@ def test_a_disk_that_runs_full_is_named_and_the_other_chunks_are_readable(tmp_pa
 def test_a_failed_write_is_raised_once(tmp_path, call):
     store = DiskStore(tmp_path / "store", SAME)
     shutil.rmtree(store.path)
-    store.write(0, arrays_of(SAME[0], 0), version=0)
-    with pytest.raises(DiskError, match=r"Writing chunk 0 \('c0', 4096 bytes\) of version 0 .*No such file"):
+    store.write(0, arrays_of(SAME[0], 0))
+    with pytest.raises(DiskError, match=r"Writing chunk 0 \('c0', 4096 bytes\).*No such file"):
         getattr(store, call)()
     store.close()
     with pytest.raises(ValueError, match="is closed"):
-        store.read(0, version=0)
+        store.read(0)
 
 
 # --- kills -------------------------------------------------------------------------------------------------------
@@ -344,12 +307,12 @@ array = np.zeros(100_000, np.float32)
 specs = [ChunkSpec(str(i), ((array.shape, array.dtype),)) for i in range(10)]
 with contextlib.closing(DiskStore(sys.argv[1], specs)) as store:
     for i in range(10):
-        store.write(i, [array], version=0)
+        store.write(i, [array])
     for step in itertools.count():
         for i in range(10):
-            with store.read(i, version=step).result() as lease:
-                lease.arrays[0][...] += 1
-                store.write(i, lease.arrays, version=step + 1)
+            (array,) = store.read(i).result()
+            array += 1
+            store.write(i, [array])
         if step == 0:
             print("begun", flush=True)
 """
@@ -381,4 +344,4 @@ def test_a_store_that_could_not_be_made_leaves_the_folder_free(tmp_path, monkeyp
         with pytest.raises(DiskError, match="Cannot allocate memory"):
             DiskStore(tmp_path / "store", SPECS)
     with opened(tmp_path / "store", SPECS) as store:
-        store.write(0, arrays_of(SPECS[0], 0), version=0)
+        store.write(0, arrays_of(SPECS[0], 0))

@@ -54,8 +54,8 @@ def test_a_torn_file_is_named_and_the_checkpoint_mends_it(tmp_path, kept):
 
 
 VERSIONS = {
-    "params": r"parameters on disk in .* are of version 2, and this state is of 1",
-    "opt_state": "has version 3, and this state has version 2",
+    "params": "files of params in .* have version 2, and this state has version 1",
+    "opt_state": "files of opt_state in .* have version 3, and this state has version 2",
 }
 
 

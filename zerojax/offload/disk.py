@@ -1,7 +1,7 @@
 """Keep chunks of optimizer state on disk. Threads read and write the chunks in a fixed amount of memory.
 
 The files are scratch files of one process. Each file has the bytes of one chunk, and is overwritten in place. Only this
-process knows the version in a file, so no other process reads the files. The next run restores a checkpoint.
+process knows what is in a file, so no other process reads the files. The next run restores a checkpoint.
 
 The arrays of a chunk are stored in an aligned buffer, and the buffer in a file, without the page cache if possible.
 """
@@ -12,13 +12,13 @@ import collections
 import contextlib
 import dataclasses
 import errno
-import functools
 import math
 import mmap
 import os
 import queue
+import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class ChunkSpec:
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
         return max(1, -(-size // BLOCK)) * BLOCK
 
-    def views(self, buffer: memoryview) -> tuple[np.ndarray, ...]:
+    def views(self, buffer: memoryview | np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the chunk's arrays as views of a buffer."""
         views, start = [], 0
         for shape, dtype in self.arrays:
@@ -72,13 +72,6 @@ def aligned_buffer(size: int) -> memoryview:
         with contextlib.suppress(OSError):
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
-
-
-def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """Copy an array to aligned memory, which JAX's arrays on CPU share instead of copying it again."""
-    copy = np.frombuffer(aligned_buffer(max(1, array.nbytes)), array.dtype, array.size).reshape(array.shape)
-    np.copyto(copy, array)
-    return copy
 
 
 def supports_direct(probe: Path) -> bool:
@@ -111,39 +104,35 @@ def transfer(path: Path, content: memoryview, *, write: bool, direct: bool) -> i
 
 
 class DiskStateError(DiskError):
-    """A file does not have the required version of the state."""
+    """A file does not have the bytes that were written to it."""
 
-    def __init__(self, path: Path, found: str, version: int):
+    def __init__(self, path: Path, found: str):
         super().__init__(
-            f"{path} {found}, and version {version} of the state is required (a count of its writes, not of steps). "
-            f"Restore the run from its last checkpoint, which writes the offloaded state again."
+            f"{path} {found}. Restore the run from its last checkpoint, which writes the offloaded state again."
         )
 
 
-class Lease:
-    """A chunk that was read into a lent buffer. Call `release`, or use a `with` block, to give the buffer back.
-
-    Attributes:
-        arrays: The chunk's arrays, which may be changed in place. Empty after `release`.
-    """
-
-    def __init__(self, arrays: tuple[np.ndarray, ...], give_back: Callable[[], None]):
-        self.arrays, self._give_back = arrays, give_back
-
-    def release(self, *_: object) -> None:
-        """Give the buffer back. A second call does nothing."""
-        give_back, self._give_back, self.arrays = self._give_back, lambda: None, ()
-        give_back()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    __exit__ = release
-
-
 def buffer_bytes(specs: Sequence[ChunkSpec], in_flight: int) -> int:
-    """Return the size of all buffers of a store. Reads and writes use different buffers."""
-    return 2 * in_flight * max(spec.bytes for spec in specs)
+    """Return the size of all buffers while `in_flight` chunks are read, and as many wait to be written."""
+    return 2 * in_flight * max((spec.bytes for spec in specs), default=0)
+
+
+def done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future
+
+
+def until_done(unfinished: set[Future], future: Future) -> Future:
+    """Add a future to a set until it is done."""
+    unfinished.add(future)
+    future.add_done_callback(unfinished.discard)
+    return future
+
+
+def give_back(free: queue.SimpleQueue[memoryview], memory: memoryview, most: int) -> None:
+    if free.qsize() < most:
+        free.put(memory)
 
 
 class DiskStore:
@@ -157,6 +146,7 @@ class DiskStore:
         path: str | os.PathLike[str],
         specs: Sequence[ChunkSpec],
         *,
+        in_memory: Collection[int] = (),
         in_flight: int = 4,
         threads: int = 4,
     ):
@@ -165,68 +155,75 @@ class DiskStore:
         Args:
             path: The folder, which no other process may use. Its parent must exist.
             specs: The chunks, in the order of their indices.
-            in_flight: The number of chunks that can be read or lent at a time. The same number can wait to be written.
+            in_memory: The indices of chunks that are kept in host memory instead of in a file.
+            in_flight: The number of chunks that can wait to be written.
             threads: The number of reads and writes that run at a time.
 
         Raises:
             DiskError: If the folder cannot be used; see `folder.claim`. Then no file is removed.
         """
         self.path, self._specs = Path(path), tuple(specs)
+        sizes = [spec.bytes for i, spec in enumerate(specs) if i not in in_memory]
         with folder.writable(self.path), contextlib.ExitStack() as on_error:
-            self._lock = folder.claim(self.path, [spec.bytes for spec in specs])
+            self._lock = folder.claim(self.path, sizes)
             on_error.callback(self._lock.release)
             # Whether files are read and written without the page cache.
             self.direct = supports_direct(folder.chunk_file(self.path, 0))
-            largest = max(spec.bytes for spec in specs)
+            self._largest, self._in_flight = max(sizes, default=BLOCK), in_flight
             self._to_read, self._to_write = queue.SimpleQueue[memoryview](), queue.SimpleQueue[memoryview]()
-            for free in [self._to_read, self._to_write] * in_flight:
-                free.put(aligned_buffer(largest))
+            for _ in range(in_flight):
+                self._to_write.put(aligned_buffer(self._largest))
             on_error.pop_all()
         self.bytes_read = self.bytes_written = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="zerojax-disk-copy")
-        self._begun: dict[int, list[Future]] = collections.defaultdict(list)  # reads and writes of each chunk
-        self._copies: dict[int, list[Future]] = collections.defaultdict(list)
+        # The unfinished reads and writes of each chunk, and its unfinished copies. A finished read holds the data.
+        self._begun: dict[int, set[Future]] = collections.defaultdict(set)
+        self._copies: dict[int, set[Future]] = collections.defaultdict(set)
         self._writes: list[Future[None]] = []
-        self._written: dict[int, tuple[int, int]] = {}  # version and checksum of each chunk
+        self._checksums: dict[int, int] = {}  # of each chunk whose last write succeeded
+        self._in_memory: dict[int, tuple[np.ndarray, ...]] = dict.fromkeys(in_memory, ())
 
-    def read(self, index: int, *, version: int) -> Future[Lease]:
-        """Begin to read a chunk. The future raises a `DiskStateError` if the version or the checksum is wrong."""
+    def read(self, index: int) -> Future[tuple[np.ndarray, ...]]:
+        """Begin to read a chunk. The future raises a `DiskStateError` if the file is damaged.
+
+        The arrays have a buffer for themselves until nothing refers to them. So JAX's arrays on CPU may share it.
+        """
         self._raise_failure()
+        if index in self._in_memory:
+            return done(self._in_memory[index])
         self.bytes_read += self._specs[index].bytes
-        return self._begin(self._begun[index], self._read, index, version, self._to_read.get_nowait())
+        return self._begin(self._read, index)
 
-    def write(self, index: int, arrays: Sequence[np.ndarray], *, version: int) -> None:
+    def write(self, index: int, arrays: Sequence[np.ndarray]) -> None:
         """Block until a buffer is free, copy a chunk's new state to the buffer, and begin to write the chunk."""
         self._raise_failure()
         spec = self._specs[index]
         assert [(x.shape, x.dtype) for x in arrays] == list(spec.arrays), spec.name
+        if index in self._in_memory:
+            self._in_memory[index] = tuple(map(np.copy, arrays))
+            return
         # Wait here and not in a thread. Otherwise a few such writes would keep all threads from reading.
-        wait(self._copies.pop(index, []))
+        wait(list(self._copies[index]))
         buffer = self._to_write.get()
-        try:
-            for array, view in zip(arrays, spec.views(buffer), strict=True):
-                np.copyto(view, array)
-            self._writes.append(self._begin(self._begun[index], self._write, index, version, buffer))
-            self.bytes_written += spec.bytes
-        except BaseException:
-            self._to_write.put(buffer)
-            raise
+        for array, view in zip(arrays, spec.views(buffer), strict=True):
+            np.copyto(view, array)
+        self._writes.append(self._begin(self._write, index, buffer))
+        self.bytes_written += spec.bytes
 
-    def copy(self, index: int, put: Callable[[tuple[np.ndarray, ...]], None], *, version: int) -> Future[None]:
+    def copy(self, index: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
         """Begin to read a chunk and to pass its arrays to `put`, in a thread that makes all copies.
 
         A write of the chunk that begins later waits for the copy. So the copy has the chunk as it is at this call.
-        Reads do not wait for copies. A copy has a buffer of its own, so that writes of other chunks do not wait for it.
-        The future raises a `DiskStateError` if the version or the checksum is wrong, and any error
-        of `put`.
+        Reads do not wait for copies. The future raises a `DiskStateError` if the file is damaged, and any error of
+        `put`. A chunk in host memory is passed at once.
         """
         self._raise_failure()
+        if index in self._in_memory:
+            return done(put(self._in_memory[index]))
         self.bytes_read += self._specs[index].bytes
-        writing = [begun for begun in self._begun[index] if not begun.done()]
-        copying = self._copier.submit(self._copy, writing, index, version, put)
-        self._copies[index] = [*(copy for copy in self._copies[index] if not copy.done()), copying]
-        return copying
+        before = list(self._begun[index])
+        return until_done(self._copies[index], self._copier.submit(lambda: put(self._read(before, index))))
 
     def flush(self) -> None:
         """Block until all writes that were begun are in the files."""
@@ -251,65 +248,58 @@ class DiskStore:
                 f"The disk store in {self.path} is closed, or it and its threads belong to the process that this one "
                 f"was forked from. Use the store there, or create a new store."
             )
-        done = [write for write in self._writes if write.done()]
+        ended = [write for write in self._writes if write.done()]
         self._writes = [write for write in self._writes if not write.done()]
-        for write in done:
+        for write in ended:
             write.result()
 
-    def _begin(self, before: Sequence[Future], work: Callable[..., Any], index: int, *args: Any) -> Future:
-        """Let a thread run `work` after `before`, the earlier work on the chunk.
+    def _begin(self, work: Callable[..., Any], index: int, *args: Any) -> Future:
+        """Let a thread run `work` after the earlier reads and writes of the chunk.
 
         The thread waits for the earlier work. The wait ends: earlier reads and writes have already begun, because the
         threads take work in the order of the calls, and copies run in another thread that does not wait for this work.
         """
-        before = [begun for begun in before if not begun.done()]
-        future = self._threads.submit(work, before, index, *args)
-        self._begun[index] = [*before, future]
-        return future
+        future = self._threads.submit(work, list(self._begun[index]), index, *args)
+        return until_done(self._begun[index], future)
 
-    def _read(self, before: list[Future], index: int, version: int, buffer: memoryview) -> Lease:
+    def _read(self, before: list[Future], index: int) -> tuple[np.ndarray, ...]:
         wait(before)
-        spec = self._specs[index]
-        try:
-            self._fill(index, version, buffer[: spec.bytes])
-            return Lease(spec.views(buffer), functools.partial(self._to_read.put, buffer))
-        except BaseException:
-            self._to_read.put(buffer)
-            raise
-
-    def _copy(
-        self, before: list[Future], index: int, version: int, put: Callable[[tuple[np.ndarray, ...]], None]
-    ) -> None:
-        wait(before)
-        spec = self._specs[index]
-        buffer = aligned_buffer(spec.bytes)
-        self._fill(index, version, buffer)
-        put(spec.views(buffer))
-
-    def _fill(self, index: int, version: int, content: memoryview) -> None:
-        path = folder.chunk_file(self.path, index)
-        found, expected = self._written.get(index, (None, None))
-        if found != version:
-            raise DiskStateError(path, "was not written" if found is None else f"is of version {found}", version)
+        path, spec = folder.chunk_file(self.path, index), self._specs[index]
+        if index not in self._checksums:
+            raise DiskStateError(path, "was not written")
+        buffer = self._lent_buffer()
+        content = memoryview(buffer)[: spec.bytes]
         try:
             size = transfer(path, content, write=False, direct=self.direct)
         except OSError as error:
-            raise DiskStateError(path, f"cannot be read: {error.strerror}", version) from error
+            raise DiskStateError(path, f"cannot be read: {error.strerror}") from error
         if size < len(content):
-            raise DiskStateError(path, f"is torn: it ends after {size} of {len(content)} bytes", version)
-        if checksum(content) != expected:
-            raise DiskStateError(path, "is damaged: its bytes have another checksum", version)
+            raise DiskStateError(path, f"is torn: it ends after {size} of {len(content)} bytes")
+        if checksum(content) != self._checksums[index]:
+            raise DiskStateError(path, "is damaged: its bytes have another checksum")
+        return spec.views(buffer)
 
-    def _write(self, before: list[Future], index: int, version: int, buffer: memoryview) -> None:
+    def _lent_buffer(self) -> np.ndarray:
+        """Return a buffer that is used again when nothing refers to it. New memory would cost as much as a copy."""
+        try:
+            memory = self._to_read.get_nowait()
+        except queue.Empty:
+            memory = aligned_buffer(self._largest)
+        buffer = np.frombuffer(memory, np.uint8)
+        weakref.finalize(buffer, give_back, self._to_read, memory, self._in_flight).atexit = False
+        return buffer
+
+    def _write(self, before: list[Future], index: int, buffer: memoryview) -> None:
         wait(before)
         path, spec = folder.chunk_file(self.path, index), self._specs[index]
+        self._checksums.pop(index, None)
         try:
             transfer(path, buffer[: spec.bytes], write=True, direct=self.direct)
-            self._written[index] = version, checksum(buffer[: spec.bytes])
+            self._checksums[index] = checksum(buffer[: spec.bytes])
         except OSError as error:
             raise DiskError(
-                f"Writing chunk {index} ({spec.name!r}, {spec.bytes} bytes) of version {version} to {path} failed: "
-                f"{error.strerror}. Make room or repair the disk, then restore the run from its last checkpoint."
+                f"Writing chunk {index} ({spec.name!r}, {spec.bytes} bytes) to {path} failed: {error.strerror}. Make "
+                f"room or repair the disk, then restore the run from its last checkpoint."
             ) from error
         finally:
             self._to_write.put(buffer)

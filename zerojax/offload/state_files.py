@@ -20,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from zerojax.offload import folder
 from zerojax.offload.chunked import ChunkedLayout, boxes_of, parts_of
-from zerojax.offload.disk import ChunkSpec, DiskStore, Lease, aligned_copy, buffer_bytes
+from zerojax.offload.disk import ChunkSpec, DiskStore, buffer_bytes
 from zerojax.offload.folder import DiskError
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 class StateFiles:
     """The files with one process's shards of a state. They are made at the first read or write.
 
-    The files have one version of the state. The version changes when every chunk of the next version is written.
+    The files have one version of the state, which each node of a tree records. A step, or writing every leaf outside of
+    a step, makes the next version.
     """
 
     part: ClassVar[str] = "opt_state"
@@ -41,23 +42,25 @@ class StateFiles:
         leaves: Mapping[int, ChunkedLayout],
         *,
         in_flight: int,
+        copying: int,
         name: str = "",
     ):
         """Name the files of the state leaves in `leaves`, whose keys are indices.
 
-        Each process has a folder in the folder `name` of `path`. At most `in_flight` chunks are read at a time, and at
-        most `in_flight` chunks wait to be written.
+        Each process has a folder in the folder `name` of `path`. At most `in_flight` chunks are read at a time, at most
+        `in_flight` chunks wait to be written, and at most `copying` arrays wait to be copied from the devices.
         """
         # Make the path absolute, because the working directory may change.
         self.root, self.leaves = Path(path).expanduser().absolute(), leaves
         self.path = self.root / name / f"process_{jax.process_index()}"
-        self._in_flight = in_flight
+        self._in_flight, self._most_copying = in_flight, copying
+        self._copying: collections.deque[tuple[int, int, Array]] = collections.deque()
         self._index: dict[tuple[int, int], int] = {}
-        self._version = 0  # of the whole state
-        self._versions: collections.Counter[int] = collections.Counter()  # of each chunk
-        self._written: set[int] = set()
+        self._version, self._is_whole = 0, True
+        self._every, self._saved = frozenset(leaves), set[int]()  # the leaves of a version, and those written so far
         self.writes = 0  # a count of the chunks that were written, or are waiting to be
         self._specs: list[ChunkSpec] = []
+        self._in_memory: set[int] = set()
         for k, of in leaves.items():
             for n, shape in enumerate(of.chunking.chunk_shapes(of.leaf)):
                 self._index[k, n] = len(self._specs)
@@ -66,14 +69,15 @@ class StateFiles:
 
     @property
     def buffer_bytes(self) -> int:
-        return buffer_bytes(self._specs, self._in_flight)
+        on_disk = [spec for i, spec in enumerate(self._specs) if i not in self._in_memory]
+        return buffer_bytes(on_disk, self._in_flight)
 
     @functools.cached_property
     def _store(self) -> DiskStore:
         for parent in dict.fromkeys([self.root, self.path.parent]):
             with folder.writable(parent):
                 parent.mkdir(exist_ok=True)
-        store = DiskStore(self.path, self._specs, in_flight=self._in_flight)
+        store = DiskStore(self.path, self._specs, in_memory=self._in_memory, in_flight=self._in_flight)
         weakref.finalize(self, close_store, store)
         return store
 
@@ -85,42 +89,42 @@ class StateFiles:
         """
         _ = self._store
 
-    def read(self, k: int, n: int) -> Future[Lease]:
-        return self._store.read(index := self._index[k, n], version=self._versions[index])
+    def read(self, k: int, n: int) -> Future[tuple[np.ndarray, ...]]:
+        if any((k, n) == (other, m) for other, m, _ in self._copying):
+            self._copy_all()
+        return self._store.read(self._index[k, n])
 
-    def receive(self, k: int, n: int, reading: Future[Lease], kind: str) -> Array:
+    def receive(self, k: int, n: int, reading: Future[tuple[np.ndarray, ...]], kind: str) -> Array:
         """Return the chunk that `read` began to read, as an array in storage shape, in this kind of memory."""
         of = self.leaves[k]
         shape = of.chunking.chunk_shape(of.leaf, of.chunking.extents[n])
-        holders = list(parts_of(shape, of.sharding).values())
-        with reading.result() as lease:
-            # On CPU, an array shares the buffer, even with may_alias=False (jax 0.10.2).
-            on_cpu = holders[0][0].platform == "cpu"
-            shards = [
-                jax.device_put(aligned_copy(data) if on_cpu else data, SingleDeviceSharding(device, memory_kind=kind))
-                for data, devices in zip(lease.arrays, holders, strict=True)
-                for device in devices
-            ]
-            jax.block_until_ready(shards)
+        shards = [
+            jax.device_put(data, SingleDeviceSharding(device, memory_kind=kind))
+            for data, devices in zip(reading.result(), parts_of(shape, of.sharding).values(), strict=True)
+            for device in devices
+        ]
+        jax.block_until_ready(shards)
         return jax.make_array_from_single_device_arrays(shape, of.sharding.with_memory_kind(kind), shards)
 
     def copy(self, k: int, n: int, put: Callable[[tuple[np.ndarray, ...]], None]) -> Future[None]:
         """Begin to pass the shards of chunk `n` of leaf `k` to `put`. Later writes of the chunk wait for this copy."""
-        return self._store.copy(index := self._index[k, n], put, version=self._versions[index])
+        return self._store.copy(self._index[k, n], put)
 
     def write(self, k: int, n: int, array: Array) -> None:
-        """Copy the next version of chunk `n` of leaf `k` to a buffer, and begin to write it to the file."""
-        self.write_shards(k, n, host_shards(array))
+        """Begin to copy the next version of chunk `n` of leaf `k` to the host. Write the oldest if too many wait."""
+        self.writes += 1
+        array.copy_to_host_async()
+        self._copying.append((k, n, array))
+        self._copy_all(but=self._most_copying)
 
     def write_shards(self, k: int, n: int, shards: Sequence[np.ndarray]) -> None:
         """Copy the shards of the next version of chunk `n` of leaf `k` to a buffer, and begin to write them."""
-        index, self.writes = self._index[k, n], self.writes + 1
-        self._versions[index] += 1
-        self._store.write(index, shards, version=self._versions[index])
-        self._written.add(index)
-        if len(self._written) == len(self._specs):
-            self._version += 1
-            self._written.clear()
+        self._store.write(self._index[k, n], shards)
+
+    def _copy_all(self, *, but: int = 0) -> None:
+        while len(self._copying) > but:
+            k, n, array = self._copying.popleft()
+            self.write_shards(k, n, host_shards(array))
 
     @property
     def moved(self) -> tuple[int, int]:
@@ -129,6 +133,7 @@ class StateFiles:
 
     def flush(self) -> None:
         """Block until everything written so far is in the files, and raise the error of a write that failed."""
+        self._copy_all()
         if "_store" in self.__dict__:
             self._store.flush()
 
@@ -136,23 +141,48 @@ class StateFiles:
     def next_version(self) -> Int[np.ndarray, ""]:
         return np.array(self._version + 1, np.int32)
 
+    def advance(self) -> None:
+        """End a step, whose writes made the next version. States of earlier versions can then no longer be read."""
+        self._copy_all()
+        self._version += 1
+
     @contextlib.contextmanager
     def writing(self, k: int) -> Iterator[Int[np.ndarray, ""]]:
-        """Enter a context that writes leaf `k` outside of a step. Yield the version that the leaf will have."""
-        yield self.next_version
+        """Enter a context that writes leaf `k` outside of a step. Yield the version that the leaf will have.
+
+        Until all leaves are written, no leaf can be read.
+        """
+        if self._is_whole or k in self._saved:  # in the second case, earlier writing of all leaves failed
+            self.abandon_version()
+        yield np.array(self._version, np.int32)
+        self._saved.add(k)
+        if self._saved == self._every:
+            self.flush()
+            self._is_whole = True
+
+    def abandon_version(self) -> None:
+        self._copying.clear()
+        self._saved.clear()
+        self._version, self._is_whole = self._version + 1, False
 
     def require(self, version: Any) -> None:
         """Raise a `ValueError` if a state's version is not the version of the files."""
+        if not self._is_whole:
+            raise ValueError(
+                f"The files of {self.part} in {self.path} are half written or closed: a step, a restore or an import "
+                f"was interrupted or failed, or zerojax.offload.close was called. Make a state with tx.create, or "
+                f"restore the last checkpoint into one."
+            )
         if (given := number_of(version, self.path)) != self._version:
             raise ValueError(
-                f"The optimizer state on disk in {self.path} has version {self._version}, and this state has version "
+                f"The files of {self.part} in {self.path} have version {self._version}, and this state has version "
                 f"{given}: a copy of a state shares its files, and a step changes them. Go on with the state "
                 f"that the last step returned. To keep a state, save it in a checkpoint."
             )
 
     def abandon(self) -> None:
-        """Give up files of mixed versions, and unlock their folder. Writing a full new state makes the files again."""
-        self._written.clear()
+        """Give up the files after an interrupted step, and unlock their folder. Writing all leaves makes them again."""
+        self.abandon_version()
         if store := self.__dict__.pop("_store", None):
             close_store(store)
 
@@ -165,8 +195,8 @@ class LeafFiles:
     k: int
 
     @property
-    def chunks(self) -> int:
-        return len(self.files.leaves[self.k].chunking.extents)
+    def chunks(self) -> range:
+        return range(len(self.files.leaves[self.k].chunking.extents))
 
     def load_chunk(self, version: Any, n: int) -> Array:
         """Load one chunk onto the devices. The files must have this version."""
@@ -174,17 +204,7 @@ class LeafFiles:
         return self.files.receive(self.k, n, self.files.read(self.k, n), "device")
 
     def load(self, version: Any) -> list[Array]:
-        """Load the leaf's chunks onto the devices. The files must have this version."""
-        self.files.require(version)
-        reading, arrays = collections.deque([self.files.read(self.k, 0)]), []
-        try:
-            for n in range(self.chunks):
-                if n + 1 < self.chunks:
-                    reading.append(self.files.read(self.k, n + 1))
-                arrays.append(self.files.receive(self.k, n, reading.popleft(), "device"))
-        finally:
-            release_all(reading)  # not empty only if an earlier read failed
-        return arrays
+        return [self.load_chunk(version, n) for n in self.chunks]
 
     def copy(self, version: Any, put: Callable[[int, tuple[np.ndarray, ...]], None]) -> list[Future[None]]:
         """Begin to pass each chunk to `put`, with the number of the chunk. The files must have this version.
@@ -194,7 +214,7 @@ class LeafFiles:
         self.files.require(version)
         copies: list[Future[None]] = []
         try:
-            for n in range(self.chunks):
+            for n in self.chunks:
                 copies.append(self.files.copy(self.k, n, functools.partial(put, n)))
         except BaseException:
             wait(copies)
@@ -206,7 +226,7 @@ class LeafFiles:
 
         Return the new version, as `save` does.
         """
-        boxes = (boxes_of(self.files.leaves[self.k], n) for n in range(self.chunks))
+        boxes = (boxes_of(self.files.leaves[self.k], n) for n in self.chunks)
         return self._write(list(map(read, shards)) for shards in boxes)
 
     def save(self, chunks: Iterable[Array]) -> Int[np.ndarray, ""]:
@@ -240,12 +260,6 @@ def close_store(store: DiskStore) -> None:
     """Unlock the folder of a state that is not used any more. Ignore failed writes."""
     with contextlib.suppress(DiskError, OSError):
         store.close()
-
-
-def release_all(reading: Iterable[Future[Lease]]) -> None:
-    """Give back the buffers of chunks that are read, or will be, but not used, because of an error."""
-    for unused in reading:
-        unused.add_done_callback(lambda read: read.exception() or read.result().release())
 
 
 def host_shards(array: Array) -> list[np.ndarray]:

@@ -16,7 +16,6 @@ from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.gather.segments import Gathered
-from zerojax.offload.state_files import release_all
 from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.program import Item, StagedProgram
@@ -59,9 +58,6 @@ class Reader:
                 self._chunks[piece] = self._files.receive(*piece, reading, "device")
                 self._read_ahead()
         return self._chunks
-
-    def close(self) -> None:
-        release_all(reading for _, reading in self._reading)
 
     def _read_ahead(self) -> None:
         while self._ahead and len(self._reading) < READ_AHEAD - 1:

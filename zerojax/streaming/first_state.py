@@ -102,6 +102,7 @@ def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[
             for n, chunks in enumerate(zip(*make(group.state), strict=True)):
                 store.complete(store.write(group, n, chunks))
             state |= zip(group.state, store.nodes(group), strict=True)
+        store.advance()
     return jax.tree.unflatten(plan.state_def, [state[k] for k in range(len(plan.state))])
 
 

@@ -29,17 +29,33 @@ if TYPE_CHECKING:
 IN_FLIGHT = 3
 
 
-class HostStateStore:
-    """Keep state in host memory, in `Chunked` nodes. Steps donate the `nodes`, which have one entry per state leaf.
+class StoredNodes:
+    """The base class of both stores of a state. Steps donate the `nodes`, the state's offloaded leaves by index."""
+
+    writes = 0  # the number of chunks that were written to files so far
+
+    def __init__(self, nodes: dict[int, Chunked]):
+        self._nodes = nodes
+
+    def unchanged(self, group: UpdateGroup) -> list[Chunked]:
+        return [self._nodes[k] for k in group.state]
+
+    def advance(self) -> None:
+        """End a step that wrote every chunk."""
+
+    def abandon(self) -> None:
+        """Give up the state after a failed step. The chunks that the step wrote will not be read."""
+
+
+class HostStateStore(StoredNodes):
+    """Keep state in host memory, in `Chunked` nodes.
 
     A first state has no nodes yet. The chunks in `kept_on_device` stay on the device instead. A chunk that is not there
     yet, because the state was restored or is new, stays there from its first update on.
     """
 
-    writes = 0  # the number of chunks that were written to files so far
-
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
-        self._nodes: dict[int, Chunked] = {k: node for k, node in enumerate(nodes) if is_chunked(node)}
+        super().__init__({k: node for k, node in enumerate(nodes) if is_chunked(node)})
         self._config, self._plan, self._kept = config, plan, kept_on_device(config, plan)
         self._kind = host_kind(config.mesh)
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
@@ -75,21 +91,12 @@ class HostStateStore:
         plan = self._plan
         return [chunked(self._config, self._new.pop(k), plan.state[k], plan.offloaded[k]) for k in group.state]
 
-    def unchanged(self, group: UpdateGroup) -> list[Chunked]:
-        return [self._nodes[k] for k in group.state]
 
-    def abandon(self) -> None:
-        """Give up the state after a failed step. The chunks that the step wrote will not be read."""
-
-
-class DiskStateStore:
-    """Keep state in files; see `HostStateStore` for the methods.
-
-    `nodes` has the nodes of the offloaded leaves by index, at least one. Every node stores the version of the files.
-    """
+class DiskStateStore(StoredNodes):
+    """Keep state in files; see `HostStateStore` for the methods. There is at least one node."""
 
     def __init__(self, nodes: dict[int, Chunked]):
-        self._nodes = nodes
+        super().__init__(nodes)
         self._files: StateFiles = next(iter(nodes.values())).store.files
         self._next = jnp.asarray(self._files.next_version)
 
@@ -99,24 +106,22 @@ class DiskStateStore:
     def receive(self, ticket: list) -> list[Array]:
         return [self._files.receive(*reading) for reading in ticket]
 
-    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> list:
-        for x in arrays:
-            x.copy_to_host_async()
-        return [(k, n, x) for k, x in zip(group.state, arrays, strict=True)]
+    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> None:
+        for k, x in zip(group.state, arrays, strict=True):
+            self._files.write(k, n, x)
 
-    def complete(self, ticket: list) -> None:
-        for writing in ticket:  # `write` copies an array to a buffer, and a thread writes the buffer
-            self._files.write(*writing)
+    def complete(self, ticket: None) -> None:
+        """Return at once: the files keep the arrays until they are copied."""
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
         return [dataclasses.replace(node, chunks=(self._next,)) for node in self.unchanged(group)]
 
-    def unchanged(self, group: UpdateGroup) -> list[Chunked]:
-        return [self._nodes[k] for k in group.state]
-
     @property
     def writes(self) -> int:
         return self._files.writes
+
+    def advance(self) -> None:
+        self._files.advance()
 
     def abandon(self) -> None:
         self._files.abandon()
@@ -187,5 +192,5 @@ def disk_nodes(config: Config, plan: ShardingPlan) -> dict[int, Chunked]:
     found = enumerate(jax.tree.leaves(state_shapes(config, plan), is_leaf=is_chunked))
     nodes = {k: node for k, node in found if is_chunked(node)}
     most = max(len(group.state) for group in plan.analysis(config).partition.groups)
-    files = StateFiles(config.offload.path, nodes, in_flight=IN_FLIGHT * most)
+    files = StateFiles(config.offload.path, nodes, in_flight=IN_FLIGHT * most, copying=(IN_FLIGHT - 1) * most)
     return {k: dataclasses.replace(node, store=LeafFiles(files, k)) for k, node in nodes.items()}

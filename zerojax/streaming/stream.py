@@ -192,6 +192,7 @@ class UpdateQueue:
         self._complete_on_host(most=0)
         while self._writing:
             self._store.complete(self._writing.popleft())
+        self._store.advance()
         return self._params, self._state
 
     def _fetch(self, count: int) -> None:

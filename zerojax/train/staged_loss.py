@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,23 +94,23 @@ class StagedLoss:
         view, mesh, (mutable, batch, args) = self.view, self.view.config.mesh, inputs
         count, last = view.accumulate, view.accumulate - 1
         returned, shares, sums, end = [], [], None, None
-        with contextlib.closing(Reader(files, traced.staged.reads * count)) as reader:
-            for m in range(count):
-                arrays, _ = split_arrays(self._microbatch(mutable, batch, args, m))
-                given = dict(stored)
-                given |= dict(enumerate([*arrays, *traced.consts], len(view.layout.params)))
-                one = Microbatch(traced.staged, reader, view.comm, mesh, gradients)
-                found = jax.tree.unflatten(traced.structure, one.forward(given))
-                mutable = found.mutable
-                returned.append(found._replace(mutable=None))
-                cotangent, share = self._begin(found.total, found.weight, scale)
-                shares.append(share)
-                if m == last:
-                    end = self._end([x.total for x in returned], [x.weight for x in returned], shares, scale)
-                gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[2] if end else None)
-                others = wait_if_simulated(mesh, one.backward(cotangent))
-                gradients.end()
-                sums = wait_if_simulated(mesh, self._reduce(others, share, sums))
+        reader = Reader(files, traced.staged.reads * count)
+        for m in range(count):
+            arrays, _ = split_arrays(self._microbatch(mutable, batch, args, m))
+            given = dict(stored)
+            given |= dict(enumerate([*arrays, *traced.consts], len(view.layout.params)))
+            one = Microbatch(traced.staged, reader, view.comm, mesh, gradients)
+            found = jax.tree.unflatten(traced.structure, one.forward(given))
+            mutable = found.mutable
+            returned.append(found._replace(mutable=None))
+            cotangent, share = self._begin(found.total, found.weight, scale)
+            shares.append(share)
+            if m == last:
+                end = self._end([x.total for x in returned], [x.weight for x in returned], shares, scale)
+            gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[2] if end else None)
+            others = wait_if_simulated(mesh, one.backward(cotangent))
+            gradients.end()
+            sums = wait_if_simulated(mesh, self._reduce(others, share, sums))
         assert end is not None
         assert sums is not None
         return LossAndGrads(returned, sums, mutable, *end)
@@ -218,6 +217,6 @@ class StagedFunction:
         found = self._traced[key]
         arrays, _ = split_arrays(inputs)
         given = stored | dict(enumerate([*arrays, *found.consts], len(leaves)))
-        with contextlib.closing(Reader(files, found.staged.reads)) as reader:
-            outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, None).forward(given)
+        reader = Reader(files, found.staged.reads)
+        outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, None).forward(given)
         return jax.tree.unflatten(found.structure, outs)
