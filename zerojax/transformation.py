@@ -14,6 +14,7 @@ from zerojax.config import Config, check_count
 from zerojax.train.loss import Loss
 
 if TYPE_CHECKING:
+    from zerojax.train.state import ZeroState
     from zerojax.train.tree_api import Shardings
 
 # The types of the caller's functions, which the functions made of them keep.
@@ -242,3 +243,25 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
             params: Arrays or shapes.
         """
         return self._trees.shardings(self.config, params)
+
+    def reshard(self, state: ZeroState, *, to: TreeTransformation, donate: bool = True) -> ZeroState:
+        """Move a live state into the layout of another transformation, without files, bit for bit.
+
+        Stage, mesh, number of devices, hybrid sharding, precision and offload may differ. The result is what a
+        checkpoint of `state` would restore into `to.create(shapes)`. Leaves are moved one by one. If the devices
+        differ, a leaf goes through host memory.
+
+        Args:
+            state: The state of a run. All processes of both meshes must call this method.
+            to: The transformation for which the state is wanted: `zero_shard` of the same optax transformation.
+            donate: Whether `state` is used up, as by a step. If False, memory must have room for both states.
+
+        Returns:
+            The state for `to`.
+
+        Raises:
+            ValueError: If the optimizers differ, `state` was donated, or a process has only devices of the new mesh.
+        """
+        from zerojax.checkpoint.live import reshard
+
+        return reshard(self.config, state, to, donate=donate)

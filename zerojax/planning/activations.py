@@ -29,7 +29,8 @@ from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
 from zerojax.planning.absent_kernels import kernels_for, lowered
 from zerojax.planning.shapes import abstract, shape_of
-from zerojax.train.arguments import cast_inputs, check_batch, packed
+from zerojax.train.arguments import cast_inputs, packed
+from zerojax.train.batches import check_batch
 from zerojax.train.fitting import largest_share
 from zerojax.train.loss import Loss
 from zerojax.train.typed_loss import TypedLoss, on_one_device

@@ -18,7 +18,8 @@ from zerojax.layout.leaf import has_chunked
 from zerojax.layout.tree import layout_of
 from zerojax.placement.problems import unusable_named
 from zerojax.placement.storage import cast, storage_leaves
-from zerojax.train.arguments import NO_BATCH, call_unpacked, check_leaf_types, place_batch, place_leaf, separated
+from zerojax.train.arguments import NO_BATCH, call_unpacked, place_batch, place_leaf, separated
+from zerojax.train.batches import check_leaf_types, first_undivided
 from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of
 
@@ -105,8 +106,4 @@ def is_divisible(config: Config, batch: PyTree) -> bool:
     """Return whether the mesh axes evenly divide the rows of every leaf, and the dims that `batch_spec` names."""
     if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
         return False
-    if config.batch_spec is None:
-        return True
-    from zerojax.train.batch_spec import first_undivided
-
-    return first_undivided(config, batch) is None
+    return config.batch_spec is None or first_undivided(config, batch) is None

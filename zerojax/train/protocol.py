@@ -19,19 +19,35 @@ call about misplaced arrays, and the name of an unusable array after an error.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
+
+import jax
 
 from zerojax.train.state import ZeroState
+
+
+class Metrics(TypedDict):
+    """The dict of metrics that `Step.__call__` returns and describes, as a type for editors and type checkers."""
+
+    loss: jax.Array  # shape=(), dtype=float
+    grad_norm: jax.Array  # shape=(), dtype=jnp.float32
+    skipped: jax.Array  # shape=(), dtype=bool
+    aux: Any
+    loss_scale: jax.Array  # shape=(), dtype=jnp.float32
+    grad_norms: Any
+    param_norms: Any
+    update_norms: Any
+    learning_rate: jax.Array  # shape=(), dtype=float
 
 
 class Executor(Protocol):
     """Runs the step of a `StepProgram`. The rows are placed, and the arguments are checked."""
 
-    def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+    def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step, which donates the state, and return the next state and the metrics."""
         ...
 
-    def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
+    def inside(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         """Run a step as a part of the program that is being traced, or raise a TypeError."""
         ...
 

@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,15 +16,15 @@ import jax.core
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.config import Config
 from zerojax.placement.storage import is_placed
+from zerojax.train.ahead_of_time import AheadOfTime
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import JittedStep, Metrics, StepCall, StepOptions, StepProgram
+from zerojax.train.step_program import JittedStep, StepCall, StepOptions, StepProgram
 
 if TYPE_CHECKING:
-    from zerojax.train.fitting import MemoryFit
     from zerojax.train.guard import Guard
-    from zerojax.train.protocol import Executor
+    from zerojax.train.protocol import Executor, Metrics
 
 
 def executor_of(program: StepProgram) -> Executor:
@@ -56,14 +54,6 @@ def guard_of(program: StepProgram, executor: Executor) -> Guard | None:
     return Guard(program, executor)
 
 
-def check_is_state(state: Any, mutable: bool) -> None:
-    """Raise an error if `state` is no state of a step whose loss has mutable state or not, as `mutable` says."""
-    if not (isinstance(state, ZeroState) and (state.mutable is not None) == mutable):
-        from zerojax.train.moved_state import refuse
-
-        refuse(state, mutable)
-
-
 def ready_state(config: Config, state: ZeroState) -> ZeroState:
     """Return `state` on the mesh, with one array per leaf, because a step donates every leaf.
 
@@ -88,7 +78,7 @@ def ready_state(config: Config, state: ZeroState) -> ZeroState:
     return donatable(state)
 
 
-class Step:
+class Step(AheadOfTime):
     """A jitted training step: `step(state, batch, *args, **keywords) -> (state, metrics)`.
 
     The step donates its state, so continue with the state that it returns. `tx.train_step` creates a `Step`.
@@ -105,6 +95,7 @@ class Step:
     """
 
     def __init__(self, config: Config, loss: Loss, options: StepOptions):
+        self.config, self.options = config, options
         self.program = StepProgram(config, options, loss)
         self._executor = executor_of(self.program)
         self._calls = itertools.count()
@@ -113,25 +104,10 @@ class Step:
         """Pickle only the arguments of `Step`. The process that unpickles the `Step` compiles its own programs."""
         return Step, (self.config, self.program.loss, self.options)
 
-    @property
-    def config(self) -> Config:
-        return self.program.config
-
-    @property
-    def options(self) -> StepOptions:
-        return self.program.options
-
     @functools.cached_property
     def _guard(self) -> Guard | None:
         # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
         return guard_of(self.program, self._executor)
-
-    def under(self, config: Config) -> Step:
-        """Return a step with the same loss for `config`, which may have another mesh or stage.
-
-        The options are the same but for `memory=`, which belongs to the mesh and the stage of this step.
-        """
-        return Step(config, dataclasses.replace(self.program.loss), dataclasses.replace(self.options, memory=None))
 
     def __repr__(self) -> str:
         return f"<training step of {self.program.name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"
@@ -174,7 +150,7 @@ class Step:
             FloatingPointError: If more than `max_skips` steps in a row were skipped.
         """
         config, program = self.config, self.program
-        check_is_state(state, program.loss.mutable)
+        program.check_state(state)
         state = ready_state(config, state)
         watched = self.options.max_skips is not None or program.loss.weighted
         if watched and not isinstance(state.scaling.skips, jax.core.Tracer):
@@ -213,56 +189,3 @@ class Step:
 
             parts = [("params", state.params, plan.layout.params), ("opt_state", state.opt_state, plan.state)]
             warn_of_misplaced(parts, self.config.data.batch, stacklevel=3)
-
-    @property
-    def compiler_options(self) -> Mapping[str, Any]:
-        """Return the options of XLA with which the step is compiled: those of the user, or those for the mesh."""
-        return self.program.compiler_options
-
-    @property
-    def compiled_with(self) -> tuple[str, ...]:
-        """Return a sentence about the compiler options, if there are any, for `report` and `plan`."""
-        given = ", ".join(f"{name}={value}" for name, value in self.compiler_options.items())
-        return (f"Compiled with the options {given}.",) if given else ()
-
-    def trace(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
-        """Trace the step without lowering it, like `jax.jit(...).trace`. The arguments may be shapes.
-
-        With offloaded state, trace only the first program, without the update of this state.
-        """
-        return self._executor.trace(state, *self._placed_rows(state, batch, args, keywords))
-
-    def _placed_rows(self, state: ZeroState, batch: Any, args: tuple, keywords: dict[str, Any]) -> tuple[Any, tuple]:
-        """Check the arguments of the step. Return the placed rows and the further arguments."""
-        check_is_state(state, self.program.loss.mutable)
-        _, batch, args = separated((batch, *args), keywords)
-        return place_batch(self.config, batch, self.options.accumulate), args
-
-    def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
-        """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
-
-        With offloaded state, lower only the first program. `lower_update` returns the programs that update this state.
-        With `memory=`, the first call with new shapes compiles the step to find the share that fits.
-        """
-        return self.trace(state, batch, *args, **keywords).lower()
-
-    def memory_fit(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any) -> MemoryFit:
-        """Return the compilations of a step with `memory=`, and the bytes that its blocks save.
-
-        The arguments may be shapes. The first call with new shapes compiles the step.
-
-        Raises:
-            ValueError: If the step has no `memory=`, or does not fit.
-        """
-        if self.options.memory is None:
-            raise ValueError("The step has no memory= to fit. Make it with tx.train_step(loss, memory=...).")
-        fitted: Any = self._executor
-        return fitted.fit(state, *self._placed_rows(state, batch, args, keywords))
-
-    def lower_update(self, state: ZeroState) -> list[Any]:
-        """Lower the programs that update offloaded chunks on the device, and return one `jax.stages.Lowered` for each.
-
-        Equal chunks share one program. The leaves of `state` may be shapes. If nothing is offloaded, the list is empty.
-        """
-        check_is_state(state, self.program.loss.mutable)
-        return self._executor.lower_update(state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,20 +36,6 @@ from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-
-class Metrics(TypedDict):
-    """The dict of metrics that `Step.__call__` returns and describes, as a type for editors and type checkers."""
-
-    loss: jax.Array  # shape=(), dtype=float
-    grad_norm: jax.Array  # shape=(), dtype=jnp.float32
-    skipped: jax.Array  # shape=(), dtype=bool
-    aux: Any
-    loss_scale: jax.Array  # shape=(), dtype=jnp.float32
-    grad_norms: Any
-    param_norms: Any
-    update_norms: Any
-    learning_rate: jax.Array  # shape=(), dtype=float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +115,13 @@ class StepProgram:
     def may_skip(self) -> bool:
         """Return whether a step can be skipped. Otherwise the program has no code for skipping."""
         return self.skips_nonfinite or self.loss.weighted
+
+    def check_state(self, state: Any) -> None:
+        """Raise an error if `state` is no `ZeroState`, or only one of state and loss has mutable state."""
+        if not (isinstance(state, ZeroState) and (state.mutable is not None) == self.loss.mutable):
+            from zerojax.train.moved_state import refuse
+
+            refuse(state, self.loss.mutable)
 
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
         """Run a whole step. Differentiate, update, and gather the parameters that the stage replicates."""
@@ -272,21 +265,20 @@ class JittedStep:
     def __init__(self, program: StepProgram):
         self.program = program
 
-    @functools.cached_property
-    def whole(self) -> Any:
-        """Return the jitted `StepProgram.step`. A process may unpickle a step before JAX knows the devices."""
+    def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
+        """Run `StepProgram.step`. Traced under jit."""
         config = self.program.config
 
-        def step(state, batch, *args):
-            def shardings(returned):
-                metrics = row_shardings(config.mesh, config.data, returned[1], batch)
-                return ZeroState.shardings(config, state.plan), metrics
+        def shardings(returned):
+            metrics = row_shardings(config.mesh, config.data, returned[1], batch)
+            return ZeroState.shardings(config, state.plan), metrics
 
-            return on_auto_mesh(
-                config.user_mesh, self.program.step, state, batch, *with_types(args), shardings=shardings
-            )
+        return on_auto_mesh(config.user_mesh, self.program.step, state, batch, *with_types(args), shardings=shardings)
 
-        return self.jit(step)
+    @functools.cached_property
+    def whole(self) -> Any:
+        """Return the jitted `step`. A process may unpickle it before JAX knows the devices."""
+        return self.jit(self.step)
 
     def jit(self, step: Callable) -> Any:
         """Return a jitted function that donates its first argument, a state, with the options of the step's program."""
@@ -304,13 +296,12 @@ class JittedStep:
                 "program. Pass the options to the jax.jit that calls the step: compiler_options="
                 f"{dict(options.users_options)}."
             )
-        return self._within.whole(state, rows, *args)
+        return self._nested(state, rows, *args)
 
     @functools.cached_property
-    def _within(self) -> JittedStep:
+    def _nested(self) -> Any:
         # A jitted function with compiler options cannot be called in another one.
-        without = dataclasses.replace(self.program.options, compiler_options={})
-        return JittedStep(dataclasses.replace(self.program, options=without))
+        return jax.jit(self.step, donate_argnums=0)
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:
         return self.whole.trace(state, rows, *args)
