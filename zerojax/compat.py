@@ -108,6 +108,10 @@ def is_literal(atom) -> bool:
     return isinstance(atom, _jex().Literal)
 
 
+def new_var(aval) -> Any:
+    return _jex().Var(aval)
+
+
 def is_dropped(var) -> bool:
     return isinstance(var, _jex().DropVar)
 

@@ -62,7 +62,8 @@ def test_the_cotangent_of_a_weight_may_be_computed_late(is_weight, pairs):
     def backward(a, b, ct):
         return jax.vjp(product, jnp.sin(a), jnp.cos(b))[1](ct)
 
-    jaxpr, consts = compat.opened(with_pairs(jax.make_jaxpr(backward)(a, b, ct), [False, is_weight, False]))
+    jaxpr, consts = compat.opened(jax.make_jaxpr(backward)(a, b, ct))
+    jaxpr = with_pairs(jaxpr, [False, is_weight, False])
     assert len(barriers(jaxpr)) == pairs
     for found, wanted in zip(jaxprs.run(jaxpr, consts, a, b, ct), backward(a, b, ct), strict=True):
         np.testing.assert_array_equal(found, wanted)
@@ -72,7 +73,7 @@ def test_a_differentiated_checkpoint_stays_behind_a_barrier():
     """Otherwise XLA may compute its forward pass again long before its cotangent is known."""
     w, x = weights(), jnp.ones((ROWS, TOKENS, WIDTH))
     y, pull = jax.vjp(jax.checkpoint(attention), w, x)
-    jaxpr = compat.opened(with_pairs(jax.make_jaxpr(pull)(y), [False]))[0]
+    jaxpr = with_pairs(compat.opened(jax.make_jaxpr(pull)(y))[0], [False])
     (again,) = (eqn for eqn in jaxprs.equations(jaxpr) if compat.is_remat(eqn))
     behind = {var for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier" for var in eqn.outvars}
     # With `jax_remat3`, the barrier is an equation. Otherwise the mark makes JAX lower one.

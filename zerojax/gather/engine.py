@@ -14,10 +14,11 @@ import jax
 from zerojax import compat, jaxprs
 from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
+from zerojax.dims import NOWHERE
 from zerojax.dims.follow import param_states, row_states
 from zerojax.gather.planner import planned
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
-from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
+from zerojax.gather.segments import BlockSegment, Program, Segment
 from zerojax.jaxprs import alike_args, split_arrays
 from zerojax.layout.leaf import Leaf
 
@@ -108,7 +109,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
         reached = segment.results if segment.params else [*gathers.frontier, *segment.after(gathers.frontier)]
         gathers.frontier = [v for v in reached if last_read.get(v, 0) > index]
         residuals.append(new)
-    return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else a.val for a in program.outs], residuals
+    return [a.val if compat.is_literal(a) else env[a] for a in program.outs], residuals
 
 
 def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
@@ -122,7 +123,7 @@ def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
     held: dict | None = None  # the bytes of what the last group gathers; None if the group takes no more blocks
     largest = 0  # the bytes of the largest block of the last group
     for segment in segments:
-        is_block = type(segment) is BlockSegment and not any(isinstance(key, Gathered) for key in segment.results)
+        is_block = isinstance(segment, BlockSegment) and not segment.lasting
         new = {param.key: param.leaf.bytes for param in segment.params}
         largest, alone = max(largest, sum(new.values())), sum(new.values())
         joins = is_block and held is not None and sum((held | new).values()) <= max(limit, largest)
@@ -171,11 +172,11 @@ def _tied(
 
 def weights_of(program: Program) -> set:
     """Return what segments compute from parameters alone, such as slices. Cotangents of it may stay partial sums."""
-    has_none = lambda v: isinstance(v, Gathered) or ((rows := program.rows.get(v)) is not None and not rows.places)
+    has_none = lambda v: (rows := program.rows.get(v, NOWHERE)) is not None and not rows.places
     found: set = set()
     for segment in program.segments if program.rows else ():
         reads = segment.params or not found.isdisjoint(segment.others)
-        if type(segment) in (BlockSegment, PlainSegment) and reads and not segment.has_rule:
+        if isinstance(segment, BlockSegment) and reads and not segment.has_rule:
             found.update(segment.results if all(map(has_none, [*segment.others, *segment.results])) else ())
     return found
 
@@ -183,20 +184,19 @@ def weights_of(program: Program) -> set:
 def run_backward(
     program: Program,
     args: Sequence,
-    active: Sequence[bool],
     residuals: Sequence,
     cotangents: Sequence,
     options: Options,
 ) -> list:
     """Run the backward pass, and return the cotangents of the arguments, given the `cotangents` of the results.
 
-    Pass the same `program`, `args`, `active` and `options` as to `run_forward`, which returned the `residuals`. A zero
-    cotangent may be given as None, and is returned as None.
+    Pass the same `program`, `args` and `options` as to `run_forward`, which returned the `residuals`. A zero cotangent
+    may be given as None, and is returned as None.
     """
     env = _env(program, args, options)
     grads = GradScheduler(env, program.invars, options, program.experts, weights_of(program))
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
-        if cotangent is not None and (isinstance(atom, Gathered) or not compat.is_literal(atom)):
+        if cotangent is not None and not compat.is_literal(atom):
             grads.add(atom, cotangent)
     pairs = [(s, r) for s, r in zip(program.segments, residuals, strict=True) if r is not None][::-1]
     gathering = [(s, r) for s, r in pairs if s.params]
@@ -219,4 +219,4 @@ def run_backward(
         if (cotangent := grads.cotangents.get(computation.param.root)) is not None:
             for var, found in computation.pull(options.comm, env, cotangent).items():
                 grads.add(var, found)
-    return [grads.cotangents.get(v) if on else None for v, on in zip(program.invars, active, strict=True)]
+    return [grads.cotangents.get(v) for v in program.invars]

@@ -12,7 +12,7 @@ from zerojax import compat, names
 from zerojax.comm.collectives import Collectives
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
-from zerojax.gather.segments import Program, Static
+from zerojax.gather.segments import Program
 from zerojax.layout.leaf import Leaf
 
 
@@ -70,13 +70,13 @@ def as_function(program: Program, options: Options) -> Callable:
         active, values = [arg.perturbed for arg in args], [arg.value for arg in args]
         with names.outside_transforms():  # The passes of the segments have these names.
             results, kept = run_forward(program, values, active, options)
-        return results, (values, kept, Static(active))
+        return results, (values, kept)
 
     def backward(residuals, cotangents):
-        args, kept, active = residuals
+        args, kept = residuals
         given = [None if isinstance(c, jax.custom_derivatives.SymbolicZero) else c for c in cotangents]
         with names.outside_transforms():
-            grads = run_backward(program, args, active.value, kept, given, options)
+            grads = run_backward(program, args, kept, given, options)
 
         def like_primal(grad, arg, var):
             # The gradient of an argument that is no sharded parameter may have partial sums, on one dim in front.

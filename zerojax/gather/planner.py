@@ -18,8 +18,8 @@ import jax.core
 from zerojax import compat, jaxprs, names
 from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather import evaluate
-from zerojax.gather.rules import Decisions, Draft, is_repeatable
-from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Program, Segment
+from zerojax.gather.rules import Decisions, Draft, gathering, is_repeatable
+from zerojax.gather.segments import BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam, quantises, root_param
 from zerojax.layout.leaf import Leaf
 
@@ -231,10 +231,10 @@ def plan(
     decisions = Decisions(jaxpr, params, alike)
     decisions.decide()
     drafts, params, repeated = decisions.drafts, decisions.params, decisions.repeated
-    returned = tuple(dict.fromkeys(v for v in jaxprs.variables_in(jaxpr.outvars) if v in params or v in repeated))
-    if returned:  # The loss returns parameters. They are gathered at the end.
-        drafts.append(Draft(BlockSegment, [], returned))
-    outs = tuple(Gathered(v, len(drafts) - 1) if v in returned else v for v in jaxpr.outvars)
+    returned = gathering(v for v in jaxprs.variables_in(jaxpr.outvars) if v in params or v in repeated)
+    if returned.gathers:  # The loss returns parameters. They are gathered at the end.
+        drafts.append(returned)
+    outs = tuple(v if compat.is_literal(v) else returned.gathers.get(v, v) for v in jaxpr.outvars)
     segments = assembled(jaxpr, drafts, params, repeated)
     if _are_alike(segments):
         from zerojax.gather.equal import with_shared_passes
@@ -270,11 +270,11 @@ def assembled(
         line = compat.line_of(draft.eqns[0]) if draft.eqns else ""
         demands = zip(used, evaluate.demanded(part, used), evaluate.orders(part, used), strict=True)
         uses = tuple(params[v].used(line, dtype, order) for v, dtype, order in demands)
-        # Later segments read `results[i]` of the jaxpr by its key, `keys[i]`.
-        keys = tuple(Gathered(v, index) for v in draft.gathers) or tuple(results)
         if part.eqns or draft.gathers:
             # A draft may use no parameter, such as a loop for which an earlier segment gathers everything.
-            make = draft.make if uses else PlainSegment
+            make = draft.make if uses else BlockSegment
+            # Later segments read `results[i]` of the jaxpr by its key, `keys[i]`.
+            keys = tuple(draft.gathers.values()) or tuple(results)
             segments.append(make(part, uses, tuple(draft.reads.get(v, v) for v in others), keys))
     return tuple(segments)
 

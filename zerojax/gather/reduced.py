@@ -23,7 +23,7 @@ from zerojax import compat, jaxprs
 from zerojax.gather.on_parts import Division, evaluate_parts, together
 from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, bare, both_passes, call, dims_after, flat, part
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import BlockResiduals, Segment, Static
+from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
 from zerojax.layout.leaf import Leaf
@@ -253,7 +253,7 @@ class ReducedSegment(Segment):
             return results, None
         indices = tuple(i for i, source in enumerate(self.sources) if source in moving)
         operands = [env[v] for param in self.shards for v in param.operands]
-        return results, BlockResiduals(results, others, operands, None, Static(indices))
+        return results, BlockResiduals(results, others, operands, None, indices)
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         """Run the backward pass; see `Segment`."""
@@ -264,7 +264,7 @@ class ReducedSegment(Segment):
         comm, count, leaf = gathers.options.comm, len(self.shards), self.shards[0].leaf
         gathers.env.update(zip((v for p in self.shards for v in p.operands), residuals.operands, strict=True))
         inputs = [*self._shards(gathers.env), *residuals.others]
-        moving = [i for i in residuals.passes.value if differentiable(inputs[i].dtype)]
+        moving = [i for i in residuals.passes if differentiable(inputs[i].dtype)]
         derivative, known = self._derivative(moving, wanted), [*(residuals.saved[i] for i in wanted), *cotangents]
         dims, divisions = [*self._dims, *[None] * len(known)], [*self._divisions, *[None] * len(known)]
         ends = [None if (of := divisions[i]) is None else (self.shards[i].leaf.dim, of) for i in moving]

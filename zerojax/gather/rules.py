@@ -10,11 +10,11 @@ result. If they ran only once, their result, which is as large as a gathered par
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerojax import compat, jaxprs
-from zerojax.gather.segments import BlockSegment, Gathered, PlainSegment, Segment, is_plain
+from zerojax.gather.segments import BlockSegment, Segment, is_plain
 from zerojax.gather.sharded_param import OF_STACKS, ShardedParam, extended, scanned_over
 from zerojax.primitives import SHARDWISE
 
@@ -30,12 +30,20 @@ class Draft:
 
     make: Callable[..., Segment]
     eqns: list
-    gathers: tuple = ()  # variables to gather for later segments; a draft with such variables has no `eqns`
-    # for each variable that an earlier segment gathers, the `Gathered` value to read instead
+    # The names by which later segments read gathered values. (The variable of a sharded parameter names the shard.) A
+    # draft that gathers for later segments has no `eqns`.
+    gathers: Mapping = dataclasses.field(default_factory=dict)
+    # the names of values that an earlier segment gathers
     reads: Mapping = dataclasses.field(default_factory=dict)
+    is_plain: bool = False  # whether the equations read no sharded parameter
     # Equations of another segment that this segment computes again, as keys, because their results are cheap or not
     # computed yet. They are not among this segment's results.
     again: dict = dataclasses.field(default_factory=dict)
+
+
+def gathering(variables: Iterable) -> Draft:
+    names = {var: compat.new_var(var.aval) for var in dict.fromkeys(variables)}
+    return Draft(functools.partial(BlockSegment, lasting=True), [], names)
 
 
 class Site(NamedTuple):
@@ -66,7 +74,7 @@ class Decisions:
         self.params = dict(params)  # sharded parameters and slices of their shards, by variable
         self.shardwise: list[Shardwise] = []  # quantised weights, computed on shards at the start of each pass
         self.repeated: dict = {}  # the equations that segments repeat, by their result variables
-        self.drafts = [Draft(PlainSegment, [])]  # the segments so far
+        self.drafts = [Draft(BlockSegment, [], is_plain=True)]  # the segments so far
         self._jaxpr, self._reduces = jaxpr, alike is not None
         self._uses, self._final = jaxprs.uses_of(jaxpr)
         self._scanned = scanned_over(jaxpr)
@@ -103,8 +111,8 @@ class Decisions:
 
     def run_in_place(self, site: Site, _) -> None:
         """Add the equation to the last segment if this is a plain segment, and otherwise to a new plain segment."""
-        if self.drafts[-1].make is not PlainSegment:
-            self.drafts.append(Draft(PlainSegment, []))
+        if not self.drafts[-1].is_plain:
+            self.drafts.append(Draft(BlockSegment, [], is_plain=True))
         self.drafts[-1].eqns.append(site.eqn)
 
     def of_shard(self, site: Site) -> ShardedParam | None:
@@ -239,10 +247,9 @@ class Decisions:
                 return False
             return i < loop.consts or (i >= loop.consts + loop.carry and self.params[var].leaf.dim != 0)
 
-        early = [v for i, v in enumerate(eqn.invars) if v in site.touched and not stays_sharded(i, v)]
-        early = tuple(dict.fromkeys(early))
-        self.drafts += [Draft(BlockSegment, [], early)] * bool(early)
-        self.drafts.append(Draft(ScanSegment, [eqn], reads={v: Gathered(v, len(self.drafts) - 1) for v in early}))
+        early = gathering(v for i, v in enumerate(eqn.invars) if v in site.touched and not stays_sharded(i, v))
+        self.drafts += [early] * bool(early.gathers)
+        self.drafts.append(Draft(ScanSegment, [eqn], reads=early.gathers))
 
     def _root_of(self, reads: Sequence) -> Any:
         """Return the variable of the only parameter from which `reads` are computed, or None if not exactly one is."""

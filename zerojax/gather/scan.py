@@ -27,7 +27,7 @@ from zerojax import compat, names
 from zerojax.gather import scan_backward
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
-from zerojax.gather.segments import BlockResiduals, Segment, Static
+from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
@@ -110,7 +110,7 @@ class ScanSegment(Segment):
         if residuals.gathered is not None:
             return []
         last = self.loop.params_of(self.loop.length - 1)
-        return [param for i, param in enumerate(last) if i in residuals.passes.value.needed]
+        return [param for i, param in enumerate(last) if i in residuals.passes.needed]
 
     @property
     def gathered_bytes(self) -> list[int]:
@@ -162,7 +162,7 @@ class ScanSegment(Segment):
         given = [x if i in passes.needed_others else None for i, x in enumerate(given)]
         operands = [env[v] for v in self.operands]
         stays = None if options.reshard_after_forward else (shared, kept)
-        return results, BlockResiduals((saved, carried), given, operands, stays, Static(passes))
+        return results, BlockResiduals((saved, carried), given, operands, stays, passes)
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
         scan_backward.backward(self, self.loop, residuals, gathers, grads)
@@ -185,7 +185,7 @@ class ScanSegment(Segment):
             active=active,
             rows=states,
             carried=carried_by(loop.params),
-        ).bare()
+        )
 
 
 def _empty(row, length: int) -> jax.Array:

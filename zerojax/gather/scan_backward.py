@@ -182,7 +182,7 @@ class Backward:
             if index < self.loop.carry:
                 results.append(next(of_carry))
             elif stack is None:
-                aval = self.passes.forward.jaxpr.outvars[index].aval
+                aval = self.passes.forward.outvars[index].aval
                 results.append(compat.zero_cotangent(aval.shape, aval.dtype))
             else:
                 results.append(self.loop.row(stack, iteration))
@@ -234,7 +234,7 @@ def backward(
     segment: Segment, loop: Loop, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler
 ) -> None:
     """Run the backward pass of a scan segment; see `Segment.backward`."""
-    passes, options = residuals.passes.value, gathers.options
+    passes, options = residuals.passes, gathers.options
     cotangents = _cotangents(segment, loop, passes, grads)
     if cotangents is None:
         return
@@ -324,7 +324,7 @@ def _cotangents(segment: Segment, loop: Loop, passes: Passes, grads: GradSchedul
     given = [grads.cotangents.get(keys[i]) if i in keys else None for i in passes.active_results]
     if all(c is None for c in given):
         return None
-    shapes = [v.aval for v in passes.forward.jaxpr.outvars]
+    shapes = [v.aval for v in passes.forward.outvars]
     return [
         compat.zero_cotangent(shapes[i].shape, shapes[i].dtype) if c is None and i < loop.carry else c
         for i, c in zip(passes.active_results, given, strict=True)

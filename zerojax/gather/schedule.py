@@ -222,7 +222,7 @@ class GradScheduler:
         # Cotangents of arguments may stay partial sums until the pass ends, and those of `weights` until they are
         # gradients of parameters.
         self.summed_later = (self.arguments.keys() - experts) | {*weights}
-        # The accumulated cotangents, by variable or `Gathered`. For a sharded parameter, the gradient of the shard.
+        # The accumulated cotangents, by variable. For a sharded parameter, the gradient of the shard.
         self.cotangents: dict = {}
         self.options = options
         self._stacks: list[tuple[ShardedParam, jax.Array]] = []
@@ -263,8 +263,7 @@ class GradScheduler:
 
     def add_input(self, var: Any, cotangent: jax.Array) -> None:
         """Add the cotangent of a segment's input. It is summed over the workers unless it is among `summed_later`."""
-        rank = (var if hasattr(var, "aval") else var.var).aval.ndim
-        partial = var not in self.summed_later and cotangent.ndim > rank
+        partial = var not in self.summed_later and cotangent.ndim > var.aval.ndim
         self.add(var, cotangent.sum(0) if partial else cotangent)
 
     @jax.named_scope(names.SHARDS)

@@ -2,7 +2,7 @@
 
 `rules` chooses the class of each segment, `planner` makes them, and `engine` runs them forward and backward.
 
-plain    `PlainSegment`: consecutive equations that use no sharded parameter
+plain    `BlockSegment` without parameters: consecutive equations that use no sharded parameter
 block    `BlockSegment`: one use of parameters (an equation, a user's remat, or a call of `zerojax.block`)
 scan     `ScanSegment` (`scan`): a loop over stacked layers; each iteration works like a block
 reduced  `ReducedSegment` (`reduced`): reductions of parameters, which are computed on shards and gather nothing
@@ -44,28 +44,6 @@ if TYPE_CHECKING:
 _COMPUTING = frozenset({Kind.PRODUCT, Kind.KERNEL, Kind.FOREIGN})
 
 
-@dataclasses.dataclass(frozen=True)
-class Gathered:
-    """The key of a value that one segment gathers for later segments.
-
-    A variable of a sharded parameter names the shard, so the gathered value needs another name. `var` is the variable
-    of a parameter or of a value computed from parameters alone. `segment` is the number of the `Draft` that gathers it,
-    and tells several gathers of one variable apart. (Some drafts are dropped, so it is no index of `Program.segments`.)
-    """
-
-    var: Any
-    segment: int
-
-
-# `eq=False` compares by identity. The structure of a pytree must be hashable, but the value may be a list.
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """A pytree without leaves. It passes a value that is known while tracing to the backward pass."""
-
-    value: Any
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockResiduals:
@@ -80,7 +58,7 @@ class BlockResiduals:
     # `(shared, kept)` of parameters that every iteration uses, and stacks of gathered layers.
     gathered: Any
     # The `Passes` of the segment, or of one iteration of a scan. For reductions, the indices of the moving sources.
-    passes: Static
+    passes: Any = dataclasses.field(metadata={"static": True})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +67,9 @@ class Segment(abc.ABC):
 
     jaxpr: Any  # from `(*params, *others)` to `results`
     params: tuple[ShardedParam, ...]  # the parameters to gather
-    others: tuple  # the other inputs: variables, or `Gathered` values
-    results: tuple  # what later segments or the caller read: variables, or `Gathered` values
-    scope = ()
+    others: tuple  # the variables of the other inputs
+    results: tuple  # the variables by which later segments or the caller read the results
+    scope, lasting = (), False  # see `BlockSegment`
 
     def entered(self, *transforms: str) -> Any:
         """Enter the context in which a loop runs. `transforms` are the name scopes of JAX's transforms around it."""
@@ -115,7 +93,7 @@ class Segment(abc.ABC):
     def last_gather(self, residuals: Any) -> Sequence[ShardedParam]:
         if residuals.gathered is not None:
             return []
-        return [param for i, param in enumerate(self.params) if i in residuals.passes.value.needed]
+        return [param for i, param in enumerate(self.params) if i in residuals.passes.needed]
 
     @property
     def gathered_bytes(self) -> list[int]:
@@ -149,10 +127,6 @@ class Segment(abc.ABC):
             return jaxprs.run(self.jaxpr, (), *others)
         values = [as_gathered(*pair) for pair in zip(params, self.params, strict=True)]
         return evaluate(self.jaxpr, (), [*values, *others])
-
-    def naming(self, passes: Passes, *transforms: str) -> Any:
-        """Enter the name scopes that JAX would give to a derivative, unless `passes` has them already."""
-        return names.in_scopes(self.scope, *transforms, "jvp") if passes.is_bare else contextlib.nullcontext()
 
     def live_results(self, moving: Set) -> list:
         """Return the results through which cotangents may flow to a variable in `moving`."""
@@ -189,6 +163,8 @@ class Segment(abc.ABC):
         without such an input is an independent branch, which must not wait for the previous segment. Its anchor is any
         input that a segment computed, and only its gathers also wait for the previous segment (`beside` of `start`).
         """
+        if not self.params:
+            return [], [gathers.env[v] for v in self.others]
         # One anchor is enough, because each input in `follows` depends on the previous segment that gathered.
         follows = [v for v in self.others if v in gathers.frontier]
         anchors = (follows or [v for v in self.others if v not in gathers.uses.arguments])[-1:]
@@ -222,11 +198,11 @@ class Segment(abc.ABC):
         self, residuals: BlockResiduals, gathered: Sequence, given: Sequence, comm: Collectives, sums: Sums, zero=None
     ) -> tuple[list, list]:
         """Call `Passes.pull`, once per worker and in device view if a cotangent has partial sums."""
-        passes: Passes = residuals.passes.value
+        passes: Passes = residuals.passes
         kept, avals = (residuals.others, residuals.saved), [self.jaxpr.outvars[i].aval for i in passes.active_results]
         given = [x.sum(0) if self.has_rule and x.ndim > a.ndim else x for x, a in zip(given, avals, strict=True)]
         rows = comm.by_worker(given, [aval.shape for aval in avals])
-        with self.naming(passes, "transpose"):
+        with names.in_scopes(self.scope, "transpose", "jvp"):
             if rows is None:
                 return passes.pull(comm, gathered, *kept, given, zero, sums=sums)
             from zerojax.comm.device_collectives import of_one_worker
@@ -247,12 +223,13 @@ class Segment(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSegment(Segment):
-    """One use of parameters, which are gathered together."""
+    """One use of parameters, which are gathered together; or equations that use none."""
 
     # A cache of `Passes` by the types of their inputs. Segments with the same equations, such as the layers of an
     # unrolled model, share the cache. None if no other segment has these equations.
     shared: dict[Hashable, Passes] | None = dataclasses.field(default=None, compare=False)
     scope: tuple = ()  # the outermost name scopes of the equations, if `jaxpr` does not have them (`equal`)
+    lasting: bool = False  # whether the results are gathered parameters, for several later segments
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         gathered, others = self.take_inputs(gathers)
@@ -266,27 +243,31 @@ class BlockSegment(Segment):
             others,
             trained=[p.root in moving for p in self.params],
             active=[v in moving for v in self.others],
-            wanted=self.wanted(moving),
+            # Equations without parameters are one segment even if they have nothing to do with each other.
+            wanted=None if self.params else [self.results.index(v) for v in self.live_results(moving)],
             rows=self.row_states(gathers),
             carried=carried_by(self.params),
         )
-        with self.naming(passes):
+        with names.in_scopes(self.scope, "jvp"):
             results, saved = passes.run(gathered, others)
         others = [x if i in passes.needed_others else None for i, x in enumerate(others)]
         # Only the rest of the loss lies between the last use and its backward pass, so dropping the parameters and
         # gathering them again would save no memory.
         keeps = not self.params or gathers.is_last or not gathers.options.reshard_after_forward
         kept = [x if i in passes.needed else None for i, x in enumerate(gathered)] if keeps else None
-        return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, Static(passes))
-
-    def wanted(self, moving: Set) -> list[int] | None:
-        """Return the indices of the results to differentiate, or None for all of them."""
-        return None
+        return results, BlockResiduals(saved, others, [gathers.env[v] for v in self.operands], kept, passes)
 
     def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        passes: Passes = residuals.passes.value
+        passes: Passes = residuals.passes
         cotangents = self.cotangents(passes.active_results, grads)
         if cotangents is None:
+            return
+        comm = gathers.options.comm
+        if not self.params:
+            sums = Sums(tuple(i for i in passes.active_others if self.others[i] in grads.summed_later))
+            _, to_others = self.pulled(residuals, (), cotangents, comm, sums)
+            for index, cotangent in zip(passes.active_others, to_others, strict=True):
+                grads.add_input(self.others[index], cotangent)
             return
         # Gradients in `due` come from the segment before this one in the pass. They are in the barrier, so the gathers
         # wait for that segment, and `beside` is not needed.
@@ -297,7 +278,6 @@ class BlockSegment(Segment):
         if gathered is None:
             values = dict(zip(sorted(passes.needed), again, strict=True))
             gathered = [values.get(i) for i in range(len(self.params))]
-        comm = gathers.options.comm
         # A segment without products may be a lookup, whose gradient is added into zeros. Without this seed, XLA could
         # allocate these zeros at the start of the program.
         makes_none = self.computes or all(jaxprs.facts(eqn).adds_no_zeros for eqn in jaxprs.equations(self.jaxpr))
@@ -321,35 +301,12 @@ def is_plain(eqn: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlainSegment(BlockSegment):
-    """Equations that use no sharded parameter: a block that gathers nothing."""
-
-    def take_inputs(self, gathers: GatherScheduler, *, ahead: bool = True) -> tuple[list, list]:
-        return [], [gathers.env[v] for v in self.others]
-
-    def wanted(self, moving: Set) -> list[int]:
-        """Return the indices of the live results: equations that have nothing to do with each other are one segment."""
-        live = set(self.live_results(moving))
-        return [i for i, key in enumerate(self.results) if key in live]
-
-    def backward(self, residuals: BlockResiduals, gathers: GatherScheduler, grads: GradScheduler) -> None:
-        passes: Passes = residuals.passes.value
-        cotangents = self.cotangents(passes.active_results, grads)
-        if cotangents is None:
-            return
-        sums = Sums(tuple(i for i in passes.active_others if self.others[i] in grads.summed_later))
-        _, to_others = self.pulled(residuals, (), cotangents, gathers.options.comm, sums)
-        for index, cotangent in zip(passes.active_others, to_others, strict=True):
-            grads.add_input(self.others[index], cotangent)
-
-
-@dataclasses.dataclass(frozen=True)
 class Program:
     """A traced function, divided into segments."""
 
     invars: tuple  # variables of the arguments: parameters' shards, other arguments, constants
     segments: tuple[Segment, ...]  # in the order in which they run
-    outs: tuple  # the results: variables, `Gathered` values, or literals
+    outs: tuple  # the results: variables or literals
     shardwise: "tuple[Shardwise, ...]"  # computations of quantised weights, on shards at the start of each pass
     rows: Mapping[Any, State]  # which dims of a variable hold the rows of the batch; empty in device view
     experts: frozenset = frozenset()  # variables of experts that a data axis divides, and that are not gathered
@@ -361,7 +318,7 @@ class Program:
         forward.update(c.param.root for c in self.shardwise if not forward.isdisjoint(c.eqn.invars))
         for segment in self.segments:
             forward.update(segment.live_results(forward.intersection(segment.sources)))
-        found = {atom for atom in results if isinstance(atom, Gathered) or not compat.is_literal(atom)}
+        found = set(jaxprs.variables_in(results))
         for segment in reversed(self.segments):
             found.update(segment.live_sources(found))
         found.update(v for c in self.shardwise if c.param.root in found for v in jaxprs.variables_in(c.eqn.invars))

@@ -49,39 +49,27 @@ NO_SUMS = Sums()
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
 
-@dataclasses.dataclass(frozen=True)
-class BoundJaxpr:
-    """A jaxpr without constants, together with `consts`, the values of its first arguments."""
-
-    jaxpr: Any
-    consts: Sequence
-
-    def __call__(self, *args) -> list:
-        return jaxprs.run(self.jaxpr, (), *jaxprs.as_jax_values(self.consts), *args)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Passes:
-    """The forward and backward pass of `function(params, others) -> results`."""
+    """The forward and backward pass of `function(params, others) -> results`.
 
-    forward: BoundJaxpr  # `(*params, *others) -> (*results, *saved)`
+    The equations lack JAX's name scopes `jvp` and `transpose`, which the caller enters.
+    """
+
+    forward: Any  # the jaxpr `(*consts, *params, *others) -> (*results, *saved)`
+    consts: Sequence  # the values of the first arguments of `forward` and `derive`
     results: int  # the number of results
     active_params: tuple[int, ...]  # indices of the parameters, others and results that have cotangents
     active_others: tuple[int, ...]
     active_results: tuple[int, ...]
     sources: tuple[Source, ...]  # the source of each residual of the backward pass
-    derive: BoundJaxpr  # computes the residuals whose source is "derived", from arguments with the next sources
+    derive: Any  # the jaxpr from `(*consts, *derive_reads)` to the residuals whose source is "derived"
     derive_reads: tuple[Source, ...]
     tree: Any  # the structure of JAX's backward function, whose leaves are the residuals
     other_shapes: tuple
     residual_rows: tuple[State, ...]  # which dims of each residual hold the rows of the batch
     result_rows: tuple[State, ...]  # the same of each active result, and so of its cotangent
     is_shared: bool = False  # whether several segments run these passes, each traced once, under `jax.jit`
-    is_bare: bool = False  # whether the equations lack JAX's name scopes `jvp` and `transpose`, which the caller enters
-
-    def bare(self) -> "Passes":
-        bare = lambda bound: BoundJaxpr(names.without_transforms(bound.jaxpr, "jvp"), bound.consts)
-        return dataclasses.replace(self, forward=bare(self.forward), derive=bare(self.derive), is_bare=True)
 
     @functools.cached_property
     def needed(self) -> frozenset[int]:
@@ -96,16 +84,19 @@ class Passes:
         return jax.jit(self._run) if self.is_shared else self._run
 
     def _run(self, params, others) -> tuple[list, list]:
-        values = self.forward(*params, *others)
+        values = self._evaluated(self.forward, *params, *others)
         return values[: self.results], values[self.results :]
 
     @functools.cached_property
     def pull(self) -> Callable[..., tuple[list, list]]:
         return jax.jit(self._pull, static_argnames=("comm", "sums", "paired")) if self.is_shared else self._pull
 
+    def _evaluated(self, jaxpr: Any, *args) -> list:
+        return jaxprs.run(jaxpr, (), *jaxprs.as_jax_values(self.consts), *args)
+
     def _check_types(self, cotangents: Sequence) -> None:
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
-            dtype = self.forward.jaxpr.outvars[index].aval.dtype
+            dtype = self.forward.outvars[index].aval.dtype
             if cotangent.dtype != dtype:
                 raise TypeError(
                     f"A custom rule in the loss gives a cotangent of {cotangent.dtype} for a value of {dtype} with "
@@ -136,10 +127,10 @@ class Passes:
         self._check_types(cotangents)
         pools = {"param": params, "other": others, "saved": saved}
         reads = [pools[pool][i] for pool, i in self.derive_reads]
-        if any(map(jaxprs.expands, self.derive.jaxpr.eqns)):
+        if any(map(jaxprs.expands, self.derive.eqns)):
             # Without the barrier, XLA would keep the product from the forward pass.
             reads, _ = jax.lax.optimization_barrier((reads, comm.zero_after(cotangents, self.result_rows)))
-        pools["derived"] = self.derive(*reads)
+        pools["derived"] = self._evaluated(self.derive, *reads)
         values = [*(pools[pool][index] for pool, index in self.sources), *cotangents]
         backward = self._backward(values, paired=paired)
         count, axes, rows = len(self.active_params), dict(sums.experts), [*self.residual_rows, *self.result_rows]
@@ -158,15 +149,15 @@ class Passes:
             return jax.tree.leaves(jax.tree.unflatten(self.tree, values[:size])(list(values[size:])))
 
         closed = jax.make_jaxpr(pull)(values)
-        if self.is_bare:
-            closed = compat.with_jaxpr(closed, names.without_transforms(compat.opened(closed)[0], "transpose", "jvp"))
-        if not paired:
-            return closed
-        from zerojax.gather.paired import depend_on_weights, with_pairs
+        jaxpr = names.without_transforms(compat.opened(closed)[0], "transpose", "jvp")
+        if paired:
+            from zerojax.gather.paired import depend_on_weights, with_pairs
 
-        derived = depend_on_weights(self.derive.jaxpr, [pool == "param" for pool, _ in self.derive_reads])
-        weights = [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
-        return with_pairs(closed, [*weights, *[False] * (len(values) - size)])
+            constants = [True] * len(self.consts)
+            derived = depend_on_weights(self.derive, [*constants, *(pool == "param" for pool, _ in self.derive_reads)])
+            weights = [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
+            jaxpr = with_pairs(jaxpr, [*weights, *[False] * (len(values) - size)])
+        return compat.with_jaxpr(closed, jaxpr)
 
 
 class RowStates(NamedTuple):
@@ -229,13 +220,15 @@ def traced_passes(
         from zerojax.gather.known_parts import divided
 
         jaxpr = divided(jaxpr, jaxpr.invars[: len(params)])
-    forward, sources, derive, reads = _classified(jaxpr, consts, len(params), results)
+    jaxpr = names.without_transforms(jaxpr, "jvp")
+    forward, sources, derive, reads = _classified(jaxpr, len(params), results)
     states: list[State] = [UNKNOWN] * len(jaxpr.outvars)
     if rows.follower is not None:
         states = list(rows.follower.results(jaxpr, given))
         states[: len(rows.results)] = rows.results
     return Passes(
         forward=forward,
+        consts=consts,
         results=results,
         active_params=active_params,
         active_others=active_others,
@@ -266,12 +259,12 @@ def shared_passes(
     chosen = (x if x is None else tuple(x.items() if isinstance(x, Mapping) else x) for x in options.values())
     key = types, tuple(rows.others), tuple(rows.results), *options, *chosen
     if key not in known:
-        passes = traced_passes(function, params, others, rows=rows, **options).bare()
+        passes = traced_passes(function, params, others, rows=rows, **options)
         known[key] = dataclasses.replace(passes, is_shared=True)
     return known[key]
 
 
-def _classified(jaxpr, consts, params: int, results: int):
+def _classified(jaxpr, params: int, results: int):
     """Sort the residuals as the module says, and return `(forward, sources, derive, derive_reads)` for `Passes`.
 
     `params` is the number of arguments that are parameters. The residuals follow the first `results` outputs.
@@ -302,14 +295,14 @@ def _classified(jaxpr, consts, params: int, results: int):
             key = id(atom) if compat.is_literal(atom) else atom  # a literal is not hashable
             sources.append(("derived", derived.setdefault(key, (len(derived), atom))[0]))
     outs = [*jaxpr.outvars[:results], *saved]
-    forward = BoundJaxpr(compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs), consts)
+    forward = compat.part_of(jaxpr, jaxpr.eqns, [*constvars, *jaxpr.invars], outs)
     wanted = [atom for _, atom in derived.values()]
     # `derive` takes known values as arguments, so it must not compute them.
     eqns = [eqn for eqn in jaxpr.eqns if known.keys().isdisjoint(eqn.outvars)]
     eqns, reads = jaxprs.needed_for(eqns, wanted)
     read = [var for var in known if var in reads]
     derive = compat.part_of(jaxpr, eqns, [*constvars, *read], wanted)
-    return forward, tuple(sources), BoundJaxpr(derive, consts), tuple(known[var] for var in read)
+    return forward, tuple(sources), derive, tuple(known[var] for var in read)
 
 
 def _is_cast_or_broadcast(eqn: Any) -> bool:

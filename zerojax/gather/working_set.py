@@ -12,7 +12,7 @@ import jax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.engine import groups_of, trace_loss
-from zerojax.gather.segments import BlockSegment, Gathered, Program, Segment
+from zerojax.gather.segments import BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam, bytes_of
 from zerojax.layout.leaf import Leaf
 
@@ -56,9 +56,8 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
     on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
     program, *_ = trace_loss(on_leaves, leaves, full, args, differing=[0])
     gathering = [s for s in program.segments if s.params]
-    lasting = [s for s in gathering if any(isinstance(result, Gathered) for result in s.results)]
     numbered = [*zip(groups_of(gathering, shared_bytes), gathering, strict=True)]
-    passing = [(number, segment) for number, segment in numbered if segment not in lasting]
+    passing = [(number, segment) for number, segment in numbered if not segment.lasting]
     groups = [[segment for _, segment in group] for _, group in itertools.groupby(passing, lambda pair: pair[0])]
     shared = [bytes_of(p for segment in group for p in segment.params) * (len(group) > 1) for group in groups]
     pairs = zip(groups, shared, strict=True)
@@ -67,7 +66,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
     stacks = {param.root for _, segment in passing for param in segment.stacks}
     whole = [list(_of_segment(program, segment)) for segment in program.segments]
     return WorkingSet(
-        sum(bytes_of(segment.params) for segment in lasting) + max(at_once, default=0),
+        sum(bytes_of(segment.params) for segment in gathering if segment.lasting) + max(at_once, default=0),
         frozenset(i for i, var in enumerate(program.invars) if var in stacks),
         max([*map(_layer_bytes, program.segments, whole), *shared], default=0),
         tuple(itertools.chain.from_iterable(whole)),
@@ -82,10 +81,9 @@ def _layer_bytes(segment: Segment, whole: Sequence[Whole]) -> int:
 
 def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
     """Yield the parameters that a segment of a program gathers whole."""
-    early = [result for result in segment.results if isinstance(result, Gathered)]
-    if early:
-        reader = next((s for s in program.segments if not set(early).isdisjoint(s.others)), None)
-        layers = 1 if reader is None else _scanned(reader, early)
+    if segment.lasting:
+        reader = next((s for s in program.segments if not set(segment.results).isdisjoint(s.others)), None)
+        layers = 1 if reader is None else _scanned(reader, segment.results)
         if reader is not None and layers == 1:  # Each iteration needs all of it.
             return
         path = max(segment.params, key=lambda param: param.leaf.bytes).leaf.path
@@ -100,7 +98,7 @@ def _of_segment(program: Program, segment: Segment) -> Iterator[Whole]:
             yield Whole(param.leaf.path, jaxprs.nbytes(kept), 1)
 
 
-def _scanned(reader: Segment, early: Sequence[Gathered]) -> int:
+def _scanned(reader: Segment, early: Sequence) -> int:
     """Return the number of layers in the values gathered early for a loop, or 1 if one of them is a loop constant."""
     (eqn,) = reader.jaxpr.eqns
     loop = compat.loop_of(eqn)

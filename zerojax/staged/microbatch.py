@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
-from zerojax.gather.segments import Gathered
 from zerojax.staged.chunk_gradients import ChunkGradients
 from zerojax.staged.model_files import READ_AHEAD, ModelFiles
 from zerojax.staged.program import Item, StagedProgram
@@ -94,7 +93,7 @@ class Microbatch:
             for v in [v for v in env if last_read.get(v, -1) <= index and v not in arguments]:
                 del env[v]
         outs = staged.program.outs
-        return [env[a] if isinstance(a, Gathered) or not compat.is_literal(a) else jnp.asarray(a.val) for a in outs]
+        return [jnp.asarray(a.val) if compat.is_literal(a) else env[a] for a in outs]
 
     def backward(self, cotangent: Array) -> dict[int, Array]:
         """Return the cotangents of the arguments not on disk, by index, for a cotangent of the first result."""

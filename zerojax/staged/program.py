@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from zerojax import compat, jaxprs
+from zerojax import compat, jaxprs, names
 from zerojax.comm.mesh import constrain
 from zerojax.dims import NOWHERE
 from zerojax.gather.scan import ScanSegment
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
-from zerojax.gather.segments import BlockResiduals, BlockSegment, Gathered, PlainSegment, Program, Segment, Static
+from zerojax.gather.segments import BlockResiduals, BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, traced_passes
 from zerojax.offload.chunked import MOST_ROWS
@@ -89,7 +89,10 @@ class Stage:
         segment = self._segment
         env = dict(zip(segment.others, others, strict=True)) | self._roots(dict(enumerate(shards)))
         gathered, others = segment.take_inputs(self._gathers(env, segment.params))
-        return (segment.run(gathered, others), []) if self.passes is None else self.passes.run(gathered, others)
+        if self.passes is None:
+            return segment.run(gathered, others), []
+        with names.in_scopes((), "jvp"):
+            return self.passes.run(gathered, others)
 
     def _backward(
         self, shards: Sequence[Array], others: Sequence[Array], saved: Sequence, cotangents: Sequence[Array | None]
@@ -107,7 +110,7 @@ class Stage:
         grads = GradScheduler(env, self._arguments, self._options)
         pairs = zip(segment.results, cotangents, strict=True)
         grads.cotangents.update({key: x for key, x in pairs if x is not None})
-        residuals = BlockResiduals(saved, read, [], None, Static(passes))
+        residuals = BlockResiduals(saved, read, [], None, passes)
         segment.backward(residuals, self._gathers(env, segment.last_gather(residuals)), grads)
         grads.finish()
         found = [grads.cotangents.get(p.root) for p in segment.params]
@@ -195,8 +198,7 @@ class StagedProgram:
 
     def _check_loops(self, segment: Segment) -> None:
         """Raise a ValueError if the segment gathers parameters in full for a loop that could read them in parts."""
-        returned = [key for key in self.program.outs if isinstance(key, Gathered)]
-        early = any(isinstance(key, Gathered) and key not in returned for key in segment.results)
+        early = segment.lasting and set(segment.results).isdisjoint(jaxprs.variables_in(self.program.outs))
         params = dict(zip(segment.jaxpr.invars, segment.params, strict=False))
         inside = [v for v, p in params.items() if p in segment.stacks] or scanned_inside(segment.jaxpr, params)
         whole = params if early else inside
@@ -217,7 +219,7 @@ class StagedProgram:
         for i, item in enumerate(self.items):
             operands = [v for p in item.segment.params for v in p.operands]
             found |= dict.fromkeys([*item.segment.others, *operands], i)
-        return found | dict.fromkeys(variables_of(self.program.outs), len(self.items))
+        return found | dict.fromkeys(jaxprs.variables_in(self.program.outs), len(self.items))
 
     def _weights(self) -> set:
         """Return what segments compute from parameters alone, if no other result of the segment has a cotangent."""
@@ -236,7 +238,7 @@ class StagedProgram:
         assert isinstance(segment, BlockSegment)
         sources = tuple(source_of(param, self.variables[param.root]) for param in segment.params)
         results = None
-        if isinstance(segment, PlainSegment):
+        if not segment.params:
             results = tuple(i for i, key in enumerate(segment.results) if key in self.live)
         wanted = Wanted(
             tuple(p.root in moving for p in segment.params),
@@ -266,7 +268,7 @@ class StagedProgram:
 
     def _reached(self) -> list[Item]:
         """Return the items whose results get cotangents in the backward pass, in the order of that pass."""
-        reached, found = {v for v in variables_of(self.program.outs[:1]) if v in self.live}, []
+        reached, found = {v for v in jaxprs.variables_in(self.program.outs[:1]) if v in self.live}, []
         for item in reversed(self.items):
             passes = item.stage.passes
             if passes is not None and not reached.isdisjoint(item.segment.results[i] for i in passes.active_results):
@@ -287,7 +289,3 @@ def scanned_inside(jaxpr: Any, variables: Collection) -> set:
             outer = {v: atom for v, atom in pairs if not compat.is_literal(atom) and atom in variables}
             found.update(outer[v] for v in scanned_inside(inner, outer))
     return found
-
-
-def variables_of(outs: Sequence) -> list:
-    return [atom for atom in outs if isinstance(atom, Gathered) or not compat.is_literal(atom)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from zerojax import names
 from zerojax.dims.follow import param_states, row_states
 from zerojax.gather.vjp import RowStates, Sums, traced_passes
 from zerojax.jaxprs import split_arrays
@@ -45,10 +46,12 @@ def full_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     active = [i in trained or i in overwritten for i in range(len(values))]
     rows = RowStates(states, (), comm.follower, comm)
     passes = traced_passes(run, (), values, active=active, wanted=(0,), rows=rows)
-    results, saved = passes.run((), values)
+    with names.in_scopes((), "jvp"):
+        results, saved = passes.run((), values)
 
     def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
-        _, found = passes.pull(comm, (), values, saved, [cotangent], sums=Sums.of(trained, experts))
+        with names.in_scopes((), "transpose", "jvp"):
+            _, found = passes.pull(comm, (), values, saved, [cotangent], sums=Sums.of(trained, experts))
         of = dict(zip(passes.active_others, found, strict=True))
         return [of[i] for i in trained], [of[i] for i in overwritten]
 

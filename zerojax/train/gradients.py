@@ -163,7 +163,7 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
         return zeros if grad is None else comm.like(grad, zeros)
 
     def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
-        grads = run_backward(program, values, active, residuals, [cotangent, *[None] * (len(results) - 1)], options)
+        grads = run_backward(program, values, residuals, [cotangent, *[None] * (len(results) - 1)], options)
         return [in_form(i, grads[i]) for i in layout.trained], [in_form(i, grads[i]) for i in overwritten]
 
     return jax.tree.unflatten(structure, results), pull
