@@ -5,7 +5,7 @@ that choose parameters have their own files, and `Offload` is in `zerojax.offloa
 """
 
 from zerojax.config.checks import Option, check_count, check_flag, check_word, path_of
-from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, OffloadOption, with_auto_axes
+from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, with_auto_axes
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, resolve_axes
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Config",
     "DataMesh",
     "LayoutPolicy",
-    "OffloadOption",
     "Option",
     "check_count",
     "check_flag",

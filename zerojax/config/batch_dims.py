@@ -1,4 +1,4 @@
-"""Divide the dims of a batch over the axes of a mesh, as the option `batch_spec` says."""
+"""Divide the dims of a batch over the axes of a mesh, as the option `batch_spec` says, such as the sequence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.config.data_mesh import axes_of, entry_axes, in_words
+from zerojax.config.data_mesh import DataMesh, axes_of, entry_axes, in_words
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +59,43 @@ class BatchSpec:
         try:
             tree = jax.tree.unflatten(self.structure, self.specs)
             each = lambda spec, part: jax.tree.map(lambda x: cut(spec, x), part)
-            return jax.tree.map(each, tree, batch, is_leaf=lambda x: isinstance(x, PartitionSpec))
+            return jax.tree.map(each, tree, batch, is_leaf=_is_spec)
         except ValueError as error:
             raise ValueError(
                 f"batch_spec= is the tree {self.structure}, and the batch {jax.tree.structure(batch)}. Give one spec "
                 f"for all leaves, or a tree of specs with the structure of the batch, or of its beginning."
             ) from error
+
+    def shardings(self, mesh: Mesh, data: DataMesh, batch: Any) -> Any:
+        """Return the sharding of each leaf of a batch. Raise a ValueError if the specs do not fit the batch."""
+        if undivided := self.first_undivided(data, batch):
+            name, dim, size, axes = undivided
+            parts = data.size(axes)
+            below, above = size // parts * parts, -(-size // parts) * parts
+            raise ValueError(
+                f"Cannot divide {name} over mesh {in_words(axes)}: its dim {dim} has a size of {size}, and the "
+                f"{'axis has' if len(axes) == 1 else 'axes have'} {parts} devices. Give a size of "
+                f"{f'{below} or {above}' if below else above} (for inputs and for targets, not for a window that is "
+                f"one longer), or a batch_spec= that does not divide this dim."
+            )
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.over(batch), is_leaf=_is_spec)
+
+    def first_undivided(self, data: DataMesh, batch: Any) -> tuple[str, int, int, tuple[str, ...]] | None:
+        """Return `(name, dim, size, axes)` of the first dim of the batch that the mesh does not divide, or None."""
+        leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
+        for (path, x), spec in zip(leaves, jax.tree.leaves(self.over(batch), is_leaf=_is_spec), strict=True):
+            for dim, (size, entry) in enumerate(zip(np.shape(x), spec, strict=False)):
+                if size % data.size(entry_axes(entry)):
+                    return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_axes(entry)
+        return None
+
+
+def is_divisible(batch: Any, data: DataMesh, spec: BatchSpec | None) -> bool:
+    """Return whether the mesh axes evenly divide the rows of every leaf, and the dims that `spec` names."""
+    if not all(np.ndim(x) and np.shape(x)[0] % data.workers == 0 for x in jax.tree.leaves(batch)):
+        return False
+    return spec is None or spec.first_undivided(data, batch) is None
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

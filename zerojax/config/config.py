@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
 from zerojax.config.checks import Option, check_word
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
@@ -32,29 +32,6 @@ BUCKET_BYTES = 128 << 20
 SHARED_BYTES = 1 << 20
 # An example of each option that is an object, for errors.
 EXAMPLES = {"precision": "Precision.bf16()", "wire": 'Wire(gather="int8")', "offload": 'Offload(optimizer="host")'}
-
-
-class OffloadOption(Option):
-    """What the core asks the option `offload`, whose class is `zerojax.Offload`. It describes the fields."""
-
-    argument = "offload"
-    optimizer: Literal["host", "disk"] | None
-    params: Literal["host", "disk"] | None
-    update: Literal["device", "host"]
-    fraction: float
-    where: Any
-    path: Any
-    chunk_bytes: int
-    host_bytes: int | None
-    device_bytes: int | None
-
-    def host_sharding(self, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-        """Return the sharding of an array that is kept in host memory."""
-        raise NotImplementedError
-
-    def check_host_memory(self, mesh: Mesh, bytes_per_device: int) -> None:
-        """Raise a `MemoryError` if parameters of this many bytes do not fit into host memory."""
-        raise NotImplementedError
 
 
 def with_auto_axes(mesh: Any) -> Any:
@@ -95,7 +72,7 @@ class Config:
     precision: Precision | None = None
     trainable: Callable[[str, Any], bool] | None = None
     overwrite: Callable[[str, Any], bool] | None = None
-    offload: OffloadOption | None = None
+    offload: Any = None  # `Offload`, which is defined above this package
     batch_spec: BatchSpec | None = None
     view: str = "global"
     wire: Wire | None = None
@@ -117,10 +94,7 @@ class Config:
                     f"{argument} names {in_words(tuple(missing))}, over which no rows are divided: axis={self.axis!r}. "
                     f"Name some of these axes, or leave {argument} out."
                 )
-        if self.params_axis:
-            self._check_params_axis()
-        if self.expert_axis:
-            self._check_expert_axis()
+        self._check_axes()
         if self.batch_spec is not None:
             self.batch_spec.check(self.axis, dict(self.user_mesh.shape))
         given = {name: option for name in EXAMPLES if (option := getattr(self, name)) is not None}
@@ -130,26 +104,24 @@ class Config:
         for option in given.values():
             option.check(self)
 
-    def _check_params_axis(self) -> None:
-        if self.stage != 3:
+    def _check_axes(self) -> None:
+        if self.params_axis and self.stage != 3:
             raise ValueError(
                 f"Tuning(params_axis={self.params_axis!r}) needs stage 3: stage {self.stage} keeps parameters "
                 f"replicated. Use stage=3, or leave params_axis out."
             )
-        if self.shard_axis:
+        if self.params_axis and self.shard_axis:
             raise ValueError(
                 f"Tuning(shard_axis={self.shard_axis!r}) shards everything over these axes, but with "
                 f"params_axis={self.params_axis!r} gradients and optimizer state are sharded over all of axis=. Give "
                 f"one of them."
             )
-
-    def _check_expert_axis(self) -> None:
-        if self.view == "device":
+        if self.expert_axis and self.view == "device":
             raise ValueError(
                 f'expert_axis={self.expert_axis!r} leaves experts divided, but with view="device" the loss sees every '
                 f"parameter in full. Use the global view, and call the experts in a jax.shard_map over these axes."
             )
-        if self.params_axis:
+        if self.expert_axis and self.params_axis:
             raise ValueError(
                 f"Tuning(params_axis=) cannot be combined with expert_axis={self.expert_axis!r}. Leave one of them out."
             )
@@ -214,15 +186,6 @@ class Config:
         """Return whether the optimizer state has master weights, of which the parameters are a narrower copy."""
         precision = self.precision
         return precision is not None and self.stores_compute_dtype and precision.compute != precision.master
-
-    def require_jit(self) -> None:
-        """Raise a ValueError if `jax.jit` is disabled, and `offload` needs programs that keep arrays where they are."""
-        settings: Any = jax.config
-        if self.offload is not None and settings.jax_disable_jit:
-            raise ValueError(
-                "JAX_DISABLE_JIT (or jax.disable_jit) is on, and offload= needs compiled programs, which say in which "
-                "memory each array is. Leave one of them out: without offload= the numbers are the same."
-            )
 
     @functools.cached_property
     def data(self) -> DataMesh:

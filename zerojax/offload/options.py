@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.config import Config, OffloadOption, check_word
+from zerojax.config import Config, Option, check_word
 from zerojax.config.chosen import checked_where, chooses
 from zerojax.offload.host import check_host_memory, host_sharding
 from zerojax.units import parse_bytes
@@ -19,7 +20,7 @@ CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Offload(OffloadOption):
+class Offload(Option):
     """The model states that are kept outside of device memory, and where they are updated.
 
     Each device's shard of the optimizer state, including master weights, is kept in pinned memory or in files of the
@@ -57,6 +58,8 @@ class Offload(OffloadOption):
     Examples:
         >>> tx = zero_shard(optax.adamw(3e-4), stage=3, offload=Offload(optimizer="host"))
     """
+
+    argument = "offload"
 
     optimizer: Literal["host", "disk"] | None = None
     params: Literal["host", "disk"] | None = None
@@ -169,6 +172,15 @@ class Offload(OffloadOption):
             raise ValueError(
                 f'view={config.view!r} runs a step as one program, and Offload(params="disk") in stages. Use the '
                 f"global view."
+            )
+
+    def require_jit(self) -> None:
+        """Raise a ValueError if `jax.jit` is disabled, because compiled programs say in which memory arrays are."""
+        settings: Any = jax.config
+        if settings.jax_disable_jit:
+            raise ValueError(
+                "JAX_DISABLE_JIT (or jax.disable_jit) is on, and offload= needs compiled programs, which say in which "
+                "memory each array is. Leave one of them out: without offload= the numbers are the same."
             )
 
     def host_sharding(self, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:

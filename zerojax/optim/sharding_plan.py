@@ -119,7 +119,8 @@ def make_plan(config: Config, params: Any) -> ShardingPlan:
 
 def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     """Add gradients and optimizer state to a layout of parameters. Only leaves with an elementwise update stay flat."""
-    config.require_jit()
+    if config.offload is not None:
+        config.offload.require_jit()
     check_choices(config, layout)
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)

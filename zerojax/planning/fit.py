@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.config import Config, OffloadOption, check_count
+from zerojax.config import Config, check_count
 from zerojax.gpus.devices import Device, Rates, Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.offload.options import Offload
@@ -55,7 +55,7 @@ class Candidate:
     devices: int
     stage: int
     loss: str
-    offload: OffloadOption | None
+    offload: Offload | None
     rows: int
     peak: int
     offloaded: int

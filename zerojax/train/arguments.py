@@ -151,9 +151,7 @@ def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
 def batch_shardings(config: Config, mesh: Mesh, batch: PyTree) -> Any:
     """Return the sharding of each leaf of a batch. Raise a ValueError if `batch_spec` does not fit the batch."""
     if config.batch_spec is not None:
-        from zerojax.train.batches import shardings_of_spec
-
-        return shardings_of_spec(config, mesh, batch)
+        return config.batch_spec.shardings(mesh, config.data, batch)
     sharding = batch_sharding(mesh, config.data)
     return jax.tree.map(lambda _: sharding, batch)
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 
 from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
+from zerojax.config.batch_dims import is_divisible
 from zerojax.gather.on_use import gather_on_use
 from zerojax.layout.leaf import has_chunked
 from zerojax.layout.tree import layout_of
 from zerojax.placement.problems import unusable_named
 from zerojax.placement.storage import cast, storage_leaves
 from zerojax.train.arguments import NO_BATCH, call_unpacked, place_batch, place_leaf, separated
-from zerojax.train.batches import check_leaf_types, first_undivided
+from zerojax.train.batches import check_leaf_types
 from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of
 
@@ -57,7 +57,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
     @functools.cache
     def program_for(others: tuple) -> Callable:
         def program(params, batch, *args):
-            rows = batch if is_divisible(config, batch) else ()
+            rows = batch if is_divisible(batch, config.data, config.batch_spec) else ()
             shardings = lambda results: row_shardings(config.mesh, config.data, results, rows)
             call = functools.partial(run, others)
             return on_auto_mesh(config.user_mesh, call, params, batch, *with_types(args), shardings=shardings)
@@ -80,7 +80,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
             on_disk = has_chunked(params)
             is_new = not on_disk and same.is_new(signature_of(params), batch, args)
             wait_if_simulated(config.mesh, (params, batch, args))
-            if is_divisible(config, batch):
+            if is_divisible(batch, config.data, config.batch_spec):
                 rows = place_batch(config, batch)
             else:
                 rows = jax.tree.map(lambda x: place_leaf(x, replicated(config.user_mesh)), batch)
@@ -100,10 +100,3 @@ def others_of(config: Config, params: PyTree) -> tuple:
         return ()
     others = tuple(leaf.others for leaf in layout_of(config, params).params)
     return others if any(others) else ()
-
-
-def is_divisible(config: Config, batch: PyTree) -> bool:
-    """Return whether the mesh axes evenly divide the rows of every leaf, and the dims that `batch_spec` names."""
-    if not all(jnp.ndim(x) and jnp.shape(x)[0] % config.data.workers == 0 for x in jax.tree.leaves(batch)):
-        return False
-    return config.batch_spec is None or first_undivided(config, batch) is None

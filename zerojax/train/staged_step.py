@@ -51,7 +51,7 @@ class StagedStep:
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
         config = self.program.config
-        config.require_jit()
+        config.offload.require_jit()
         return on_auto_mesh(config.user_mesh, self._planned(state.plan).run, state, rows, with_types(args))
 
     def trace(self, state: ZeroState, rows: Any, args: tuple) -> Any:

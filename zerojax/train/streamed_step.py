@@ -42,7 +42,7 @@ class StreamedStep(JittedStep):
         return self.jit(self.program.resident_step)
 
     def run(self, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Any]:
-        self.program.config.require_jit()
+        self.program.config.offload.require_jit()
         if not state.plan.offloaded:
             return super().run(state, rows, args)
         return on_auto_mesh(self.program.config.user_mesh, self._stream, state, rows, with_types(args))

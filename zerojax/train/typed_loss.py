@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.comm.mesh import Typed, explicit_part, is_typed, without_types
 from zerojax.comm.typed import TypedFunction, typed_mesh
 from zerojax.config import Config
-from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
+from zerojax.config.batch_dims import is_divisible
+from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.jaxprs import ARRAYS, split_arrays
 from zerojax.layout.tree import Layout
 
@@ -69,8 +68,7 @@ class TypedLoss:
         rows = PartitionSpec(spec_entry(config.data.batch))
         specs = jax.tree.map(lambda _: rows, batch) if config.batch_spec is None else config.batch_spec.over(batch)
         specs = jax.tree.map(named, specs, is_leaf=is_spec)
-        divided = jax.tree.map(lambda spec, x: is_divided(config, spec, x), specs, batch, is_leaf=is_spec)
-        if not all(jax.tree.leaves(divided)):
+        if not is_divisible(batch, config.data, config.batch_spec):
             specs = full(batch)
         of_args = jax.tree.map(lambda x: named(x.spec) if is_typed(x) else PartitionSpec(), args, is_leaf=is_typed)
         return of_params, full(mutable), specs, of_args
@@ -87,10 +85,3 @@ def on_one_device(config: Config) -> Config:
 
 def is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
-
-
-def is_divided(config: Config, spec: PartitionSpec, x: Any) -> bool:
-    """Return whether the mesh axes of a spec divide the dims of an array evenly."""
-    sizes = dict(config.data.sizes)
-    parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in spec]
-    return len(parts) <= jnp.ndim(x) and all(n % k == 0 for n, k in zip(jnp.shape(x), parts, strict=False))
