@@ -151,7 +151,7 @@ def test_which_leaves_share_a_bucket(leaves, limit, expected):
 @pytest.mark.slow
 def test_gradients_are_reduced_in_the_type_of_the_wire():
     leaves = [leaf_of(name, ("gpu",), dtype) for name in SHAPES for dtype in (jnp.bfloat16, jnp.int32)]
-    comm = ManualCollectives(AXES, reduce=np.dtype(np.float32))
+    comm = ManualCollectives(AXES, reduce_dtype=np.dtype(np.float32))
     stacks = [jnp.full((8, *leaf.shape), 257, leaf.dtype) for leaf in leaves]
     for leaf, x in zip(leaves, jax.jit(reduced(comm, leaves, False))(stacks), strict=True):
         assert x.dtype == (leaf.dtype if leaf.dtype == np.int32 else np.float32)

@@ -67,7 +67,7 @@ class Collectives(ManualCollectives):
     @functools.cached_property
     def follower(self) -> Any:
         """Return the `Follower` that finds the rows of the batch in each value. None in device view."""
-        return Follower(self._workers, guesses=True, axes=self.axes)
+        return None if self.mesh is None else Follower(self._workers, guesses=True, axes=self.axes)
 
     def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
         """Raise a `ValueError` if a shard is not laid out as its leaf says."""
@@ -108,7 +108,7 @@ class Collectives(ManualCollectives):
         specs = [PartitionSpec(axes, *leaf.other_spec) for axes, leaf in zip(over, chosen, strict=True)]
         shards = self._mapped(reduce, specs, [*map(self._reduced_spec, chosen)])(*(grads[i] for i in partial))
         reduced = dict(zip(partial, shards, strict=True))
-        cast = lambda grad: grad.astype(self.reduce_dtype(grad.dtype))
+        cast = lambda grad: grad.astype(self.reduced_dtype(grad.dtype))
         pairs = enumerate(zip(grads, leaves, strict=True))
         return [reduced[i] if i in reduced else to_storage(self.mesh, cast(x), leaf) for i, (x, leaf) in pairs]
 
@@ -132,7 +132,7 @@ class Collectives(ManualCollectives):
             devices = math.prod(self.mesh.shape[axis] for axis in axes)
             is_partial = grads[i].ndim > len(leaves[i].shape)
             if is_partial and (leaves[i].dim is None or grads[i].shape[0] != devices):
-                grads[i] = grads[i].astype(self.reduce_dtype(grads[i].dtype)).sum(0)
+                grads[i] = grads[i].astype(self.reduced_dtype(grads[i].dtype)).sum(0)
         return grads
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -209,7 +209,7 @@ class Collectives(ManualCollectives):
 
     def on_own_rows(self, closed: Any, rows: Rows) -> Any:
         """Return a jaxpr whose kernels run on each device's rows. `rows` says which dim of each argument holds rows."""
-        if not jaxprs.has_kernel(compat.opened(closed)[0]):
+        if self._workers == 1 or not jaxprs.has_kernel(compat.opened(closed)[0]):
             return closed
         from zerojax.comm import own_rows
 
@@ -217,7 +217,7 @@ class Collectives(ManualCollectives):
 
     def undivided_kernels(self) -> list[str]:
         """Warn about kernels that every device runs on all rows, and return the warnings."""
-        if not self.follower.undivided:
+        if self.follower is None or not self.follower.undivided:
             return []
         from zerojax.comm import own_rows
 
@@ -299,7 +299,8 @@ class Collectives(ManualCollectives):
         return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
     def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
-        place = None if rows is None else next((p for p in sorted(rows.places) if p.outer == 1), None)
+        known = () if rows is None or self._workers == 1 else sorted(rows.places)
+        place = next((p for p in known if p.outer == 1), None)
         if place is None:  # let the compiler fetch the first element
             return fn(x[(slice(1),) * x.ndim])
         return self._mapped(fn, (dim_spec(place.dim, self.axes),), PartitionSpec())(x)

@@ -6,21 +6,14 @@ Every value is one device's part, and a gradient that is not reduced is this dev
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from zerojax.comm import barriers
-from zerojax.comm.collectives import Collectives, Rows
+from zerojax.comm.collectives import Collectives
 from zerojax.comm.manual import ManualCollectives
 from zerojax.config.data_mesh import in_words
-from zerojax.dims import State
 from zerojax.layout.leaf import Leaf, pad
 
 if TYPE_CHECKING:
@@ -29,15 +22,12 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCollectives(Collectives):
-    """The collectives of one device. `Collectives` describes the methods."""
+    """The collectives of one device. `Collectives` describes the methods, and has those that suit a single worker."""
 
     all_gather = ManualCollectives.all_gather
     reduce_scatter = ManualCollectives.reduce_scatter
     reduce_across = ManualCollectives.reduce_across
-
-    @functools.cached_property
-    def follower(self) -> None:
-        return None
+    _workers = 1  # this device
 
     @property
     def losses(self) -> int:
@@ -78,40 +68,8 @@ class DeviceCollectives(Collectives):
         padded = pad(x, dim, extent * lax.axis_size(axes))
         return lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * extent, extent, dim)
 
-    def backward(
-        self,
-        closed: Any,
-        values: Sequence,
-        rows: Rows,
-        grads: Sequence[int],
-        zero: Array | None = None,
-        *,
-        experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
-    ) -> list:
-        return barriers.evaluate_after(zero, closed, values)
-
-    def by_worker(self, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> list[Array] | None:
-        return None
-
-    def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        return jnp.zeros(shape, dtype)
-
-    def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        return grad
-
-    def on_own_rows(self, closed: Any, rows: Rows) -> Any:
-        return closed
-
-    def undivided_kernels(self) -> list[str]:
-        return []
-
-    def element(self, x: Array, rows: State) -> Array:
-        return x.ravel()[0]
-
-    def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        return barriers.zero_after(anchor)
-
 
 def of_one_worker(comm: Collectives) -> DeviceCollectives:
     """Return the collectives of `comm` for code that runs once per worker, under `jax.vmap` over partial sums."""
-    return DeviceCollectives(comm.axes, comm.bucket_bytes, comm.reduce, comm.wire, comm.defers, comm.shared_bytes)
+    options = comm.reduce_dtype, comm.wire, comm.defers, comm.shared_bytes
+    return DeviceCollectives(comm.axes, comm.bucket_bytes, *options)

@@ -41,7 +41,7 @@ class ManualCollectives:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
         bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, each is alone.
-        reduce: The floating type in which gradients are summed over the devices. None: the type of each gradient.
+        reduce_dtype: The floating type in which gradients are summed over the devices. None: the type of each gradient.
         wire: The formats of quantised leaves. None: no leaf is quantised.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
         shared_bytes: Consecutive blocks of stage 3 share a gather if they gather at most this many logical bytes
@@ -51,7 +51,7 @@ class ManualCollectives:
     axes: tuple[str, ...]
     # In the GPT benchmark on 8 x H200, compute hides 87% of the bytes with 32 MiB, and 96% with 128 MiB, a full layer.
     bucket_bytes: int = BUCKET_BYTES
-    reduce: np.dtype | None = None
+    reduce_dtype: np.dtype | None = None
     wire: Wire | None = None
     defers: bool = False
     shared_bytes: int = 0
@@ -60,15 +60,15 @@ class ManualCollectives:
         if self.bucket_bytes < 0:
             raise ValueError(f"bucket_bytes={self.bucket_bytes} must be at least 0; 0 gathers every leaf by itself.")
 
-    def reduce_dtype(self, dtype: np.dtype) -> np.dtype:
+    def reduced_dtype(self, dtype: np.dtype) -> np.dtype:
         if not jnp.issubdtype(dtype, jnp.floating):
             return dtype
-        return _at_least_bfloat16(dtype) if self.reduce is None else self.reduce
+        return _at_least_bfloat16(dtype) if self.reduce_dtype is None else self.reduce_dtype
 
     def sum_dtype(self, dtype: np.dtype) -> np.dtype:
         """Return the type in which one device sums a parameter's gradients from several uses: at least bfloat16."""
         wide = _at_least_bfloat16(dtype)
-        return wide if self.reduce is None else common_dtype(wide, self.reduce)
+        return wide if self.reduce_dtype is None else common_dtype(wide, self.reduce_dtype)
 
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], *, exposed: bool = False
@@ -99,7 +99,7 @@ class ManualCollectives:
         gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
         Buckets of at most `shared_bytes` have no order, because the order would only delay larger ones.
         """
-        return self._reduced([grad.astype(self.reduce_dtype(grad.dtype)) for grad in grads], leaves, exposed=exposed)
+        return self._reduced([grad.astype(self.reduced_dtype(grad.dtype)) for grad in grads], leaves, exposed=exposed)
 
     def _reduced(self, values: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
         results, before = list(values), []

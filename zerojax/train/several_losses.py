@@ -82,7 +82,7 @@ def accumulated_gradients(view: View, given: LossInputs, scale: Array) -> StepGr
     def zeros(k) -> Array:
         leaf = view.layout.params[view.layout.trained[k]]
         wide = common_dtype(leaf.dtype, jnp.float32)
-        dtype = wide if view.config.precision is None else comm.reduce_dtype(leaf.dtype)
+        dtype = wide if view.config.precision is None else comm.reduced_dtype(leaf.dtype)
         if view.reduces_each:
             return jnp.zeros(comm.grad_shape(view.reduced(k)), dtype)
         # The gradient of experts is no partial sum.
