@@ -32,8 +32,7 @@ PERIOD_S = 1.0
 MOST_PER_SECOND = 64  # messages to the coordinator from all processes together
 REMEMBERED = 32  # how many of the last calls a process publishes
 STUCK_S = 5.0  # a call that takes longer is compared with the calls of other processes
-SILENT_S = 6.0  # after a failure, a process that publishes nothing for this time counts as dead
-LAST_WORDS_S = 10.0  # how long a process that failed waits until the others end
+LAST_WORDS_S = 10.0  # how long a process that failed waits for the others; one that publishes nothing counts as dead
 END_S = 60.0  # how long a process that ended without error waits for the others, before JAX's shutdown waits
 AGAIN = 75  # the exit status EX_TEMPFAIL of sysexits.h, which asks to try again
 STATE, NOTICE = "zerojax/state", "zerojax/notice"
@@ -50,12 +49,12 @@ class Call:
     """A call that all processes make."""
 
     number: int  # the number of the call in the run, from 0, or -1 if the call is not counted
-    name: str  # the name of the call, such as `"step 3"`
+    name: str  # such as `"step 3"`
     # whether the call ends when its `result` is ready; calls that exchange messages have a timeout instead
     watched: bool = True
     result: Any = None  # an array that the call computes, or None if the call has not dispatched it yet
     failed: bool = False  # whether the call raised an error
-    begun: float = dataclasses.field(default_factory=time.monotonic)  # when the call began, by the monotonic clock
+    begun: float = dataclasses.field(default_factory=time.monotonic)
 
     @property
     def has_ended(self) -> bool:
@@ -74,10 +73,7 @@ def is_of_all(mesh: Mesh) -> bool:
 
 @functools.cache
 def rank() -> tuple[int, int]:
-    """Return the index of this process and the number of processes.
-
-    Both are cached, because asking JAX at exit would initialise its backend again.
-    """
+    """Return the index of this process and the number of processes. At exit, JAX would initialise its backend again."""
     return jax.process_index(), jax.process_count()
 
 
@@ -86,15 +82,11 @@ class Events:
 
     def __init__(self):
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
-        self.counted, self._beat, self._frozen = 0, 0, 0.0  # `counted` is the number of calls
+        self.counted, self._beat = 0, 0  # the number of calls, and of publications
         self._thread: int | None = None  # the thread whose calls are counted
         self._watcher: threading.Thread | None = None  # made by the first call, because a forked process has no threads
         self._at_end = threading.Event()
         self._said: set[int] = set()
-
-    def __reduce__(self):
-        """Pickle only the name `EVENTS`, so that a process that unpickles this object gets its own `EVENTS`."""
-        return "EVENTS"
 
     @contextmanager
     def calling(self, name: str, mesh: Mesh) -> Iterator[Call]:
@@ -125,11 +117,11 @@ class Events:
 
     def publish(self) -> None:
         self._beat += 1
-        state = json.dumps({"beat": self._beat, "frozen": self._frozen, "calls": list(self._names().items())})
+        state = json.dumps({"beat": self._beat, "calls": list(self._names().items())})
         coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
 
     def others(self) -> dict[int, dict[str, Any]]:
-        """Return the last state of each other process, with `beat`, `frozen` (in seconds), and `calls` by number."""
+        """Return the last state of each other process, with `beat`, and `calls` by number."""
         return {i: one | {"calls": dict(one["calls"])} for i, one in _of_others(STATE).items()}
 
     def difference(self) -> str:
@@ -151,16 +143,13 @@ class Events:
 
     def _watch(self) -> None:
         """Publish the calls of this process and read notices of others, until the process ends. Runs in a thread."""
-        before = time.monotonic()
         while not self._at_end.wait(period()):
-            self._frozen += gap_since(before, period())
             try:
                 self.publish()
                 self._heed(failures())
             except Exception:
                 if coordination_client() is None:  # jax.distributed.shutdown was called
                     return
-            before = time.monotonic()
 
     def _heed(self, failed: dict[int, dict[str, Any]]) -> None:
         """Print which processes failed. End this process if its call hangs and another failed or differs."""
@@ -184,12 +173,8 @@ class Events:
         """End together with the other processes, or alone if one is dead, because JAX would wait for it."""
         error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         try:
-            if coordination_client() is None:
-                return
-            if error is None:
-                self._end_well()
-            else:
-                self._end_badly(one_line(error))
+            if coordination_client() is not None:
+                self._end_well() if error is None else self._end_badly(one_line(error))
         except Exception as failure:  # the coordinator is gone
             if error is not None:
                 say(f"JAX's coordination service, of process 0, does not answer: {one_line(failure)}")
@@ -208,8 +193,7 @@ class Events:
         give_notice(0, THE_END)
         begun = time.monotonic()
         while time.monotonic() - begun < END_S:
-            if failed := failures():
-                other, notice = next(iter(failed.items()))
+            for other, notice in failures().items():
                 why = f"process {rank()[0]} came to its end, but process {other}: {notice['text']}"
                 leave(notice["status"], say(why))
             if len(_of_others(NOTICE)) == rank()[1] - 1:
@@ -217,25 +201,20 @@ class Events:
             time.sleep(0.1)
 
     def _end_badly(self, text: str) -> None:
-        """Wait a limited time until the other processes fail, too, and then end. Do not wait for dead processes."""
-        begun, (index, count) = time.monotonic(), rank()
-        beats = lambda: {other: state["beat"] for other, state in self.others().items()}
-        first = beats()
+        """Wait a limited time until the other processes end, too. JAX's shutdown would wait for dead ones."""
+        (index, count), before = rank(), self.others()
         give_notice(1, text)
-        left, silent = set(range(count)) - {index}, []
-        while left and time.monotonic() - begun < LAST_WORDS_S * period():
-            notices = _of_others(NOTICE)
-            left -= set(notices)
-            if not left and not any(one["leaves"] for one in notices.values()):
-                return  # all processes reach JAX's own end
-            now = beats()
-            silent = sorted(i for i in left if now.get(i) == first.get(i))
-            if len(silent) == len(left) and time.monotonic() - begun > SILENT_S * period():
-                break
+        begun = time.monotonic()
+        while len(ended := _of_others(NOTICE)) < count - 1 and time.monotonic() - begun < LAST_WORDS_S * period():
             time.sleep(0.2)
+        left = set(range(count)) - {index, *ended}
+        if not left and not any(notice["leaves"] for notice in ended.values()):
+            return  # all processes reach JAX's own end
         if difference := self.difference():
             leave(1, say(difference))
-        if silent:
+        beats = lambda states: {other: state["beat"] for other, state in states.items()}
+        first, now = beats(before), beats(self.others())
+        if silent := sorted(other for other in left if first.get(other) == now.get(other)):
             who = ", ".join(map(str, silent))
             say(f"process {who} of {count} died or hangs: process {index} ends, to be started again.")
         leave(AGAIN if silent else 1, text)
@@ -247,10 +226,9 @@ def failures() -> dict[int, dict[str, Any]]:
 
 
 def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
-    """Tell the other processes that this process ends, and why. A status of 0 means that there is no error.
+    """Tell the other processes that this process ends, and why; with a status of 0, without an error.
 
-    `leaves` says whether the process ends at once, so that the others must not wait for this process in JAX's
-    shutdown.
+    `leaves` says that it ends at once, so that the others must not wait for it in JAX's shutdown.
     """
     notice = json.dumps({"status": status, "text": text, "leaves": leaves})
     coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)
@@ -267,14 +245,8 @@ def leave(status: int, text: str) -> None:
 
 
 def period() -> float:
-    """Return the seconds between two publications of one process. The period is longer if there are many processes."""
+    """Return the seconds between two publications of one process."""
     return PERIOD_S * max(1.0, rank()[1] / MOST_PER_SECOND)
-
-
-def gap_since(before: float, slept: float) -> float:
-    """Return for how many seconds a debugger or the machine stopped the process while a thread slept."""
-    gap = time.monotonic() - before - slept
-    return gap if gap > 1.0 else 0.0
 
 
 def say(text: str) -> str:
@@ -299,7 +271,7 @@ def _messages(folder: str) -> dict[int, Any]:
 
 
 def _exit(status: int) -> None:
-    """End the process without JAX's shutdown, which waits for the other processes."""
+    # JAX's shutdown would wait for the other processes.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
@@ -309,9 +281,9 @@ EVENTS = Events()  # one per process, like the client of the coordination servic
 
 
 class Processes:
-    """The processes of the run. This process has the index `index`, and waits up to `timeout` seconds for messages.
+    """The processes of the run, of which this one is `index`.
 
-    An `error` is raised if a process does not answer, or if `agree` gets a failure.
+    An `error` is raised if a process does not answer within `timeout` seconds, or if `agree` gets a failure.
     """
 
     def __init__(

@@ -16,10 +16,9 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-import jax
 from jax.sharding import Mesh
 
-from zerojax.comm.processes import AGAIN, EVENTS, Call, gap_since, is_of_all, leave, say
+from zerojax.comm.processes import AGAIN, EVENTS, Call, is_of_all, leave, rank, say
 from zerojax.train.protocol import Executor
 from zerojax.train.same_run import SameCalls, require_same_programs
 from zerojax.train.step_program import StepCall, StepProgram
@@ -76,32 +75,29 @@ class Guard:
 
 
 def _wait(steps: queue.SimpleQueue[tuple[int, Call] | None], timeout: float, ends: bool) -> None:
-    """Wait for each step in the queue, until None. Time in which this or another process was stopped does not count.
+    """Wait for each step in the queue, until None.
 
-    The thread has no reference to the `Guard`, so that the `Guard` can be garbage-collected.
+    The thread has no reference to the `Guard`, so that the `Guard` can be garbage-collected. It counts how often it
+    slept: time in which a debugger or the machine stopped the process does not count.
     """
-    frozen = 0.0  # seconds for which another process has been stopped
+    nap = min(0.05, timeout / 20)
     while (step := steps.get()) is not None:
-        begun, limit = time.monotonic(), timeout
+        waited, limit = 0.0, timeout
         while not step[1].has_ended:
-            if time.monotonic() - begun > limit:
-                before = frozen
-                with suppress(Exception):  # the coordination service may be gone
-                    frozen = max(one["frozen"] for one in EVENTS.others().values())
-                begun += max(0.0, frozen - before)
-                if time.monotonic() - begun > limit:
-                    _say_late(step[0], limit, ends)
-                    limit *= 2
-            before, nap = time.monotonic(), min(0.05, timeout / 20)
+            if waited > limit:
+                _say_late(step[0], limit, ends)
+                limit *= 2
             time.sleep(nap)
-            begun += gap_since(before, nap)
+            waited += nap
 
 
 def _say_late(number: int, limit: float, ends: bool) -> None:
     """Print what is known about the step that did not end, and end the process if `ends`."""
-    index, count = jax.process_index(), jax.process_count()
+    index, count = rank()
     within = f"{'timeout=' if ends else ''}{limit:g} s"
-    said = [f"step {number} did not end within {within} on process {index} of {count}.", *_behind(index, count)]
+    said = [f"step {number} did not end within {within} on process {index} of {count}."]
+    with suppress(Exception):  # the coordination service may be gone
+        said += _behind(index, count) if count > 1 else []
     for line in said:
         say(line)
     faulthandler.dump_traceback(sys.stderr)
@@ -111,12 +107,12 @@ def _say_late(number: int, limit: float, ends: bool) -> None:
 
 
 def _behind(index: int, count: int) -> list[str]:
-    found, last = [], EVENTS.counted - 1
-    with suppress(Exception):
-        others = EVENTS.others() if count > 1 else {}
-        for other in sorted(set(range(count)) - {index}):
-            calls = others.get(other, {"calls": {}})["calls"]
-            if max(calls, default=-1) < last:
-                at = calls[max(calls)] if calls else "no call"
-                found.append(f"process {other} was last seen in {at}: process {index} waits for it in a collective.")
-    return found
+    """Say which processes have not made the last call of this one."""
+    states = EVENTS.others()
+    calls = {other: states[other]["calls"] if other in states else {} for other in range(count) if other != index}
+    return [
+        f"process {other} was last seen in {made[max(made)] if made else 'no call'}: process {index} waits for it in a "
+        f"collective."
+        for other, made in calls.items()
+        if max(made, default=-1) < EVENTS.counted - 1
+    ]
