@@ -88,7 +88,7 @@ def measure(optimizer: str, how: str, *, topology: str = "h200:8", layers: int =
         "products ms": round(1e3 * times.products, 3),
         "temp MiB": round(compiled.memory_analysis().temp_size_in_bytes / 2**20, 1),
         "compile s": round(time.perf_counter() - start, 1),
-        "report": str(state.plan.matrices or ""),
+        "report": state.plan.matrices,
     }
 
 

@@ -201,8 +201,8 @@ def measured(state: Any, tx: Any) -> Report:
         texts = array_in_words(array), note or note_from_array(x, array)
         rows.append(Row(part, inner, keys, shape, x.dtype, *sizes, *texts))
     of_state = getattr(state, "plan", None)
-    matrices, groups = getattr(of_state, "matrices", None), str(getattr(of_state, "groups", ""))
-    return Report(tuple(rows), str(matrices or ""), groups, elsewhere, getattr(tx, "compiled_with", ()))
+    matrices, groups = (str(getattr(of_state, name, "")) for name in ("matrices", "groups"))
+    return Report(tuple(rows), matrices, groups, elsewhere, getattr(tx, "compiled_with", ()))
 
 
 def place_of(array: jax.Array | Chunked) -> str:

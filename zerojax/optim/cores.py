@@ -15,11 +15,42 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.elementwise import has_products, is_by_element
-from zerojax.optim.traced import GRAD, PARAM, STATE, Core, TracedUpdate, union
+from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, equations_behind, union
 
 # Maximum number of elements of a value that is not sharded, such as a norm, and that a core reads or returns. Such a
 # value is sent to all devices.
 SMALL = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """The part of a leaf's update that needs the full leaf. All integers are indices in the whole update."""
+
+    leaf: int  # the trained parameter
+    eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update
+    arrays: tuple[tuple[int, Leaf], ...]  # the sharded arrays that the core reads, each with its layout
+    small: tuple[int, ...]  # other variables that the core reads and that depend on the leaf
+    shared: tuple[int, ...]  # variables that the core reads and that do not depend on the leaf, such as a count
+    outs: tuple[tuple[int, Leaf], ...]  # the sharded results of the core, each with its layout
+    small_outs: tuple[int, ...]  # all other results of the core
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return *(n for n, _ in self.arrays), *self.small, *self.shared
+
+    def jaxpr(self, traced: TracedUpdate) -> Any:
+        """Return the core as a program from its inputs to its results, with the shapes of `traced`."""
+        of = lambda indices: [traced.variables[n] for n in indices]
+        results = of((*(n for n, _ in self.outs), *self.small_outs))
+        return compat.part_of(traced.jaxpr, [traced.jaxpr.eqns[e] for e in self.eqns], of(self.inputs), results)
+
+
+def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:
+    """Return the equations of `cores`, and all other equations that depend on results of `cores`."""
+    inside = {e for core in cores for e in core.eqns}
+    made = jaxprs.dependent_on([var for e in inside for var in jaxpr.eqns[e].outvars], jaxpr.eqns)
+    late = {e for e, eqn in enumerate(jaxpr.eqns) if not made.isdisjoint(jaxprs.variables_in(eqn.invars))}
+    return inside, late - inside
 
 
 class CoreFinder:
@@ -27,13 +58,12 @@ class CoreFinder:
 
     def __init__(self, traced: TracedUpdate, grads: Sequence[Leaf], state: Sequence[Leaf], param_of: Sequence):
         """Find the leaves that each variable depends on. The last three arguments are fields of `UpdatedLeaves`."""
-        self.traced, self.grads, self.state = traced, grads, state
-        self.param_of = list(param_of)
-        alone = [k for k, i in enumerate(self.param_of) if i is None and state[k].shape]
+        self.traced, self.grads, self.state, self.param_of = traced, grads, state, list(param_of)
         self._follow()
-        for k in alone:  # without a matching path, a state leaf belongs to the only parameter that it depends on
-            found = union(self.depends, [traced.jaxpr.outvars[traced.num_params + k]])
-            self.param_of[k] = next(iter(found)) if len(found) == 1 else None
+        for k, (i, var) in enumerate(zip(param_of, traced.state_outs, strict=True)):
+            # Without a matching path, a state leaf belongs to the only parameter that it depends on.
+            if i is None and state[k].shape and len(found := union(self.depends, [var])) == 1:
+                (self.param_of[k],) = found
         self._follow()
 
     def _follow(self) -> None:
@@ -43,36 +73,36 @@ class CoreFinder:
         """
         self.depends: dict[Any, frozenset] = {}
         for var, (kind, k) in self.traced.reads.items():
-            if kind in (GRAD, PARAM):
-                self.depends[var] = frozenset((k,))
-            elif kind == STATE and self.param_of[k] is not None:
-                self.depends[var] = frozenset((self.param_of[k],))
-        self.by_leaf: dict[int, list[int]] = {}
+            i = k if kind in (GRAD, PARAM) else self.param_of[k] if kind == STATE else None
+            if i is not None:
+                self.depends[var] = frozenset((i,))
+        self.makers: dict[int, dict[Any, int]] = {}  # for each leaf, the equations of variables that depend on it alone
         of_several: set = set()
         for e, eqn in enumerate(self.traced.jaxpr.eqns):
             found = union(self.depends, eqn.invars)
-            is_several = len(found) > 1 or any(v in of_several for v in jaxprs.variables_in(eqn.invars))
+            is_several = len(found) > 1 or not of_several.isdisjoint(jaxprs.variables_in(eqn.invars))
             for var in eqn.outvars:
                 if is_several and var.aval.shape == ():
                     of_several.add(var)
-                else:
-                    self.depends[var] = found
-            if len(found) == 1:
-                self.by_leaf.setdefault(next(iter(found)), []).append(e)
+                    continue
+                self.depends[var] = found
+                if len(found) == 1:
+                    self.makers.setdefault(next(iter(found)), {})[var] = e
 
     def find(self) -> tuple[dict[int, Core], dict[int, str]]:
         """Return `cores` and `refused` by parameter. `refused` says why an update with matrix products has no core."""
-        cores, refused = {}, {}
+        cores, refused, all_eqns = {}, {}, self.traced.jaxpr.eqns
         for i, leaf in enumerate(self.grads):
-            eqns = self._needed(i)
-            if leaf.kind != "sharded" or not any(has_products(self.traced.jaxpr.eqns[e]) for e in eqns):
+            results = [self.traced.jaxpr.outvars[i], *(var for var, _ in self._state_of(i))]
+            eqns, _ = equations_behind(self.traced.jaxpr, self.makers.get(i, {}), results)
+            if leaf.kind != "sharded" or not any(has_products(all_eqns[e]) for e in eqns):
                 continue
             found = "other mesh axes divide it" if any(leaf.others) else self._core(i, leaf, eqns)
             if isinstance(found, str):
                 refused[i] = found
             else:
                 cores[i] = found
-        for eqn in filter(has_products, self.traced.jaxpr.eqns):
+        for eqn in filter(has_products, all_eqns):
             together = union(self.depends, eqn.invars)
             for i in together if len(together) > 1 else ():
                 if self.grads[i].kind == "sharded" and len(self.grads[i].shape) > 1:
@@ -80,19 +110,10 @@ class CoreFinder:
                     refused[i] = f"its update is computed together with that of {len(together) - 1} others"
         return cores, refused
 
-    def _needed(self, i: int) -> list[int]:
-        """Return the equations that compute the results of parameter `i` and depend on no other parameter."""
-        outvars, this = self.traced.jaxpr.outvars, frozenset((i,))
-        results = [outvars[i]] + [
-            outvars[self.traced.num_params + k] for k, param in enumerate(self.param_of) if param == i
-        ]
-        wanted, kept = {v for v in results if not compat.is_literal(v)}, []
-        for e in reversed(self.by_leaf.get(i, ())):
-            eqn = self.traced.jaxpr.eqns[e]
-            if wanted.intersection(eqn.outvars):
-                kept.append(e)
-                wanted.update(v for v in eqn.invars if not compat.is_literal(v) and self.depends.get(v) == this)
-        return kept[::-1]
+    def _state_of(self, i: int) -> list[tuple[Any, Leaf]]:
+        """Return the variables of the new state of parameter `i`, with their layouts."""
+        found = zip(self.traced.state_outs, self.state, self.param_of, strict=True)
+        return [(var, leaf) for var, leaf, param in found if param == i and not compat.is_literal(var)]
 
     def _is_elementwise(self, eqn: Any, shape: tuple[int, ...]) -> bool:
         atoms = (*eqn.invars, *eqn.outvars)
@@ -109,12 +130,9 @@ class CoreFinder:
         contains every equation between two of these. If the core reads an array whose layout is not known, the equation
         that computes the array joins the core, because only arrays with a known layout can be sent to owners.
         """
-        all_eqns, producers = self.traced.jaxpr.eqns, self.traced.producers
-        inside, this = set(eqns), frozenset((i,))
-        needs = {
-            e: {producers[v] for v in all_eqns[e].invars if not compat.is_literal(v) and producers.get(v) in inside}
-            for e in eqns
-        }
+        all_eqns, makers, inside = self.traced.jaxpr.eqns, self.makers[i], set(eqns)
+        made = lambda e: {makers[v] for v in jaxprs.variables_in(all_eqns[e].invars) if makers.get(v) in inside}
+        needs = {e: made(e) for e in eqns}
         users: dict[int, set[int]] = {e: set() for e in eqns}
         for e, needed in needs.items():
             for other in needed:
@@ -129,18 +147,13 @@ class CoreFinder:
             produced = {v for e in core for v in all_eqns[e].outvars}
             of_core = (v for e in sorted(core) for v in jaxprs.variables_in(all_eqns[e].invars))
             read = list(dict.fromkeys(v for v in of_core if v not in produced))
-            more = {
-                producers[v]
-                for v in read
-                if self.depends.get(v) == this and v in producers and self._layout_of(v, leaf) is None
-                if v.aval.size > 1
-            }
+            more = {makers[v] for v in read if v in makers and v.aval.size > 1 and self._layout_of(v, leaf) is None}
         return self._described(i, leaf, sorted(core), read)
 
     def _described(self, i: int, leaf: Leaf, core: list[int], read: list) -> Core | str:
         """Return a `Core` of the equations `core`, which read `read`, or the reason why owners cannot run them."""
-        position, this = self.traced.positions, frozenset((i,))
-        arrays, small, shared = [], [], []
+        position, this, all_eqns = self.traced.positions, frozenset((i,)), self.traced.jaxpr.eqns
+        arrays, small, shared, outs, small_outs, taken = [], [], [], [], [], set(core)
         for v in read:
             found = self.depends.get(v, frozenset())
             where = self._layout_of(v, leaf) if found == this else None
@@ -154,21 +167,17 @@ class CoreFinder:
                 (small if found == this else shared).append(position[v])
         if any(any(where.others) or where.axes != leaf.axes for _, where in arrays):
             return "other mesh axes divide a part of its state"
-        outs, small_outs, taken = [], [], set(core)
-        eqns = self.traced.jaxpr.eqns
-        used = {v for e, eqn in enumerate(eqns) if e not in taken for v in eqn.invars if not compat.is_literal(v)}
-        used.update(v for v in self.traced.jaxpr.outvars if not compat.is_literal(v))
-        for e in core:
-            for v in eqns[e].outvars:
-                if compat.is_dropped(v) or v not in used:
-                    continue
-                where = self._result_layout(v, i, leaf)
-                if where is not None and where.kind == "sharded":
-                    outs.append((position[v], where))
-                elif v.aval.size > SMALL:
-                    return "its update has a large intermediate of another shape"
-                else:
-                    small_outs.append(position[v])
+        used = {v for e, eqn in enumerate(all_eqns) if e not in taken for v in jaxprs.variables_in(eqn.invars)}
+        used.update(jaxprs.variables_in(self.traced.jaxpr.outvars))
+        of_state = dict(self._state_of(i)[::-1])
+        for v in (v for e in core for v in all_eqns[e].outvars if not compat.is_dropped(v) and v in used):
+            where = of_state[v] if v in of_state else self._layout_of(v, leaf)
+            if where is not None and where.kind == "sharded":
+                outs.append((position[v], where))
+            elif v.aval.size > SMALL:
+                return "its update has a large intermediate of another shape"
+            else:
+                small_outs.append(position[v])
         return Core(i, tuple(core), tuple(arrays), tuple(small), tuple(shared), tuple(outs), tuple(small_outs))
 
     def _layout_of(self, var: Any, leaf: Leaf) -> Leaf | None:
@@ -176,13 +185,4 @@ class CoreFinder:
         kind, k = self.traced.reads.get(var, ("", 0))
         if kind == STATE:
             return self.state[k]
-        if var.aval.shape == leaf.shape:
-            return dataclasses.replace(leaf, dtype=var.aval.dtype)
-        return None
-
-    def _result_layout(self, var: Any, i: int, leaf: Leaf) -> Leaf | None:
-        """Return the layout of `var`, a result of the core of parameter `i`, or None if the layout is not known."""
-        for k, param in enumerate(self.param_of):
-            if param == i and self.traced.jaxpr.outvars[self.traced.num_params + k] is var:
-                return self.state[k]
-        return self._layout_of(var, leaf)
+        return dataclasses.replace(leaf, dtype=var.aval.dtype) if var.aval.shape == leaf.shape else None

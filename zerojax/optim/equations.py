@@ -15,22 +15,10 @@ from zerojax.comm.mesh import to_storage
 from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.owned import owned_update
+from zerojax.optim.cores import equations_after
+from zerojax.optim.owned import OwnedCores, layouts_of_item, owned_update
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.optim.traced import (
-    CONST,
-    CUT,
-    EXTRA,
-    GRAD,
-    PARAM,
-    STATE,
-    Equations,
-    OwnedGroup,
-    equations_after,
-    is_traced,
-    item_of,
-    tracer,
-)
+from zerojax.optim.traced import CONST, CUT, EXTRA, GRAD, PARAM, STATE, Equations, is_traced, trace_update
 from zerojax.optim.transformation import FlatUpdate, TransformationError
 from zerojax.placement.storage import to_device, unpadded
 
@@ -45,18 +33,17 @@ def update_by_owners(
 
     The update is traced again, because a custom loop may give it other arguments and types than the plan assumed.
     """
-    trace = tracer(update, grads, state, params, extra)
+    given = grads, state, params, extra
     try:
-        traced = trace()
+        traced = trace_update(update, given)
     except TransformationError:  # tracing may need the mesh's context. The call raises any other error
-        return update(grads, state, params, extra)
-    found = owned_update(update.config, update.leaves, traced, trace).groups
+        return update(*given)
+    found = owned_update(update, given, traced).owned
     if not found:
-        return update(grads, state, params, extra)
+        return update(*given)
     arrays = filter(is_traced, jax.tree.leaves(extra))
     values = [*grads, *state, *(params or ()), *arrays, *jaxprs.as_jax_values(traced.consts)]
-    jaxpr = traced.jaxpr
-    whole = traced.equations(range(len(jaxpr.eqns)), traced.reads, jaxpr.outvars, found)
+    whole = traced.equations(range(len(traced.jaxpr.eqns)), traced.reads, traced.jaxpr.outvars, found)
     results = evaluate_equations(update.config, whole, values)
     return results[: len(grads)], results[len(grads) :]
 
@@ -100,11 +87,11 @@ def evaluate_equations(config: Config, equations: Equations, values: Sequence) -
     jaxpr, whole = equations.jaxpr, equations.whole
     if not equations.owned:
         return jax.core.eval_jaxpr(jaxpr, (), *values)
-    inside, late = equations_after(whole.jaxpr, [core for group in equations.owned for core in group.cores])
+    inside, late = equations_after(whole.jaxpr, [core for each in equations.owned for core in each.cores])
     env = dict(zip(jaxpr.invars, values, strict=True))
     _evaluate_some(whole.jaxpr, [whole.jaxpr.eqns[e] for e in equations.eqns if e not in inside | late], env)
-    for group in equations.owned:
-        env |= _compute(config, group, env, whole.variables)
+    for each in equations.owned:
+        env |= _compute(config, each, env, whole.variables)
     _evaluate_some(whole.jaxpr, [whole.jaxpr.eqns[e] for e in equations.eqns if e in late], env)
     return [atom.val if compat.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
@@ -117,40 +104,40 @@ def _evaluate_some(jaxpr: Any, eqns: Sequence, env: dict) -> None:
     env.update(zip(made, jax.core.eval_jaxpr(part, (), *(env[v] for v in given)), strict=True))
 
 
-def _compute(config: Config, group: OwnedGroup, env: dict, variables: list) -> dict:
-    """Let owners compute a group's cores. Return a map from the cores' result variables to their values."""
-    first = group.cores[0]
+def _compute(config: Config, owned: OwnedCores, env: dict, variables: list) -> dict:
+    """Let owners compute cores. Return a map from the cores' result variables to their values."""
     value = lambda n: env[variables[n]]
+    reads, results = layouts_of_item(owned.cores[0], owned.size)
 
     def stack(n: int, where: Leaf) -> Array:
         x = to_storage(config.mesh, value(n), where)
-        return x.reshape(-1, group.size, *x.shape[1:]) if group.size else x[None]
+        return x.reshape(-1, owned.size, *x.shape[1:]) if owned.size else x[None]
 
-    arrays = [[stack(*core.arrays[a]) for core in group.cores] for a in range(len(first.arrays))]
-    numbers = list(zip(*((*core.small, *core.shared) for core in group.cores), strict=True))
+    arrays = [[stack(*core.arrays[a]) for core in owned.cores] for a in range(len(reads))]
+    numbers = list(zip(*((*core.small, *core.shared) for core in owned.cores), strict=True))
     same = [len(set(of_each)) == 1 for of_each in numbers]  # whether all cores read the same variable
 
     def each_item(of_each: Sequence[int]) -> Array:
-        rows = zip(of_each, group.counts, strict=True)
+        rows = zip(of_each, owned.counts, strict=True)
         return jnp.stack([x for n, count in rows for x in [value(n)] * count])
 
     def fn(*args):
         taken, each = args[: len(arrays)], iter(args[len(arrays) : len(args) - sum(same)])
         shared = iter(args[len(args) - sum(same) :])
-        return jax.core.eval_jaxpr(group.jaxpr, (), *taken, *(next(shared if one else each) for one in same))
+        return jax.core.eval_jaxpr(owned.jaxpr, (), *taken, *(next(shared if one else each) for one in same))
 
-    outs, small_outs = Owners.of(config.mesh, group.leaf.axes, group.within).compute(
+    outs, small_outs = Owners.of(config.mesh, owned.leaf.axes, owned.within).compute(
         fn,
         arrays,
-        [item_of(where, group.size) for _, where in first.arrays],
+        reads,
         [each_item(of_each) for of_each, one in zip(numbers, same, strict=True) if not one],
         [value(of_each[0]) for of_each, one in zip(numbers, same, strict=True) if one],
-        [item_of(where, group.size) for _, where in first.outs],
+        results,
     )
     found, at = {}, 0
-    for core, count in zip(group.cores, group.counts, strict=True):
+    for core, count in zip(owned.cores, owned.counts, strict=True):
         for x, (n, where) in zip(outs, core.outs, strict=True):
-            stored = x[at : at + count].reshape(-1, *x.shape[2:]) if group.size else x[at]
+            stored = x[at : at + count].reshape(-1, *x.shape[2:]) if owned.size else x[at]
             found[variables[n]] = unpadded(stored, where)
         found |= {variables[n]: x[at] for x, n in zip(small_outs, core.small_outs, strict=True)}
         at += count

@@ -3,8 +3,8 @@
 Without owners, the compiler divides every product of a core among all devices. Then each product needs an all-reduce,
 and every device repeats the products that cannot be divided, such as the square of a Gram matrix. The time with owners
 and the time without owners are estimated from the FLOPs and bytes in the traced program. The faster way is chosen.
-`follow` finds the index of the sharded dim in every variable of the program, by the rules of `zerojax.dims`. It counts
-which products are divided over the devices, and which products every device repeats.
+`Costs.follow` finds the index of the sharded dim in every variable of the program, by the rules of `zerojax.dims`. It
+counts which products are divided over the devices, and which products every device repeats.
 
 References:
     Liu et al. 2025, arXiv 2502.16982, section 2.3: Muon that gathers each matrix on one of the devices.
@@ -15,17 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from zerojax import compat, costs, jaxprs, signatures
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.moves import free_dims
-from zerojax.optim.cores import CoreFinder
-from zerojax.optim.elementwise import has_products
-from zerojax.optim.traced import Core, OwnedGroup, TracedUpdate, equations_after, item_of
-from zerojax.optim.transformation import TransformationError, UpdatedLeaves
+from zerojax.layout.leaf import Leaf
+from zerojax.optim.cores import Core, CoreFinder, equations_after
+from zerojax.optim.traced import Given, TracedUpdate, trace_update
+from zerojax.optim.transformation import FlatUpdate, TransformationError
 from zerojax.primitives import Kind
 
 # TF32 FLOPs per second and NVLink bytes per second of an H200, and the shortest time of a collective in seconds. Only
@@ -36,115 +37,140 @@ LARGEST = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnedUpdate:
-    """The cores of an update that owners compute, in groups.
+class OwnedCores:
+    """Cores with equal programs, which owners compute together."""
+
+    cores: tuple[Core, ...]  # one core per parameter
+    # the number of items per core; a stack of matrices is divided into items; any other core is one item
+    counts: tuple[int, ...]
+    size: int  # the number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices
+    jaxpr: Any  # the program that computes one item
+    within: int = 1  # the number of devices per owner
+    seconds: float = 0.0  # the estimated time, at peak rates, if owners compute the cores
+    seconds_sharded: float = 0.0  # the estimated time, at peak rates, if each matrix is divided among all devices
+
+    @property
+    def matrices(self) -> int:
+        return sum(self.counts) * max(self.size, 1)
+
+    @property
+    def leaf(self) -> Leaf:
+        return self.cores[0].arrays[0][1]
+
+    def take(self, cores: Sequence[Core]) -> OwnedCores:
+        """Return a copy that has only `cores`, which are some of its cores."""
+        counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
+        return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
+
+
+def layouts_of_item(core: Core, size: int) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """Return the layouts of the arrays and of the results of one item, which has `size` matrices; 0: the whole leaf."""
+    one = lambda leaf: dataclasses.replace(leaf, shape=(size, *leaf.shape[1:])) if size else leaf
+    return tuple(one(leaf) for _, leaf in core.arrays), tuple(one(leaf) for _, leaf in core.outs)
+
+
+class OwnedUpdate(NamedTuple):
+    """The cores of an update that owners compute.
 
     `left` maps every other parameter whose update multiplies matrices to the reason why owners do not update it.
     """
 
-    groups: tuple[OwnedGroup, ...]
-    left: dict[int, str]
+    owned: tuple[OwnedCores, ...] = ()
+    left: Mapping[int, str] = MappingProxyType({})
 
 
-def owned_update(
-    config: Config,
-    leaves: UpdatedLeaves,
-    traced: TracedUpdate,
-    trace: Callable[[dict[int, tuple[int, ...]]], TracedUpdate],
-    streamed: Collection[int] = (),
-) -> OwnedUpdate:
+def owned_update(update: FlatUpdate, given: Given, traced: TracedUpdate, streamed: Collection[int] = ()) -> OwnedUpdate:
     """Find the cores that owners compute. With `matrix_updates="auto"`, owners compute a core only if that is faster.
 
-    `traced` is the update of logical arrays. `trace` traces the update with other shapes of some parameters. The
-    `streamed` parameters have offloaded state, so owners compute a batch of them at a time; see `_batches`.
+    `traced` is the update of the `given` logical arrays. The `streamed` parameters have offloaded state, so owners
+    compute a batch of them at a time; see `_batches`.
     """
-    cores, left = CoreFinder(traced, *leaves).find()
+    cores, left = CoreFinder(traced, *update.leaves).find()
     stacks = {i: core.arrays[0][1].shape[0] for i, core in cores.items() if _is_stack(core, traced)}
-    sliced, size = _sliced(traced, trace, leaves, stacks)
-    sizes = {i: size if i in stacks else 0 for i in cores}
-    program = lambda core: (sliced if sizes[core.leaf] else traced).core_jaxpr(core)
+    sliced, size = _sliced(update, given, traced, [cores[i] for i in stacks])
     alike: dict[Any, list[Core]] = {}
     for i, core in cores.items():
-        if not sizes[i] and any(where.dim is None for _, where in core.arrays):
-            continue
-        key = signatures.signature(program(core))
-        layouts = tuple(item_of(where, sizes[i]) for _, where in (*core.arrays, *core.outs))
+        each = size if i in stacks else 0
+        key = signatures.signature(core.jaxpr(sliced if each else traced))
         if key is None or not core.arrays:
             left[i] = "its update has effects, or reads nothing that is sharded"
         else:
-            alike.setdefault((key, layouts, i in streamed), []).append(core)
-    groups = []
-    for (*_, is_streamed), members in alike.items():
-        counts = tuple(stacks[core.leaf] // size if sizes[core.leaf] else 1 for core in members)
-        everything = OwnedGroup(tuple(members), counts, sizes[members[0].leaf], program(members[0]))
-        for group in _batches(config, everything) if is_streamed else [everything]:
-            chosen = _choose(config, group)
-            groups += [chosen] if isinstance(chosen, OwnedGroup) else []
-            taken = {core.leaf for core in chosen.cores} if isinstance(chosen, OwnedGroup) else set()
+            alike.setdefault((key, layouts_of_item(core, each), each, i in streamed), []).append(core)
+    owned = []
+    for (*_, each, is_streamed), members in alike.items():
+        counts = tuple(stacks[core.leaf] // each if each else 1 for core in members)
+        together = OwnedCores(tuple(members), counts, each, members[0].jaxpr(sliced if each else traced))
+        for batch in _batches(update.config, together) if is_streamed else [together]:
+            chosen = _choose(update.config, batch)
+            owned += [chosen] if isinstance(chosen, OwnedCores) else []
+            taken = {core.leaf for core in chosen.cores} if isinstance(chosen, OwnedCores) else set()
             reason = chosen if isinstance(chosen, str) else "owners share the others evenly"
-            left |= {core.leaf: reason for core in group.cores if core.leaf not in taken}
-    return _without_chains(traced, OwnedUpdate(tuple(groups), left))
+            left |= {core.leaf: reason for core in batch.cores if core.leaf not in taken}
+    return _without_chains(traced, OwnedUpdate(tuple(owned), left))
 
 
-def _batches(config: Config, group: OwnedGroup) -> list[OwnedGroup]:
-    """Divide `group` into batches. A batch has at most one item per device, and at most `chunk_bytes` per device."""
+def _batches(config: Config, whole: OwnedCores) -> list[OwnedCores]:
+    """Divide cores into batches. A batch has at most one item per device, and at most `chunk_bytes` per device."""
     assert config.offload is not None
     batches: list[list[Core]] = []
     items = local_bytes = math.inf
-    for core, count in zip(group.cores, group.counts, strict=True):
+    for core, count in zip(whole.cores, whole.counts, strict=True):
         size = sum(leaf.local_bytes for _, leaf in core.arrays)
-        if items + count > group.leaf.shards or local_bytes + size > config.offload.chunk_bytes:
+        if items + count > whole.leaf.shards or local_bytes + size > config.offload.chunk_bytes:
             batches.append([])
             items = local_bytes = 0
         batches[-1].append(core)
         items, local_bytes = items + count, local_bytes + size
-    return [group.take(batch) for batch in batches]
+    return [whole.take(batch) for batch in batches]
 
 
-def _sliced(
-    traced: TracedUpdate, trace: Callable, leaves: UpdatedLeaves, stacks: dict[int, int]
-) -> tuple[TracedUpdate, int]:
+def _sliced(update: FlatUpdate, given: Given, traced: TracedUpdate, stacks: Sequence[Core]) -> tuple[TracedUpdate, int]:
     """Trace the update on short stacks of matrices. Return the trace, and the number of matrices per stack.
 
     The number is 1 if stacks of one matrix give the same program as `traced`. Otherwise, it is the next common divisor
     of all stacks' lengths. If that gives another program, too, return `traced` and 0.
     """
-    common = math.gcd(*stacks.values())
+    shapes = {core.leaf: update.leaves.grads[core.leaf].shape for core in stacks}
+    common = math.gcd(*(shape[0] for shape in shapes.values()))
     for size in [1, *(n for n in range(2, common + 1) if common % n == 0)][: 2 if stacks else 0]:
         try:
-            sliced = trace({i: (size, *leaves.grads[i].shape[1:]) for i in stacks})
+            sliced = trace_update(update, given, {i: (size, *shape[1:]) for i, shape in shapes.items()})
         except TransformationError:  # a transformation may refuse a stack as short as this
             continue
-        if sliced.structure == traced.structure:
+        if _same_equations(traced, sliced, {n for core in stacks for n in core.shared}):
             return sliced, size
     return traced, 0
 
 
+def _same_equations(a: TracedUpdate, b: TracedUpdate, shared: Collection[int]) -> bool:
+    """Return whether two traces differ only in shapes, and their `shared` variables not even in these."""
+    outline = lambda traced: [len(traced.reads), *((e.primitive.name, len(e.outvars)) for e in traced.jaxpr.eqns)]
+    return outline(a) == outline(b) and all(a.variables[n].aval.shape == b.variables[n].aval.shape for n in shared)
+
+
 def _is_stack(core: Core, traced: TracedUpdate) -> bool:
     """Return whether `core` updates each matrix of a stack separately, and dim 0 of the stack is not sharded."""
-    arrays = (*core.arrays, *core.outs)
-    count = arrays[0][1].shape[0]
-    if any(len(where.shape) < 3 or where.shape[0] != count or where.dim == 0 for _, where in arrays) or count == 1:
+    leaves = [leaf for _, leaf in (*core.arrays, *core.outs)]
+    is_stack = lambda leaf: len(leaf.shape) > 2 and leaf.dim != 0 and 1 < leaf.shape[0] == leaves[0].shape[0]
+    if not core.arrays or core.small or core.small_outs or not all(map(is_stack, leaves)):
         return False
-    if core.small or core.small_outs:
-        return False
-    dims: list = [0] * len(core.arrays) + [None] * len(core.shared)
+    found = Costs()
     try:
-        outs, _ = follow(traced.core_jaxpr(core), dims, may_sum=False)
+        outs = found.follow(core.jaxpr(traced), [0] * len(core.arrays) + [None] * len(core.shared))
     except LostError:
         return False
-    return outs == [0] * len(core.outs)
+    return outs == [0] * len(core.outs) and not found.sums
 
 
-def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
-    """Return `group` with the cores and devices per owner that take the least time, or why owners compute no core."""
-    first, counts, shards = group.cores[0], group.counts, group.leaf.shards
-    sizes = [item_of(where, group.size).bytes for _, where in (*first.arrays, *first.outs)]
-    work, follows = _work(first, group.jaxpr)
+def _choose(config: Config, whole: OwnedCores) -> OwnedCores | str:
+    """Return the cores and devices per owner that take the least time, or the reason why owners compute no core."""
+    first, counts, shards = whole.cores[0], whole.counts, whole.leaf.shards
+    sizes = [leaf.bytes for leaves in layouts_of_item(first, whole.size) for leaf in leaves]
+    work, follows = _costs_of(first, whole.jaxpr)
     sharded = _seconds(work.divided / shards + work.repeated, 2 * (shards - 1) / shards * work.summed, work.sums)
     if not follows:  # the compiler gathers the matrix
         sharded = _seconds(work.flops, sum(sizes) * (shards - 1) / shards, 2)
-    several = follows and len(group.leaf.axes) == 1
+    several = follows and len(whole.leaf.axes) == 1
     best = None
     for within in (w for w in range(1, shards) if shards % w == 0 and (several or w == 1)):
         owners = shards // within
@@ -159,9 +185,9 @@ def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
             seconds = _seconds(flops, sent, 2 + (slots * work.sums if within > 1 else 0))
             total = seconds + sharded * (sum(counts) - items)
             if best is None or total < best[0]:
-                several_cores = {"cores": group.cores[:count], "counts": counts[:count], "within": within}
+                some = whole.take(whole.cores[:count])
                 times = {"seconds": seconds, "seconds_sharded": sharded * items}
-                best = total, dataclasses.replace(group, **several_cores, **times)
+                best = total, dataclasses.replace(some, within=within, **times)
     if best is None:
         return f"a matrix of {max(sizes)} bytes is more than one device should take"
     if config.matrix_updates == "auto" and best[0] >= sharded * sum(counts):
@@ -169,16 +195,16 @@ def _choose(config: Config, group: OwnedGroup) -> OwnedGroup | str:
     return best[1]
 
 
-def _work(core: Core, jaxpr: Any) -> tuple[Work, bool]:
-    """Return the cost of one item of `core`, and whether its products can be divided along the sharded dim."""
+def _costs_of(core: Core, jaxpr: Any) -> tuple[Costs, bool]:
+    """Return the costs of one item of `core`, and whether its products can be divided along the sharded dim."""
     dims: list = [where.dim for _, where in core.arrays] + [None] * (len(core.small) + len(core.shared))
+    found, whole = Costs(), Costs()
     try:
-        return follow(jaxpr, dims, may_sum=True)[1], True
+        found.follow(jaxpr, dims)
     except LostError:
-        try:
-            return follow(jaxpr, [None] * len(dims), may_sum=True)[1], False
-        except LostError:
-            return Work(), False
+        whole.follow(jaxpr, [None] * len(dims))
+        return whole, False
+    return found, True
 
 
 def _seconds(flops: float, sent: float, collectives: float) -> float:
@@ -192,13 +218,13 @@ def _even(counts: Sequence[int], owners: int) -> int:
 
 
 def _without_chains(traced: TracedUpdate, found: OwnedUpdate) -> OwnedUpdate:
-    """Drop each group that reads results of another group, because all groups run at the same time."""
-    inside, late = equations_after(traced.jaxpr, [core for group in found.groups for core in group.cores])
+    """Drop cores that read results of other cores, because owners compute all cores at the same time."""
+    inside, late = equations_after(traced.jaxpr, [core for each in found.owned for core in each.cores])
     made = {traced.positions[var] for e in inside | late for var in traced.jaxpr.eqns[e].outvars}
-    chained = [g for g in found.groups if any(made.intersection(core.inputs) for core in g.cores)]
+    is_chained = lambda each: any(made.intersection(core.inputs) for core in each.cores)
     reason = "its update reads what is computed of other matrices"
-    left = {core.leaf: reason for group in chained for core in group.cores}
-    return OwnedUpdate(tuple(group for group in found.groups if group not in chained), found.left | left)
+    left = {core.leaf: reason for each in filter(is_chained, found.owned) for core in each.cores}
+    return OwnedUpdate(tuple(each for each in found.owned if not is_chained(each)), {**found.left, **left})
 
 
 class LostError(Exception):
@@ -206,8 +232,11 @@ class LostError(Exception):
 
 
 @dataclasses.dataclass
-class Work:
-    """The cost of equations if one dim of their operands is sharded."""
+class Costs:
+    """The costs of equations if one dim of their operands is sharded. `follow` counts them.
+
+    One `dims.Follower` cannot do this: products have operands whose sharded dims are different dims.
+    """
 
     divided: float = 0.0  # FLOPs of products whose operands have the dim, of which each device computes a part
     repeated: float = 0.0  # FLOPs of all other products, which every device computes in full
@@ -219,7 +248,7 @@ class Work:
     def flops(self) -> float:
         return self.divided + self.repeated
 
-    def add(self, other: Work, times: float = 1) -> None:
+    def add(self, other: Costs, times: float = 1) -> None:
         self.divided += times * other.divided
         self.repeated += times * other.repeated
         self.summed += times * other.summed
@@ -230,139 +259,123 @@ class Work:
         self.summed += share * jaxprs.nbytes(var)
         self.sums += 1
 
+    def follow(self, jaxpr: Any, dims: Sequence[int | None]) -> list[int | None]:
+        """Return the index of the dim in each result of a jaxpr, given its index in each argument.
 
-def follow(jaxpr: Any, dims: Sequence[int | None], *, may_sum: bool) -> tuple[list[int | None], Work]:
-    """Return the index of one dim in each result of a jaxpr, given its index in each argument, and the cost.
+        The index is None for a value without the dim. Raise a `LostError` if an index cannot be found.
+        """
+        found, made = dict(zip(jaxpr.invars, dims, strict=True)), {}
+        of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
+        for eqn in jaxpr.eqns:
+            found.update(zip(eqn.outvars, self._through(eqn, list(map(of, eqn.invars)), made), strict=True))
+            made.update(dict.fromkeys(eqn.outvars, eqn))
+        return list(map(of, jaxpr.outvars))
 
-    The index is None for a value without the dim. Raise a `LostError` if an index cannot be found, or if the dim is
-    summed over and `may_sum` is false.
-    """
-    found, work, made = dict(zip(jaxpr.invars, dims, strict=True)), Work(), {}
-    of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
-    for eqn in jaxpr.eqns:
-        given = [of(atom) for atom in eqn.invars]
-        found.update(zip(eqn.outvars, _through(eqn, given, may_sum, work, made), strict=True))
-        made.update(dict.fromkeys(eqn.outvars, eqn))
-    return [of(atom) for atom in jaxpr.outvars], work
+    def _through(self, eqn: Any, dims: list[int | None], made: dict) -> list[int | None]:
+        name = eqn.primitive.name
+        if (body := compat.inlined_body(eqn)) is not None:
+            return self._inside(body, dims)
+        if (loop := compat.loop_of(eqn)) is not None:
+            return self._loop(loop, dims)
+        if name == "while":
+            return self._while(eqn, dims)
+        if name == "cond":
+            return self._cond(eqn, dims)
+        if name == "dot_general":
+            return [self._dot(eqn, *dims)]
+        if jaxprs.facts(eqn).kind is Kind.DECOMPOSITION:
+            return self._decomposition(eqn, dims)
+        return self._moved(eqn, dims, made)
 
+    def _inside(self, jaxpr: Any, dims: Sequence[int | None], times: float = 1) -> list[int | None]:
+        inside = Costs()
+        outs = inside.follow(jaxpr, dims)
+        self.add(inside, times)
+        return outs
 
-def _through(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    name, body = eqn.primitive.name, compat.inlined_body(eqn)
-    if body is not None:
-        return _inner(body, dims, may_sum, work)
-    if (loop := compat.loop_of(eqn)) is not None:
-        return _through_loop(eqn, loop, dims, may_sum, work)
-    if name == "cond":
-        return _through_cond(eqn, dims, may_sum, work)
-    if name == "dot_general":
-        return [_through_dot(eqn, dims, may_sum, work)]
-    if jaxprs.facts(eqn).kind is Kind.DECOMPOSITION:
-        return _through_decomposition(eqn, dims, work)
-    if all(d is None for d in dims):
-        if has_products(eqn):  # such as a while loop, whose length is unknown: count one iteration
-            for inner in compat.inner_jaxprs(eqn):
-                _inner(inner, [None] * len(inner.invars), may_sum, work)
-        return [None] * len(eqn.outvars)
-    return _moved(eqn, dims, may_sum, work, made)
+    def _loop(self, loop: compat.LoopEqn, dims: list[int | None]) -> list[int | None]:
+        """Follow the dim through a loop, which must not move it in a carry, or scan over it."""
+        sliced = loop.consts + loop.carry
+        inside = dims[:sliced] + [None if d is None else d - 1 for d in dims[sliced:]]
+        if -1 in inside:
+            raise LostError(loop)
+        outs = self._inside(compat.opened(loop.body)[0], inside, loop.length)
+        if outs[: loop.carry] != dims[loop.consts : sliced]:
+            raise LostError(loop)
+        return outs[: loop.carry] + [None if d is None else d + 1 for d in outs[loop.carry :]]
 
-
-def _inner(jaxpr: Any, dims: Sequence[int | None], may_sum: bool, work: Work, times: float = 1) -> list[int | None]:
-    outs, inside = follow(jaxpr, dims, may_sum=may_sum)
-    work.add(inside, times)
-    return outs
-
-
-def _through_loop(
-    eqn: Any, loop: compat.LoopEqn, dims: list[int | None], may_sum: bool, work: Work
-) -> list[int | None]:
-    """Return the index of the dim in each result of a loop. The loop must not move it in a carry, or scan over it."""
-    sliced = loop.consts + loop.carry
-    if 0 in dims[sliced:]:
-        raise LostError(eqn)
-    inside = dims[:sliced] + [None if d is None else d - 1 for d in dims[sliced:]]
-    body = compat.opened(loop.body)[0]
-    outs = _inner(body, inside, may_sum, work, loop.length)
-    if outs[: loop.carry] != dims[loop.consts : sliced]:
-        raise LostError(eqn)
-    return outs[: loop.carry] + [None if d is None else d + 1 for d in outs[loop.carry :]]
-
-
-def _through_cond(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> list[int | None]:
-    """Return the index of the dim in each result of a cond. Branches must agree. Add the costliest branch to `work`."""
-    found = [follow(compat.opened(branch)[0], dims[1:], may_sum=may_sum) for branch in eqn.params["branches"]]
-    if any(outs != found[0][0] for outs, _ in found):
-        raise LostError(eqn)
-    work.add(max((inside for _, inside in found), key=lambda inside: inside.flops))
-    return found[0][0]
-
-
-def _through_dot(eqn: Any, dims: list[int | None], may_sum: bool, work: Work) -> int | None:
-    """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
-    contracted, batch = eqn.params["dimension_numbers"]
-    flops = float(costs.dot_flops(eqn))
-    if dims == [None, None]:
-        work.repeated += flops
-        return None
-    work.divided += flops
-    pairs = [(pair, n, False) for n, pair in enumerate(zip(*batch, strict=True))]
-    pairs += [(pair, n, True) for n, pair in enumerate(zip(*contracted, strict=True))]
-    has = lambda pair: any(d is not None and d == int(of) for d, of in zip(dims, pair, strict=True))
-    found = [one for one in pairs if has(one[0])]
-    matched = len(found) == 1 and tuple(dims) == tuple(map(int, found[0][0]))
-    if not may_sum and not (matched and not found[0][2]):
-        raise LostError(eqn)
-    if None not in dims and not matched:
-        # The dim has another role in the second operand. Gathering this operand sends half the bytes of an all-reduce.
-        work.sum(eqn.invars[1], 0.5)
-        dims = [dims[0], None]
-        found = [one for one in pairs if has(one[0])]
-    for _, place, sums in found:
-        if sums:
-            work.sum(eqn.outvars[0])
-        return None if sums else place
-    free = free_dims(eqn)
-    if dims[0] is not None:
-        return len(batch[0]) + free[0].index(dims[0])
-    assert dims[1] is not None
-    return len(batch[0]) + len(free[0]) + free[1].index(dims[1])
-
-
-def _through_decomposition(eqn: Any, dims: list[int | None], work: Work) -> list[int | None]:
-    """Return the index of the dim in each result of a matrix decomposition. The dim must be a batch dim."""
-    shape = eqn.invars[0].aval.shape
-    *batch, m, n = shape if len(shape) > 1 else (1, *shape)
-    if eqn.primitive.name == "triangular_solve":
-        m, n = math.prod(eqn.invars[1].aval.shape[-2:]) // n, n
-    flops = costs.DECOMPOSITION_FLOPS[eqn.primitive.name] * math.prod(batch) * max(m, n) * min(m, n) ** 2
-    given = {d for d in dims if d is not None}
-    if not given:
-        work.repeated += flops
-        return [None] * len(eqn.outvars)
-    if len(given) > 1 or max(given) >= len(batch) or None in dims:
-        raise LostError(eqn)
-    work.divided += flops
-    return [max(given)] * len(eqn.outvars)
-
-
-def _moved(eqn: Any, dims: list[int | None], may_sum: bool, work: Work, made: dict) -> list[int | None]:
-    """Return the index of the dim in each result of an equation without products, by the rules of `zerojax.dims`."""
-    sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
-    if len(sizes) > 1:
-        raise LostError(eqn)
-    count = sizes.pop()
-    states = [NOWHERE if d is None else at(d) for d in dims]
-    found = []
-    for var, state in zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, made)), strict=True):
-        place = None if state is None else state.only
-        if (
-            state is None
-            or len(state.places) > 1
-            or (place and (place.outer > 1 or var.aval.shape[place.dim] != count))
-        ):
+    def _while(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
+        """Follow the dim through a while loop, as `_loop` does. Its length is unknown, so count one iteration."""
+        first, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        carry = dims[first + consts :]
+        self._inside(compat.opened(eqn.params["cond_jaxpr"])[0], [*dims[:first], *carry])
+        if self._inside(compat.opened(eqn.params["body_jaxpr"])[0], dims[first:]) != carry:
             raise LostError(eqn)
-        if place is None and not may_sum:
+        return carry
+
+    def _cond(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
+        """Follow the dim through branches, which must agree. Count the costliest branch."""
+        branches = [(Costs(), compat.opened(branch)[0]) for branch in eqn.params["branches"]]
+        found = [inside.follow(body, dims[1:]) for inside, body in branches]
+        if any(outs != found[0] for outs in found):
             raise LostError(eqn)
-        if place is None:
-            work.sum(var)
-        found.append(None if place is None else place.dim)
-    return found
+        self.add(max((inside for inside, _ in branches), key=lambda inside: inside.flops))
+        return found[0]
+
+    def _dot(self, eqn: Any, lhs: int | None, rhs: int | None) -> int | None:
+        """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
+        (contracted, batch), free = eqn.params["dimension_numbers"], free_dims(eqn)
+        if lhs is None and rhs is None:
+            self.repeated += costs.dot_flops(eqn)
+            return None
+        self.divided += costs.dot_flops(eqn)
+        pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
+        if lhs is not None and rhs is not None and (lhs, rhs) not in pairs:
+            # It has another role in the second operand. Gathering this operand sends half the bytes of an all-reduce.
+            self.sum(eqn.invars[1], 0.5)
+            rhs = None
+        place = next((n for n, (i, j) in enumerate(pairs) if lhs == i or rhs == j), None)
+        if place is not None and place < len(batch[0]):
+            return place
+        if place is not None:
+            self.sum(eqn.outvars[0])
+            return None
+        rows, columns = free
+        return len(batch[0]) + (len(rows) + columns.index(rhs) if lhs is None else rows.index(lhs))
+
+    def _decomposition(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
+        """Return the index of the dim in each result of a matrix decomposition. The dim must be a batch dim."""
+        shape = eqn.invars[0].aval.shape
+        *batch, m, n = shape if len(shape) > 1 else (1, *shape)
+        if eqn.primitive.name == "triangular_solve":
+            m, n = math.prod(eqn.invars[1].aval.shape[-2:]) // n, n
+        flops = costs.DECOMPOSITION_FLOPS[eqn.primitive.name] * math.prod(batch) * max(m, n) * min(m, n) ** 2
+        dim = dims[0]
+        if any(d != dim for d in dims) or (dim is not None and dim >= len(batch)):
+            raise LostError(eqn)
+        if dim is None:
+            self.repeated += flops
+        else:
+            self.divided += flops
+        return [dim] * len(eqn.outvars)
+
+    def _moved(self, eqn: Any, dims: list[int | None], made: dict) -> list[int | None]:
+        """Follow the dim through an equation without products, by the rules of `zerojax.dims`."""
+        sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
+        if not sizes:
+            return [None] * len(eqn.outvars)
+        if len(sizes) > 1:
+            raise LostError(eqn)
+        count = sizes.pop()
+        states = [NOWHERE if d is None else at(d) for d in dims]
+        found = []
+        for var, state in zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, made)), strict=True):
+            if state is not None and not state.places:
+                self.sum(var)
+                found.append(None)
+                continue
+            place = None if state is None else state.only
+            if place is None or place.outer > 1 or var.aval.shape[place.dim] != count:
+                raise LostError(eqn)
+            found.append(place.dim)
+        return found

@@ -24,7 +24,7 @@ from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.offload.options import Offload
 from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, walk
-from zerojax.optim.owned import OwnedUpdate
+from zerojax.optim.owned import OwnedCores, OwnedUpdate
 from zerojax.optim.traced import (
     EXTRA,
     GRAD,
@@ -32,7 +32,6 @@ from zerojax.optim.traced import (
     SHARED,
     STATE,
     Equations,
-    OwnedGroup,
     Read,
     TracedUpdate,
     equations_behind,
@@ -163,7 +162,7 @@ def partition(
     traced: TracedUpdate,
     offloaded: OffloadedState,
     groups: Sequence[Sequence[int]],
-    owned: Sequence[OwnedGroup],
+    owned: Sequence[OwnedCores],
 ) -> Partition:
     """Partition an update of logical arrays into groups.
 
@@ -212,21 +211,21 @@ def warn_of_lost_effects(jaxpr: Any) -> None:
 
 
 def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int]]:
-    """Join those of `groups` that have cores in one group of `owned`, because owners compute these cores together."""
+    """Join those of `groups` that have cores in one element of `owned`, because owners compute these cores together."""
     group_of = {o: n for n, outs in enumerate(groups) for o in outs}
-    together = [{group_of[core.leaf] for core in g.cores if core.leaf in group_of} for g in owned.groups]
+    together = [{group_of[core.leaf] for core in each.cores if core.leaf in group_of} for each in owned.owned]
     sets = [*({n} for n in range(len(groups))), *filter(None, together)]
     return [sorted(o for n in joined if n < len(groups) for o in groups[n]) for joined in connected(sets)]
 
 
 def first_group(
-    traced: TracedUpdate, groups: Sequence[UpdateGroup], shared: Sequence, owned: Sequence[OwnedGroup]
+    traced: TracedUpdate, groups: Sequence[UpdateGroup], shared: Sequence, owned: Sequence[OwnedCores]
 ) -> UpdateGroup:
     """Return the group that computes the `shared` variables, and the results that no other group computes."""
     taken_params = {i for group in groups for i in group.params}
     taken_state = {k for group in groups for k in (*group.state, *group.resident)}
     params = tuple(i for i in range(traced.num_params) if i not in taken_params)
-    state = tuple(k for k in range(traced.num_state) if k not in taken_state)
+    state = tuple(k for k in range(len(traced.state_outs)) if k not in taken_state)
     outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
     eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
     equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
@@ -293,7 +292,7 @@ def groups_of(traced: TracedUpdate, state: OffloadedState) -> list[list[int]]:
     depends, units = Dependencies.of(traced, state), state.units
     num_params, outvars = traced.num_params, traced.jaxpr.outvars
     units_of: list[set] = [{i} for i in range(num_params)]
-    units_of += [{units[k]} if k in units else set() for k in range(traced.num_state)]
+    units_of += [{units[k]} if k in units else set() for k in range(len(traced.state_outs))]
     offloaded = [union(depends.offloaded, [var]) for var in outvars]
     touched = [units_of[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
     active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}

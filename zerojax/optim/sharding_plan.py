@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from zerojax.offload.chunked import Chunking
-    from zerojax.optim.planned_update import MatrixUpdates, PlannedUpdate
+    from zerojax.optim.planned_update import PlannedUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -45,19 +45,18 @@ class ShardingPlan(CachedHash):
     trained: Layout
     grads: tuple[Leaf, ...]  # one `Leaf` per trained parameter, for its reduced gradient and its update
     state: tuple[Leaf, ...]  # one `Leaf` per leaf of the optimizer's state
-    # the tree structure of the wrapped transformation's state, inside a `MasterState` if there are master weights
-    state_def: jax.tree_util.PyTreeDef
     # for each leaf of the state, the index of the trained parameter that the leaf mirrors, or None
     param_of: tuple[int | None, ...]
+    # the tree structure of the wrapped transformation's state, inside a `MasterState` if there are master weights
+    state_def: jax.tree_util.PyTreeDef
     # for each leaf of the state, how the leaf is divided into offloaded chunks; None if the leaf stays on the device
     chunkings: tuple[Chunking | None, ...]
-    # how matrices are updated; None if the update multiplies none that are sharded
-    matrices: MatrixUpdates | None
-    # whether owners compute a part of the update, or may do so, because it needs arguments that a step does not give
-    may_have_owners: bool
-    groups: str  # a text that describes the groups of the update and their places; empty if nothing is offloaded
     # the wrapped transformation, which checkpoints describe; equality of plans ignores it
     tx: optax.GradientTransformation = dataclasses.field(compare=False)
+    matrices: str = ""  # a text that describes how matrices are updated; empty if the update multiplies none
+    # whether owners compute a part of the update, or may do so, because it needs arguments that a step does not give
+    may_have_owners: bool = False
+    groups: str = ""  # a text that describes the groups of the update and their places; empty if nothing is offloaded
 
     @property
     def leaves(self) -> UpdatedLeaves:
@@ -104,7 +103,7 @@ class ShardingPlan(CachedHash):
     @property
     def update_in_words(self) -> list[str]:
         """Return one line per set of similar groups of the update, and per set of similar matrices."""
-        return [*self.groups.splitlines(), *str(self.matrices or "").splitlines()]
+        return [*self.groups.splitlines(), *self.matrices.splitlines()]
 
 
 def _sent(leaf: Leaf) -> str:
@@ -134,39 +133,29 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
         else leaf
         for i, leaf in enumerate(trained.grads)
     )
-    state_leaves = lay_out_state(state, trained, param_of=param_of, flat=flat)
+    leaves = UpdatedLeaves(grads, lay_out_state(state, trained, param_of=param_of, flat=flat), param_of)
     structure = jax.tree.structure(state)
-    plan = ShardingPlan(
-        layout,
-        trained,
-        grads,
-        state_leaves,
-        structure,
-        param_of,
-        chunkings=(None,) * len(state_leaves),
-        matrices=None,
-        may_have_owners=False,
-        groups="",
-        tx=config.tx,
-    )
-    if config.offload is not None or may_have_owners(config, plan):
+    plan = ShardingPlan(layout, trained, *leaves, structure, chunkings=(None,) * len(leaves.state), tx=config.tx)
+    if config.offload is not None or multiplies_matrices(plan.update(config, applies=True)):
         found = plan.analysis(config)
-        chunkings, matrices = found.chunkings, found.matrices
-        owners = matrices is None or bool(matrices.owned)
-        changes = {"chunkings": chunkings, "matrices": matrices, "may_have_owners": owners, "groups": found.groups}
-        plan = dataclasses.replace(plan, **changes)
+        plan = dataclasses.replace(
+            plan,
+            chunkings=found.chunkings,
+            matrices=found.owners_in_words(),
+            may_have_owners=found.has_owners is not False,
+            groups=found.groups_in_words(),
+        )
     config.plans[layout] = plan
     return plan
 
 
-def may_have_owners(config: Config, plan: ShardingPlan) -> bool:
-    """Return whether the update may multiply sharded matrices, which owners may compute.
+def multiplies_matrices(update: FlatUpdate) -> bool:
+    """Return whether an update may multiply sharded matrices, which owners may compute.
 
     This is also true if the update cannot be traced, because it needs arguments that a step does not give.
     """
-    if config.matrix_updates == "sharded" or all(leaf.kind != "sharded" or leaf.shards == 1 for leaf in plan.grads):
+    if not update.may_have_owners:
         return False
-    update = plan.update(config, applies=True)
     try:
         with jax.sharding.use_abstract_mesh(NO_MESH):
             jaxpr, _ = compat.opened(jax.make_jaxpr(guarded(update))(*update.planned_shapes()))

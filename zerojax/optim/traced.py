@@ -1,21 +1,19 @@
-"""Trace an optax update into equations, with all calls inlined, and describe parts of these equations.
-
-A `Core` is the part of a leaf's update that needs the full leaf. The cores of an `OwnedGroup` have equal programs.
-Owners compute them together.
-"""
+"""Trace an optax update into equations, with all calls inlined, and take parts of these equations."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from zerojax import compat, jaxprs
-from zerojax.layout.leaf import Leaf
 from zerojax.optim.transformation import NO_MESH, FlatUpdate, UpdatedLeaves, guarded
+
+if TYPE_CHECKING:
+    from zerojax.optim.owned import OwnedCores
 
 # Each input of an update is named by its kind, and by its index among the inputs of this kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED, CUT = "grad", "state", "param", "extra", "const", "shared", "cut"
@@ -30,14 +28,14 @@ class Equations:
     eqns: tuple[int, ...]  # the indices of the equations in `whole`
     jaxpr: Any  # the equations; they compute some of the update's results from the inputs in `reads`
     reads: tuple[Read, ...]  # the kind and index of each input, in order
-    owned: tuple[OwnedGroup, ...] = ()  # the cores among these equations that owners compute
+    owned: tuple[OwnedCores, ...] = ()  # the cores among these equations that owners compute
 
     @functools.cached_property
     def key(self) -> tuple:
         """Return a value that is equal for parts that compute the same."""
         position = {e: n for n, e in enumerate(self.eqns)}
-        cores = lambda group: tuple(tuple(position[e] for e in core.eqns) for core in group.cores)
-        return str(self.jaxpr), tuple((cores(g), g.counts, g.size, g.within) for g in self.owned)
+        of = lambda owned: tuple(tuple(position[e] for e in core.eqns) for core in owned.cores)
+        return str(self.jaxpr), tuple((of(owned), owned.counts, owned.size, owned.within) for owned in self.owned)
 
     def indices(self, kind: str) -> tuple[int, ...]:
         return tuple(i for name, i in self.reads if name == kind)
@@ -58,13 +56,8 @@ class TracedUpdate:
         return producers_of(self.jaxpr)
 
     @functools.cached_property
-    def structure(self) -> tuple:
-        """Return the structure of the trace. Traces that differ only in shapes have equal structures."""
-        return len(self.reads), [(eqn.primitive.name, len(eqn.outvars)) for eqn in self.jaxpr.eqns]
-
-    @functools.cached_property
     def variables(self) -> list:
-        """Return all variables in order. If two traces have equal structures, their variables correspond."""
+        """Return all variables in order. In two traces of the same equations, they correspond."""
         return [*self.reads, *(var for eqn in self.jaxpr.eqns for var in eqn.outvars)]
 
     @functools.cached_property
@@ -72,59 +65,50 @@ class TracedUpdate:
         return {var: n for n, var in enumerate(self.variables)}
 
     @property
-    def num_state(self) -> int:
-        return len(self.jaxpr.outvars) - self.num_params
-
-    def core_jaxpr(self, core: Core) -> Any:
-        """Return `core` as a jaxpr from its inputs to its results, with the shapes of this trace."""
-        of = lambda indices: [self.variables[n] for n in indices]
-        return compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in core.eqns], of(core.inputs), of(core.results))
+    def state_outs(self) -> list:
+        return self.jaxpr.outvars[self.num_params :]
 
     def equations(
-        self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedGroup] = ()
+        self, eqns: Sequence[int], reads: dict[Any, Read], outvars: Sequence, owned: Sequence[OwnedCores] = ()
     ) -> Equations:
         """Return `eqns` as a program from `reads` to `outvars`. Keep the cores of `owned` that `eqns` contains."""
         jaxpr = compat.part_of(self.jaxpr, [self.jaxpr.eqns[e] for e in eqns], list(reads), outvars)
         taken = set(eqns)
-        inside = [group.take([core for core in group.cores if taken.issuperset(core.eqns)]) for group in owned]
-        kept = tuple(group for group in inside if group.cores)
-        return Equations(self, tuple(eqns), jaxpr, tuple(reads.values()), kept)
+        inside = [each.take([core for core in each.cores if taken.issuperset(core.eqns)]) for each in owned]
+        return Equations(self, tuple(eqns), jaxpr, tuple(reads.values()), tuple(each for each in inside if each.cores))
 
 
-def tracer(
-    update: FlatUpdate, grads: Sequence, state: Sequence, params: Sequence | None, extra: dict
-) -> Callable[..., TracedUpdate]:
-    """Return a function `trace(changed)` that traces the update for these values or shapes.
+# The gradients, state, parameters and extra arguments of an update, as arrays or shapes.
+Given = tuple[Sequence, Sequence, Sequence | None, dict]
 
-    `changed` maps the indices of some trained parameters to other shapes. Their state gets the shapes that
-    `_state_shape` returns. If the transformation raises an error, `trace` raises a `TransformationError`.
+
+def trace_update(update: FlatUpdate, given: Given, changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
+    """Trace the update of `given` arguments. Raise a `TransformationError` if the transformation raises an error.
+
+    `changed` maps the indices of some trained parameters to other shapes. Their state changes as `_state_shape` says.
     """
+    grads, state, params, extra = given
     numbers, tree = jax.tree.flatten(extra)
     inputs = {GRAD: grads, STATE: state, PARAM: params or [], EXTRA: list(filter(is_traced, numbers))}
     names: list[Read] = [(kind, i) for kind, values in inputs.items() for i in range(len(values))]
 
     def flat(*values):
-        given = iter(values)
-        grads, state, moved, arrays = ([next(given) for _ in of_kind] for of_kind in inputs.values())
-        rest = iter(arrays)
-        filled = jax.tree.unflatten(tree, [next(rest) if is_traced(x) else x for x in numbers])
+        remaining = iter(values)
+        grads, state, moved, arrays = ([next(remaining) for _ in of_kind] for of_kind in inputs.values())
+        filled = jax.tree.unflatten(tree, [arrays.pop(0) if is_traced(x) else x for x in numbers])
         new_params, new_state = guarded(update)(grads, state, None if params is None else moved, filled)
         return [*new_params, *new_state]
 
-    def shape_of(kind: str, i: int, changed: Mapping[int, tuple[int, ...]]) -> jax.ShapeDtypeStruct:
+    def shape_of(kind: str, i: int) -> jax.ShapeDtypeStruct:
         new = _state_shape(update.leaves, i, changed) if kind == STATE else None if kind == EXTRA else changed.get(i)
         x = inputs[kind][i]
-        shape = x.shape if new is None else new
-        return jax.ShapeDtypeStruct(shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+        return jax.ShapeDtypeStruct(new or x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
 
-    def trace(changed: Mapping[int, tuple[int, ...]] = {}) -> TracedUpdate:
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            jaxpr, consts = trace_inlined(flat, *(shape_of(kind, i, changed) for kind, i in names))
-        reads: dict[Any, Read] = dict(zip(jaxpr.invars, names, strict=True))
-        reads |= {var: (CONST, i) for i, var in enumerate(compat.constvars_of(jaxpr))}
-        return TracedUpdate(jaxpr, tuple(consts), reads, len(grads))
-
-    return trace
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        jaxpr, consts = trace_inlined(flat, *(shape_of(kind, i) for kind, i in names))
+    reads: dict[Any, Read] = dict(zip(jaxpr.invars, names, strict=True))
+    reads |= {var: (CONST, i) for i, var in enumerate(compat.constvars_of(jaxpr))}
+    return TracedUpdate(jaxpr, tuple(consts), reads, len(grads))
 
 
 def is_traced(x: Any) -> bool:
@@ -159,7 +143,7 @@ def equations_behind(
 ) -> tuple[list[int], list]:
     """Return the indices of the equations that compute `outvars`, and the input variables that these equations read.
 
-    `producers` is the result of `producers_of`. The variables in `stop` count as inputs.
+    `producers` is the result of `producers_of`, or a part of it. The variables in `stop` count as inputs.
     """
     is_made = lambda var: var in producers and var not in stop
     read = lambda var: jaxprs.variables_in(jaxpr.eqns[producers[var]].invars) if is_made(var) else ()
@@ -170,66 +154,3 @@ def equations_behind(
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
     """Return the union of `known[atom]` for all `atoms`. Literals and unknown variables have the empty set."""
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Core:
-    """The part of a leaf's update that needs the full leaf. All integers are indices in the whole update."""
-
-    leaf: int  # the trained parameter
-    eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update
-    arrays: tuple[tuple[int, Leaf], ...]  # the sharded arrays that the core reads, each with its layout
-    small: tuple[int, ...]  # other variables that the core reads and that depend on the leaf
-    shared: tuple[int, ...]  # variables that the core reads and that do not depend on the leaf, such as a count
-    outs: tuple[tuple[int, Leaf], ...]  # the sharded results of the core, each with its layout
-    small_outs: tuple[int, ...]  # all other results of the core
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        return *(n for n, _ in self.arrays), *self.small, *self.shared
-
-    @property
-    def results(self) -> tuple[int, ...]:
-        """Return the variables that the core computes and that are used outside of the core."""
-        return *(n for n, _ in self.outs), *self.small_outs
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnedGroup:
-    """Cores with equal programs, which are computed together."""
-
-    cores: tuple[Core, ...]  # one core per parameter
-    # the number of items per core; a stack of matrices is divided into items; any other core is one item
-    counts: tuple[int, ...]
-    size: int  # the number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices
-    jaxpr: Any  # the program that computes one item
-    within: int = 1  # the number of devices per owner
-    seconds: float = 0.0  # the estimated time, at peak rates, if owners compute the group
-    seconds_sharded: float = 0.0  # the estimated time, at peak rates, if each matrix is divided among all devices
-
-    @property
-    def items(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def leaf(self) -> Leaf:
-        return self.cores[0].arrays[0][1]
-
-    def take(self, cores: Sequence[Core]) -> OwnedGroup:
-        """Return a copy of the group that has only `cores`, which are some of its cores."""
-        counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
-        return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
-
-
-def item_of(leaf: Leaf, size: int) -> Leaf:
-    """Return the layout of one item, which has `size` matrices of a stack, or the full leaf if `size` is 0."""
-    shape = (size, *leaf.shape[1:]) if size else leaf.shape
-    return dataclasses.replace(leaf, shape=shape)
-
-
-def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:
-    """Return the equations of `cores`, and all other equations that depend on results of `cores`."""
-    inside = {e for core in cores for e in core.eqns}
-    made = jaxprs.dependent_on([var for e in inside for var in jaxpr.eqns[e].outvars], jaxpr.eqns)
-    late = {e for e, eqn in enumerate(jaxpr.eqns) if not made.isdisjoint(jaxprs.variables_in(eqn.invars))}
-    return inside, late - inside

@@ -148,6 +148,12 @@ class FlatUpdate:
             updates = cast(jax.tree.leaves(moved), [leaf.dtype for leaf in self.trained.params])
         return jax.tree.leaves(updates), jax.tree.leaves(new)
 
+    @property
+    def may_have_owners(self) -> bool:
+        """Return whether a matrix may be divided, so that owners may compute its update."""
+        divided = any(leaf.kind == "sharded" and leaf.shards > 1 for leaf in self.leaves.grads)
+        return divided and self.config.matrix_updates != "sharded"
+
     def planned_shapes(self) -> tuple[list, list, list, dict]:
         """Return the shapes of the arguments in a training step."""
         seen = lambda leaf: leaf.storage_shape if leaf.kind == "flat" else leaf.shape

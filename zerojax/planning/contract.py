@@ -84,7 +84,8 @@ def contract_of(checked: Checked) -> Contract:
     compiled = plain_update(plan, config)
     products = sum(product_flops(kernels(read(compiled))).values())
     flops = checked.accumulate * flops + products
-    update = bool(products) and not (plan.matrices is not None and plan.matrices.owned and not plan.matrices.left)
+    analysis = plan.analysis(config)
+    update = bool(products) and not (analysis.has_owners and not analysis.owned.left)
     of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
     if products:  # a matrix optimizer, whose owners hold whole matrices
         of_update += memory_analysis(compiled).temp_size_in_bytes
