@@ -15,34 +15,11 @@ from typing import Any
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.elementwise import has_products, is_by_element
-from zerojax.optim.traced import GRAD, PARAM, STATE, TracedUpdate, equations_behind, union
+from zerojax.optim.traced import GRAD, PARAM, STATE, Core, TracedUpdate, equations_behind, union
 
 # Maximum number of elements of a value that is not sharded, such as a norm, and that a core reads or returns. Such a
 # value is sent to all devices.
 SMALL = 8192
-
-
-@dataclasses.dataclass(frozen=True)
-class Core:
-    """The part of a leaf's update that needs the full leaf. All integers are indices in the whole update."""
-
-    leaf: int  # the trained parameter
-    eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update
-    arrays: tuple[tuple[int, Leaf], ...]  # the sharded arrays that the core reads, each with its layout
-    small: tuple[int, ...]  # other variables that the core reads and that depend on the leaf
-    shared: tuple[int, ...]  # variables that the core reads and that do not depend on the leaf, such as a count
-    outs: tuple[tuple[int, Leaf], ...]  # the sharded results of the core, each with its layout
-    small_outs: tuple[int, ...]  # all other results of the core
-
-    @property
-    def inputs(self) -> tuple[int, ...]:
-        return *(n for n, _ in self.arrays), *self.small, *self.shared
-
-    def jaxpr(self, traced: TracedUpdate) -> Any:
-        """Return the core as a program from its inputs to its results, with the shapes of `traced`."""
-        of = lambda indices: [traced.variables[n] for n in indices]
-        results = of((*(n for n, _ in self.outs), *self.small_outs))
-        return compat.part_of(traced.jaxpr, [traced.jaxpr.eqns[e] for e in self.eqns], of(self.inputs), results)
 
 
 def equations_after(jaxpr: Any, cores: Sequence[Core]) -> tuple[set[int], set[int]]:

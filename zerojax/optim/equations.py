@@ -16,9 +16,21 @@ from zerojax.comm.owners import Owners
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.cores import equations_after
-from zerojax.optim.owned import OwnedCores, layouts_of_item, owned_update
+from zerojax.optim.owned import owned_update
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.optim.traced import CONST, CUT, EXTRA, GRAD, PARAM, STATE, Equations, is_traced, trace_update
+from zerojax.optim.traced import (
+    CONST,
+    CUT,
+    EXTRA,
+    GRAD,
+    PARAM,
+    STATE,
+    Equations,
+    OwnedCores,
+    is_traced,
+    layouts_of_item,
+    trace_update,
+)
 from zerojax.optim.transformation import FlatUpdate, TransformationError
 from zerojax.placement.storage import to_device, unpadded
 

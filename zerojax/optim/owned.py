@@ -23,9 +23,8 @@ from zerojax import compat, costs, jaxprs, signatures
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.moves import free_dims
-from zerojax.layout.leaf import Leaf
-from zerojax.optim.cores import Core, CoreFinder, equations_after
-from zerojax.optim.traced import Given, TracedUpdate, trace_update
+from zerojax.optim.cores import CoreFinder, equations_after
+from zerojax.optim.traced import Core, Given, OwnedCores, TracedUpdate, layouts_of_item, trace_update
 from zerojax.optim.transformation import FlatUpdate, TransformationError
 from zerojax.primitives import Kind
 
@@ -34,39 +33,6 @@ from zerojax.primitives import Kind
 FLOPS, LINK, LATENCY = 495e12, 450e9, 10e-6
 # Bytes of the largest matrix that one device may update. The device then holds several arrays of this size.
 LARGEST = 1 << 30
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnedCores:
-    """Cores with equal programs, which owners compute together."""
-
-    cores: tuple[Core, ...]  # one core per parameter
-    # the number of items per core; a stack of matrices is divided into items; any other core is one item
-    counts: tuple[int, ...]
-    size: int  # the number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices
-    jaxpr: Any  # the program that computes one item
-    within: int = 1  # the number of devices per owner
-    seconds: float = 0.0  # the estimated time, at peak rates, if owners compute the cores
-    seconds_sharded: float = 0.0  # the estimated time, at peak rates, if each matrix is divided among all devices
-
-    @property
-    def matrices(self) -> int:
-        return sum(self.counts) * max(self.size, 1)
-
-    @property
-    def leaf(self) -> Leaf:
-        return self.cores[0].arrays[0][1]
-
-    def take(self, cores: Sequence[Core]) -> OwnedCores:
-        """Return a copy that has only `cores`, which are some of its cores."""
-        counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
-        return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
-
-
-def layouts_of_item(core: Core, size: int) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    """Return the layouts of the arrays and of the results of one item, which has `size` matrices; 0: the whole leaf."""
-    one = lambda leaf: dataclasses.replace(leaf, shape=(size, *leaf.shape[1:])) if size else leaf
-    return tuple(one(leaf) for _, leaf in core.arrays), tuple(one(leaf) for _, leaf in core.outs)
 
 
 class OwnedUpdate(NamedTuple):

@@ -24,7 +24,7 @@ from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.offload.options import Offload
 from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, walk
-from zerojax.optim.owned import OwnedCores, OwnedUpdate
+from zerojax.optim.owned import OwnedUpdate
 from zerojax.optim.traced import (
     EXTRA,
     GRAD,
@@ -32,6 +32,7 @@ from zerojax.optim.traced import (
     SHARED,
     STATE,
     Equations,
+    OwnedCores,
     Read,
     TracedUpdate,
     equations_behind,

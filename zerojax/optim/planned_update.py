@@ -7,9 +7,9 @@ import functools
 from collections.abc import Sequence
 
 from zerojax.offload.chunked import Chunking
-from zerojax.optim.owned import OwnedCores, OwnedUpdate, owned_update
+from zerojax.optim.owned import OwnedUpdate, owned_update
 from zerojax.optim.partition import OffloadedState, Partition, groups_of, merged, partition
-from zerojax.optim.traced import TracedUpdate, trace_update
+from zerojax.optim.traced import OwnedCores, TracedUpdate, trace_update
 from zerojax.optim.transformation import FlatUpdate, TransformationError
 
 PLACES = {"device": "on the device", "host": "in host memory", "disk": "on disk"}

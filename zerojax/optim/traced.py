@@ -1,19 +1,20 @@
-"""Trace an optax update into equations, with all calls inlined, and take parts of these equations."""
+"""Trace an optax update into equations, with all calls inlined, and describe parts of these equations.
+
+A `Core` is the part of a leaf's update that needs the full leaf. `OwnedCores` are cores with equal programs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from zerojax import compat, jaxprs
+from zerojax.layout.leaf import Leaf
 from zerojax.optim.transformation import NO_MESH, FlatUpdate, UpdatedLeaves, guarded
-
-if TYPE_CHECKING:
-    from zerojax.optim.owned import OwnedCores
 
 # Each input of an update is named by its kind, and by its index among the inputs of this kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED, CUT = "grad", "state", "param", "extra", "const", "shared", "cut"
@@ -154,3 +155,59 @@ def equations_behind(
 def union(known: dict[Any, frozenset], atoms: Sequence) -> frozenset:
     """Return the union of `known[atom]` for all `atoms`. Literals and unknown variables have the empty set."""
     return frozenset().union(*(known.get(atom, ()) for atom in atoms if not compat.is_literal(atom)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """The part of a leaf's update that needs the full leaf. All integers are indices in the whole update."""
+
+    leaf: int  # the trained parameter
+    eqns: tuple[int, ...]  # the equations of the core in the jaxpr of the update
+    arrays: tuple[tuple[int, Leaf], ...]  # the sharded arrays that the core reads, each with its layout
+    small: tuple[int, ...]  # other variables that the core reads and that depend on the leaf
+    shared: tuple[int, ...]  # variables that the core reads and that do not depend on the leaf, such as a count
+    outs: tuple[tuple[int, Leaf], ...]  # the sharded results of the core, each with its layout
+    small_outs: tuple[int, ...]  # all other results of the core
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        return *(n for n, _ in self.arrays), *self.small, *self.shared
+
+    def jaxpr(self, traced: TracedUpdate) -> Any:
+        """Return the core as a program from its inputs to its results, with the shapes of `traced`."""
+        of = lambda indices: [traced.variables[n] for n in indices]
+        results = of((*(n for n, _ in self.outs), *self.small_outs))
+        return compat.part_of(traced.jaxpr, [traced.jaxpr.eqns[e] for e in self.eqns], of(self.inputs), results)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedCores:
+    """Cores with equal programs, which owners compute together."""
+
+    cores: tuple[Core, ...]  # one core per parameter
+    # the number of items per core; a stack of matrices is divided into items; any other core is one item
+    counts: tuple[int, ...]
+    size: int  # the number of matrices per item, usually 1; 0 if the parameters are not stacks of matrices
+    jaxpr: Any  # the program that computes one item
+    within: int = 1  # the number of devices per owner
+    seconds: float = 0.0  # the estimated time, at peak rates, if owners compute the cores
+    seconds_sharded: float = 0.0  # the estimated time, at peak rates, if each matrix is divided among all devices
+
+    @property
+    def matrices(self) -> int:
+        return sum(self.counts) * max(self.size, 1)
+
+    @property
+    def leaf(self) -> Leaf:
+        return self.cores[0].arrays[0][1]
+
+    def take(self, cores: Sequence[Core]) -> OwnedCores:
+        """Return a copy that has only `cores`, which are some of its cores."""
+        counts = dict(zip((core.leaf for core in self.cores), self.counts, strict=True))
+        return dataclasses.replace(self, cores=tuple(cores), counts=tuple(counts[core.leaf] for core in cores))
+
+
+def layouts_of_item(core: Core, size: int) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """Return the layouts of the arrays and of the results of one item, which has `size` matrices; 0: the whole leaf."""
+    one = lambda leaf: dataclasses.replace(leaf, shape=(size, *leaf.shape[1:])) if size else leaf
+    return tuple(one(leaf) for _, leaf in core.arrays), tuple(one(leaf) for _, leaf in core.outs)
