@@ -301,7 +301,7 @@ def test_a_second_writer_leaves_what_the_first_is_writing(tmp_path, state, go_on
     """Its lock file is gone."""
     first = Checkpointer(tmp_path)
     first.save(state, step=1)
-    (tmp_path / ".lock").unlink()
+    (tmp_path / ".zerojax.lock").unlink()
     Checkpointer(tmp_path).close()
     assert list(tmp_path.glob(".tmp-step_00000001-*"))
     go_on.set()
@@ -322,7 +322,7 @@ def test_leftovers_are_cleaned_and_a_killed_replacement_is_undone(one_step, stat
     with Checkpointer(root) as checkpoints:
         assert checkpoints.verify() == checkpoints.steps() == [1, 2]
     assert f"{LEFT} in {root}, which a killed run left, was removed" in caplog.text
-    assert {*os.listdir(root)} == {".lock", "step_00000001", NEWEST, *others}
+    assert {*os.listdir(root)} == {".zerojax.lock", "step_00000001", NEWEST, *others}
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "pipe"])

@@ -268,7 +268,7 @@ class Run:
 
     def write_beside(self):
         if self.index == 0:
-            (self.path / ".lock").unlink(missing_ok=True)
+            (self.path / ".zerojax.lock").unlink(missing_ok=True)
         Checkpointer(self.path).close()
 
     def round(self, number):

@@ -76,7 +76,7 @@ class Fuzz:
             checkpoints.save(state, data, step=7)
         export(state, root / "whole" / "exported", file_bytes=1 << 16)
         self.files = sorted(p.relative_to(root / "whole") for p in (root / "whole").rglob("*") if p.is_file())
-        self.files = [p for p in self.files if p.name != ".lock"]
+        self.files = [p for p in self.files if p.name != ".zerojax.lock"]
         self.size = sum((root / "whole" / p).stat().st_size for p in self.files)
         shutil.copytree(root / "whole", root / "changed", copy_function=os.link)
         self.written = set()

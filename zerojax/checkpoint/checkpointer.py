@@ -105,7 +105,7 @@ class Checkpointer:
             self._lock = lock(self.directory)
             folders.clean(self.directory)
         except (OSError, DiskError) as error:
-            # A `DiskError` means that another run has the lock, or another program wrote `.lock`.
+            # A `DiskError` means that another run has the lock.
             remedy = " Checkpointer(..., read_only=True) restores beside it." * isinstance(error, DiskError)
             raise CheckpointError(f"Checkpoints cannot be written to {self.directory}: {error}{remedy}") from error
 

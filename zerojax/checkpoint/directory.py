@@ -4,7 +4,7 @@ step_00000100         a checkpoint, complete and on disk
 step_00000200.aside   a checkpoint that was renamed because the run went back to an earlier step
 .tmp-step_…-<hex>     a checkpoint that is being written or removed; its writer locks this folder
 .old-step_…           a checkpoint that is being replaced
-.lock                 a file, locked by the run that writes to the directory
+.zerojax.lock         a file, locked by the run that writes to the directory
 """
 
 from __future__ import annotations

@@ -10,18 +10,13 @@ import errno
 import fcntl
 import os
 import re
-import stat
 import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-LOCK = ".lock"
-_MARK = b"zerojax, process "
-# All marks have the same length. After a power failure, the file may be empty, or have this number of zero bytes.
-_OURS = re.compile(rb"zerojax, process (\d{1,10}) *\n|\0{0,28}", re.ASCII)
-_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+LOCK = ".zerojax.lock"  # no other program writes a file of this name
 
 
 class DiskError(RuntimeError):
@@ -69,30 +64,26 @@ class Lock:
 
 
 def lock(folder: Path) -> Lock:
-    """Lock a folder through the file `.lock` in it.
+    """Lock a folder through the file `.zerojax.lock` in it, which has the process's ID.
 
     Raises:
-        DiskError: If a process has locked the folder (the error names the process), or if zerojax did not write
-            `.lock`. Then the file is not changed.
+        DiskError: If a process has locked the folder. The error names the process.
     """
     with _forking:
-        handle = _open(folder, os.O_RDWR | os.O_CREAT)
+        # Do not follow a link, and do not block if the file is a pipe.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        handle = os.open(folder / LOCK, flags, 0o644)
         try:
-            require_mark(folder, handle)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Every mark has the same length, and is synced. So a crash cannot destroy a mark that is in the file.
-            os.pwrite(handle, b"%b%-10d\n" % (_MARK, os.getpid()), 0)
-            os.fsync(handle)
+            os.pwrite(handle, b"%-10d\n" % os.getpid(), 0)
             return Lock(handle)
         except OSError as error:
-            holder = os.pread(handle, 64, 0).removeprefix(_MARK).decode(errors="replace").strip("\0 \n")
+            is_taken = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+            holder = os.pread(handle, 64, 0).decode(errors="replace").strip() if is_taken else ""
             os.close(handle)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            if not is_taken:
                 raise
             raise DiskError(in_use(folder, holder)) from error
-        except DiskError:
-            os.close(handle)
-            raise
 
 
 def lock_folder(path: Path) -> Lock:
@@ -109,42 +100,6 @@ def lock_folder(path: Path) -> Lock:
                 os.close(handle)
                 raise
         return Lock(handle)
-
-
-def has_mark(folder: Path) -> bool:
-    """Return whether a folder has a `.lock` with the mark of zerojax. An empty `.lock` does not count."""
-    try:
-        handle = _open(folder, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        return require_mark(folder, handle).startswith(_MARK)
-    finally:
-        os.close(handle)
-
-
-def require_mark(folder: Path, handle: int) -> bytes:
-    """Return the content of an open `.lock`, or raise a `DiskError` if the file is neither our mark nor empty.
-
-    Without this check, locking the folder would overwrite another program's file.
-    """
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        raise foreign(folder, "is no plain file")
-    text = os.pread(handle, 64, 0)
-    if not _OURS.fullmatch(text):
-        raise foreign(folder, f"begins with {text[:32]!r}")
-    if not text and status.st_nlink > 1:
-        raise foreign(folder, "is an empty file that has another name, too")
-    return text
-
-
-def foreign(folder: Path, found: str) -> DiskError:
-    """Return the error for a `.lock` that no run of zerojax wrote."""
-    return DiskError(
-        f"{folder / LOCK} {found}, so no run of zerojax wrote it. Locking the folder would overwrite it: move it "
-        f"away, or give another folder. Nothing was changed."
-    )
 
 
 def in_use(folder: Path, holder: str) -> str:
@@ -165,18 +120,6 @@ def in_use(folder: Path, holder: str) -> str:
         f"{folder} is in use by another run (process {holder if known else 'unknown'}). Give this run another folder, "
         f"or end or close() the other run first."
     )
-
-
-def _open(folder: Path, flags: int) -> int:
-    """Open `.lock`. Do not follow a link, and do not block if the file is a pipe."""
-    try:
-        return os.open(folder / LOCK, flags | _NO_LINK, 0o644)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise foreign(folder, "is a symbolic link") from error
-        if error.errno in (errno.EISDIR, errno.ENXIO, errno.ENODEV):
-            raise foreign(folder, "is no plain file") from error
-        raise
 
 
 # Held while a lock is taken and while the process forks, so that `_held` in a child has every lock of the parent.
@@ -219,7 +162,7 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
     """
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
-    leftovers(folder)  # check before the lock file is made, because this file marks a folder as ours
+    leftovers(folder)  # check before the lock file is made, because its name marks a folder as ours
     locked = lock(folder)
     try:
         files, disk = leftovers(folder), os.statvfs(folder)
@@ -238,13 +181,13 @@ def claim(folder: Path, sizes: Sequence[int]) -> Lock:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Return the chunk files of an earlier run. Without a lock file that has our mark, no file counts as a chunk.
+    """Return the chunk files of an earlier run. Without a lock file, no file counts as a chunk.
 
     Raises:
-        DiskError: If the folder has other files, or if zerojax did not write its `.lock`.
+        DiskError: If the folder has other files.
     """
     names = sorted(os.listdir(folder))
-    chunks = {name for name in names if re.fullmatch(r"chunk_\d{5,}\.bin", name)} if has_mark(folder) else set()
+    chunks = {name for name in names if re.fullmatch(r"chunk_\d{5,}\.bin", name)} if LOCK in names else set()
     chunks = {name for name in chunks if not (folder / name).is_symlink() and (folder / name).is_file()}
     if foreign := [name for name in names if name != LOCK and name not in chunks]:
         raise DiskError(
