@@ -119,18 +119,18 @@ class Microbatch:
                 jax.block_until_ready(oldest)
         return wait_if_simulated(self._mesh, results)
 
-    def _shards(self, sources: Sequence[ShardSource], operands: Mapping) -> list[Array]:
+    def _shards(self, sources: Sequence[ShardSource]) -> list[Array]:
         chunks = self._reader.take() if sources else {}
-        return wait_if_simulated(self._mesh, [source.shard(chunks, operands) for source in sources])
+        return wait_if_simulated(self._mesh, [source.shard(chunks) for source in sources])
 
-    def _add_grads(self, sources: Sequence[ShardSource], grads: Sequence[Array | None], operands: Mapping) -> None:
+    def _add_grads(self, sources: Sequence[ShardSource], grads: Sequence[Array | None]) -> None:
         assert self._sink is not None
         # Write the gradients of the previous stage. If Python wrote the gradients of this stage here, it would wait for
         # this stage, and the devices would be idle until the next stage's shards have arrived.
         self._sink.write()
         for source, grad in zip(sources, grads, strict=True):
             if grad is not None:
-                for piece, x in wait_if_simulated(self._mesh, source.grad_chunks(grad, operands)).items():
+                for piece, x in wait_if_simulated(self._mesh, source.grad_chunks(grad)).items():
                     self._sink.add(piece, x)
 
     def _add(self, key: Any, cotangent: Array | None) -> None:
@@ -141,9 +141,9 @@ class Microbatch:
             )
 
     def _forward(self, item: Item) -> list:
-        stage, operands = item.stage, {v: self._env[v] for v in item.segment.operands}
+        stage, operands = item.stage, [self._env[v] for v in item.stage.operands]
         others = [self._env[v] for v in item.segment.others]
-        results, saved = self._ran(stage.forward(self._shards(item.sources, operands), others))
+        results, saved = self._ran(stage.forward(self._shards(item.sources), others, operands))
         if stage.passes is not None:
             self._kept[item] = [others[i] for i in stage.kept], saved, operands
         return results
@@ -151,9 +151,9 @@ class Microbatch:
     def _backward(self, item: Item) -> None:
         others, saved, operands = self._kept.pop(item)
         cotangents = [self._cotangents.get(key) for key in item.segment.results]
-        shards = self._shards(item.needed, operands)
-        to_params, to_others = self._ran(item.stage.backward(shards, others, saved, cotangents))
+        shards = self._shards(item.needed)
+        to_params, to_others = self._ran(item.stage.backward(shards, others, saved, cotangents, operands))
         del shards
         for key, x in zip(item.segment.others, to_others, strict=True):
             self._add(key, x)
-        self._add_grads(item.sources, to_params, operands)
+        self._add_grads(item.sources, to_params)

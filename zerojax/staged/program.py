@@ -52,6 +52,7 @@ class Stage:
     """The forward and backward programs of a segment.
 
     The programs take parameters as shards. A shard that is one row of a stack has a dim 0 of length 1, as on disk.
+    `operands` are the values that slices of the other shards read.
     """
 
     def __init__(
@@ -59,8 +60,7 @@ class Stage:
     ):
         """Trace the passes. `by_row` says for each parameter whether its shard is one row of a stack."""
         assert isinstance(segment, BlockSegment)
-        roots = [Slot(jax.ShapeDtypeStruct(p.leaf.shape, p.stored.dtype)) for p in segment.params]
-        params = [_plain(p, slot) for p, slot in zip(segment.params, roots, strict=True)]
+        params = list(map(_plain, segment.params, by_row))
         slots = lambda variables: tuple(Slot(v.aval) for v in variables)
         inputs = segment.jaxpr.invars[len(params) :]
         self._segment = dataclasses.replace(
@@ -84,10 +84,10 @@ class Stage:
         self.forward = jax.jit(self._forward)
         self.backward = jax.jit(self._backward)
 
-    def _forward(self, shards: Sequence[Array], others: Sequence[Array]) -> tuple[list, list]:
+    def _forward(self, shards: Sequence, others: Sequence, operands: Sequence) -> tuple[list, list]:
         """Return `(results, saved)`, where `saved` are the residuals for the backward pass."""
         segment = self._segment
-        env = dict(zip(segment.others, others, strict=True)) | self._roots(dict(enumerate(shards)))
+        env = dict(zip(segment.others, others, strict=True)) | self._roots(dict(enumerate(shards)), operands)
         gathered, others = segment.take_inputs(self._gathers(env, segment.params))
         if self.passes is None:
             return segment.run(gathered, others), []
@@ -95,7 +95,7 @@ class Stage:
             return self.passes.run(gathered, others)
 
     def _backward(
-        self, shards: Sequence[Array], others: Sequence[Array], saved: Sequence, cotangents: Sequence[Array | None]
+        self, shards: Sequence, others: Sequence, saved: Sequence, cotangents: Sequence, operands: Sequence
     ) -> tuple[list, list]:
         """Return `(gradients of shards, cotangents of other inputs)`. Those that were not computed are None.
 
@@ -103,7 +103,7 @@ class Stage:
         """
         segment, passes = self._segment, self.passes
         assert passes is not None
-        env = self._roots(dict(zip(self.needed, shards, strict=True)))
+        env = self._roots(dict(zip(self.needed, shards, strict=True)), operands)
         read: list[Any] = [None] * len(segment.others)
         for i, x in zip(self.kept, others, strict=True):
             read[i] = x
@@ -130,16 +130,24 @@ class Stage:
             grad = jnp.expand_dims(grad, 0)
         return constrain(self._mesh, grad, leaf)
 
-    def _roots(self, shards: dict[int, Array]) -> dict:
-        """Return the shard of each parameter by slot. For parameters without a shard, return its shape and type."""
+    @property
+    def operands(self) -> list:
+        return self._segment.operands
+
+    def _roots(self, shards: dict[int, Array], operands: Sequence[Array]) -> dict:
+        """Return the shard of each parameter by slot, and the operands by variable.
+
+        For parameters without a shard, return its shape and type.
+        """
         params = enumerate(zip(self._segment.params, self._by_row, strict=True))
         value = lambda x, by_row: jnp.squeeze(x, 0) if by_row else x
-        return {
+        roots = {
             p.root: value(shards[i], by_row)
             if i in shards
-            else jax.ShapeDtypeStruct(p.leaf.storage_shape, p.root.aval.dtype)
+            else jax.ShapeDtypeStruct(p.stored.storage_shape, p.root.aval.dtype)
             for i, (p, by_row) in params
         }
+        return roots | dict(zip(self.operands, operands, strict=True))
 
     def _gathers(self, env: dict, params: Sequence[ShardedParam]) -> GatherScheduler:
         """Return a scheduler of the gathers of this segment. The empty second use represents all later segments."""
@@ -147,11 +155,13 @@ class Stage:
         return GatherScheduler(env, uses, self._options)
 
 
-def _plain(param: ShardedParam, slot: Slot) -> ShardedParam:
-    """Return a parameter without slices, for a shard that is sliced before the stage runs."""
+def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
+    """Return a parameter without a path, and without slices if its shard is one row of a stack."""
     leaf = dataclasses.replace(param.leaf, path="", reason="")
-    stored = dataclasses.replace(leaf, dtype=slot.aval.dtype)
-    return dataclasses.replace(param, root=slot, stored=stored, leaf=leaf, slices=(), layer=None)
+    stored, slices = (leaf, ()) if by_row else (param.stored, param.slices)
+    stored = dataclasses.replace(stored, dtype=param.stored.dtype, path="", reason="")
+    slot = Slot(jax.ShapeDtypeStruct(stored.shape, stored.dtype))
+    return dataclasses.replace(param, root=slot, stored=stored, leaf=leaf, slices=slices, layer=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -255,7 +265,8 @@ class StagedProgram:
     def _stage(self, segment: BlockSegment, wanted: Wanted, rows: RowStates, by_row: list[bool]) -> Stage:
         """Return the stage of a segment. Segments with equal equations and layouts share one."""
         make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
-        if segment.shared is None:
+        is_sliced = any(p.slices and not row for p, row in zip(segment.params, by_row, strict=True))
+        if segment.shared is None or is_sliced:
             return make()
         params = tuple(
             (dataclasses.replace(p.leaf, path="", reason=""), p.stored.dtype, p.wide, p.order) for p in segment.params

@@ -1,20 +1,17 @@
-"""Make the shard that a segment gathers from a parameter's chunks, and divide the shard's gradient into chunks."""
+"""Find the chunks of the shard that a segment reads, and divide the gradient of the shard into chunks."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
 from zerojax import compat
-from zerojax.comm.mesh import constrain
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.layout.leaf import replace_at
-from zerojax.offload.chunked import ChunkedLayout, concrete_mesh, jitted, join_chunks, split_chunks
+from zerojax.offload.chunked import ChunkedLayout, jitted, join_chunks, split_chunks
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -49,64 +46,27 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardSource:
-    """The origin of a shard that a segment gathers."""
+    """The origin of a shard that a segment reads."""
 
     of: OnDisk
     # the row of dim 0 that is read; the shard then has a dim 0 of length 1; None: all chunks are read and joined
     row: int | None = None
-    # the parameter with the slices that are applied to the joined chunks; None: there are no slices
-    param: ShardedParam | None = None
 
     @property
     def pieces(self) -> tuple[ChunkId, ...]:
         return self.of.pieces if self.row is None else ((self.of.index, self.row),)
 
-    def shard(self, chunks: Mapping[ChunkId, Array], env: Mapping) -> Array:
-        """Make the shard from its chunks. `env` maps the variables that the slices read to their values."""
+    def shard(self, chunks: Mapping[ChunkId, Array]) -> Array:
         values = [chunks[piece] for piece in self.pieces]
-        if self.row is not None:
-            return values[0]
-        stored = self.of.joined(values)
-        return stored if self.param is None else self._sliced(stored, [env[v] for v in self.param.operands])
+        return self.of.joined(values) if self.row is None else values[0]
 
-    def grad_chunks(self, grad: Array, env: Mapping) -> dict[ChunkId, Array]:
-        """Divide the gradient of the shard into gradients of chunks. `env` is as for `shard`."""
-        if self.row is not None:
-            return {self.pieces[0]: grad}
-        if self.param is not None:
-            grad = self._root_grad(grad, [env[v] for v in self.param.operands])
-        return dict(zip(self.pieces, self.of.split(grad), strict=True))
-
-    @functools.cached_property
-    def _sliced(self) -> Any:
-        """Return the program that slices the joined chunks."""
-        param = self.param
-        assert param is not None
-
-        def run(stored, operands):
-            return param.sliced({param.root: stored, **dict(zip(param.operands, operands, strict=True))})
-
-        return jax.jit(run)
-
-    @functools.cached_property
-    def _root_grad(self) -> Any:
-        """Return the program that turns the gradient of the slice into the gradient of the joined chunks."""
-        param, leaf = self.param, self.of.leaf
-        assert param is not None
-
-        def run(grad, operands):
-            like = jax.ShapeDtypeStruct(leaf.storage_shape, grad.dtype)
-            env = {param.root: like, **dict(zip(param.operands, operands, strict=True))}
-            return constrain(concrete_mesh(self.of.sharding), param.root_grad(grad, env, leaf.storage_shape), leaf)
-
-        return jax.jit(run)
+    def grad_chunks(self, grad: Array) -> dict[ChunkId, Array]:
+        """Divide the gradient of the shard into gradients of chunks."""
+        return dict(zip(self.pieces, self.of.split(grad) if self.row is None else [grad], strict=True))
 
 
 def source_of(param: ShardedParam, of: OnDisk) -> ShardSource:
-    if not param.slices:
-        return ShardSource(of)
-    row = _row_read(param) if of.chunking.is_by_row(of.leaf) else None
-    return ShardSource(of, param=param) if row is None else ShardSource(of, row)
+    return ShardSource(of, _row_read(param) if of.chunking.is_by_row(of.leaf) else None)
 
 
 def _row_read(param: ShardedParam) -> int | None:
