@@ -5,7 +5,7 @@ collectives in order on another. The compute stream waits if the program reads t
 If the device has a slowdown, matrix products run slower while a collective runs, because both use the same processors.
 """
 
-import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -39,50 +39,6 @@ class Span:
     end: float
     done: float  # when the program reads the result of a collective; for kernels and stalls, `end`
     name: str  # the name of the HLO instruction
-    collective: Collective | None = None  # for a stall, the collective that it waits for
-    slowed: float = 0.0  # seconds by which a matrix product takes longer because collectives run
-
-
-@dataclass(frozen=True)
-class LoopSpan:
-    """A loop. One iteration is simulated, from `begin` to `end` in seconds."""
-
-    begin: float
-    end: float
-    trip_count: int | None  # None if the program does not fix it
-    depth: int  # the number of loops around this loop
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """The simulated run of one program on a device."""
-
-    spans: tuple[Span, ...]  # kernels, stalls and collectives, in schedule order
-    loops: tuple[LoopSpan, ...]  # the loops that have more than one iteration
-    hidden_share: float  # the share of the collectives' bytes that matrix products hide, in all iterations
-
-    @property
-    def seconds(self) -> float:
-        return max((span.done for span in self.spans), default=0.0)
-
-    @property
-    def waits(self) -> dict[Collective, float]:
-        """Return the seconds that kernels wait for each collective, in all iterations of the collective's loops."""
-        found = dict[Collective, float]()
-        for span in self.spans:
-            if span.kind == "waiting" and span.collective:
-                found[span.collective] = found.get(span.collective, 0) + (span.end - span.begin) * self._times(span)
-        return found
-
-    @property
-    def slowed(self) -> float:
-        """Return the seconds by which products take longer because collectives run, in all iterations of loops."""
-        return sum(span.slowed * self._times(span) for span in self.spans if span.slowed)
-
-    def _times(self, span: Span) -> int:
-        """Return how often a span runs. A loop of unknown trip count counts as one iteration."""
-        around = (loop for loop in self.loops if loop.begin <= span.begin and span.end <= loop.end)
-        return math.prod(loop.trip_count or 1 for loop in around)
 
 
 @dataclass(frozen=True)
@@ -107,59 +63,62 @@ class Expected:
         return cls(roofline(module, moved, device), sum(simulated.waits.values()), simulated.slowed)
 
 
-def simulate(compiled: Any, device: Device) -> Timeline:
+def simulate(compiled: Any, device: Device) -> "Timeline":
     """Run a simulation of a compiled program on a device.
 
     For a conditional, the longest branch is simulated, and for a loop, one iteration. A collective that is in flight
     around a loop progresses during all iterations, and slows no product of the loop.
     """
     module = read(compiled)
-    moved = overlap(module)
-    listed = {(c.computation, c.name): c for c in moved}
-    streams = _Streams(module, device, listed, {kernel.name: kernel for kernel in kernels(module)})
+    listed = {(c.computation, c.name): c for c in overlap(module)}
+    timeline = Timeline(module, device, listed, {kernel.name: kernel for kernel in kernels(module)})
     for entry in module.entries:
-        streams.computation(entry, depth=0)
-    return Timeline(tuple(streams.spans), tuple(streams.loops), moved.hidden_share)
+        timeline.computation(entry)
+    return timeline
 
 
 @dataclass
-class _Streams:
-    """The two streams."""
+class Timeline:
+    """The simulated run of one program on a device, which has two streams."""
 
     module: Module
     device: Device
     collectives: dict[tuple[str, str], Collective]  # by computation and name
     kernels: dict[str, Kernel]
-    spans: list[Span] = field(default_factory=list)
-    loops: list[LoopSpan] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)  # kernels, stalls and collectives, in schedule order
+    # Seconds that kernels wait for each collective, and by which products take longer because collectives run, in all
+    # iterations of loops. A loop of unknown trip count counts as one iteration.
+    waits: Counter[Collective] = field(default_factory=Counter)
+    slowed: float = 0.0
+    times: int = 1  # how often the computation that is simulated runs
     now: float = 0.0  # the time that the compute stream has reached
     link_free: float = 0.0  # when the last collective completes
     unslowed: float = 0.0  # until then, collectives slow no product
 
-    def computation(self, name: str, *, depth: int) -> None:
-        pending: dict[str, Span] = {}
+    def computation(self, name: str) -> None:
+        pending: dict[str, tuple[Span, Collective]] = {}
         for i in self.module.computations[name].instructions:
             called = list(self.module.calls_of(i))
             if i.opcode.endswith(("-update", "-done")):
-                span = pending.pop(i.operands[0], None)
-                if span and i.opcode.endswith("-done"):
-                    self.wait(span)
-                elif span:
-                    pending[i.name] = span
+                awaited = pending.pop(i.operands[0], None)
+                if awaited and i.opcode.endswith("-done"):
+                    self.wait(*awaited)
+                elif awaited:
+                    pending[i.name] = awaited
             elif started := self.collective(name, i, called):
                 span = self.start(started, i.name)
                 if i.is_synchronous:
-                    self.wait(span)
+                    self.wait(span, started)
                 else:
-                    pending[i.name] = span
+                    pending[i.name] = span, started
             elif i.opcode == "while":
-                self.loop(i, called, pending.values(), depth)
+                self.loop(i, called, [span for span, _ in pending.values()])
             elif i.opcode in ("call", "conditional"):
                 length = lambda call: len(self.module.computations[call.callee].instructions)
-                self.computation(max(called, key=length).callee, depth=depth)
+                self.computation(max(called, key=length).callee)
             elif is_kernel(self.module, i):
                 self.run(i)
-        for span in pending.values():
+        for span, _ in pending.values():
             span.done = max(self.now, span.end)
 
     def collective(self, computation: str, i: Instruction, called: list[HloCall]) -> Collective | None:
@@ -173,12 +132,13 @@ class _Streams:
         begin = max(self.now, self.link_free)
         self.link_free = begin + collective_seconds(replace(c, times_if_once=1), self.device)
         kind = "hidden" if c.products else "exposed"
-        self.spans.append(Span(LANES.get(c.kind, "other"), kind, begin, self.link_free, self.link_free, name, c))
+        self.spans.append(Span(LANES.get(c.kind, "other"), kind, begin, self.link_free, self.link_free, name))
         return self.spans[-1]
 
-    def wait(self, span: Span) -> None:
+    def wait(self, span: Span, collective: Collective) -> None:
         if span.end > self.now:
-            self.compute("waiting", span.end - self.now, span.name, span.collective)
+            self.waits[collective] += (span.end - self.now) * self.times  # pyright: ignore[reportArgumentType]
+            self.compute("waiting", span.end - self.now, span.name)
         span.done = self.now
 
     def run(self, i: Instruction) -> None:
@@ -189,24 +149,21 @@ class _Streams:
         begin = max(self.now, self.unslowed)
         busy, work = max(0.0, self.link_free - begin), max(0.0, seconds - (begin - self.now))
         slowed = slowdown * min(work, busy / (1 + slowdown))
-        self.compute(kind, seconds + slowed, i.name, slowed=slowed)
+        self.slowed += slowed * self.times
+        self.compute(kind, seconds + slowed, i.name)
 
-    def compute(
-        self, kind: str, seconds: float, name: str, collective: Collective | None = None, *, slowed: float = 0.0
-    ) -> None:
+    def compute(self, kind: str, seconds: float, name: str) -> None:
         begin, self.now = self.now, self.now + seconds
-        self.spans.append(Span("compute", kind, begin, self.now, self.now, name, collective, slowed))
+        self.spans.append(Span("compute", kind, begin, self.now, self.now, name))
 
-    def loop(self, i: Instruction, called: list[HloCall], pending: Iterable[Span], depth: int) -> None:
+    def loop(self, i: Instruction, called: list[HloCall], pending: Iterable[Span]) -> None:
         """Run one iteration of a loop. Collectives in flight around it also progress during the skipped iterations."""
         body = next(call for call in called if call.callee == dict(i.callees)["body"])
-        begin, unslowed = self.now, self.unslowed
-        self.unslowed = max(unslowed, self.link_free)
-        self.computation(body.callee, depth=depth + 1)
-        self.unslowed = unslowed
-        if body.trip_count != 1:
-            self.loops.append(LoopSpan(begin, self.now, body.trip_count, depth))
-        skipped = ((body.trip_count or 1) - 1) * (self.now - begin)
+        begin, unslowed, times = self.now, self.unslowed, self.times
+        self.unslowed, self.times = max(unslowed, self.link_free), times * body.trips
+        self.computation(body.callee)
+        self.unslowed, self.times = unslowed, times
+        skipped = (body.trips - 1) * (self.now - begin)
         earlier = lambda time: min(time, max(self.now, time - skipped))
         for span in pending:
             span.begin, span.end = earlier(span.begin), earlier(span.end)
