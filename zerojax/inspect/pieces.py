@@ -8,17 +8,15 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 
 from zerojax.comm.collectives import LABEL, UPDATE
 from zerojax.inspect.compiled_collectives import Collective, collectives_of, leaves_in, lines_of_model
-from zerojax.inspect.hlo import Instruction, Module
+from zerojax.inspect.hlo import Module
 
 # A piece of at most this many elements per operation counts as free. Losses, norms and counts are below this size.
 FREE = 64
 _NESTED = "\0"  # marks the place of a label in a name
-_MOST = 300  # the most instructions that `Nearest` visits, to bound the work if no line is near
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,6 @@ class CollectivePiece:
     bytes: int  # the number of bytes of the full tensors, in all executions
     once: int  # the number of elements of the full tensors, in one execution
     is_free: bool  # whether the piece has so few elements that its cost does not count
-    nearest: "Nearest"  # finds a line of the model near a collective that has no line
 
     @property
     def kind(self) -> str:
@@ -53,14 +50,11 @@ class CollectivePiece:
 
     @functools.cached_property
     def line(self) -> str:
-        """Return the line of the model that caused the collective, or else the nearest line, or else the operation."""
-        c = self.collective
-        own = lines_of_model(c.frames)
-        return own[0] if own else self.nearest(c.computation, c.name) or self.op_name or c.name
+        """Return the line of the model that caused the collective, or else the operation."""
+        return next(iter(lines_of_model(self.collective.frames)), self.op_name or self.collective.name)
 
 
 def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[CollectivePiece]:
-    nearest = Nearest(module)
     for c in collectives_of(module) if only is None else only:
         names = operations(c.op_name)
         if len(names) == len(c.arrays):
@@ -70,7 +64,7 @@ def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator
             parts = [(name, c.elements, c.bytes)]
         free, times = FREE * max(1, len(names) // len(parts)), c.times_if_once
         for name, elements, size in parts:
-            yield CollectivePiece(c, name, times * elements, times * size, elements, elements <= free, nearest)
+            yield CollectivePiece(c, name, times * elements, times * size, elements, elements <= free)
 
 
 def operations(op_name: str) -> list[str]:
@@ -103,34 +97,3 @@ def _split_names(name: str) -> tuple[str, list[str]]:
         return "", [name]
     bounds = [start, *ends, len(name) - 1 if name.endswith(")") else len(name)]
     return name[:start], [name[a + 1 : b] for a, b in itertools.pairwise(bounds)]
-
-
-class Nearest:
-    """Find the line of the model nearest to an instruction without a line, such as a barrier or a compiler's copy."""
-
-    def __init__(self, module: Module):
-        self.module = module
-        self._callers: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for where, calls in module.calls.items():
-            for call in calls:
-                self._callers[call.callee].append((where, call.instruction.name))
-
-    def __call__(self, computation: str, name: str) -> str:
-        pending, seen = deque([(computation, name)]), {(computation, name)}
-        while pending and len(seen) < _MOST:
-            where, name = pending.popleft()
-            instruction = self.module.computations[where].by_name.get(name)
-            if instruction is None:
-                continue
-            if found := lines_of_model(self.module.frames(instruction)):
-                return found[0]
-            new = [near for near in self._neighbours(where, instruction) if near not in seen]
-            pending.extend(dict.fromkeys(new))
-            seen.update(new)
-        return ""
-
-    def _neighbours(self, where: str, i: Instruction) -> Iterator[tuple[str, str]]:
-        yield from ((where, name) for name in i.operands)
-        yield from ((where, user.name) for user in self.module.computations[where].users.get(i.name, ()))
-        if i.opcode == "parameter" or i.root:
-            yield from self._callers.get(where, ())
