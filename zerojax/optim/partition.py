@@ -9,11 +9,12 @@ group is updated in chunks.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -56,23 +57,20 @@ class OffloadedState:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded leaf of the state to its unit.
-
-        The device keeps as many units as fit into its share of the state. The largest units are tried first.
-        """
+        """Map each offloaded leaf of the state to its unit. The device keeps as many as fit its share, the largest first."""
         if self.config.offload is None:
             return {}
-        units, sizes = self._candidates, {}
+        units, sizes = self._candidates, collections.Counter[Unit]()
         for k, unit in units.items():
-            sizes[unit] = sizes.get(unit, 0) + self.leaves.state[k].local_bytes
-        room, kept = round(sum(sizes.values()) * (1 - self._offload.fraction)), set()
+            sizes[unit] += self.leaves.state[k].local_bytes
+        room, kept = round(sizes.total() * (1 - self._offload.fraction)), set()
         for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], str(item[0]))):
             if size <= room:
                 kept.add(unit)
                 room -= size
         return {k: unit for k, unit in units.items() if unit not in kept}
 
-    @functools.cached_property
+    @property
     def _candidates(self) -> dict[int, Unit]:
         """Map each leaf of the state that may be offloaded to its unit. Small leaves stay on the device."""
         leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
@@ -87,7 +85,6 @@ class OffloadedState:
 
     @functools.cached_property
     def params_on_disk(self) -> frozenset[int]:
-        """Return the indices of the trained parameters that are on disk."""
         sharded = (i for i, leaf in enumerate(self.trained.params) if leaf.kind == "sharded")
         return frozenset(sharded if self.config.params_on_disk else ())
 
@@ -99,14 +96,13 @@ class OffloadedState:
     @functools.cached_property
     def chunkings(self) -> dict[int, Chunking]:
         """Map each parameter that is updated by a group to the chunks in which its update may be divided."""
-        grads, state = self.leaves.grads, self.leaves.state
+        grads, most = self.leaves.grads, self._offload.chunk_bytes
+        by_row = row_chunkings_of(grads, most) if self.params_on_disk else {}
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():
             if isinstance(i, int):
-                itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), state[k].dtype.itemsize)
-        chunk_bytes = lambda i: self._offload.chunk_bytes * grads[i].dtype.itemsize // itemsizes[i]
-        chunkings = {i: chunking_of(grads[i], chunk_bytes(i)) for i in itemsizes}
-        by_row = row_chunkings_of(grads, self._offload.chunk_bytes) if self.params_on_disk else {}
+                itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), self.leaves.state[k].dtype.itemsize)
+        chunkings = {i: chunking_of(grads[i], most * grads[i].dtype.itemsize // size) for i, size in itemsizes.items()}
         return chunkings | {i: by_row[i] for i in self.params_on_disk}
 
 
@@ -167,33 +163,37 @@ def partition(
 ) -> Partition:
     """Partition an update of logical arrays into groups.
 
-    `groups` has the indices of each group's results, without the first group. `owned` has the cores of all groups that
-    owners compute.
+    `groups` has the indices of each group's results, without the first group. Owners compute the cores `owned`.
     """
-    units, chunkings = offloaded.units, offloaded.chunkings
+    units, num_params, outvars = offloaded.units, traced.num_params, traced.jaxpr.outvars
     shared_scalars = Dependencies.of(traced, offloaded).shared_scalars
-    num_params, outvars = traced.num_params, traced.jaxpr.outvars
     shared: dict[Any, int] = {}
     found = []
     for outs in groups:
         params = tuple(o for o in outs if o < num_params)
         leaves = [o - num_params for o in outs if o >= num_params]
-        state = tuple(k for k in leaves if k in units)
-        resident = tuple(k for k in leaves if k not in units)
-        outs = [*params, *(num_params + k for k in (*state, *resident))]
-        eqns, inputs = equations_behind(traced.jaxpr, traced.producers, [outvars[o] for o in outs], shared_scalars)
+        state, resident = (tuple(k for k in leaves if (k in units) == on) for on in (True, False))
+        results = [outvars[o] for o in (*params, *(num_params + k for k in (*state, *resident)))]
+        eqns, inputs = equations_behind(traced.jaxpr, traced.producers, results, shared_scalars)
         # A group gets gradients, parameters, constants and its offloaded state. All other inputs are shared values.
         reads: dict[Any, Read] = {}
         for var in inputs:
             kind, i = traced.reads.get(var, (SHARED, 0))
             is_shared = kind in (SHARED, EXTRA) or (kind == STATE and i not in units)
             reads[var] = (SHARED, shared.setdefault(var, len(shared))) if is_shared else (kind, i)
-        equations = traced.equations(eqns, reads, [outvars[o] for o in outs], owned)
-        chunking = chunkings.get(params[0]) if len(params) == 1 and not resident else None
+        equations = traced.equations(eqns, reads, results, owned)
+        chunking = offloaded.chunkings.get(params[0]) if len(params) == 1 and not resident else None
         if chunking is not None and not may_chunk(equations, units, params[0]):
             chunking = None
         found.append(UpdateGroup(params, state, resident, chunking, equations))
-    first = first_group(traced, found, list(shared), owned)
+    # The first group computes the shared values, and the results that no other group computes.
+    taken = {o for outs in groups for o in outs}
+    outs = [o for o in range(len(outvars)) if o not in taken]
+    results = [*(outvars[o] for o in outs), *shared]
+    eqns, inputs = equations_behind(traced.jaxpr, traced.producers, results)
+    equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, results, owned)
+    params, resident = (o for o in outs if o < num_params), (o - num_params for o in outs if o >= num_params)
+    first = UpdateGroup(tuple(params), (), tuple(resident), None, equations)
     shared_shapes = tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in shared)
     warn_of_lost_effects(traced.jaxpr)
     return Partition(first, shared_shapes, tuple(found), traced.consts)
@@ -219,20 +219,6 @@ def merged(groups: Sequence[Sequence[int]], owned: OwnedUpdate) -> list[list[int
     return [sorted(o for n in joined if n < len(groups) for o in groups[n]) for joined in connected(sets)]
 
 
-def first_group(
-    traced: TracedUpdate, groups: Sequence[UpdateGroup], shared: Sequence, owned: Sequence[OwnedCores]
-) -> UpdateGroup:
-    """Return the group that computes the `shared` variables, and the results that no other group computes."""
-    taken_params = {i for group in groups for i in group.params}
-    taken_state = {k for group in groups for k in (*group.state, *group.resident)}
-    params = tuple(i for i in range(traced.num_params) if i not in taken_params)
-    state = tuple(k for k in range(len(traced.state_outs)) if k not in taken_state)
-    outvars = [traced.jaxpr.outvars[o] for o in (*params, *(traced.num_params + k for k in state))] + list(shared)
-    eqns, inputs = equations_behind(traced.jaxpr, traced.producers, outvars)
-    equations = traced.equations(eqns, {var: traced.reads[var] for var in inputs}, outvars, owned)
-    return UpdateGroup(params, (), state, None, equations)
-
-
 def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
     """Return whether the group of parameter `i` may be updated in chunks, because its equations are elementwise.
 
@@ -253,35 +239,35 @@ def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
     return len(wanted) == 1 and all(x.kind != MIXED for x in results)
 
 
-@dataclasses.dataclass(frozen=True)
-class Dependencies:
+class Dependencies(NamedTuple):
     """The inputs that each variable of a traced update depends on."""
 
     offloaded: dict[Any, frozenset]  # for each variable that depends on offloaded arrays, the units of these arrays
     # for each variable, the parameters that it depends on, except through `shared_scalars`
     params: dict[Any, frozenset]
     # scalars that depend on no offloaded array; they are computed once, and passed to all groups
-    shared_scalars: frozenset
+    shared_scalars: set
 
     @classmethod
     def of(cls, traced: TracedUpdate, state: OffloadedState) -> Dependencies:
         """Find the dependencies in one pass over the equations. A parameter on disk counts as offloaded."""
-        scalars: set = set()
-        units, reads = state.units, traced.reads.items()
-        offloaded = {v: frozenset((units[k],)) for v, (kind, k) in reads if kind == STATE and k in units}
-        params = {v: frozenset((i,)) for v, (kind, i) in reads if kind == PARAM}
-        offloaded |= {v: of for v, of in params.items() if not of.isdisjoint(state.params_on_disk)}
+        found = cls({}, {v: frozenset((i,)) for v, (kind, i) in traced.reads.items() if kind == PARAM}, set())
+        for v, (kind, k) in traced.reads.items():
+            if kind == STATE and k in state.units:
+                found.offloaded[v] = frozenset((state.units[k],))
+            elif kind == PARAM and k in state.params_on_disk:
+                found.offloaded[v] = frozenset((k,))
         for eqn in traced.jaxpr.eqns:
-            needs_offloaded, needs_params = (union(known, eqn.invars) for known in (offloaded, params))
+            needs_offloaded, needs_params = union(found.offloaded, eqn.invars), union(found.params, eqn.invars)
             for var in eqn.outvars:
                 if needs_offloaded:
-                    offloaded[var] = needs_offloaded
+                    found.offloaded[var] = needs_offloaded
                 elif var.aval.shape == ():
-                    scalars.add(var)
+                    found.shared_scalars.add(var)
                     continue
                 if needs_params:
-                    params[var] = needs_params
-        return cls(offloaded, params, frozenset(scalars))
+                    found.params[var] = needs_params
+        return found
 
 
 def groups_of(traced: TracedUpdate, state: OffloadedState) -> list[list[int]]:
@@ -297,12 +283,9 @@ def groups_of(traced: TracedUpdate, state: OffloadedState) -> list[list[int]]:
     offloaded = [union(depends.offloaded, [var]) for var in outvars]
     touched = [units_of[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
     active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}
-    active.update(state.params_on_disk)
-    fresh = active
-    while fresh:  # if an active result reads a parameter, the parameter's update becomes active
-        fresh = {x for o in fresh for x in touched[o] if isinstance(x, int)} - active
-        active |= fresh
-    results = sorted(active)
+    # If an active result reads a parameter, the parameter's update becomes active.
+    read = lambda o: (x for x in touched[o] if isinstance(x, int))
+    results = sorted(jaxprs.reached(active | state.params_on_disk, read))
     return [[results[n] for n in group] for group in connected([touched[o] for o in results])]
 
 
