@@ -18,7 +18,8 @@ from zerojax.layout.padded import Padded
 from zerojax.offload import chunked
 from zerojax.offload.chunked import Chunking
 from zerojax.offload.host import host_kind
-from zerojax.placement import init_programs, storage
+from zerojax.placement import storage
+from zerojax.train.params import program_shares
 
 P = PartitionSpec
 F32 = np.dtype("float32")
@@ -69,7 +70,7 @@ def test_a_flat_array_has_its_logical_shape_without_padding():
 )
 def test_each_program_makes_a_share_of_the_parameters(sizes, count):
     leaves = tuple(map(leaf, sizes))
-    found = list(init_programs.groups(leaves))
+    found = list(program_shares(leaves))
     assert list(itertools.chain(*found)) == list(range(len(sizes)))
     assert len(found) == count
     most = max([leaf.bytes // 2 for leaf in leaves] + [sum(leaf.local_bytes for leaf in leaves) // 8])

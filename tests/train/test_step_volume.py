@@ -14,7 +14,7 @@ from stacked_layers import CLIPPED, DEPTH, MERGES, OPTIMIZERS, WIDTH, compiled_s
 
 from zerojax import Tuning, collectives, report, zero_shard
 from zerojax.layout.tree import layout_of
-from zerojax.placement.init_programs import init_programs
+from zerojax.train.params import init_programs
 
 
 def gathers(stage):

@@ -25,8 +25,7 @@ from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
 from zerojax.layout.tree import layout_of
 from zerojax.offload.chunked import joined
 from zerojax.optim.master_weights import MasterState, current_weight, is_copy, narrow_leaves
-from zerojax.optim.offloaded import rechunked
-from zerojax.optim.returned_state import Annotated, as_planned, seen_in
+from zerojax.optim.returned_state import Annotated, as_planned, rechunked, seen_in
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import check_state, unshard_after_update

@@ -1,7 +1,8 @@
 """Convert the optimizer state between the form that a plan describes and the form that `init` and `update` return.
 
 The returned form is for Flax and hand-written loops. Its Flax annotations describe the layout of the state, and
-`Annotated` adds facts that `update` cannot see under `jax.jit`.
+`Annotated` adds facts that `update` cannot see under `jax.jit`. A program that needs all offloaded state at once, as
+`update` does, copies it to device memory and back.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import jax
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.annotations import metadata_of, overwritten_leaves
-from zerojax.layout.leaf import is_chunked
-from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.placement.storage import shapes
+from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.optim.sharding_plan import ShardingPlan, state_shapes, state_shardings
+from zerojax.placement.storage import named, shapes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -78,3 +79,66 @@ def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:
     nodes, treedef = jax.tree.flatten(state, is_leaf=lambda x: is_chunked(x) or is_annotated(x))
     new = [x.copy(out_sharding=leaf.spec) if is_annotated(x) else x for x, leaf in zip(nodes, plan.state, strict=True)]
     return jax.tree.unflatten(treedef, new)
+
+
+ON_DISK = (
+    "The optimizer state is on disk, which a jitted program cannot reach. Make it with tx.create(params), and update "
+    "it with the step of tx.train_step, both called as they are, outside of jax.jit."
+)
+
+
+def is_on_disk(config: Config) -> bool:
+    return config.offload is not None and config.offload.optimizer == "disk"
+
+
+def all_on_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """Return the state with the chunks of all offloaded leaves copied to the device and joined.
+
+    Raises:
+        TypeError: If a leaf is on disk, because a traced program cannot read files.
+    """
+    from zerojax.offload.chunked import join_chunks
+
+    def one(x, leaf: Leaf):
+        if not is_chunked(x):
+            return x
+        if x.store is not None:
+            raise TypeError(ON_DISK)
+        chunks = [jax.device_put(chunk, named(config, leaf)) for chunk in x.chunks]
+        return join_chunks(config.mesh, chunks, leaf, x.chunking)
+
+    leaves = jax.tree.leaves(state, is_leaf=is_chunked)
+    return jax.tree.unflatten(plan.state_def, list(map(one, leaves, plan.state)))
+
+
+def all_on_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """Undo `all_on_device`."""
+    from zerojax.offload.chunked import split_chunks
+
+    def one(x, where):
+        if not is_chunked(where):
+            return x
+        if is_on_disk(config):
+            raise TypeError(ON_DISK)
+        chunks = split_chunks(config.mesh, x, where.leaf, where.chunking)
+        return dataclasses.replace(where, chunks=tuple(map(jax.device_put, chunks, where.chunks)))
+
+    shardings = jax.tree.leaves(state_shardings(config, plan), is_leaf=is_chunked)
+    return jax.tree.unflatten(plan.state_def, list(map(one, jax.tree.leaves(state), shardings)))
+
+
+def rechunked(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
+    """Put `Chunked` nodes back into a state from which Flax's `nnx.update` has removed them.
+
+    `nnx.Optimizer` stores each node as nested dicts of its chunks after its first update. Any other state is returned
+    unchanged.
+    """
+    if is_on_disk(config):
+        return state
+    found = [(jax.tree_util.keystr(path), x) for path, x in jax.tree_util.tree_leaves_with_path(state)]
+    paths = lambda leaf, one: [f"{leaf.path}['chunks'][{n}]" for n in range(len(one.extents))] if one else [leaf.path]
+    wanted = [path for pair in zip(plan.state, plan.chunkings, strict=True) for path in paths(*pair)]
+    if [path for path, _ in found] != wanted:
+        return state
+    planned = jax.tree.structure(state_shapes(config, plan))
+    return as_returned(config, plan, jax.tree.unflatten(planned, [x for _, x in found]))

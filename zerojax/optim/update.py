@@ -56,7 +56,7 @@ def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree
     """Return the state with the chunks of all offloaded leaves copied to the device and joined."""
     if not plan.offloaded:
         return state
-    from zerojax.optim.offloaded import all_on_device
+    from zerojax.optim.returned_state import all_on_device
 
     return all_on_device(config, plan, state)
 
@@ -65,7 +65,7 @@ def state_to_host(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
     """Undo `state_to_device`."""
     if not plan.offloaded:
         return state
-    from zerojax.optim.offloaded import all_on_host
+    from zerojax.optim.returned_state import all_on_host
 
     return all_on_host(config, plan, state)
 

@@ -26,7 +26,7 @@ from zerojax.layout.tree import canonical, has_gradient, is_numeric
 from zerojax.offload.chunked import jitted, split_chunks
 from zerojax.offload.host import check_host_memory
 from zerojax.optim.master_weights import narrow_leaves
-from zerojax.optim.offloaded import is_on_disk
+from zerojax.optim.returned_state import is_on_disk
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
 from zerojax.optim.traced import trace_inlined
 from zerojax.optim.transformation import tree_difference

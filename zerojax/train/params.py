@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.core
 
 from zerojax import compat
-from zerojax.comm.mesh import mesh_of, on_auto_mesh
+from zerojax.comm.mesh import auto_context, mesh_of, on_auto_mesh, to_auto
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node, shapes_of_chunked
 from zerojax.layout.padded import Padded, is_number_array
@@ -18,7 +19,6 @@ from zerojax.layout.tree import Layout, check_experts_named, layout_of
 from zerojax.offload.chunked import Chunked, joined
 from zerojax.optim.sharding_plan import plan_of_layout
 from zerojax.placement import storage
-from zerojax.placement.init_programs import MOST_PROGRAMS, init_programs
 from zerojax.placement.storage import (
     are_shapes,
     cast_params,
@@ -26,13 +26,18 @@ from zerojax.placement.storage import (
     in_logical_shape,
     in_storage,
     leaves_of,
+    named,
     named_tree,
     place_params,
+    storage_leaves,
 )
 from zerojax.train.state import ZeroState
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
+
+
+MOST_PROGRAMS = 8
 
 
 def init_params(config: Config, init_fn: Callable, args: tuple) -> Any:
@@ -64,6 +69,45 @@ def remember_experts(config: Config, layout: Layout) -> None:
     check_experts_named(layout)
     if config.expert_axis:
         plan_of_layout(config, layout)
+
+
+def init_programs(
+    config: Config, layout: Layout, init_fn: Callable, args: tuple, *, most: int = MOST_PROGRAMS
+) -> list[Any]:
+    """Return jitted functions of `args`. Each function initialises some parameters, and returns them in storage shape.
+
+    A single program would hold the intermediate values of all leaves at once, which are several times the size of the
+    leaves (seen on CPU, where jax 0.10 drops the barriers that would order the leaves).
+    """
+    jaxpr, consts = compat.opened(jax.make_jaxpr(init_fn)(*args))
+
+    def some(indices, *args):
+        leaves = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
+        with auto_context(config.user_mesh):
+            return [x for i, x in enumerate(storage_leaves(to_auto(leaves), layout.params)) if i in indices]
+
+    return [
+        jax.jit(functools.partial(some, share), out_shardings=[named(config, layout.params[i]) for i in share])
+        for share in program_shares(layout.params, most)
+    ]
+
+
+def program_shares(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Iterator[tuple[int, ...]]:
+    """Yield ranges of leaf indices, one per program, so that the shards in a range of several leaves stay under a limit.
+
+    The limit in bytes is half of the largest full leaf, or 1/`most` of all shards, whichever is larger.
+    """
+    local = [leaf.local_bytes for leaf in leaves]
+    largest = max((leaf.bytes for leaf in leaves), default=0)
+    budget = max(largest // 2, sum(local) // most)
+    share: list[int] = []
+    for i, size in enumerate(local):
+        if share and sum(local[j] for j in share) + size > budget:
+            yield tuple(share)
+            share = []
+        share.append(i)
+    if share:
+        yield tuple(share)
 
 
 def one_by_one(programs: Sequence[Callable], args: tuple) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from zerojax.layout.leaf import (
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.chunked import joined
-from zerojax.optim.returned_state import as_planned, as_returned, seen_in
+from zerojax.optim.returned_state import as_planned, as_returned, rechunked, seen_in
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout, state_shardings
 from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import (
@@ -189,8 +189,6 @@ def jitted_update(
     with auto_context(config.user_mesh):
         plan = plan_of_layout(config, layout)
     if plan.offloaded:
-        from zerojax.optim.offloaded import rechunked
-
         state = rechunked(config, plan, state)
     state = as_planned(plan, state)
     check_state(plan, state, may_be_wider=not plan.offloaded)
