@@ -19,8 +19,8 @@ SMALL = {"matrix", "vector", "scalar"}
 def flat(tx):
     """Names of the leaves found to be updated element by element."""
     layout = lay_out(PARAMS, LayoutPolicy(2, DataMesh.for_stage({"data": 8}, ("data",), 2), 100))
-    param_of = params_of_state(jax.eval_shape(tx.init, PARAMS), layout)
-    return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, PARAMS, layout.grads, param_of)}
+    state = jax.eval_shape(tx.init, PARAMS)
+    return {sorted(PARAMS)[i] for i in elementwise_leaves(tx, layout, state, params_of_state(state, layout))}
 
 
 def per_leaf(fn):

@@ -10,10 +10,13 @@ The core is four files:
 The other files are loaded when an option or an update needs them:
 
 - `traced`, `planned_update`: the update as equations, and what a plan says of it.
-- `cores`, `owned`, `equations`: owners compute matrix updates. A core is the part of a leaf's update that needs the
-  full leaf. An owner is the device, or the group of devices, that computes a core.
-- `partition`, `offloaded`: offloaded state, and the groups of the update, which `zerojax.streaming` runs.
+- `cores` finds the core of each leaf's update, which is the part that needs the full leaf. `owned` decides which cores
+  owners compute: an owner is a device, or a few neighbouring devices. `equations` stacks equal cores, and
+  `zerojax.comm.owners` sends them to their owners and back.
+- `partition`: offloaded state, and the groups of the update, which `zerojax.streaming` runs.
 - `master_weights`: wide copies of narrow parameters.
 - `returned_state`, `logical_state`: the state outside of a step. `description`: the transformation in a checkpoint.
 - `mismatch`: why a state does not fit a step.
+
+A group is always a part of an update: parameters and state leaves that are computed together.
 """

@@ -11,7 +11,7 @@ holds if the summed value is zero wherever the gradient and the parameter are ze
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.core
 import optax
 
 from zerojax import compat, jaxprs
-from zerojax.layout.leaf import Leaf
+from zerojax.layout.tree import Layout
 from zerojax.optim.transformation import TransformationError, guarded
 from zerojax.primitives import Kind
 
@@ -43,22 +43,22 @@ class Known:
 
 
 def elementwise_leaves(
-    tx: optax.GradientTransformation, params: Any, parts: tuple[Leaf, ...], param_of: tuple[int | None, ...]
+    tx: optax.GradientTransformation, trained: Layout, state: Any, param_of: tuple[int | None, ...]
 ) -> frozenset[int]:
-    """Return the indices of the flat `parts` that `tx` updates element by element. Empty if `tx` refuses flat leaves.
+    """Return the indices of the flat gradients that `tx` updates element by element. Empty if `tx` refuses flat leaves.
 
-    For each leaf of the state, `param_of` has the index of the parameter that the leaf mirrors, or None.
+    `state` has the shapes of the first state. `param_of` has, for each leaf of it, the index of the parameter that the
+    leaf mirrors, or None.
     """
-    small = frozenset(i for i, part in enumerate(parts) if part.kind == "flat")
-    vectors = frozenset(i for i in small if len(parts[i].shape) < 2)
-    for wanted in (small, vectors):  # a transformation may refuse matrices that are flat, but accept flat vectors
-        if wanted:
-            try:
-                logical = read_update(tx, params, parts, param_of, {})
-                flat = read_update(tx, params, parts, param_of, {i: parts[i].storage_shape for i in wanted})
-            except TransformationError:  # tx needs arguments that are not given here, or refuses flat leaves
-                continue
-            return wanted - refused_leaves(logical, flat)
+    small = frozenset(i for i, leaf in enumerate(trained.grads) if leaf.kind == "flat")
+    vectors = frozenset(i for i in small if len(trained.grads[i].shape) < 2)
+    for wanted in filter(None, (small, vectors)):  # a transformation may refuse matrices that are flat, but not vectors
+        changed = {i: trained.grads[i].storage_shape for i in wanted}
+        try:
+            logical, flat = (read_update(tx, trained, state, param_of, shapes) for shapes in ({}, changed))
+        except TransformationError:  # tx needs arguments that are not given here, or refuses flat leaves
+            continue
+        return wanted - refused_leaves(logical, flat)
     return frozenset()
 
 
@@ -76,36 +76,27 @@ def refused_leaves(logical: list[tuple[int | None, Known]], flat: list[tuple[int
     return refused
 
 
-def read_update(tx, params, parts, param_of, changed: dict[int, tuple[int, ...]]) -> list[tuple[int | None, Known]]:
+def read_update(tx, trained: Layout, state, param_of, changed: Mapping[int, tuple]) -> list[tuple[int | None, Known]]:
     """Trace `tx.update` with `changed` shapes. For each output, return the leaf that it mirrors, and its properties."""
-    leaves, tree = jax.tree.flatten(params)
-    shapes = [changed.get(i, part.shape) for i, part in enumerate(parts)]
-    seen = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(s, x.dtype) for s, x in zip(shapes, leaves, strict=True)])
-    state_leaves, state_tree = jax.tree.flatten(compat.eval_shape(tx.init, params))
+    parts, (leaves, tree) = trained.grads, jax.tree.flatten(state)
+    seen = [jax.ShapeDtypeStruct(changed.get(i, part.shape), part.dtype) for i, part in enumerate(parts)]
+    params = jax.tree.unflatten(trained.treedef, seen)
     # A state leaf can be elementwise only if it has the shape of its parameter.
-    param_of = [
-        i if i is not None and x.shape == parts[i].shape else None for x, i in zip(state_leaves, param_of, strict=True)
-    ]
-    state = [
-        x if param is None else jax.ShapeDtypeStruct(shapes[param], x.dtype)
-        for x, param in zip(state_leaves, param_of, strict=True)
-    ]
+    pairs = zip(leaves, param_of, strict=True)
+    mirrored = [i if i is not None and x.shape == parts[i].shape else None for x, i in pairs]
+    pairs = zip(leaves, mirrored, strict=True)
+    given = [x if i is None else jax.ShapeDtypeStruct(seen[i].shape, x.dtype) for x, i in pairs]
     update = guarded(optax.with_extra_args_support(tx).update)
-    jaxpr, consts = compat.opened(jax.make_jaxpr(update)(seen, jax.tree.unflatten(state_tree, state), seen))
-    if len(jaxpr.outvars) != len(leaves) + len(state):
+    jaxpr, consts = compat.opened(jax.make_jaxpr(update)(params, jax.tree.unflatten(tree, given), params))
+    if len(jaxpr.outvars) != len(parts) + len(leaves):
         raise TransformationError("update returns another tree than the gradients' and the state's")
-
-    def of_state(k, param):
-        token = hash(("state", k))
-        if param is not None:
-            return Known(LEAF, token, param, reads=frozenset((param,)))
-        return Known(SCALAR if state_leaves[k].shape == () else MIXED, token)
-
-    count = range(len(leaves))
-    inputs = [Known(LEAF, hash(("gradient", i)), i, True, frozenset((i,))) for i in count]
-    inputs += [of_state(k, param) for k, param in enumerate(param_of)]
-    inputs += [Known(LEAF, hash(("parameter", i)), i, True, frozenset((i,))) for i in count]
-    return list(zip([*count, *param_of], walk(jaxpr, consts, inputs), strict=True))
+    of_leaf = lambda i, *name, zero: Known(LEAF, hash(name), i, zero, frozenset((i,)))
+    inputs = [of_leaf(i, "gradient", i, zero=True) for i in range(len(parts))]
+    for k, (x, i) in enumerate(zip(leaves, mirrored, strict=True)):
+        alone = Known(MIXED if x.shape else SCALAR, hash(("state", k)))
+        inputs.append(alone if i is None else of_leaf(i, "state", k, zero=False))
+    inputs += [of_leaf(i, "parameter", i, zero=True) for i in range(len(parts))]
+    return list(zip([*range(len(parts)), *mirrored], walk(jaxpr, consts, inputs), strict=True))
 
 
 def walk(jaxpr, consts: Sequence, inputs: list[Known]) -> list[Known]:

@@ -57,7 +57,7 @@ class OffloadedState:
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
-        """Map each offloaded leaf of the state to its unit. The largest units that fit in the device's share stay there."""
+        """Map each offloaded leaf of the state to its unit. The largest that fit in the device's share stay there."""
         if self.config.offload is None:
             return {}
         units, sizes = self._candidates, collections.Counter[Unit]()

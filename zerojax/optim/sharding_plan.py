@@ -123,10 +123,9 @@ def plan_of_layout(config: Config, layout: Layout) -> ShardingPlan:
     check_choices(config, layout)
     trained = layout.trained_only()
     tx = wrapped_tx(config, trained)
-    params = jax.tree.unflatten(trained.treedef, shapes(trained.grads))
-    state = compat.eval_shape(tx.init, params)
+    state = compat.eval_shape(tx.init, jax.tree.unflatten(trained.treedef, shapes(trained.grads)))
     param_of = params_of_state(state, trained)
-    flat = elementwise_leaves(tx, params, trained.grads, param_of)
+    flat = elementwise_leaves(tx, trained, state, param_of)
     grads = tuple(
         dataclasses.replace(leaf, kind="replicated", reason=f"{leaf.reason}; its update is not elementwise")
         if leaf.kind == "flat" and i not in flat

@@ -93,7 +93,7 @@ def init_programs(
 
 
 def program_shares(leaves: tuple[Leaf, ...], most: int = MOST_PROGRAMS) -> Iterator[tuple[int, ...]]:
-    """Yield ranges of leaf indices, one per program, so that the shards in a range of several leaves stay under a limit.
+    """Yield ranges of leaf indices, one per program. The shards in a range of several leaves stay under a limit.
 
     The limit in bytes is half of the largest full leaf, or 1/`most` of all shards, whichever is larger.
     """
