@@ -1,15 +1,16 @@
-"""Evaluate functions that are written for Explicit axes (`out_sharding=`, `reshard`, `typeof`) on Auto axes.
+"""Call losses that are written for Explicit axes (`out_sharding=`, `reshard`, `typeof`) on Auto axes.
 
-Such a function is traced once on the caller's mesh, where the type of every array says how it is sharded. Its jaxpr is
-then evaluated on the same devices with Auto axes. Shardings are removed from the parameters of equations. A result's
-type becomes a sharding constraint in two cases: the equation names its result's sharding, or the type divides rows and
-no operand has the same type. Values that depend on parameters alone are not divided over the data axes. They get no
-constraint, so that `gather` recognises them. A function that names no sharding gets no constraint at all. Its program
+A loss is traced once on the caller's mesh, where the type of every array says how it is sharded. Its jaxpr is then
+evaluated on the same devices with Auto axes. Shardings are removed from the parameters of equations. A result's type
+becomes a sharding constraint in two cases: the equation names its result's sharding, or the type divides rows and no
+operand has the same type. Values that depend on parameters alone are not divided over the data axes. They get no
+constraint, so that `gather` recognises them. A loss that names no sharding gets no constraint at all. Its program
 equals the program that tracing on the Auto mesh gives.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,15 +24,80 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from zerojax import compat, jaxprs
 from zerojax.comm import rebinding
-from zerojax.comm.mesh import to_auto
-from zerojax.config import with_auto_axes
-from zerojax.config.data_mesh import axes_of, entry_axes
+from zerojax.comm.mesh import Typed, explicit_part, is_typed, to_auto, without_types
+from zerojax.config import Config, with_auto_axes
+from zerojax.config.batch_dims import is_divisible
+from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
+from zerojax.jaxprs import ARRAYS, split_arrays
+from zerojax.layout.tree import Layout
 
 if TYPE_CHECKING:
-    from jaxtyping import Array
+    from jaxtyping import Array, PyTree
 
 # Operations that change how a value is sharded, and nothing else.
 _SHARDINGS = ("out_sharding", "sharding")
+
+
+@dataclasses.dataclass(frozen=True)
+class TypedLoss:
+    """A loss that may be written for Explicit axes, although zerojax computes on a mesh with Auto axes.
+
+    If the caller's mesh has Explicit axes, the loss is traced with them. The type of the batch has the sharding of
+    `batch_spec`. The type of a parameter has its sharding over axes that are not data axes. If the trace fails, for
+    example at a lookup that does not say how its result is sharded, the loss is called on Auto axes. `loss` is a
+    `Loss`, or another object with the same `call` method.
+    """
+
+    config: Config
+    layout: Layout
+    loss: Any
+
+    def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
+        """Call the loss on arguments whose types have shardings; see `Loss.call`. So may the results: see `Typed`."""
+        given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
+        if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
+            return self.loss.call(*given)
+        arrays, put_back = split_arrays(given)
+        specs = jax.tree.leaves(self._types(params, mutable, batch, args), is_leaf=_is_spec)
+        pairs = zip(jax.tree.leaves(given), specs, strict=True)
+        specs = [spec for x, spec in pairs if isinstance(x, ARRAYS)]
+        flat = lambda *arrays: self.loss.call(*put_back(arrays))
+        here, auto = jax.sharding.get_abstract_mesh(), self.config.mesh.abstract_mesh
+        outside = here.empty or here.explicit_axes
+        with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
+            try:
+                traced, shape = TypedFunction.trace(flat, mesh, arrays, specs, self.config.data.batch)
+            except Exception as error:  # the caller's function can raise any error
+                try:
+                    return self.loss.call(*given)
+                except Exception as on_auto:  # Python prints both errors.
+                    raise error from on_auto
+            pairs = zip(traced(*arrays), traced.out_specs, strict=True)
+            results = [Typed(x, spec) if axes_of(spec) else x for x, spec in pairs]
+            return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+    def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
+        """Return, for each leaf of the arguments, the spec in the type of the leaf on the caller's mesh."""
+        config, mesh = self.config, typed_mesh(self.config.user_mesh)
+        named = lambda spec: explicit_part(spec, mesh)
+        full = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+        of_params = self.layout.treedef.unflatten([named(leaf.other_spec) for leaf in self.layout.params])
+        rows = PartitionSpec(spec_entry(config.data.batch))
+        specs = jax.tree.map(lambda _: rows, batch) if config.batch_spec is None else config.batch_spec.over(batch)
+        specs = jax.tree.map(named, specs, is_leaf=_is_spec)
+        if not is_divisible(batch, config.data, config.batch_spec):
+            specs = full(batch)
+        of_args = jax.tree.map(lambda x: named(x.spec) if is_typed(x) else PartitionSpec(), args, is_leaf=is_typed)
+        return of_params, full(mutable), specs, of_args
+
+
+def on_one_device(config: Config) -> Config:
+    """Return a configuration in which a mesh with Explicit axes is replaced by one device with the same axes."""
+    mesh = config.user_mesh
+    if not mesh.explicit_axes:
+        return config
+    one = mesh.devices.ravel()[:1].reshape((1,) * mesh.devices.ndim)
+    return dataclasses.replace(config, user_mesh=Mesh(one, mesh.axis_names, axis_types=mesh.axis_types))
 
 
 def typed_mesh(mesh: Mesh) -> AbstractMesh:
@@ -303,3 +369,7 @@ def _names_sharding(eqn: Any) -> bool:
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]
     return any(isinstance(sharding, NamedSharding) and bool(axes_of(_divided(sharding.spec))) for sharding in named)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.budget.blocks import Blocks
+from zerojax.comm.typed import TypedLoss, on_one_device
 from zerojax.config import Config
 from zerojax.gather.working_set import WorkingSet, working_set
 from zerojax.gpus.devices import Device, absent_mesh
@@ -33,7 +34,6 @@ from zerojax.train.arguments import cast_inputs, packed
 from zerojax.train.batches import check_batch
 from zerojax.train.fitting import largest_share
 from zerojax.train.loss import Loss
-from zerojax.train.typed_loss import TypedLoss, on_one_device
 
 
 class LossOptions(TypedDict, total=False):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comm.quantised import reduce_codec
+from zerojax.comm.typed import TypedLoss
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.gather.working_set import WorkingSet
@@ -27,7 +28,6 @@ from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.shapes import rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes
 from zerojax.train.loss import Loss
-from zerojax.train.typed_loss import TypedLoss
 
 
 @dataclasses.dataclass(frozen=True)

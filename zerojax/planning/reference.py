@@ -17,6 +17,7 @@ import optax
 
 from zerojax import compat, jaxprs
 from zerojax.comm.mesh import without_types
+from zerojax.comm.typed import TypedLoss, on_one_device
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout, is_numeric, layout_of
 from zerojax.optim.transformation import with_extra_args
@@ -28,7 +29,6 @@ from zerojax.train.loss_scaling import update_scaling
 from zerojax.train.nan_lines import is_float
 from zerojax.train.step import Step
 from zerojax.train.step_program import StepProgram
-from zerojax.train.typed_loss import TypedLoss, on_one_device
 from zerojax.zero import ZeroTransformation
 
 if TYPE_CHECKING:

@@ -248,7 +248,7 @@ class View:
             params = jax.tree.unflatten(self.layout.treedef, leaves)
             batch = cast_inputs(config.precision, batch)
         if config.user_mesh.explicit_axes:
-            from zerojax.train.typed_loss import TypedLoss
+            from zerojax.comm.typed import TypedLoss
 
             found = TypedLoss(config, self.layout, self.loss).call(params, mutable, batch, args)
             if not isinstance(found, Returned):
