@@ -10,7 +10,6 @@ Tested with jax 0.10.2 and 0.12.0. Each function hides one difference, so a new 
 """
 
 import dataclasses
-import functools
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 from jax.interpreters import ad
 
 from zerojax import primitives
@@ -61,17 +61,9 @@ def common_dtype(first: Any, second: Any) -> np.dtype:
         return jnp.promote_types(first, second)
 
 
-@functools.cache
-def _jex():
-    """Import `jax.extend.core` only when a jaxpr is first read, because that module imports Pallas."""
-    from jax.extend import core
-
-    return core
-
-
 def opened(closed) -> tuple[Any, Sequence]:
     """Split `closed` into `(jaxpr, consts)`. `consts` has the values of `constvars_of(jaxpr)`."""
-    if isinstance(closed, _jex().ClosedJaxpr) and hasattr(closed, "jaxpr"):
+    if isinstance(closed, core.ClosedJaxpr) and hasattr(closed, "jaxpr"):
         return closed.jaxpr, tuple(closed.consts)
     return closed, ()
 
@@ -82,7 +74,7 @@ def with_jaxpr(closed, jaxpr):
 
 
 def is_jaxpr(x) -> bool:
-    return isinstance(x, _jex().Jaxpr | _jex().ClosedJaxpr)
+    return isinstance(x, core.Jaxpr | core.ClosedJaxpr)
 
 
 def constvars_of(jaxpr) -> Sequence:
@@ -105,15 +97,15 @@ def line_of(eqn) -> str:
 
 
 def is_literal(atom) -> bool:
-    return isinstance(atom, _jex().Literal)
+    return isinstance(atom, core.Literal)
 
 
 def new_var(aval) -> Any:
-    return _jex().Var(aval)
+    return core.Var(aval)
 
 
 def is_dropped(var) -> bool:
-    return isinstance(var, _jex().DropVar)
+    return isinstance(var, core.DropVar)
 
 
 def is_ref(atom) -> bool:
@@ -155,7 +147,7 @@ def called(eqn):
 
 
 def inner_jaxprs(eqn) -> list:
-    return [opened(inner)[0] for inner in _jex().jaxprs_in_params(params_of(eqn))]
+    return [opened(inner)[0] for inner in core.jaxprs_in_params(params_of(eqn))]
 
 
 def is_remat(eqn) -> bool:

@@ -42,12 +42,12 @@ UPDATE = "zerojax_update"  # the name scope of the optimizer's update
 class Collectives(ManualCollectives):
     """Collectives outside of any `shard_map`. A shard is a global array in storage shape.
 
-    A gradient has one of these forms:
+    A gradient has one of these shapes:
 
-    - summed by the compiler: `(*logical)`;
-    - not reduced: one partial sum per worker, `(workers, *logical)`, divided on dim 0 (`partial_sums`);
-    - reduced within each group of devices that holds all shards: one partial sum per group, `(groups, *storage)`;
-    - reduced: `(*storage)`.
+    - `(*logical)`: summed by the compiler;
+    - `(workers, *logical)`, divided on dim 0: one partial sum per worker (`partial_sums`);
+    - `(groups, *storage)`: reduced within each group of devices that holds all shards;
+    - `(*storage)`: reduced.
 
     Attributes:
         mesh: The mesh, with Auto axes. None in device view.
@@ -61,22 +61,13 @@ class Collectives(ManualCollectives):
 
     @property
     def losses(self) -> int:
-        """Return the number of losses that a program computes. The step uses their mean."""
+        """Return the number of losses that a program computes, of which a step uses the mean."""
         return 1  # from all rows
 
     @functools.cached_property
     def follower(self) -> Any:
         """Return the `Follower` that finds the rows of the batch in each value. None in device view."""
         return None if self.mesh is None else Follower(self._workers, guesses=True, axes=self.axes)
-
-    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        """Raise a `ValueError` if a shard is not laid out as its leaf says."""
-        for leaf, shard in zip(leaves, shards, strict=True):
-            if tuple(shard.shape) != leaf.storage_shape:
-                raise ValueError(
-                    f"params{leaf.path} has shape {tuple(shard.shape)}, but its layout ({leaf.kind}) requires "
-                    f"{leaf.storage_shape}. Pass the leaf in storage, as tx.shard gives it."
-                )
 
     @jax.named_scope(names.SHARDS)
     def all_gather(
@@ -117,10 +108,7 @@ class Collectives(ManualCollectives):
         return not self.defers and bool(self.across(leaf))
 
     def experts(self, leaves: Iterable[Leaf]) -> dict[int, tuple[str, ...]]:
-        """Find the experts, which stay divided over a data axis (`expert_axis`).
-
-        Return the other data axes, over which an expert's gradient is summed, by the index of the leaf.
-        """
+        """Return the data axes over which an expert's gradient is summed, by the index of the leaf (`expert_axis`)."""
         named = ({*axes_of(leaf.others)} for leaf in leaves)
         rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
@@ -168,10 +156,9 @@ class Collectives(ManualCollectives):
     def per_shard(
         self, fn: Callable, values: Sequence, dims: Sequence[int | None], out_dims: Sequence[int | None], axes: tuple
     ) -> list[Array]:
-        """Call a function once per device, on the device's part of each value, and return the results.
+        """Call a function once per device, on the device's part of each value. It may use collectives over `axes`.
 
-        The function may use collectives over `axes`. These axes divide the dim `dims[i]` of value i, and `out_dims[i]`
-        of result i. None stands for an array that is equal on all devices.
+        These axes divide the dim `dims[i]` of value i, and `out_dims[i]` of result i; None: no dim.
         """
         spec = lambda dim: dim_spec(dim, axes)
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
@@ -195,11 +182,9 @@ class Collectives(ManualCollectives):
         *,
         experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
     ) -> list:
-        """Run a backward pass, a closed jaxpr, where `values` are residuals and cotangents, and return its results.
+        """Run a backward pass, a closed jaxpr, on residuals and cotangents; see `partial_sums.evaluate`.
 
-        `rows` says which dims of `values` hold the rows of the batch. `grads` has the indices of the results that are
-        gradients for `reduce_scatter`, and `experts` the axes over which gradients of experts are summed. If `zero` is
-        given, it is a zero from which arrays of zeros are made, so that XLA cannot make them before it.
+        If `zero` is given, arrays of zeros are made from it, so that XLA cannot make them before it.
         """
         if self._workers == 1:  # Every sum is complete.
             return barriers.evaluate_after(zero, closed, values)
@@ -267,11 +252,9 @@ class Collectives(ManualCollectives):
         return tree  # A value of all rows is already a global sum, mean or maximum.
 
     def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
-        """Return the partial sums, one per worker, of an equation that sums over rows.
-
-        The equation of a transposed product names the sharding of its result. `jax.vmap` checks this sharding against
-        the mesh, whose axes are Manual in this `shard_map`. So the sharding is left out.
-        """
+        """Return the partial sums, one per worker, of an equation that sums over rows."""
+        # A transposed product names the sharding of its result. `jax.vmap` would check it against the mesh, whose axes
+        # are Manual in this `shard_map`.
         params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
 
         def row(*values):

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax import lax
 
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.manual import ManualCollectives
-from zerojax.config.data_mesh import in_words
 from zerojax.layout.leaf import Leaf, pad
 
 if TYPE_CHECKING:
@@ -32,20 +31,6 @@ class DeviceCollectives(Collectives):
     @property
     def losses(self) -> int:
         return lax.axis_size(self.axes)  # one per worker
-
-    def check(self, shards: Sequence[Any], leaves: Sequence[Leaf]) -> None:
-        for leaf, shard in zip(leaves, shards, strict=True):
-            if leaf.kind != "replicated" and leaf.shards != (size := lax.axis_size(leaf.axes)):
-                raise ValueError(
-                    f"params{leaf.path} is laid out for {leaf.shards} shards, but there are {size} devices along mesh "
-                    f"{in_words(leaf.axes)}. Build the layout for this mesh."
-                )
-            if tuple(shard.shape) != leaf.local_shape:
-                raise ValueError(
-                    f"params{leaf.path} has shape {tuple(shard.shape)} on a device, but its layout ({leaf.kind}) "
-                    f"requires {leaf.local_shape}. Pass the leaf in its storage layout, with `Leaf.local_spec` in "
-                    "`in_specs`."
-                )
 
     def grad_shape(self, leaf: Leaf) -> tuple[int, ...]:
         return leaf.local_shape if self.defers else leaf.part_shape

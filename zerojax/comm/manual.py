@@ -73,11 +73,10 @@ class ManualCollectives:
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*local"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
-        """Gather shards into full arrays, in logical shape, with one collective per bucket.
+        """Gather shards into full arrays, in logical shape. A replicated leaf is returned unchanged.
 
-        A replicated leaf is returned unchanged. `exposed` says whether these collectives cannot overlap with the
-        compute of another block. They overlap only with their own block, which begins when its first leaves have
-        arrived, so their buckets are smaller.
+        `exposed` says that these collectives overlap only with the compute of their own block. It begins when its first
+        leaves have arrived, so their buckets are smaller.
         """
         results = list(shards)
         for bucket in self._buckets(shards, leaves, exposed):
@@ -92,16 +91,14 @@ class ManualCollectives:
     ) -> list[Shaped[Array, "*local"]]:
         """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
-        Without hybrid sharding, a leaf's axes are all data axes. With hybrid sharding, `across` returns the other axes.
         The gradient of a replicated leaf is all-reduced over all workers. The result has the type of the reduction.
-
-        Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
-        gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
-        Buckets of at most `shared_bytes` have no order, because the order would only delay larger ones.
         """
         return self._reduced([grad.astype(self.reduced_dtype(grad.dtype)) for grad in grads], leaves, exposed=exposed)
 
     def _reduced(self, values: Sequence[Array], leaves: Sequence[Leaf], *, exposed: bool = False) -> list[Array]:
+        # Exposed buckets are reduced one after the other. The bucket of the last leaves comes first, because its
+        # gradients are computed first. Without this order XLA combines the buckets, and waits for the last gradient.
+        # Buckets of at most `shared_bytes` have no order, because the order would only delay larger ones.
         results, before = list(values), []
         buckets = self._buckets(values, leaves, exposed)
         for bucket in buckets[::-1] if exposed else buckets:
@@ -137,12 +134,11 @@ class ManualCollectives:
         return buckets_of(arrays, leaves, self.bucket_bytes // 4 if exposed else self.bucket_bytes)
 
     def _codec(self, leaf: Leaf, *, gathers: bool) -> Codec | None:
-        """Return the codec of a leaf that is sent quantised, or None."""
         if self.wire is None:
             return None
-        from zerojax.comm import quantised
+        from zerojax.comm.quantised import codec_of
 
-        return (quantised.gather_codec if gathers else quantised.reduce_codec)(self.wire, leaf)
+        return codec_of(self.wire, leaf, gathers=gathers)
 
     def _gather(self, shards: list[Array], leaves: Sequence[Leaf]) -> list[Array]:
         leaf = leaves[0]
@@ -184,14 +180,11 @@ def _label(leaves: Sequence[Leaf]) -> str:
 
 
 def buckets_of(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> list[list[int]]:
-    """Group arrays into buckets, and return the indices of each bucket's arrays.
+    """Group arrays into buckets of one type and one codec, and return the indices of each bucket's arrays.
 
-    - Flat leaves of one type share a bucket.
-    - Consecutive sharded leaves of one type share a bucket of up to `limit` logical bytes.
-    - A leaf that is also sharded over other mesh axes is alone in its bucket. Packing would gather the leaf over them.
-    - A replicated leaf is alone in its bucket.
-
-    Quantised and unquantised leaves never share a bucket.
+    - Flat leaves share a bucket.
+    - Consecutive sharded leaves share a bucket of up to `limit` logical bytes.
+    - A replicated leaf is alone. So is one that other mesh axes divide, over which packing would gather it.
     """
     found: list[list[int]] = []
     filled: dict = {}

@@ -128,26 +128,18 @@ class Codec:
         return signed.astype(jnp.float32)
 
 
-def gather_codec(wire: Wire | None, leaf: Leaf) -> Codec | None:
-    """Return the codec that quantises a leaf's shards for a gather, or None if they are sent unquantised.
+def codec_of(wire: Wire | None, leaf: Leaf, *, gathers: bool) -> Codec | None:
+    """Return the codec that quantises a leaf's shards for a gather, or its gradient for a reduction, or None.
 
     If the loss itself quantises a weight to one byte, the weight is sent unchanged: a second rounding would change its
     values.
     """
-    is_narrow = getattr(leaf.dtype, "itemsize", 0) == 1
-    return None if wire is None or is_narrow else _codec(wire, leaf, wire.gather)
-
-
-def reduce_codec(wire: Wire | None, leaf: Leaf) -> Codec | None:
-    """Return the codec that quantises a leaf's gradient for a reduction, or None if it is sent unquantised."""
-    return wire and _codec(wire, leaf, wire.reduce, stochastic=wire.rounding == "stochastic")
-
-
-def _codec(wire: Wire, leaf: Leaf, fmt: str | None, *, stochastic: bool = False) -> Codec | None:
-    over = tuple(axis for axis in leaf.axes if wire.over is None or axis in wire.over)
-    if fmt is None or leaf.dim is None or not leaf.is_quantised or not over:
+    if wire is None or leaf.dim is None or not leaf.is_quantised:
         return None
-    return Codec(fmt, wire.block, stochastic, over)
+    fmt, stochastic = (wire.gather, False) if gathers else (wire.reduce, wire.rounding == "stochastic")
+    over = tuple(axis for axis in leaf.axes if wire.over is None or axis in wire.over)
+    is_narrow = gathers and getattr(leaf.dtype, "itemsize", 0) == 1
+    return None if fmt is None or not over or is_narrow else Codec(fmt, wire.block, stochastic, over)
 
 
 def uniform(x: Float[Array, ...]) -> Float[Array, ...]:

@@ -4,7 +4,7 @@ This package imports what every run needs. `Precision`, `Wire`, `Tuning`, `Batch
 that choose parameters have their own files, and `Offload` is in `zerojax.offload`.
 """
 
-from zerojax.config.checks import Option, check_count, check_flag, check_word, path_of
+from zerojax.config.checks import check_count, check_flag, check_word, path_of
 from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, STAGES, Config, with_auto_axes
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, resolve_axes
 
@@ -15,7 +15,6 @@ __all__ = [
     "Config",
     "DataMesh",
     "LayoutPolicy",
-    "Option",
     "check_count",
     "check_flag",
     "check_word",

@@ -1,23 +1,10 @@
-"""The base class of the options that bring their own code, and the checks that options share."""
+"""The checks that options share."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
-
-
-class Option:
-    """The base class of `Precision`, `Wire` and `Offload`. Their files are imported only by a run that uses them."""
-
-    argument: ClassVar[str] = ""  # the name of the argument of `zero_shard`
-
-    def check(self, config: Any) -> None:
-        """Raise a ValueError if this option contradicts another one of `config`.
-
-        Args:
-            config: The configuration, with all options.
-        """
 
 
 def check_count(name: str, value: Any, unit: str, *, least: int) -> None:

@@ -11,7 +11,7 @@ import jax
 import optax
 from jax.sharding import AxisType, Mesh
 
-from zerojax.config.checks import Option, check_word
+from zerojax.config.checks import check_word
 from zerojax.config.data_mesh import DataMesh, LayoutPolicy, in_words
 
 if TYPE_CHECKING:
@@ -97,11 +97,11 @@ class Config:
         self._check_axes()
         if self.batch_spec is not None:
             self.batch_spec.check(self.axis, dict(self.user_mesh.shape))
-        given = {name: option for name in EXAMPLES if (option := getattr(self, name)) is not None}
-        for name, option in given.items():
-            if not isinstance(option, Option) or option.argument != name:
-                raise TypeError(f"{name} is a zerojax.{name.title()}, such as {EXAMPLES[name]}, not {option!r}.")
-        for option in given.values():
+        for name, example in EXAMPLES.items():
+            option = getattr(self, name)
+            if option is not None and getattr(type(option), "argument", None) != name:
+                raise TypeError(f"{name} is a zerojax.{name.title()}, such as {example}, not {option!r}.")
+        for option in filter(None, (self.wire, self.offload)):
             option.check(self)
 
     def _check_axes(self) -> None:

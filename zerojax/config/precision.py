@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.compat import common_dtype
-from zerojax.config.checks import Option, check_count
+from zerojax.config.checks import check_count
 
 LARGEST_SCALE = float(np.finfo(np.float32).max)
 
@@ -66,7 +66,7 @@ class DynamicScale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Precision(Option):
+class Precision:
     """The element types in which a step computes, sums gradients and keeps parameters.
 
     Stage 3 stores shards of the parameters in `master`, and casts them to `compute` before each gather. Stages 0 to 2
@@ -97,7 +97,7 @@ class Precision(Option):
         >>> tx = zero_shard(optax.adamw(3e-4), stage=3, precision=Precision.bf16())
     """
 
-    argument = "precision"
+    argument = "precision"  # of `zero_shard`
 
     compute: Any = jnp.float32
     reduce: Any = jnp.float32

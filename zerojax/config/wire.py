@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
-from zerojax.config.checks import Option, check_count, check_word
+from zerojax.config.checks import check_count, check_word
 from zerojax.config.chosen import checked_where, chooses
 from zerojax.config.data_mesh import in_words
 
@@ -20,7 +20,7 @@ LEAST_BLOCKS = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Wire(Option):
+class Wire:
     """The collectives that send quantised data. Data is quantised block by block, with one scale per block.
 
     Stored parameters and optimizer state are not rounded. Only the gathered copies of parameters, and the partial sums
@@ -49,7 +49,7 @@ class Wire(Option):
         >>> wire = Wire(gather="int8", reduce="int4")
     """
 
-    argument = "wire"
+    argument = "wire"  # of `zero_shard`
 
     gather: Format | None = None
     reduce: Format | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.config import Config, Option, check_word
+from zerojax.config import Config, check_word
 from zerojax.config.chosen import checked_where, chooses
 from zerojax.offload.host import check_host_memory, host_sharding
 from zerojax.units import parse_bytes
@@ -20,7 +20,7 @@ CHUNK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
-class Offload(Option):
+class Offload:
     """The model states that are kept outside of device memory, and where they are updated.
 
     Each device's shard of the optimizer state, including master weights, is kept in pinned memory or in files of the
@@ -59,7 +59,7 @@ class Offload(Option):
         >>> tx = zero_shard(optax.adamw(3e-4), stage=3, offload=Offload(optimizer="host"))
     """
 
-    argument = "offload"
+    argument = "offload"  # of `zero_shard`
 
     optimizer: Literal["host", "disk"] | None = None
     params: Literal["host", "disk"] | None = None

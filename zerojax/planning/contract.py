@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.comm.quantised import reduce_codec
+from zerojax.comm.quantised import codec_of
 from zerojax.comm.typed import TypedLoss
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
@@ -152,7 +152,7 @@ def reduced_elements(checked: Checked) -> tuple[int, int]:
 
 def _hops(config: Config, leaf: Leaf) -> float:
     """Return the elements reduced per gradient element, which is 1 unless quantised data is reduced axis by axis."""
-    if reduce_codec(config.wire, leaf) is None:
+    if codec_of(config.wire, leaf, gathers=False) is None:
         return 1
     return sum(1 / config.data.size(leaf.axes[k + 1 :]) for k in range(len(leaf.axes)))
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.comm.quantised import gather_codec, reduce_codec
+from zerojax.comm.quantised import codec_of
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.layout.leaf import Leaf
@@ -213,7 +213,7 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int, whole: Layout) -
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to gather a leaf once, by mesh axes."""
     size = config.data.size
-    codec = gather_codec(config.wire, leaf)
+    codec = codec_of(config.wire, leaf, gathers=True)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     narrow, plain = codec.over, tuple(axis for axis in leaf.axes if axis not in codec.over)
@@ -226,7 +226,7 @@ def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ..
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to reduce-scatter a gradient once, by mesh axes."""
-    codec = reduce_codec(config.wire, leaf)
+    codec = codec_of(config.wire, leaf, gathers=False)
     if codec is None:
         return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
     sent, rows, shard = {}, leaf.shards, math.prod(leaf.local_shape)

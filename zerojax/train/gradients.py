@@ -139,7 +139,6 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     """
     comm, layout, leaves = view.comm, view.layout, view.layout.params
     stored, overwritten = given.stored, layout.overwritten
-    comm.check(stored, leaves)
     pairs = zip(stored, leaves, strict=True)
     full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for x, leaf in pairs]
     loss, further = view.checked_call, (given.mutable, given.batch, *given.args)
