@@ -12,6 +12,7 @@ blocks and to choose what they save, as a share of the time that XLA compiles. N
 
 import argparse
 import collections
+import dataclasses
 import datetime
 import functools
 import json
@@ -95,7 +96,7 @@ def fitted(name: str, topology: str) -> dict:
         "rows": rows,
         "trials": [{"share": t.share, "predicted": t.predicted, "peak": t.peak} for t in fit.trials],
         "chosen": fit.trials.index(fit.chosen),
-        "notes": fit.notes,
+        "blocks": [dataclasses.asdict(block) for block in fit.blocks],
         "seconds": time.perf_counter() - begun,
         "choosing": SPENT["choosing"] / SPENT["compiling"],
     }
@@ -109,8 +110,9 @@ def show(found: dict) -> None:
         predicted, peak, _ = (f"{x / 1e9:.2f} GB ({x / found['memory']:.0%})" for x in parts)
         chosen = "  chosen" if i == found["chosen"] else ""
         print(f"  share {trial['share']:.3f}: predicted {predicted:18s} compiled {peak}{chosen}", flush=True)
-    for note in found["notes"][1:]:
-        print(f"  {note}", flush=True)
+    for block in found["blocks"]:
+        saved = f"{block['saved'] / 1e6:.0f} MB, and repeat {block['share']:.0%} of their FLOPs"
+        print(f"  {block['calls']} calls of the block at {block['line']} each save {saved}", flush=True)
 
 
 def main() -> None:

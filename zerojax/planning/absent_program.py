@@ -72,7 +72,7 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
             lowering = lowered(moved.under(config).trace(*given), config.mesh)
             fit = None if options.memory is None else moved.memory_fit(*given)
             program = (moved.lower(*given) if fit else lowering).compile()
-        notes = (*(fit.notes[:1] if fit else ()), *moved.compiled_with)
+        notes = (*([str(fit)] if fit else []), *moved.compiled_with)
         return CompiledStep(
             program,
             parts={**STATE_PARTS, "batch": "batch"},

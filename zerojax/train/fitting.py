@@ -6,11 +6,11 @@ predicted as `base + held(share)`. `held` is known before compilation, and each 
 
 from __future__ import annotations
 
-import collections
+import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,15 +58,20 @@ class MemoryFit:
         memory: The memory that the step may take, in bytes per device.
         trials: The compilations, in their order.
         chosen: The trial whose program the step runs.
-        notes: Sentences about the compilations, the bytes that each block saves, and the FLOPs that it repeats.
         blocks: The bytes that each block saves and recomputes, and the FLOPs that it repeats.
     """
 
     memory: int
     trials: tuple[Trial, ...]
     chosen: Trial
-    notes: tuple[str, ...]
     blocks: tuple[BlockMemory, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"With memory={format_bytes(self.memory)} the number of compilations was {len(self.trials)}. The chosen "
+            f"program takes {self.chosen.peak / self.memory:.0%} of the memory; {format_bytes(self.chosen.predicted)} "
+            f"were predicted."
+        )
 
 
 class DoesNotFit(ValueError):
@@ -181,26 +186,7 @@ def fit_memory(
     if best is None:
         least = min(trials, key=lambda trial: trial.peak)
         raise DoesNotFit(_nothing_fits(least, blocks, memory, arguments), least.peak)
-    described = memory_of_blocks(blocks, best.share, devices)
-    return MemoryFit(memory, tuple(trials), best, _notes(memory, trials, best, blocks), described)
-
-
-def _notes(memory: int, trials: Sequence[Trial], chosen: Trial, blocks: Blocks) -> tuple[str, ...]:
-    calls = collections.Counter[tuple[int, str]]()
-    for block in blocks.found:
-        calls[id(block.graph), block.line] += block.calls
-    found = [
-        f"With memory={format_bytes(memory)} the number of compilations was {len(trials)}. The chosen program takes "
-        f"{chosen.peak / memory:.0%} of the memory; {format_bytes(chosen.predicted)} were predicted."
-    ]
-    for key, block in {(id(block.graph), block.line): block for block in blocks.found}.items():
-        choice = blocks.choice(block, chosen.share)
-        found.append(
-            f"{calls[key]} calls of the block at {block.line} each save {format_bytes(choice.saved_bytes)} of "
-            f"{format_bytes(block.graph.bytes)}, counted over all devices, and repeat "
-            f"{choice.flops / max(choice.most_flops, 1):.0%} of their FLOPs."
-        )
-    return tuple(found)
+    return MemoryFit(memory, tuple(trials), best, memory_of_blocks(blocks, best.share, devices))
 
 
 def _compiled(lowered: Any, share: float, predicted: float) -> Trial:
@@ -209,11 +195,8 @@ def _compiled(lowered: Any, share: float, predicted: float) -> Trial:
 
 def largest_share(base: float, held: Callable[[float], float], memory: float) -> float:
     """Return the largest share with `base + held(share) <= memory`, or 0 if there is no such share."""
-    low, high = 0, _STEPS + 1  # `low` fits or is 0, and `high` does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if base + held(middle / _STEPS) <= memory else (low, middle)
-    return low / _STEPS
+    fitting = bisect.bisect_right(range(_STEPS + 1), memory, key=lambda step: base + held(step / _STEPS))
+    return max(fitting - 1, 0) / _STEPS
 
 
 def _nothing_fits(least: Trial, blocks: Blocks, memory: int, arguments: int) -> str:
