@@ -54,13 +54,14 @@ def load_from_file(path: Path, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def running(path: Path) -> Iterator[None]:
-    """Enter a context in which a file's code runs, can import from the file's folder, and has its output captured.
+def running(path: Path, options: Sequence[str] = ()) -> Iterator[None]:
+    """Enter a context in which a file's code runs, with its folder in `sys.path` and `options` as `sys.argv[1:]`.
 
-    Output that bypasses Python, such as that of subprocesses, goes to standard error instead of standard output. A
-    `SystemExit` becomes a `ValueError`.
+    Its output is captured. Output that bypasses Python, such as that of subprocesses, goes to standard error instead of
+    standard output. A `SystemExit` becomes a `ValueError`.
     """
-    errors = io.StringIO()
+    errors, before = io.StringIO(), sys.argv
+    sys.argv = [str(path), *options]
     sys.path.insert(0, str(path.parent))
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -74,6 +75,7 @@ def running(path: Path) -> Iterator[None]:
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+        sys.argv = before
         sys.path.remove(str(path.parent))
 
 
@@ -91,18 +93,10 @@ def call_user_code(make: Callable[[], Any], what: str, how: str = "fails") -> An
 
 
 def load_program(text: str, options: Sequence[str]) -> tuple:
-    """Run a file, such as `"train.py"` or `"train.py:make_step"`. Call its function that returns a step and arguments.
-
-    While the file runs, `options` are `sys.argv[1:]`.
-    """
+    """Run a file, such as `"train.py:make_step"`. Call its function that returns a step and arguments."""
     path, name = split_reference(text)
-    before = sys.argv
-    sys.argv = [str(path), *options]
-    try:
-        with running(path):
-            made = call_user_code(load_from_file(path, name), f"{name} of {path}")
-    finally:
-        sys.argv = before
+    with running(path, options):
+        made = call_user_code(load_from_file(path, name), f"{name} of {path}")
     if not isinstance(made, tuple) or len(made) < 3:
         raise ValueError(
             f"{name} of {path} returns {type(made).__name__}, not (step, state, batch, *args): a step and its "
@@ -121,15 +115,12 @@ def load_model(text: str) -> Any:
     if not REFERENCE.fullmatch(text):
         raise ValueError(f"{text!r} is no number of parameters, such as 7.5e9, and no FILE.py:NAME.")
     found = load_object(text)
-    with running(split_reference(text)[0]):
-        return call_user_code(lambda: shapes_of(found), text, "cannot be traced")
-
-
-def shapes_of(found: Any) -> Any:
     is_leaf = jax.tree.structure(found) == jax.tree.structure(0)  # an Equinox module is callable, but is also a tree
     nnx = sys.modules.get("flax.nnx")
-    is_function = is_leaf and callable(found) and not (nnx and isinstance(found, nnx.Module))
-    return jax.eval_shape(found) if is_function else found
+    if not is_leaf or not callable(found) or (nnx and isinstance(found, nnx.Module)):
+        return found
+    with running(split_reference(text)[0]):
+        return call_user_code(lambda: jax.eval_shape(found), text, "cannot be traced")
 
 
 def load_transformation(text: str) -> optax.GradientTransformation:
@@ -146,13 +137,13 @@ def load_transformation(text: str) -> optax.GradientTransformation:
             f"optax has no optimizer {text!r}. Give one such as adamw, lion or adafactor, or FILE.py:NAME."
         )
     try:
-        made = make(1e-3)
-        if isinstance(made, optax.GradientTransformation):
-            jax.eval_shape(made.init, {"w": jax.ShapeDtypeStruct((2, 2), "float32")})
+        made: Any = make(1e-3)
+        jax.eval_shape(made.init, {"w": jax.ShapeDtypeStruct((2, 2), "float32")})
     except Exception as error:  # optax.chain accepts the learning rate as a transformation, and only `init` fails
-        raise ValueError(f"optax.{text} is not made of a learning rate alone. Give FILE.py:NAME instead.") from error
-    if not isinstance(made, optax.GradientTransformation):
-        raise ValueError(f"optax.{text} is no optimizer. Give one such as adamw, lion or adafactor, or FILE.py:NAME.")
+        raise ValueError(
+            f"optax.{text} is not made of a learning rate alone, or is no optimizer. Give one such as adamw, lion or "
+            f"adafactor, or FILE.py:NAME."
+        ) from error
     return made
 
 
