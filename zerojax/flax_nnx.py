@@ -192,18 +192,10 @@ class ModuleLoss:
     def pure(self, trained, variables, batch, graph, constants, arrays, **keywords):
         """Rebuild the NNX objects from their variables, and call the loss on them.
 
-        Args:
-            trained: The differentiated variables: a state, or a tuple of states.
-            variables: The variables that the loss may update.
-            batch: The batch, as passed to the loss.
-            graph: The structure of the NNX objects of all arguments together.
-            constants: Parameters that are not differentiated. In device view, also PRNG keys.
-            arrays: For each argument, its leaves that are not NNX objects; None for the batch.
-            **keywords: Keyword arguments of the loss.
-
-        Returns:
-            `(loss, variables, (aux, graph, created))`: the result, updated variables, and variables that the loss
-            created. `tx.value_and_grad` treats `variables` as the mutable state.
+        `graph` is the structure of the NNX objects of all arguments together. `trained`, `constants` and `variables`
+        are the variables of each of the `groups`. `arrays` has, for each argument, its leaves that are not NNX objects;
+        None for the batch. Return `(loss, variables, (aux, graph, created))`: the result, updated variables, and
+        variables that the loss created. `tx.value_and_grad` treats `variables` as the mutable state.
         """
 
         def call(states):

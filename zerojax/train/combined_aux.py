@@ -22,15 +22,10 @@ if TYPE_CHECKING:
 def combine(view: View, aux: PyTree, weights: Array, total: Array | int) -> tuple[PyTree, PyTree]:
     """Combine the aux of all microbatches and devices, as the markers of `metrics` say.
 
-    Args:
-        view: The view of the loss.
-        aux: The auxiliary results of this device, with the microbatches stacked along dim 0.
-        weights: One weight per microbatch.
-        total: The sum of all weights, over microbatches and devices.
-
-    Returns:
-        `(aux, rows)`, two trees with the same structure. `aux` has the leaves that are equal on every device, and None
-        instead of rows. `rows` has the leaves marked as `PerRow`, and None instead of all other leaves.
+    `aux` has the microbatches of this device, stacked along dim 0, `weights` one weight for each, and `total` is the
+    sum of all weights, over microbatches and devices. Return `(aux, rows)`, two trees with the same structure. `aux`
+    has the leaves that are equal on every device, and None instead of rows. `rows` has the leaves marked as `PerRow`,
+    and None instead of all other leaves.
 
     Raises:
         TypeError: If an unmarked leaf is not a float scalar, unless the loss is called only once.

@@ -49,9 +49,8 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         call = view.call
         if view.gathers_on_use:
             tree = jax.tree.unflatten(layout.treedef, layout.params)
-            ahead, reshards = config.prefetch, config.reshard_after_forward
-            options = {"prefetch": ahead, "reshard_after_forward": reshards, "of_rows": OF_ROWS, "differing": DIFFERING}
-            call = gather_on_use(call, tree, comm=view.comm, **options)
+            options = {"prefetch": config.prefetch, "reshard_after_forward": config.reshard_after_forward}
+            call = gather_on_use(call, tree, comm=view.comm, of_rows=OF_ROWS, differing=DIFFERING, **options)
         return call(jax.tree.unflatten(layout.treedef, stored), None, batch, *args)
 
     @functools.cache
@@ -80,10 +79,9 @@ def eval_step(config: Config, fn: Callable) -> Callable:
             on_disk = has_chunked(params)
             is_new = not on_disk and same.is_new(signature_of(params), batch, args)
             wait_if_simulated(config.mesh, (params, batch, args))
-            if is_divisible(batch, config.data, config.batch_spec):
-                rows = place_batch(config, batch)
-            else:
-                rows = jax.tree.map(lambda x: place_leaf(x, replicated(config.user_mesh)), batch)
+            on_all = lambda x: place_leaf(x, replicated(config.user_mesh))
+            divides = is_divisible(batch, config.data, config.batch_spec)
+            rows = place_batch(config, batch) if divides else jax.tree.map(on_all, batch)
             if on_disk:
                 return on_auto_mesh(config.user_mesh, staged(), params, rows, with_types(args))
             return same.call(program_for(others_of(given, params)), params, rows, *args, is_new=is_new)

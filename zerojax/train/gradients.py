@@ -170,18 +170,11 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
 
 @jax.named_scope(names.MEAN)
 def mean_loss(view: View, totals: Array, weights: Array, factor: Array | None, scale: Array):
-    """Combine the losses of all microbatches and devices.
+    """Combine the losses of all devices and microbatches. `totals` and `weights` have one entry per microbatch.
 
-    Args:
-        view: The view.
-        totals: The loss, or the total of a weighted loss, of each microbatch of this device.
-        weights: The weight of each.
-        factor: The factor that `microbatch_gradients` returned for the only microbatch. None if there are several.
-        scale: The loss scale.
-
-    Returns:
-        `(loss, weight, factor, weights_valid)`: the mean loss, the sum of all weights, the factor by which the sums of
-        gradients are multiplied, and whether the weights are valid. If they are not, the others are NaN.
+    `factor` is that of `microbatch_gradients`; None if there are several microbatches. Return the mean loss, the sum of
+    all weights, the factor by which the sums of gradients are multiplied, and whether the weights are valid. If they
+    are not, the others are NaN.
     """
     comm = view.comm
     if not view.loss.weighted:

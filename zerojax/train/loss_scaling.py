@@ -62,10 +62,6 @@ def raise_if_stuck(scaling: ScalingState, trained: Layout, max_skips: int | None
 
     With `max_skips`, wait for the step that computes this state. With several processes, wait as well, because all of
     them must raise the error. Otherwise, check the weights only if that step has finished.
-
-    Raises:
-        ValueError: If a step had weights that were negative or summed to zero.
-        FloatingPointError: If more than `max_skips` steps in a row were skipped.
     """
     invalid: Any = scaling.weights_invalid
     if (max_skips is not None or jax.process_count() > 1 or invalid.is_ready()) and invalid:

@@ -155,15 +155,12 @@ def _factors_of_sums(jaxpr: Any, given: Sequence[State], rows: int) -> Iterator[
     """Yield the factors of the sums over `rows` rows that the first result adds up; see `_factors`."""
     found = Follower(rows).states(jaxpr, given)
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
-    of_rows = {var for var, state in zip(jaxpr.invars, given, strict=True) if state is not NOWHERE}
-    # Values without rows that are computed from several rows, such as the mean of a batch, and what depends on them.
-    joint = set()
+    pairs = zip(jaxpr.invars, given, strict=True)
+    of_rows = jaxprs.dependent_on([var for var, state in pairs if state is not NOWHERE], jaxpr.eqns)
     has_rows = lambda var: (state := found[var]) is not None and bool(state.places)
-    for eqn in jaxpr.eqns:
-        inputs = set(jaxprs.variables_in(eqn.invars))
-        if inputs & of_rows:
-            of_rows.update(eqn.outvars)
-            joint.update(var for var in eqn.outvars if inputs & joint or not has_rows(var))
+    # Values without rows that are computed from several rows, such as the mean of a batch, and what depends on them.
+    is_joint = lambda var, reads: var in of_rows and (reads or not has_rows(var))
+    joint = jaxprs.dependent_on((), jaxpr.eqns, lambda eqn, reads: [v for v in eqn.outvars if is_joint(v, reads)])
 
     def follow(atom: Any, factor: float) -> Iterator[float | None]:
         if compat.is_literal(atom) or atom not in of_rows:

@@ -139,17 +139,14 @@ def first_opt_state(config: Config, plan: ShardingPlan, params: Any, stored: Seq
     `stored` are the parameters in storage shape, in the types of the master weights. `plain` is a state of plain optax
     to continue from, or None.
     """
-    if are_shapes(params) and not plan.offloaded:
+    shapes = are_shapes(params)
+    if shapes and not plan.offloaded:
         return state_shapes(config, plan)
-    if are_shapes(params):
-        from zerojax.streaming.first_state import first_shapes
-
-        return first_shapes(config, plan)
-    if plain is None:
+    if plain is None and not shapes:
         return init_opt_state(config, plan, stored)
-    from zerojax.streaming.first_state import adopt_state
+    from zerojax.streaming.first_state import adopt_state, first_shapes
 
-    return adopt_state(config, plan, plain, params)
+    return first_shapes(config, plan) if shapes else adopt_state(config, plan, plain, params)
 
 
 def init_opt_state(config: Config, plan: ShardingPlan, stored: Sequence[Any]) -> PyTree:
