@@ -94,7 +94,7 @@ def measured(args):
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from zerojax.offload.blocked import loops_become_kernels
+    from zerojax.offload.blocked import LOOPS_BECOME_KERNELS
 
     load = os.getloadavg()[0]
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
@@ -117,7 +117,7 @@ def measured(args):
         "processor": processor_name(),
         "cores": THREADS,
         "load before": load,
-        "loops become kernels": loops_become_kernels(),
+        "loops become kernels": LOOPS_BECOME_KERNELS,
         "chunks": [args.chunks, args.size],
         "rounds": args.rounds,
         "ns a parameter": {name: figures(name, wall, processor) for name in ways},

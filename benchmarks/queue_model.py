@@ -119,9 +119,8 @@ def record(streamed: StreamedUpdate, passes: float, steps: int = 1) -> list[list
         calls.append(Call(RUN, seconds=passes))
         pending: Any = {i: np.float32(0) for group in partition.groups for i in group.params}
         grads: Any = dict.fromkeys(partition.grads, np.float32(0))
-        skipped: Any = np.bool_(False)
         params, shared = [None] * len(plan.layout.params), [None] * len(partition.shared_shapes)
-        inputs = UpdateInputs(params, pending, state, grads, shared, skipped)
+        inputs = UpdateInputs(params, pending, state, grads, shared, None)
         threads: Any = None  # only updates on the host use threads
         with mock.patch("zerojax.streaming.stores.to_memory", copy):
             _, state = UpdateQueue(update, inputs, store, threads).update()

@@ -134,7 +134,7 @@ def test_an_unknown_stage(stage):
         (lambda: ON_DISK(optimizer="host"), ValueError, 'optimizer="disk"|optimizer='),
         (lambda: ON_DISK(fraction=0.5), ValueError, "fraction=0.5"),
         (lambda: ON_DISK(where=("*",)), ValueError, "where="),
-        (lambda: ON_DISK(update="host"), ValueError, 'update="host"'),
+        (lambda: ON_DISK(update="host"), ValueError, "update='host'"),
         (lambda: ON_DISK(host_bytes="8 gigs"), ValueError, "is no size"),
         (lambda: Offload(optimizer="host", host_bytes="1 GB"), ValueError, 'bounds the host memory of params="disk"'),
         (lambda: Offload(optimizer="host", where=[b"w"]), TypeError, r"Offload\(where=\) is a function of"),

@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused_by_name(tmp_path):
     kept = Offload(params="disk", optimizer="disk", path=tmp_path / "run")
     for options, match in (
         ({"stage": 2}, "needs stage 3"),
-        ({"view": "device"}, "Use the global view"),
+        ({"view": "device"}, "view='device' is not possible"),
         ({"overwrite": lambda path, _: "w" in path}, "overwrite"),
     ):
         with pytest.raises(ValueError, match=match):

@@ -76,7 +76,6 @@ class Offload:
         check_word("Offload(optimizer=)", self.optimizer, (None, "host", "disk"))
         check_word("Offload(params=)", self.params, (None, "host", "disk"))
         check_word("Offload(update=)", self.update, ("device", "host"))
-        object.__setattr__(self, "chunk_bytes", parse_bytes("Offload(chunk_bytes=)", self.chunk_bytes, least=1))
         if self.optimizer is None:
             why = "offloads parameters without their optimizer state" if self.params else "offloads nothing"
             given = f"params={self.params!r}" if self.params else ""
@@ -86,52 +85,41 @@ class Offload:
             raise ValueError(
                 f"Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1, or device_bytes= instead."
             )
-        self._check_params()
-        self._check_device_bytes()
-        if (self.path is not None) != (self.optimizer == "disk"):
-            raise ValueError(
-                f"Offload(optimizer={self.optimizer!r}, path={self.path!r}) contradicts itself: path= is the folder "
-                f'for the files of optimizer="disk". Give both, or neither.'
-            )
+        for name, least in (("chunk_bytes", 1), ("host_bytes", 1), ("device_bytes", 0)):
+            if (size := getattr(self, name)) is not None or name == "chunk_bytes":
+                object.__setattr__(self, name, parse_bytes(f"Offload({name}=)", size, least=least))
+        self._check_together()
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
             if not self.path:
                 raise ValueError('Offload(path="") names no folder. Give one, or "." for this one.')
         object.__setattr__(self, "where", checked_where("Offload(where=)", self.where))
 
-    def _check_params(self) -> None:
-        if self.host_bytes is not None:
-            object.__setattr__(self, "host_bytes", parse_bytes("Offload(host_bytes=)", self.host_bytes, least=1))
-            if self.params != "disk":
+    def _check_together(self) -> None:
+        """Raise a ValueError if fields contradict each other."""
+        with_params = {"optimizer": "disk", "fraction": 1, "where": None, "update": "device"}
+        for name, wanted in with_params.items() if self.params == "disk" else ():
+            if (given := getattr(self, name)) != wanted:
                 raise ValueError(
-                    f'Offload(host_bytes={self.host_bytes}) bounds the host memory of params="disk", and '
-                    f"params={self.params!r}. Leave it out, or keep the parameters on disk."
+                    f'Offload(params="disk", {name}={given!r}) is not possible: the device updates chunks of '
+                    f"parameters on disk together with their optimizer state, so that state must be on disk as well. "
+                    f"Give {name}={wanted!r}."
                 )
-        if self.params != "disk":
-            return
-        found = {"optimizer": (self.optimizer, "disk"), "fraction": (self.fraction, 1), "where": (self.where, None)}
-        for name, (given, wanted) in found.items():
-            if given != wanted:
-                raise ValueError(
-                    f'Offload(params="disk", {name}={given!r}) is not possible: chunks of parameters on disk are '
-                    f"updated together with their optimizer state, so that state must be on disk as well. Give "
-                    f"{name}={wanted!r}."
-                )
-        if self.update == "host":
+        if self.host_bytes is not None and self.params != "disk":
             raise ValueError(
-                'Offload(params="disk", update="host") is not possible: the device updates the chunks of parameters on '
-                'disk. Give update="device".'
+                f'Offload(host_bytes={self.host_bytes}) bounds the host memory of params="disk", and '
+                f"params={self.params!r}. Leave it out, or keep the parameters on disk."
             )
-
-    def _check_device_bytes(self) -> None:
-        if self.device_bytes is None:
-            return
-        object.__setattr__(self, "device_bytes", parse_bytes("Offload(device_bytes=)", self.device_bytes, least=0))
-        if self.optimizer != "host" or self.update != "device":
+        if self.device_bytes is not None and (self.optimizer, self.update) != ("host", "device"):
             raise ValueError(
                 f"Offload(device_bytes={self.device_bytes}) keeps chunks in device memory, instead of in host memory, "
                 f"that the device updates, and here optimizer={self.optimizer!r} and update={self.update!r}. Give "
                 f'optimizer="host" and update="device", or fraction= instead of device_bytes=.'
+            )
+        if (self.path is not None) != (self.optimizer == "disk"):
+            raise ValueError(
+                f"Offload(optimizer={self.optimizer!r}, path={self.path!r}) contradicts itself: path= is the folder "
+                f'for the files of optimizer="disk". Give both, or neither.'
             )
 
     def check(self, config: Config) -> None:
@@ -155,24 +143,13 @@ class Offload:
                 f"Offload(params={self.params!r}) shards a parameter like its optimizer state, but "
                 f"Tuning(params_axis=) shards it over fewer axes. Give one of them."
             )
-        if self.params != "disk":
-            return
-        if config.expert_axis:
-            raise ValueError(
-                f'Offload(params="disk") cannot be combined with expert_axis={config.expert_axis!r}. Leave one of them '
-                f"out."
-            )
-        for name in ("shard_axis", "wire", "overwrite"):
-            if found := getattr(config, name):
+        plain = {"view": "global", "expert_axis": (), "shard_axis": (), "wire": None, "overwrite": None}
+        for name, wanted in plain.items() if self.params == "disk" else ():
+            if (given := getattr(config, name)) != wanted:
                 raise ValueError(
-                    f'{name}={found!r} is not known to Offload(params="disk"), whose step runs in stages. Leave it '
-                    f'out, or use Offload(params="host").'
+                    f'{name}={given!r} is not possible with Offload(params="disk"), whose step runs in stages. Leave '
+                    f"it out, or keep the parameters in memory."
                 )
-        if config.view != "global":
-            raise ValueError(
-                f'view={config.view!r} runs a step as one program, and Offload(params="disk") in stages. Use the '
-                f"global view."
-            )
 
     def require_jit(self) -> None:
         """Raise a ValueError if `jax.jit` is disabled, because compiled programs say in which memory arrays are."""

@@ -217,7 +217,7 @@ class UpdateInputs(NamedTuple):
     state: list  # one array per leaf of the state; None for offloaded leaves
     grads: dict[int, Array]  # the gradients that the groups read, by index, in storage shape
     shared: list  # the shared values, which several groups may read
-    skipped: Bool[Array, ""] | None  # whether the step is skipped; None: it is not
+    skipped: Bool[Array, ""] | None  # whether the step is skipped; None: no step is
 
 
 def resident_update(

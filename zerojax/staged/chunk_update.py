@@ -62,7 +62,7 @@ class StagedQueue(UpdateQueue):
         program = self._streamed.program(update_on_device, chunk.key, donate=False)
         params, state, of.resident = wait_if_simulated(
             self._streamed.config.mesh,
-            program(params, state, of.resident, inputs._replace(grads=grads), np.int32(0), None),
+            program(params, state, of.resident, inputs._replace(grads=grads), np.int32(0)),
         )
         of.params = [None if i in trained else x for i, x in zip(group.params, params, strict=True)]
         for i, x in zip(group.params, params, strict=True):

@@ -25,11 +25,10 @@ from zerojax.optim.equations import evaluate_as, evaluate_equations
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
-from zerojax.optim.update import roll_back
 from zerojax.placement.storage import gather, named, unpadded
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Int
+    from jaxtyping import Array, Int
 
 
 class GroupInputs(NamedTuple):
@@ -96,8 +95,7 @@ class ProgramKey:
 def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, jit: Callable = jax.jit) -> Callable:
     """Return a jitted function that updates a chunk on the device.
 
-    It is called as `f(params, state, resident, inputs, start, skipped) -> (params, state, resident)`. If the step is
-    skipped, the function returns their old values bit for bit. `skipped` is None if the step is not skipped.
+    It is called as `f(params, state, resident, inputs, start) -> (params, state, resident)`.
 
     With `donate`, the first three arguments are donated. XLA then needs less memory, but may have to copy the state,
     because a kernel reads the old state after another kernel has replaced it. `jit` is `jax.jit`, with the compiler
@@ -107,7 +105,7 @@ def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, ji
     store = to_storage if key.dim is None else constrain
     stored = lambda arrays, leaves: [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
 
-    def run(params, state, resident, inputs: GroupInputs, start, skipped):
+    def run(params, state, resident, inputs: GroupInputs, start):
         old = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
         inputs = inputs._replace(grads=slice_chunks(config, key, inputs.grads, key.grads, start))
         if key.dim is None:
@@ -116,9 +114,7 @@ def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, ji
             results = updated_chunk(key, old, state, inputs)
         new_params = stored(results[:num_params], key.params)
         new_state = stored(results[num_params:], [*key.state, *key.resident])
-        if skipped is not None:
-            new_state = roll_back(~skipped, new_state, [*state, *resident])
-        params = write_new_params(config, key, params, new_params, start, skipped)
+        params = write_new_params(config, key, params, new_params, start)
         return params, new_state[:num_state], new_state[num_state:]
 
     return jit(run, donate_argnums=(0, 1, 2) if donate else ())
@@ -155,7 +151,7 @@ def chunks_for_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit)
 
 
 def params_from_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
-    """Return a function `f(params, new, start, skipped) -> params` that writes updated chunks and donates `params`."""
+    """Return a function `f(params, new, start) -> params` that writes updated chunks and donates `params`."""
     return jit(functools.partial(write_new_params, config, key), donate_argnums=0)
 
 
@@ -178,24 +174,14 @@ def slice_chunks(
 
 
 def write_new_params(
-    config: Config,
-    key: ProgramKey,
-    params: Sequence,
-    new: Sequence,
-    start: Int[Array, ""],
-    skipped: Bool[Array, ""] | None,
-) -> list:
-    """Return the parameters with the new chunks written at `start`. If the step is skipped, return the old values."""
+    config: Config, key: ProgramKey, params: Sequence, new: Sequence, start: Int[Array, ""]
+) -> list[Array]:
+    """Return the parameters with the new chunks written at `start`."""
     dim = key.dim
     if dim is None:
-        return list(new) if skipped is None else roll_back(~skipped, list(new), list(params))
-
-    def write(x, chunk, leaf: Leaf):
-        if skipped is not None:
-            chunk = jnp.where(skipped, slice_chunk(config.mesh, x, leaf, dim, start, key.length), chunk)
-        return update_chunk(config.mesh, x, chunk, leaf, dim, start)
-
-    return [write(x, chunk, leaf) for x, chunk, leaf in zip(params, new, key.params, strict=True)]
+        return list(new)
+    trios = zip(params, new, key.params, strict=True)
+    return [update_chunk(config.mesh, x, chunk, leaf, dim, start) for x, chunk, leaf in trios]
 
 
 def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:

@@ -83,9 +83,8 @@ class StreamedUpdate:
         for key, group in groups.items():
             *updated, grads = key.shapes(self.config)
             inputs: Any = [shared[i] for i in group.reads(SHARED)], [consts[i] for i in group.reads(CONST)]
-            skipped = jax.ShapeDtypeStruct((), bool)
             program = self.program(update_on_device, key)
-            lowered.append(program.lower(*updated, GroupInputs(grads, *inputs), np.int32(0), skipped))
+            lowered.append(program.lower(*updated, GroupInputs(grads, *inputs), np.int32(0)))
         return lowered
 
     def run(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
@@ -95,8 +94,8 @@ class StreamedUpdate:
         """
         with abandoned_on_error(store):
             wait_if_simulated(self.config.mesh, inputs)
-            # Reading `skipped` blocks, which costs no time here: the host must wait for the gradients anyway.
-            if self.update == "host" and inputs.skipped:
+            # Reading `skipped` blocks, which costs little: the update must wait for the gradients anyway.
+            if inputs.skipped:
                 return self.skip(inputs, store)
             with ThreadPoolExecutor(self.host_threads) as threads:
                 return UpdateQueue(self, inputs, store, threads).update()
@@ -216,9 +215,7 @@ class UpdateQueue:
     def _update_on_device(self, chunk: Chunk) -> None:
         state, of = self._store.receive(self._fetching.popleft()), chunk.of
         program = self._streamed.program(update_on_device, chunk.key)
-        of.params, state, of.resident = program(
-            of.params, state, of.resident, self._inputs_of(of.group), chunk.start, self._inputs.skipped
-        )
+        of.params, state, of.resident = program(of.params, state, of.resident, self._inputs_of(of.group), chunk.start)
         self._write(chunk, state)
 
     def _begin_on_host(self, chunk: Chunk) -> None:
@@ -240,7 +237,7 @@ class UpdateQueue:
             new, state = updated.result()
             new = [to_memory(x, DEVICE) for x in new]
             program = self._streamed.program(params_from_host, chunk.key)
-            chunk.of.params = program(chunk.of.params, new, chunk.start, self._inputs.skipped)
+            chunk.of.params = program(chunk.of.params, new, chunk.start)
             self._write(chunk, state)
 
     def _write(self, chunk: Chunk, state: Sequence[Array]) -> None:

@@ -122,10 +122,9 @@ class PlannedStep:
         whole = {k: self._whole(k, files) for k in self._reductions.whole}
         bare = state.replace(params=None, opt_state=resident_state(state))
         new, metrics, inputs = wait_if_simulated(config.mesh, self._finish(bare, stored, found, squares, cuts, whole))
-        if self._program.may_skip and bool(inputs.skipped):  # waits for the devices
+        if inputs.skipped:  # waits for the devices
             params, leaves = self._update.skip(inputs, store)
         else:
-            inputs = inputs._replace(skipped=None)
             params, leaves = StagedQueue(self._update, inputs, store, files, self._trained).update()
             files.advance()
         nodes, pairs = files.nodes(), zip(params, plan.layout.params, strict=True)

@@ -162,7 +162,8 @@ class StepProgram:
         params = unshard_after_update(config, plan, [on_host.get(i) for i in range(len(plan.grads))], done.stored)
         pending = {i: x for i, x in enumerate(done.old) if i not in updated and x is not None}
         wanted = {i: x for i in resident.grads if (x := done.gradients.grads[i]) is not None}
-        inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, done.skipped)
+        skipped = done.skipped if self.may_skip else None
+        inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, skipped)
         with jax.named_scope(UPDATE):
             step = state.step + jnp.where(done.skipped, 0, 1)
         return ZeroState(step, None, None, done.scaling, mutable, plan), metrics, inputs
