@@ -34,7 +34,6 @@ def twice(w, x):
 
 # The name of each pass, the parameters and the loss. The last is for parameters on disk.
 EXAMPLES = {
-    "flattened_reductions": ([W], lambda w, x: jnp.sum(x @ w) + jnp.vdot(w, w)),
     "quantised_weights": ([W], lambda w, x: jnp.sum(x @ (w + lax.stop_gradient(jnp.round(w) - w)))),
     "values_of_layers": ([STACK], scanned),
     "equal_equations": ([W], twice),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from jax import lax
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm import rebinding
-from zerojax.gather.parts import COMBINED, dims_of, moving_operands, result_dims, tangents_of, through_loop
+from zerojax.comm.collectives import Collectives
+from zerojax.gather.parts import COMBINED, Dim, Flat, dims_of, moving_operands, result_dims, tangents_of, through_loop
 from zerojax.layout.leaf import Leaf
 from zerojax.primitives import Kind, of_kind
 
-# How devices combine their results of a reduction over the divided dim.
-_COMBINE = MappingProxyType({"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin})
+# How a device reduces its part, and how devices combine the results.
+_EXTREMA = MappingProxyType({"reduce_max": (jnp.max, lax.pmax), "reduce_min": (jnp.min, lax.pmin)})
 # Primitives of which each operand is divided in the same dim as the result.
 _ALIGNED = of_kind(Kind.ELEMENTWISE) | {"concatenate", "sort"}
 
@@ -43,21 +44,27 @@ class Division:
     def start(self) -> Any:
         return lax.axis_index(self.axes) * self.extent
 
-    def fill(self, x: jax.Array, dim: int, value: Any) -> jax.Array:
+    def fill(self, x: jax.Array, dim: int | Flat, value: Any) -> jax.Array:
         """Replace the padding of a part by `value`."""
         if self.total == self.length:
             return x
+        if isinstance(dim, Flat):
+            return self.fill(x.reshape(dim.outer, self.extent, -1), 1, value).ravel()
         place = self.start + lax.broadcasted_iota(jnp.int32, x.shape, dim)
         return jnp.where(place < self.length, x, jnp.asarray(value, x.dtype))
 
-    def part(self, x: jax.Array, dim: int) -> jax.Array:
+    def part(self, x: jax.Array, dim: int | Flat) -> jax.Array:
         """Return this part of an array that is given in full. The padding is 1."""
+        if isinstance(dim, Flat):
+            return self.part(x.reshape(dim.outer, self.length, -1), 1).ravel()
         widths = [(0, self.total - self.length if d == dim else 0) for d in range(x.ndim)]
         x = jnp.pad(x, widths, constant_values=1) if self.total > self.length else x
         return lax.dynamic_slice_in_dim(x, self.start, self.extent, dim)
 
-    def whole(self, part: jax.Array, dim: int) -> jax.Array:
+    def whole(self, part: jax.Array, dim: int | Flat) -> jax.Array:
         """Gather the parts of all devices into the whole array, without padding."""
+        if isinstance(dim, Flat):
+            return self.whole(part.reshape(dim.outer, self.extent, -1), 1).ravel()
         full = lax.all_gather(part, self.axes, axis=dim, tiled=True)
         return lax.slice_in_dim(full, 0, self.length, axis=dim)
 
@@ -73,106 +80,97 @@ class Layer(Division):
         return self.index
 
 
-class Term(NamedTuple):
-    """One device's term of a value that devices have to combine."""
+class Split(NamedTuple):
+    """How an argument or a result is divided."""
 
-    key: Any  # the variable of the value, or the index of a result
-    name: str  # a key of `_COMBINE`
-    array: jax.Array  # for a maximum or minimum, the operand, of which `_extrema` reduces `dims`
-    dims: tuple[int, ...]
-    axes: tuple[str, ...]
+    dim: int
+    division: Division
 
-    @classmethod
-    def of(cls, eqn: Any, operands: Sequence, own: Sequence[int | None], division: Division) -> "Term":
-        """Return the term of a reduction or an inner product. `own` has the divided dims of its operands."""
-        name = eqn.primitive.name
-        identity = 0 if name == "dot_general" else _identity_of(name, operands[0].dtype)
-        filled = [x if d is None else division.fill(x, d, identity) for x, d in zip(operands, own, strict=True)]
-        if name in ("reduce_max", "reduce_min"):
-            return cls(eqn.outvars[0], name, filled[0], tuple(eqn.params["axes"]), division.axes)
-        return cls(eqn.outvars[0], "reduce_sum", compat.evaluate_one(_local(eqn), filled)[0], (), division.axes)
 
-    @classmethod
-    def of_part(cls, key: Any, part: jax.Array, dim: int, division: Division) -> "Term":
-        """Return the term of a whole array: zeros outside of this device's part, and no padding."""
-        full = jnp.zeros(_with(part.shape, dim, division.total), part.dtype)
-        full = lax.dynamic_update_slice_in_dim(full, division.fill(part, dim, 0), division.start, dim)
-        return cls(key, "reduce_sum", lax.slice_in_dim(full, 0, division.length, axis=dim), (), division.axes)
+def along(dims: Sequence[int | None], division: Division) -> list[Split | None]:
+    return [None if dim is None else Split(dim, division) for dim in dims]
+
+
+def dims_in(splits: Sequence[Split | None]) -> list[int | None]:
+    return [split and split.dim for split in splits]
 
 
 def evaluate_parts(
     closed: Any,
     values: Sequence,
-    given: Sequence[int | None],
-    division: Division | Sequence[Division | None],
+    given: Sequence[Split | None],
     *,
-    wanted: Sequence[tuple[int, Division] | None] | None = None,
+    wanted: Sequence[Split | None] | None = None,
     label: str = "zerojax_all_reduce[scales]",
 ) -> list:
     """Evaluate a closed jaxpr on one part of its arguments. Each result is a part, or has no divided dim.
 
-    `values` are parts, or arrays in full. `given` has the divided dim of each part, and None for each full array.
-    `dims_of` must have an entry for each variable. If the parts are shards, `closed` must be a result of `flat`.
-    `division` describes the divided dim of all parts, or of each argument. If `wanted` is given, each result is divided
-    as it says, or is in full if it says None. `label` is the name scope of collectives.
+    `values` are parts, or arrays in full. `given` says how each part is divided, with None for each full array.
+    `dims_of` must have an entry for each variable. If the parts are shards, `closed` must be a result of `flat`. If
+    `wanted` is given, each result is divided as it says, with zeros in the padding, or is in full if it says None.
+    `label` is the name scope of collectives.
     """
     jaxpr, consts = compat.opened(closed)
-    each = [division] * len(values) if isinstance(division, Division) else division
-    run = _Evaluation(jaxpr, consts, values, given, each)
-    # Equations that read a combined value wait, so that one collective combines the terms of many reductions.
-    waiting, ends = jaxprs.alive(jaxpr), list(zip(jaxpr.outvars, wanted or (), strict=wanted is not None))
-    while waiting or ends:
-        waiting, terms = run.ready(waiting)
-        if not waiting:
-            for i, (var, end) in enumerate(ends):
-                if end is None and (dim := run.dim_of(var)) is not None:
-                    terms.append(Term.of_part(i, run.env[var], dim, run.divisions[var]))
-            ends = []
-        with jax.named_scope(label):
-            run.env.update(_combined(terms))
-    results = enumerate(zip(jaxpr.outvars, wanted or [None] * len(jaxpr.outvars), strict=True))
-    return [run.beside(v, *end) if end else run.env[i] if i in run.env else run.value(v) for i, (v, end) in results]
+    run, context_of = _Evaluation(jaxpr, consts, values, given, label), names.contexts()
+    for eqn in jaxprs.alive(jaxpr):
+        with context_of(eqn):
+            run.env.update(zip(eqn.outvars, run.results(eqn), strict=True))
+    if wanted is None:
+        return list(map(run.value, jaxpr.outvars))
+    return [run.divided(*pair) for pair in zip(jaxpr.outvars, wanted, strict=True)]
+
+
+def evaluate_on_shards(
+    comm: Collectives,
+    closed: Any,
+    values: Sequence,
+    given: Sequence[Split | None],
+    wanted: Sequence[Split | None],
+    label: str = "zerojax_all_reduce[scales]",
+) -> list:
+    """Evaluate a result of `flat` on shards, and on arrays that all devices have in full; see `evaluate_parts`."""
+    axes = next(split.division.axes for split in given if split is not None)
+    local = lambda *values: evaluate_parts(closed, values, given, wanted=wanted, label=label)
+    return comm.per_shard(local, values, dims_in(given), dims_in(wanted), axes)
 
 
 class _Evaluation:
     """Evaluates the equations of a jaxpr on parts. The arguments are those of `evaluate_parts`."""
 
-    def __init__(self, jaxpr: Any, consts: Sequence, values: Sequence, given: Sequence, each: Sequence):
+    def __init__(self, jaxpr: Any, consts: Sequence, values: Sequence, given: Sequence[Split | None], label: str):
         """Begin with the arguments."""
-        layers = any(isinstance(division, Layer) for division in each)
-        self.dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=layers)
-        # The values of variables, and those of results that devices combine by their indices.
+        layers = any(split is not None and isinstance(split.division, Layer) for split in given)
+        self.dims = dims_of(
+            jaxpr, dict(zip(jaxpr.invars, dims_in(given), strict=True)), layers=layers, flattens=not layers
+        )
         self.env: dict = dict(zip(compat.constvars_of(jaxpr), jaxprs.as_jax_values(consts), strict=True))
-        self.divisions = dict(zip(jaxpr.invars, each, strict=True))
-        for var, x, dim, division in zip(jaxpr.invars, values, given, each, strict=True):
+        self.divisions: dict = {}
+        for var, x, split in zip(jaxpr.invars, values, given, strict=True):
             # The padding is 1 in every operand, so that a quotient or a logarithm there is finite.
-            self.env[var] = x if dim is None else division.fill(x, dim, 1)
-        self._made = jaxprs.makers(jaxpr.eqns)
+            self.env[var] = x if split is None else split.division.fill(x, split.dim, 1)
+            self.divisions[var] = split and split.division
+        self._made, self._label = jaxprs.makers(jaxpr.eqns), label
 
     def value(self, atom: Any) -> Any:
         return atom.val if compat.is_literal(atom) else self.env[atom]
 
-    def dim_of(self, atom: Any) -> int | None:
+    def dim_of(self, atom: Any) -> Dim:
         return None if compat.is_literal(atom) else self.dims[atom]
 
-    def ready(self, eqns: Sequence) -> tuple[list, list[Term]]:
-        """Evaluate the equations whose operands are known. Return the others, and terms that devices combine."""
-        later, terms, context_of = [], [], names.contexts()
-        for eqn in eqns:
-            if not self.env.keys() >= {*jaxprs.variables_in(eqn.invars)}:
-                later.append(eqn)
-                continue
-            with context_of(eqn):
-                results = self._results(eqn)
-            if isinstance(results, Term):
-                terms.append(results)
-            else:
-                self.env.update(zip(eqn.outvars, results, strict=True))
-        return later, terms
+    def divided(self, atom: Any, split: Split | None) -> jax.Array:
+        """Return a result divided as `split` says, with zeros in the padding, or in full if it is None."""
+        if split is not None:
+            return split.division.fill(jnp.asarray(self.beside(atom, *split)), split.dim, 0)
+        x, dim = jnp.asarray(self.value(atom)), self.dim_of(atom)
+        with jax.named_scope(self._label):
+            return x if dim is None else self.divisions[atom].whole(x, dim)
 
-    def beside(self, atom: Any, dim: int | None, division: Division) -> Any:
+    def beside(self, atom: Any, dim: Dim, division: Division) -> Any:
         """Return an operand of an equation on parts. If it is a full array, return the part along `dim`."""
-        if dim is None or self.dim_of(atom) is not None or not atom.aval.shape or atom.aval.shape[dim] == 1:
+        if dim is None or self.dim_of(atom) is not None or not atom.aval.shape:
+            return self.value(atom)
+        at = 0 if isinstance(dim, Flat) else dim
+        if atom.aval.shape[at] == 1:
             return self.value(atom)
         # A broadcast, and what is computed element by element, is computed again in the shape of the part. The full
         # result would be as large as the parameter.
@@ -182,11 +180,11 @@ class _Evaluation:
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":
             return division.part(self.env[atom], dim)
         x, to = self.value(eqn.invars[0]), eqn.params["broadcast_dimensions"]
-        if dim in to and np.shape(x)[list(to).index(dim)] != 1:
-            x = division.part(x, list(to).index(dim))
+        if at in to and np.shape(x)[list(to).index(at)] != 1:
+            x = division.part(x, dim if isinstance(dim, Flat) else list(to).index(dim))
         return lax.broadcast_in_dim(x, _with(atom.aval.shape, dim, division.extent), to)
 
-    def _results(self, eqn: Any) -> Sequence | Term:
+    def results(self, eqn: Any) -> Sequence:
         own, after = list(map(self.dim_of, eqn.invars)), list(map(self.dim_of, eqn.outvars))
         division = next((self.divisions[a] for a in eqn.invars if self.dim_of(a) is not None), None)
         if division is None:
@@ -195,58 +193,35 @@ class _Evaluation:
         pairs = zip(eqn.invars, _dims_beside(eqn, own, after[0]), strict=True)
         operands = [self.beside(*pair, division) for pair in pairs]
         if after[0] is None and eqn.primitive.name in COMBINED:
-            return Term.of(eqn, operands, own, division)
+            return [self._combined(eqn, operands, own, division)]
         return _on_parts(eqn, operands, own, after, division)
 
-
-def _combined(terms: Sequence[Term]) -> dict:
-    """Return the values that devices combine from terms, by their keys."""
-    found: dict = {}
-    for name, axes in dict.fromkeys((term.name, term.axes) for term in terms):
-        some = [term for term in terms if (term.name, term.axes) == (name, axes)]
-        arrays = [term.array for term in some]
-        is_sum = name == "reduce_sum"
-        results = (
-            together(lax.psum, arrays, axes) if is_sum else _extrema(arrays, name, tuple(t.dims for t in some), axes)
-        )
-        found |= zip((term.key for term in some), results, strict=True)
-    return found
+    def _combined(self, eqn: Any, operands: Sequence, own: Sequence[int | None], division: Division) -> jax.Array:
+        """Return a reduction or an inner product over devices. XLA combines independent ones in one collective."""
+        name, axes = eqn.primitive.name, division.axes
+        identity = 0 if name == "dot_general" else _identity_of(name, operands[0].dtype)
+        filled = [x if d is None else division.fill(x, d, identity) for x, d in zip(operands, own, strict=True)]
+        if name in _EXTREMA:
+            return _extremum(filled[0], name, tuple(eqn.params["axes"]), axes, self._label)
+        (term,) = compat.evaluate_one(_local(eqn), filled)
+        with jax.named_scope(self._label):
+            return lax.psum(term, axes)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def _extrema(arrays: Sequence[jax.Array], name: str, dims: tuple, axes: tuple[str, ...]) -> list[jax.Array]:
-    """Return the maxima or minima of devices' arrays over their dims and over devices. JAX has no derivative of it."""
-    reduce = {"reduce_max": jnp.max, "reduce_min": jnp.min}[name]
-    return together(_COMBINE[name], [reduce(x, d) for x, d in zip(arrays, dims, strict=True)], axes)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
+def _extremum(x: jax.Array, name: str, dims: tuple, axes: tuple[str, ...], label: str) -> jax.Array:
+    """Return a maximum or minimum over `dims` and over devices, of which JAX has no derivative."""
+    reduce, combine = _EXTREMA[name]
+    with jax.named_scope(label):
+        return combine(reduce(x, dims), axes)
 
 
-@_extrema.defjvp
-def _extrema_jvp(name: str, dims: tuple, axes: tuple, primals: tuple, tangents: tuple) -> tuple[list, list]:
-    """Return the extrema and their tangents. Elements that equal an extremum share its tangent equally, as in JAX."""
-    (arrays,), (moving,) = primals, tangents
-    found = _extrema(arrays, name, dims, axes)
-    triples = zip(arrays, found, dims, strict=True)
-    is_equal = [(x == jnp.expand_dims(extremum, d)).astype(x.dtype) for x, extremum, d in triples]
-    sums = [(t * on).sum(d) for t, on, d in zip(moving, is_equal, dims, strict=True)]
-    counts = [on.sum(d) for on, d in zip(is_equal, dims, strict=True)]
-    # Not in one collective: JAX transposes the sums, and would take the counts for linear, too.
-    totals, counts = together(lax.psum, sums, axes), together(lax.psum, counts, axes)
-    return found, [a / b for a, b in zip(totals, counts, strict=True)]
-
-
-def together(reduce: Callable, arrays: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Combine small arrays over devices, with one collective per type."""
-    results = list(arrays)
-    for dtype in dict.fromkeys(x.dtype for x in arrays):
-        places = [i for i, x in enumerate(arrays) if x.dtype == dtype]
-        if len(places) == 1:
-            results[places[0]] = reduce(arrays[places[0]], axes)
-            continue
-        flat = reduce(jnp.concatenate([arrays[i].ravel() for i in places]), axes)
-        for i in places:
-            size = arrays[i].size
-            results[i], flat = flat[:size].reshape(arrays[i].shape), flat[size:]
-    return results
+@_extremum.defjvp
+def _extremum_jvp(name: str, dims: tuple, axes: tuple, label: str, primals: tuple, tangents: tuple) -> tuple:
+    """Return an extremum and its tangent. Elements that equal the extremum share its tangent equally, as in JAX."""
+    (x,), (moving,), found = primals, tangents, _extremum(*primals, name, dims, axes, label)
+    is_equal = (x == jnp.expand_dims(found, dims)).astype(x.dtype)
+    return found, lax.psum((moving * is_equal).sum(dims), axes) / lax.psum(is_equal.sum(dims), axes)
 
 
 def _dims_beside(eqn: Any, own: Sequence[int | None], after: int | None) -> list[int | None]:
@@ -271,7 +246,7 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
     name, params = compat.name_of(eqn), eqn.params
     if (body := compat.called(eqn)) is not None:
         with names.inside_call(eqn):
-            return evaluate_parts(body, values, own, division)
+            return evaluate_parts(body, values, along(own, division))
     if name == "custom_jvp_call":
         return _custom_on_parts(eqn, values, own, division)
     if (loop := compat.loop_of(eqn)) is not None:
@@ -290,21 +265,20 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
 def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) -> Sequence:
     """Call a function with a custom derivative on a layer. `own` has the divided dims of its operands."""
     assert isinstance(division, Layer), "calls on shards are inlined (`flat`)"
-    moving, derivative = moving_operands(eqn), tangents_of(eqn)
+    body, moving, derivative = compat.params_of(eqn)["call_jaxpr"], moving_operands(eqn), tangents_of(eqn)
     dims = [*own, *(own[i] for i in moving)]
 
     # A function with a custom derivative must not close over traced values, such as the layer's index.
     @jax.custom_jvp
     def on_layer(start, *values):
-        return evaluate_parts(
-            compat.params_of(eqn)["call_jaxpr"], values, own, dataclasses.replace(division, index=start)
-        )
+        return evaluate_parts(body, values, along(own, dataclasses.replace(division, index=start)))
 
     @on_layer.defjvp
     def _(given, tangents):
         start, *values = given
         values += [tangents[1 + i] for i in moving]
-        return on_layer(*given), evaluate_parts(derivative, values, dims, dataclasses.replace(division, index=start))
+        layer = dataclasses.replace(division, index=start)
+        return on_layer(*given), evaluate_parts(derivative, values, along(dims, layer))
 
     return on_layer(division.start, *values)
 
@@ -317,7 +291,7 @@ def _loop_on_parts(loop: compat.LoopEqn, values: list, own: Sequence, division: 
     outs = result_dims(compat.opened(loop.body)[0], inside, True)
 
     def run(values):
-        results = evaluate_parts(loop.body, values, inside, division)
+        results = evaluate_parts(loop.body, values, along(inside, division))
         carry = [as_part(*triple) for triple in zip(results[: loop.carry], outs, after, strict=False)]
         return [*carry, *results[loop.carry :]]
 
@@ -330,7 +304,9 @@ def _local(eqn: Any) -> Any:
     return rebinding.in_force(eqn.replace(params=params))
 
 
-def _with(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+def _with(shape: Sequence[int], dim: int | Flat, size: int) -> tuple[int, ...]:
+    if isinstance(dim, Flat):
+        return (shape[0] // dim.length * size,)
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 

@@ -9,13 +9,13 @@ dim then needs a small collective. Equations on a layer may also multiply or dec
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
 
 from zerojax import compat, jaxprs
-from zerojax.dims import NOWHERE, Context, Follower, at
+from zerojax.dims import NOWHERE, Context, Follower, Place, Places, at
 from zerojax.layout.leaf import replace_items
 from zerojax.primitives import SHARDWISE, TABLE, Kind, of_kind
 
@@ -28,6 +28,16 @@ OF_SHARDS |= {"bitcast_convert_type", "broadcast_in_dim", "pad", "reshape", "sli
 _OF_LAYERS = OF_SHARDS | of_kind(Kind.REDUCTION, Kind.ALONG, Kind.DECOMPOSITION)
 _OF_LAYERS |= {"concatenate", "dot_general", "rev"}
 UNKNOWN = -1  # the dim of a value that cannot be computed on parts
+
+
+class Flat(NamedTuple):
+    """The divided dim of an array that was flattened from `(outer, length, rest)`, which is divided along `length`."""
+
+    outer: int
+    length: int
+
+
+Dim = int | Flat | None
 
 
 def bare(atom: Any) -> Any:
@@ -66,22 +76,24 @@ def flat(closed: Any, first: int = 0) -> Any:
     return jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, rule))(*map(bare, jaxpr.invars))
 
 
-def dims_of(jaxpr: Any, given: Mapping[Any, int | None], *, layers: bool = False) -> dict[Any, int | None]:
+def dims_of(
+    jaxpr: Any, given: Mapping[Any, int | None], *, layers: bool = False, flattens: bool = False
+) -> dict[Any, Any]:
     """Return, for each variable that can be computed on parts, its divided dim, or None if it has no divided dim.
 
     A value without a divided dim is alike on all devices, or for all layers. `given` maps the arguments to their
     divided dims or None. A variable that cannot be computed on parts has no entry. If `layers` is true, the parts are
-    layers.
+    layers. If `flattens` is true, flattened arrays have an entry `Flat`.
     """
     dims = {**given, **dict.fromkeys(compat.constvars_of(jaxpr))}
     for eqn in jaxpr.eqns:
-        for var, dim in zip(eqn.outvars, dims_after(eqn, dims, layers), strict=True):
+        for var, dim in zip(eqn.outvars, dims_after(eqn, dims, layers, flattens), strict=True):
             if dim != UNKNOWN:
                 dims[var] = dim
     return dims
 
 
-def dims_after(eqn: Any, dims: Mapping, layers: bool = False) -> Sequence[int | None]:
+def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = False) -> Sequence[Dim]:
     """Return, for each result of `eqn`, its divided dim, None if it has none, or `UNKNOWN`. See `dims_of`."""
     name, reads = compat.name_of(eqn), jaxprs.variables_in(eqn.invars)
     unknown = [UNKNOWN] * len(eqn.outvars)
@@ -102,12 +114,29 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False) -> Sequence[int | 
         return result_dims(compat.opened(body)[0], given, layers)
     if (loop := compat.loop_of(eqn)) is not None and layers:
         return through_loop(loop, given)[1] or unknown
-    count = divided[0].aval.shape[dims[divided[0]]]
+    first = dims[divided[0]]
+    count = first.length if isinstance(first, Flat) else divided[0].aval.shape[first]
     if count == 1 or not (name in _OF_LAYERS if layers else name in OF_SHARDS or _is_product_of_shards(eqn)):
         return unknown
-    states = [NOWHERE if dim is None else at(dim) for dim in given]
-    pairs = zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, {})), strict=True)
-    return [_dim_in(var, state, count, not layers and name in COMBINED) for var, state in pairs]
+    states = Follower(count).through(eqn, list(map(_state, given)), Context(count, {}))
+    may_combine = not layers and name in COMBINED
+    return [_dim_in(*pair, count, may_combine, flattens) for pair in zip(eqn.outvars, states, strict=True)]
+
+
+def _state(dim: Dim) -> Places:
+    if isinstance(dim, Flat):
+        return Places(frozenset((Place(0, dim.outer),)))
+    return NOWHERE if dim is None else at(dim)
+
+
+def _dim_in(var: Any, state: Any, count: int, may_combine: bool, flattens: bool) -> Dim:
+    """Return the divided dim of a result. If `may_combine` is true, it may have none."""
+    if state is None or len(state.places) > 1 or not (state.places or may_combine):
+        return UNKNOWN
+    place, shape = state.only, var.aval.shape
+    if place is None or (place.outer == 1 and shape[place.dim] == count):
+        return place and place.dim
+    return Flat(place.outer, count) if flattens and len(shape) == 1 and not place.joined else UNKNOWN
 
 
 def _is_product_of_shards(eqn: Any) -> bool:
@@ -157,14 +186,6 @@ def tangents_of(eqn: Any) -> Any:
     closed = jax.make_jaxpr(run)(avals, [avals[i] for i in moving])
     # The derivative may call the function again, whose derivative would be needed only for a second derivative.
     return flat(closed)
-
-
-def _dim_in(var: Any, state: Any, count: int, may_combine: bool) -> int | None:
-    """Return the divided dim of a result. If `may_combine` is true, it may have none."""
-    if state is None or len(state.places) > 1 or not (state.places or may_combine):
-        return UNKNOWN
-    place = state.only
-    return place and (place.dim if place.outer == 1 and var.aval.shape[place.dim] == count else UNKNOWN)
 
 
 def result_dims(jaxpr: Any, given: Sequence[int | None], layers: bool = False) -> list[int | None]:

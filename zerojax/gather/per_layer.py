@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs, names, signatures
-from zerojax.gather.on_parts import Layer, evaluate_parts
+from zerojax.gather.on_parts import Layer, along, evaluate_parts
 from zerojax.gather.parts import call, dims_of
 from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS
 from zerojax.layout.leaf import Leaf
@@ -331,7 +331,7 @@ def _run_host(analysis: Layers, host: Host, value: Callable[[Any], Any]) -> list
         rows, layer = dict(zip(scanned, slices, strict=True)), Layer(analysis.length, 1, analysis.length, (), index)
         # Not `lax.expand_dims`: behind a broadcast, the backward pass could not compute a changed layer again.
         given = [*(lax.reshape(rows[v], (1, *rows[v].shape)) for v in stacks), *map(value, others)]
-        found = dict(zip(host.targets, evaluate_parts(jaxpr, given, dims, layer), strict=True))
+        found = dict(zip(host.targets, evaluate_parts(jaxpr, given, along(dims, layer)), strict=True))
         rows |= {v: lax.squeeze(found[v], [0]) for v in host.computed}
         carry, results = [], []
         for (eqn, loop), before in zip(loops, carries, strict=True):

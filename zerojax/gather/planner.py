@@ -128,16 +128,6 @@ class Inlined:
         return weights, eqns
 
 
-def flattened_reductions(loss: Inlined) -> Rewritten:
-    """Let `jnp.vdot(w, w)` reduce `w` in its own shape, which shards can do."""
-    is_flat = lambda eqn: eqn.primitive.name == "reshape" and eqn.outvars[0].aval.ndim == 1 < eqn.invars[0].aval.ndim
-    if not any(map(is_flat, loss.of_weights()[1])):
-        return None
-    from zerojax.gather.reduced import without_ravels
-
-    return without_ravels(loss.jaxpr, loss.leaves)
-
-
 def quantised_weights(loss: Inlined) -> Rewritten:
     """Move the quantisation in `x @ jnp.round(w / scale)` to the start of the loss."""
     if loss.alike is None or not any(map(quantises, jaxprs.equations(loss.jaxpr))):
@@ -207,7 +197,6 @@ def unrolled_loops(loss: Inlined) -> Rewritten:
 # The optional passes, in order. Each begins with a cheap test, imports its module only if it has something to do, and
 # returns the arguments of `Inlined.rewritten`, or None. The planner also works without any of them.
 PASSES: Sequence[Callable[[Inlined], Rewritten]] = (
-    flattened_reductions,
     quantised_weights,
     values_of_layers,
     equal_equations,

@@ -16,17 +16,15 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.on_parts import Division, evaluate_parts, together
-from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, bare, both_passes, call, dims_after, flat, part
+from zerojax.gather.on_parts import Division, Split, evaluate_on_shards
+from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, Dim, bare, both_passes, call, dims_after, flat, part
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
-from zerojax.layout.leaf import Leaf
 from zerojax.placement.storage import to_device
 
 _SMALL = 8  # A value of at most 1/8 of a parameter's elements is cheap to compute again.
@@ -72,7 +70,7 @@ class Analysis:
         readers = lambda eqn: [use for var in eqn.outvars for use, _ in self.uses.get(var, ())]
         return [*filter(is_end, jaxprs.reached([eqn], lambda eqn: [] if is_end(eqn) else readers(eqn)))]
 
-    def dims(self, eqn: Any) -> Sequence[int | None]:
+    def dims(self, eqn: Any) -> Sequence[Dim]:
         """Return, for each result of `eqn`, the dim in which shards divide it, or `UNKNOWN` if they cannot compute it.
 
         The dim of a reduction is None if devices combine their results. At least one operand must be divided.
@@ -82,14 +80,14 @@ class Analysis:
         if UNKNOWN in of.values() or len(divisions) != 1:
             return [UNKNOWN] * len(eqn.outvars)
         self.divisions |= dict.fromkeys(eqn.outvars, *divisions)
-        return dims_after(eqn, of)
+        return dims_after(eqn, of, flattens=True)
 
-    def _dim(self, var: Any) -> int | None:
+    def _dim(self, var: Any) -> Dim:
         if var not in self._dims:
             self._dims[var] = self._found(var)
         return self._dims[var]
 
-    def _found(self, var: Any) -> int | None:
+    def _found(self, var: Any) -> Dim:
         if var in self.params:
             leaf = self.params[var].leaf
             self.divisions[var] = Division.of(leaf)
@@ -153,56 +151,6 @@ class Analysis:
         return is_small if eqn.primitive.name in _MOVES else by_element and (is_small or of_broadcasts)
 
 
-def without_ravels(jaxpr: Any, leaves: Sequence[Leaf | None]) -> tuple[Any, Sequence]:
-    """Return `(jaxpr, consts)`, where reductions of a flattened parameter read the parameter in its own shape.
-
-    `jnp.linalg.norm` and `jnp.vdot` flatten their operands. Devices do not hold a range of a flattened parameter.
-    `leaves` has the layouts of the first arguments, and None for those that are not sharded. A jaxpr without such
-    reductions is returned unchanged.
-    """
-    # Until it is reduced, a flattened value is evaluated as an array in the shape of the parameter.
-    uses, ravels = jaxprs.uses_of(jaxpr)[0], set()
-    weights = {var for var, leaf in zip(jaxpr.invars, leaves, strict=False) if leaf is not None}
-    for eqn in jaxpr.eqns:
-        reads = jaxprs.variables_in(eqn.invars)
-        if reads and weights.issuperset(reads):
-            weights.update(eqn.outvars)
-            if eqn.primitive.name == "reshape" and len(eqn.outvars[0].aval.shape) == 1 < len(reads[0].aval.shape):
-                ravels.update(v for v in eqn.outvars if all(_may_be_flat(reader) for reader, _ in uses.get(v, ())))
-    if not ravels:
-        return jaxpr, ()
-
-    def rule(eqn, values):
-        if any(v in ravels for v in eqn.outvars):
-            return values
-        whole = [x.ndim > a.aval.ndim if jnp.ndim(x) else False for x, a in zip(values, eqn.invars, strict=True)]
-        shapes = {x.shape for x, on in zip(values, whole, strict=True) if on}
-        if not shapes:
-            return None
-        dims, name = tuple(range(len(next(iter(shapes))))), eqn.primitive.name
-        if len(shapes) == 1 and all(on or not jnp.ndim(x) for x, on in zip(values, whole, strict=True)):
-            if jaxprs.facts(eqn).elementwise:
-                return compat.evaluate_one(eqn, values)
-            if name in REDUCTIONS:
-                return compat.evaluate_one(eqn.replace(params={**eqn.params, "axes": dims}), values)
-            if name == "dot_general" and all(whole):
-                numbers = ((dims, dims), ((), ()))
-                return compat.evaluate_one(eqn.replace(params={**eqn.params, "dimension_numbers": numbers}), values)
-        return compat.evaluate_one(eqn, [x.ravel() if on else x for x, on in zip(values, whole, strict=True)])
-
-    def run(*args):
-        pairs = zip(jaxprs.evaluate(jaxpr, (), args, rule), jaxpr.outvars, strict=True)
-        return [x.ravel() if jnp.ndim(x) > atom.aval.ndim else x for x, atom in pairs]
-
-    return compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
-
-
-def _may_be_flat(eqn: Any) -> bool:
-    """Return whether an equation may read an array in its own shape instead of the flattened array."""
-    is_inner = eqn.primitive.name == "dot_general" and not eqn.outvars[0].aval.shape
-    return is_inner or jaxprs.facts(eqn).elementwise or eqn.primitive.name in REDUCTIONS
-
-
 @dataclasses.dataclass(frozen=True)
 class ReducedSegment(Segment):
     """Reductions of parameters that are computed on shards. `params` is empty, because nothing is gathered.
@@ -223,16 +171,9 @@ class ReducedSegment(Segment):
         return [*(param.root for param in self.shards), *self.others]
 
     @property
-    def axes(self) -> tuple[str, ...]:
-        return self.shards[0].leaf.axes
-
-    @property
-    def _dims(self) -> list[int | None]:
-        return [*(param.leaf.dim for param in self.shards), *[None] * len(self.others)]
-
-    @property
-    def _divisions(self) -> list[Division | None]:
-        return [*(Division.of(param.leaf) for param in self.shards), *[None] * len(self.others)]
+    def _splits(self) -> list[Split | None]:
+        of_shards = [Split(param.leaf.dim, Division.of(param.leaf)) for param in self.shards]
+        return [*of_shards, *[None] * len(self.others)]
 
     @property
     def _label(self) -> str:
@@ -242,13 +183,10 @@ class ReducedSegment(Segment):
 
     def forward(self, gathers: GatherScheduler, moving: Set) -> tuple[list, BlockResiduals | None]:
         """Run the forward pass; see `Segment`."""
-        env, none = gathers.env, [None] * len(self.results)
-        others, flat_jaxpr = [env[v] for v in self.others], flat(self.jaxpr)
-
-        def reduce(*values):
-            return evaluate_parts(flat_jaxpr, values, self._dims, self._divisions, wanted=none, label=self._label)
-
-        results = gathers.options.comm.per_shard(reduce, [*self._shards(env), *others], self._dims, none, self.axes)
+        env, comm = gathers.env, gathers.options.comm
+        others, wanted = [env[v] for v in self.others], [None] * len(self.results)
+        inputs = [*self._shards(env), *others]
+        results = evaluate_on_shards(comm, flat(self.jaxpr), inputs, self._splits, wanted, self._label)
         if not moving:
             return results, None
         indices = tuple(i for i, source in enumerate(self.sources) if source in moving)
@@ -265,29 +203,21 @@ class ReducedSegment(Segment):
         gathers.env.update(zip((v for p in self.shards for v in p.operands), residuals.operands, strict=True))
         inputs = [*self._shards(gathers.env), *residuals.others]
         moving = [i for i in residuals.passes if differentiable(inputs[i].dtype)]
-        derivative, known = self._derivative(moving, wanted), [*(residuals.saved[i] for i in wanted), *cotangents]
-        dims, divisions = [*self._dims, *[None] * len(known)], [*self._divisions, *[None] * len(known)]
-        ends = [None if (of := divisions[i]) is None else (self.shards[i].leaf.dim, of) for i in moving]
-        # With hybrid sharding, each group of devices has all shards. The caller may sum their gradients later.
+        # In device view, each device has the cotangents of its own loss. With hybrid sharding, each group of devices
+        # has all shards, and the caller may sum their gradients later.
         own_loss, across = comm.follower is None, () if comm.defers else comm.across(leaf)
-
-        def pull(*values):
-            first, last = values[: -len(cotangents)], values[-len(cotangents) :]
-            if own_loss:
-                with jax.named_scope(self._label):
-                    last = together(lax.psum, last, (*self.axes, *across))
-            found = evaluate_parts(derivative, [*first, *last], dims, divisions, wanted=ends, label=self._label)
-            # Each device has the sum for all losses, and the cotangents of the other inputs are summed over devices.
-            losses = (leaf.shards if comm.defers else comm.losses) if own_loss else 1
-            # The padding of a gradient is zero, whatever the derivative makes of the padding of the parts.
-            trimmed = lambda x, end: x if end is None else end[1].fill(x, end[0], 0)
-            found = [trimmed(x, end) for x, end in zip(found, ends, strict=True)]
-            return [x / losses if i >= count and losses > 1 else x for i, x in zip(moving, found, strict=True)]
-
-        found = comm.per_shard(pull, [*inputs, *known], dims, [dims[i] for i in moving], self.axes)
+        if own_loss:
+            with jax.named_scope(self._label):
+                cotangents = lax.psum(cotangents, (*leaf.axes, *across))
+        known = [*(residuals.saved[i] for i in wanted), *cotangents]
+        splits = [*self._splits, *[None] * len(known)]
+        derivative, ends = self._derivative(moving, wanted), [splits[i] for i in moving]
+        found = evaluate_on_shards(comm, derivative, [*inputs, *known], splits, ends, self._label)
+        # Each device has the sum for all losses, and the cotangents of the other inputs are summed over devices.
+        losses = (leaf.shards if comm.defers else comm.losses) if own_loss else 1
         for i, cotangent in zip(moving, found, strict=True):
             if i >= count:
-                grads.add(self.others[i - count], cotangent)
+                grads.add(self.others[i - count], cotangent / losses if losses > 1 else cotangent)
                 continue
             param = self.shards[i]
             shard = comm.own_part(cotangent.astype(gathers.env[param.root].dtype), param.leaf)

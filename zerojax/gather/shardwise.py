@@ -20,13 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.on_parts import Division, evaluate_parts
+from zerojax.gather.on_parts import Division, Split, along, evaluate_on_shards
 from zerojax.gather.parts import bare, both_passes, call, flat, result_dims
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.layout.leaf import Leaf
@@ -145,24 +144,17 @@ class Shardwise:
     def _pull_dims(self) -> list[int | None]:
         return result_dims(compat.opened(self._derivative)[0], [*self._dims, self.leaf.dim])
 
-    @property
-    def _division(self) -> Division:
-        return Division.of(self.leaf)
+    @functools.cached_property
+    def _splits(self) -> list[Split | None]:
+        return along([*self._dims, self.leaf.dim], Division.of(self.leaf))
 
     def compute(self, comm: Collectives, env: Mapping) -> list[jax.Array]:
         """Return `(z, *scales)`, given the program's arguments in `env`. `z` is divided like a parameter."""
-        dims, dim = self._out_dims, self.leaf.dim
-        assert dim is not None
-
-        def local(*values):
-            z, *scales = evaluate_parts(self._head, values, self._dims, self._division)
-            # The padding is 0, as in storage, because a quantised gather computes a scale from it.
-            scales = [x if d is None else self._division.whole(x, d) for x, d in zip(scales, dims[1:], strict=True)]
-            z = self._division.fill(z, dim, 0)
-            return [z if (narrow := self.eqn.params["of"].narrow) is None else z.astype(narrow), *scales]
-
-        values = [_differentiated_once(env[v]) for v in self.eqn.invars]
-        return comm.per_shard(local, values, self._dims, [dim, *[None] * len(self.scales)], self.leaf.axes)
+        values, (*given, of_z) = [_differentiated_once(env[v]) for v in self.eqn.invars], self._splits
+        # The padding of `z` is 0, as in storage, because a quantised gather computes a scale from it.
+        wanted = [of_z, *[None] * len(self.scales)]
+        z, *scales = evaluate_on_shards(comm, self._head, values, given, wanted)
+        return [z if (narrow := self.eqn.params["of"].narrow) is None else z.astype(narrow), *scales]
 
     def pull(self, comm: Collectives, env: Mapping, cotangent: jax.Array) -> dict[Any, jax.Array]:
         """Return the cotangent of each operand, given the reduced cotangent of `z`.
@@ -191,18 +183,11 @@ class Shardwise:
         return [(self.eqn.invars[i], self.leaves[i], not compat.is_literal(a) and a in moved) for i, a in pairs]
 
     def _pulled(self, comm: Collectives, env: Mapping, cotangent: jax.Array) -> list[jax.Array]:
-        def local(*values):
-            found = evaluate_parts(self._derivative, values, [*self._dims, self.leaf.dim], self._division)
-            for k, (_, leaf, linear) in enumerate(self._results()):
-                x = jnp.asarray(found[k])
-                if leaf is not None and leaf.dim is not None:
-                    x = self._division.fill(x, leaf.dim, 0)
-                elif linear and comm.follower is None:
-                    # Each device computes the whole derivative, and the devices' results are summed later.
-                    x = x / (self.leaf.shards * (1 if comm.defers else comm.losses // self.leaf.shards))
-                found[k] = x
+        values, wanted = [*(env[v] for v in self.eqn.invars), cotangent], [self._splits[i] for i in self._moving]
+        found = evaluate_on_shards(comm, self._derivative, values, self._splits, wanted)
+        if comm.follower is not None:
             return found
-
-        values = [*(env[v] for v in self.eqn.invars), cotangent]
-        dims = [*self._dims, self.leaf.dim]
-        return comm.per_shard(local, values, dims, self._pull_dims, self.leaf.axes)
+        # Each device computes the whole derivative, and the devices' results are summed later.
+        losses = self.leaf.shards * (1 if comm.defers else comm.losses // self.leaf.shards)
+        is_sum = [linear and (leaf is None or leaf.dim is None) for _, leaf, linear in self._results()]
+        return [x / losses if on else x for x, on in zip(found, is_sum, strict=True)]
