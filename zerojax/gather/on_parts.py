@@ -235,7 +235,8 @@ def _dims_beside(eqn: Any, own: Sequence[int | None], after: int | None) -> list
         return [next(dim for dim in own if dim is not None)] * 2
     if eqn.primitive.name == "dot_general":
         _, batch = eqn.params["dimension_numbers"]
-        return [own[k] if after is None or after >= len(batch[k]) else int(batch[k][after]) for k in range(2)]
+        is_batch = after is not None and after in range(len(batch[0]))
+        return [int(batch[k][after]) if is_batch else own[k] for k in range(2)]
     if eqn.primitive.name == "triangular_solve":
         return [after if dim is None and after < eqn.outvars[0].aval.ndim - 2 else dim for dim in own]
     return list(own)
