@@ -2,8 +2,7 @@
 
 Every step, in reading order:
     mesh                 chooses the mesh, moves arrays between Explicit and Auto axes, and has zerojax's `shard_map`
-    barriers             fixes the order of operations
-    manual               gathers and reduces leaves in buckets, inside a `shard_map`
+    manual               gathers and reduces leaves in buckets, inside a `shard_map`, and orders operations
     collectives          does so outside, with what else the engine asks of a view (global view)
     partial_sums         keeps gradients as partial sums until they are reduced (global view)
 

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import compat, jaxprs, names
-from zerojax.comm import barriers, partial_sums
+from zerojax.comm import partial_sums
 from zerojax.comm.manual import ManualCollectives
 from zerojax.comm.mesh import mapped, to_storage
 from zerojax.config.data_mesh import axes_of, dim_spec, spec_entry
@@ -187,7 +187,7 @@ class Collectives(ManualCollectives):
         If `zero` is given, arrays of zeros are made from it, so that XLA cannot make them before it.
         """
         if self._workers == 1:  # Every sum is complete.
-            return barriers.evaluate_after(zero, closed, values)
+            return partial_sums.evaluate_after(zero, closed, values)
         how = partial_sums.Evaluation(self._workers, self._summands, self._alike, zero, self.axes)
         divided = self.on_own_rows(closed, rows)
         return partial_sums.evaluate(divided, values, how, grads=grads, rows=rows, experts=experts)
@@ -240,12 +240,22 @@ class Collectives(ManualCollectives):
         """Return any one element of an array. If `rows` says which dim holds rows, this needs no communication."""
         return self._on_rows(lambda x: x.ravel()[0], x, rows)
 
+    @jax.named_scope(names.SHARDS)
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return `barriers.zero_after(anchor)`. If `rows` says which dim holds rows, this needs no communication."""
-        place = barriers.first_float(anchor)
+        """Return an int32 zero that depends on `anchor`. XLA cannot simplify this dependence away.
+
+        A barrier alone is not enough: XLA:CPU removes barriers, and then schedules operations without operands first.
+        If `rows` says which dim holds rows, this needs no communication.
+        """
+        place = next((i for i, x in enumerate(anchor) if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)
         if place is None:
-            return barriers.zero_after([])
-        return self._on_rows(lambda x: barriers.zero_after([x]), anchor[place], rows[place])
+            return lax.optimization_barrier(jnp.int32(0))
+
+        def masked(x):
+            some = x[(0,) * x.ndim].astype(jnp.float32)
+            return lax.bitcast_convert_type(some, jnp.int32) & lax.optimization_barrier(jnp.int32(0))
+
+        return self._on_rows(masked, anchor[place], rows[place])
 
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
         """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""

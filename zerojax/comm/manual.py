@@ -19,7 +19,6 @@ import numpy as np
 from jax import lax
 
 from zerojax import names
-from zerojax.comm.barriers import barrier
 from zerojax.comm.mesh import in_storage_shape
 from zerojax.compat import common_dtype
 from zerojax.config import BUCKET_BYTES
@@ -166,6 +165,18 @@ class ManualCollectives:
         else:
             parts = split(lax.psum_scatter(jnp.concatenate(rows, axis=1), leaf.axes, scatter_dimension=0), leaves)
         return [x.reshape(leaf.local_shape) for x, leaf in zip(parts, leaves, strict=True)]
+
+
+@jax.named_scope(names.SHARDS)
+def barrier(anchor: Sequence[Array], *groups: Sequence[Array]) -> tuple[list[Array], list[list[Array]]]:
+    """Return the arrays after one optimization barrier. A returned array can be read only after all are computed.
+
+    XLA's schedulers keep no other order. If the anchor is empty, or all groups are empty, there is no barrier.
+    """
+    if not anchor or not any(groups):
+        return list(anchor), [list(group) for group in groups]
+    values = iter(lax.optimization_barrier((*anchor, *[x for group in groups for x in group])))
+    return [next(values) for _ in anchor], [[next(values) for _ in group] for group in groups]
 
 
 def _at_least_bfloat16(dtype: np.dtype) -> np.dtype:

@@ -24,7 +24,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
-from zerojax.comm.barriers import zeros_from
 from zerojax.config.data_mesh import dim_spec
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
 from zerojax.dims.place import LARGE
@@ -263,6 +262,20 @@ def _linear(eqn, values: Sequence) -> list:
     if is_linear and sum(partial) == 1 and (eqn.primitive.name != "div" or partial[0]):
         return of_rows(partial)
     return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])
+
+
+def evaluate_after(zero: jax.Array | None, closed: Any, values: Sequence) -> list:
+    """Evaluate a closed jaxpr. If `zero` is given, arrays of zeros are made from it, so XLA cannot make them before."""
+    return jaxprs.evaluate(*compat.opened(closed), values, lambda eqn, values: zeros_from(zero, eqn, values))
+
+
+def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | None:
+    """Make the array of zeros that `eqn` makes from `zero` instead. Return None for another equation, or no `zero`."""
+    makes_zeros = eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]
+    if zero is None or not makes_zeros:
+        return None
+    out = eqn.outvars[0].aval
+    return [lax.broadcast(zero.astype(out.dtype), out.shape)]
 
 
 def as_rows(value: jax.Array, workers: int) -> jax.Array:

@@ -12,8 +12,8 @@ from typing import Any
 import jax
 
 from zerojax import compat, jaxprs
-from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
+from zerojax.comm.manual import barrier
 from zerojax.dims import NOWHERE
 from zerojax.dims.follow import param_states, row_states
 from zerojax.gather.planner import planned

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, names
-from zerojax.comm.barriers import barrier
+from zerojax.comm.manual import barrier
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
 from zerojax.dims.loops import into_loop
 from zerojax.gather.evaluate import as_gathered, evaluate

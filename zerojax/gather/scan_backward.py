@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat
-from zerojax.comm.barriers import barrier
+from zerojax.comm.manual import barrier
 from zerojax.dims import State
 from zerojax.dims.loops import stacked
 from zerojax.gather.loop import LayerGathers, Loop

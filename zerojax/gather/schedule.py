@@ -33,8 +33,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import names
-from zerojax.comm.barriers import barrier
 from zerojax.comm.collectives import Collectives
+from zerojax.comm.manual import barrier
 from zerojax.dims import NOWHERE, State
 from zerojax.gather.sharded_param import ShardedParam
 
