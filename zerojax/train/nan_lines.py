@@ -79,22 +79,16 @@ class Walk:
     def enter(self, eqn: Any, values: Sequence, line: str) -> None:
         """Evaluate the jaxpr that `eqn` calls, if any, to find the line in it that computes the NaN or inf."""
         if (loop := compat.loop_of(eqn)) is not None:
-            self.enter_loop(loop, values, line)
+            split = loop.consts + loop.carry
+            consts, carry, xs = values[: loop.consts], list(values[loop.consts : split]), values[split:]
+            for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
+                carry = self.run(*compat.opened(loop.body), [*consts, *carry, *(x[i] for x in xs)], line)[: loop.carry]
+                if "nan" in self.found:
+                    return
         elif eqn.primitive.name == "cond":
             self.run(*compat.opened(eqn.params["branches"][int(values[0])]), values[1:], line)
         elif (body := compat.params_of(eqn)["jaxpr"] if compat.is_remat(eqn) else compat.called(eqn)) is not None:
             self.run(*compat.opened(body), values, line)
-
-    def enter_loop(self, loop: compat.LoopEqn, values: Sequence, line: str) -> None:
-        """Evaluate the iterations of `loop` up to the first iteration that computes a NaN."""
-        body = compat.opened(loop.body)
-        split = loop.consts + loop.carry
-        consts, carry, xs = values[: loop.consts], list(values[loop.consts : split]), values[split:]
-        for i in reversed(range(loop.length)) if loop.reverse else range(loop.length):
-            results = self.run(*body, [*consts, *carry, *(x[i] for x in xs)], line)
-            if "nan" in self.found:
-                return
-            carry = results[: loop.carry]
 
 
 def has(kinds: set[str], values: Sequence) -> bool:

@@ -12,7 +12,7 @@ computation of a new value is analysed to find how the value depends on the cota
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,7 +23,7 @@ from zerojax.layout.leaf import replace_items
 from zerojax.train.loss import LossInputs, View
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Array
 
 
 class Dependence(enum.IntEnum):
@@ -42,35 +42,26 @@ class Dependence(enum.IntEnum):
 
 
 def without_scale(view: View, values: list, given: LossInputs, cotangent: Array) -> list:
-    """Divide the new values of overwritten parameters that are linear in the loss's cotangent by this cotangent."""
+    """Divide the new values of overwritten parameters that are linear in the loss's cotangent by this cotangent.
+
+    The loss is traced once more, on shapes.
+    """
     overwritten, precision = view.layout.overwritten, view.config.precision
     is_mean = view.is_one_loss or not view.loss.weighted
     if is_mean and (precision is None or precision.loss_scale is None):
         return values
-    pairs = zip(view.layout.params, given.stored, strict=True)
-    leaves = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs]
 
-    def loss(primals, given):
-        params = jax.tree.unflatten(view.layout.treedef, replace_items(given.stored, overwritten, primals))
+    def loss(given: LossInputs) -> Array:
+        params = jax.tree.unflatten(view.layout.treedef, given.stored)
         return view.call(params, given.mutable, given.batch, *given.args).total
 
-    return unscaled(values, loss, [leaves[i] for i in overwritten], given._replace(stored=leaves), cotangent)
+    def backward(cotangent: Array, given: LossInputs) -> list:
+        of_values = lambda values: loss(given._replace(stored=replace_items(given.stored, overwritten, values)))
+        return jax.vjp(of_values, [given.stored[i] for i in overwritten])[1](cotangent)[0]
 
-
-def unscaled(
-    values: Sequence[Array], loss: Callable, primals: Sequence[Any], given: Any, cotangent: Float[Array, ""]
-) -> list[Array]:
-    """Divide the values that are linear in the cotangent of the loss by this cotangent. Return all values.
-
-    `values` are the gradients of `loss(primals, given)` with respect to `primals`, the overwritten parameters, computed
-    with this cotangent. The loss is traced once more, on shapes.
-    """
-
-    def backward(cotangent, primals, given):
-        return jax.vjp(lambda primals: loss(primals, given), primals)[1](cotangent)
-
-    shape = jax.ShapeDtypeStruct((), cotangent.dtype)
-    jaxpr, _ = compat.opened(jax.make_jaxpr(backward)(shape, list(primals), given))
+    pairs = zip(view.layout.params, given.stored, strict=True)
+    shapes = given._replace(stored=[jax.ShapeDtypeStruct(leaf.shape, x.dtype) for leaf, x in pairs])
+    jaxpr, _ = compat.opened(jax.make_jaxpr(backward)(jax.ShapeDtypeStruct((), cotangent.dtype), shapes))
     kinds = dependence(jaxpr, [Dependence.LINEAR, *[Dependence.CONSTANT] * (len(jaxpr.invars) - 1)])
     pairs = zip(values, kinds, strict=True)
     return [x / cotangent.astype(x.dtype) if kind is Dependence.LINEAR else x for x, kind in pairs]
