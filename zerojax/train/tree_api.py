@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -121,14 +121,6 @@ class TreeForm:
     def grad_shardings(self) -> Any:
         return named_tree(self.config, self.layout.treedef, self.grads)
 
-    def gradient_tree(self, grads: Mapping[int, Array], dtypes: Sequence[Any]) -> Any:
-        """Return a tree of gradients from arrays in storage shape, by parameter index. Missing arrays become zeros."""
-        arrays = []
-        for i, (leaf, dtype) in enumerate(zip(self.grads, dtypes, strict=True)):
-            grad = grads[i].astype(dtype) if i in grads else jnp.zeros(leaf.storage_shape, dtype)
-            arrays.append(constrain(self.config.mesh, grad, leaf))
-        return unflatten_params(arrays, self.layout, self.grads, self.forms)
-
     def differentiate(self, loss: Loss, accumulate: int, params: Any, mutable: Any, batch: Any, *args: Any) -> Any:
         """Return the combined results of a loss, and its gradient as a tree, for arrays on a mesh with Auto axes."""
         layout = self.layout
@@ -136,17 +128,21 @@ class TreeForm:
         stored = cast(given, [leaf.dtype for leaf in layout.params])
         view = View(self.config, layout, [self.grads[i] for i in layout.trained], loss, accumulate)
         found = loss_and_grads(view, LossInputs(stored, mutable, batch, args), scale=1.0)
-        grads = dict(zip(layout.trained, found.grads, strict=True))
-        grads |= zip(layout.overwritten, found.overwritten, strict=True)
-        return loss.returned(found.loss, found.mutable, found.aux), self.gradient_tree(grads, [x.dtype for x in given])
+        known = dict(zip(layout.trained, found.grads, strict=True))
+        known |= zip(layout.overwritten, found.overwritten, strict=True)
+        grads = []
+        for i, (leaf, x) in enumerate(zip(self.grads, given, strict=True)):
+            grad = known[i].astype(x.dtype) if i in known else jnp.zeros(leaf.storage_shape, x.dtype)
+            grads.append(constrain(self.config.mesh, grad, leaf))
+        returned = loss.returned(found.loss, found.mutable, found.aux)
+        return returned, unflatten_params(grads, layout, self.grads, self.forms)
 
 
 def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     """Return the function that differentiates a loss; see `ZeroTransformation.value_and_grad`."""
 
-    @functools.partial(jax.jit, static_argnames=("layout", "forms"))
-    def value_and_grad_tree(params, mutable, batch, *args, layout, forms):
-        form = TreeForm(config, layout, forms)
+    @functools.partial(jax.jit, static_argnames="form")
+    def value_and_grad_tree(params, mutable, batch, *args, form):
         run = functools.partial(form.differentiate, loss, accumulate)
         shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
         return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
@@ -166,8 +162,8 @@ def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
         placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with unusable_named(config.mesh, params=params, state=state, batch=rows):
-            given, forms = (params, state, rows, *rest), padded_forms(params)
-            return same.call(value_and_grad_tree, *given, layout=layout, forms=forms, is_new=is_new)
+            form = TreeForm(config, layout, padded_forms(params))
+            return same.call(value_and_grad_tree, params, state, rows, *rest, form=form, is_new=is_new)
 
     return value_and_grad
 
