@@ -32,7 +32,7 @@ from zerojax.optim.update import check_state, unshard_after_update
 from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, named_tree, storage_leaves, to_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree, Shaped
+    from jaxtyping import Array, Bool, PyTree
 
 
 def is_opt_state(tree: PyTree) -> bool:
@@ -53,10 +53,7 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
     Raises:
         ValueError: If `tree` is a state, and no plan or several plans with different logical shapes fit it.
     """
-    if params is not None:
-        plans = [plan_for(config, params, tree)]
-    else:
-        plans = list(config.plans.values())
+    plans = list(config.plans.values()) if params is None else [plan_for(config, params, tree)]
     may_be_part = params is not None or is_opt_state(tree)
     described = [found for plan in plans for found in matches(plan, tree, may_be_part=may_be_part)]
     if len({tuple(leaf.shape for leaf in leaves) for _, leaves in described}) == 1:
@@ -102,13 +99,11 @@ def matches(plan: ShardingPlan, tree: PyTree, *, may_be_part: bool) -> Iterator[
     """
     tree = as_planned(plan, tree)
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_node)
-    paths = [jax.tree_util.keystr(path) for path, _ in found]
-    whole = len(paths) == len(plan.state)
+    paths, count = [jax.tree_util.keystr(path) for path, _ in found], len(found)
     stored_as = lambda x, leaf: not is_padded(x) and hasattr(x, "shape") and tuple(x.shape) == leaf.storage_shape
-    for start in range(len(plan.state) if may_be_part else 1):
-        leaves = plan.state[start : start + len(paths)]
-        if not paths or len(leaves) < len(paths) or not (whole or may_be_part):
-            return
+    last = len(plan.state) - count if paths else -1
+    for start in range(last + 1) if may_be_part or last == 0 else ():
+        leaves = plan.state[start : start + count]
         prefix = leaves[0].path.removesuffix(paths[0])
         same_paths = [prefix + path for path in paths] == [leaf.path for leaf in leaves]
         if same_paths and all(stored_as(x, leaf) for (_, x), leaf in zip(found, leaves, strict=True)):
@@ -132,10 +127,7 @@ def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
 @functools.lru_cache(maxsize=16)
 def gathering(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
     """Return a jitted function that gathers arrays in storage shape into replicated logical arrays."""
-
-    def all_logical(arrays: Sequence[Shaped[Array, "*storage"]]) -> list[Shaped[Array, "*logical"]]:
-        return [in_logical_shape(x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
-
+    all_logical = lambda arrays: list(map(in_logical_shape, arrays, leaves))
     return jax.jit(functools.partial(on_auto_mesh, mesh, all_logical), out_shardings=replicated(mesh))
 
 
@@ -202,24 +194,23 @@ def current_masters(
     arrays = jax.tree.leaves([[x for _, x in masters.values()], [leaves[i] for i in masters]])
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         return masters
-    layouts = {i: (leaf, plan.layout.params[i]) for i, (leaf, _) in masters.items()}
-    offloaded = [i for i, (_, x) in masters.items() if is_chunked(x) or is_chunked(leaves[i])]
 
-    def current(group: Sequence[int]) -> dict[int, Array]:
-        pairs = [(on_device(masters[i][1]), on_device(leaves[i])) for i in group]
-        if not pairs:
-            return {}
-        mesh, of = mesh_of(pairs[0][0]), tuple(layouts[i] for i in group)
+    def current(some: Sequence[int]) -> dict[int, Array]:
+        pairs = {i: (on_device(masters[i][1]), on_device(leaves[i])) for i in some}
+        layouts = lambda: tuple((masters[i][0], plan.layout.params[i]) for i in pairs)
+        mesh = mesh_of(next(iter(pairs.values()))[0])
         if compare:
             wait_if_simulated(mesh, pairs)
-            same = jax.device_get(of_pairs(is_unchanged, mesh, of)(pairs))
-            changed = [k for k, on in enumerate(same) if not on]
-            group, pairs, of = ([items[k] for k in changed] for items in (group, pairs, of))
-        return dict(zip(group, of_pairs(chosen, mesh, tuple(of))(pairs), strict=True)) if group else {}
+            same = jax.device_get(of_pairs(is_unchanged, mesh, layouts())(list(pairs.values())))
+            pairs = {i: pair for (i, pair), on in zip(pairs.items(), same, strict=True) if not on}
+        new = of_pairs(chosen, mesh, layouts())(list(pairs.values())) if pairs else ()
+        return dict(zip(pairs, new, strict=True))
 
     # Offloaded leaves are loaded one at a time, because device memory may be too small for all of them.
-    for group in ([i for i in masters if i not in offloaded], *([i] for i in offloaded)):
-        masters |= {i: (masters[i][0], x) for i, x in on_auto_mesh(None, lambda _, g=group: current(g), arrays).items()}
+    alone = [i for i, (_, x) in masters.items() if is_chunked(x) or is_chunked(leaves[i])]
+    for some in filter(None, ([i for i in masters if i not in alone], *([i] for i in alone))):
+        found = on_auto_mesh(None, lambda _, some=some: current(some), arrays)
+        masters |= {i: (masters[i][0], x) for i, x in found.items()}
     return masters
 
 

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
 from zerojax.comm.mesh import constrain, to_storage
 from zerojax.compat import common_dtype
 from zerojax.config import Config
-from zerojax.layout.leaf import Leaf, is_padded
+from zerojax.layout.leaf import Leaf, is_padded, replace_items
 from zerojax.optim.sharding_plan import ShardingPlan, state_shardings
 from zerojax.optim.transformation import wrapped_tx
 from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical, to_device, unpadded
@@ -98,14 +97,14 @@ def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[S
     The tree may be in logical or storage form. A parameter in host memory already has the sharding of its gradient, and
     stays in host memory.
     """
-    leaves = leaves_of(tree)
 
     def one(x, leaf: Leaf):
         value = x.storage if is_padded(x) else x
-        if value.shape == leaf.storage_shape and (is_padded(x) or is_on_host(value)):
-            return value if is_on_host(value) else constrain(config.mesh, value, leaf)
-        return to_storage(config.mesh, logical(x), leaf)
+        if value.shape != leaf.storage_shape:
+            return to_storage(config.mesh, logical(x), leaf)
+        return value if is_on_host(value) else constrain(config.mesh, value, leaf)
 
+    leaves = leaves_of(tree)
     return [one(leaves[i], leaf) for i, leaf in zip(plan.layout.trained, plan.grads, strict=True)]
 
 
@@ -118,17 +117,15 @@ def unshard_after_update(
 ) -> list[Any]:
     """Undo `shard_for_update`. Gather each parameter that is stored replicated, or sharded over fewer axes.
 
-    `frozen` has one array per parameter. The result has the arrays of `frozen` for parameters that are not trained, and
-    None where `updated` has None.
+    The result has the arrays of `frozen`, which has one per parameter, for parameters that are not trained. It has None
+    where `updated` has None.
     """
     arrays = {k: x for k, x in enumerate(updated) if x is not None}
     leaves = plan.trained.params
-    moved = [k for k, leaf in enumerate(leaves) if k in arrays and (leaf.dim is None or leaf.further > 1)]
+    moved = [k for k in arrays if leaves[k].dim is None or leaves[k].further > 1]
     pick = lambda items: [items[k] for k in moved]
-    gathered = gather(config, pick(arrays), pick(plan.grads), pick(leaves))
-    arrays |= dict(zip(moved, gathered, strict=True))
-    params = dict(enumerate(frozen)) | {i: arrays.get(k) for k, i in enumerate(plan.layout.trained)}
-    return [params[i] for i in range(len(plan.layout.params))]
+    arrays |= dict(zip(moved, gather(config, pick(arrays), pick(plan.grads), pick(leaves)), strict=True))
+    return replace_items(frozen, plan.layout.trained, map(arrays.get, range(len(leaves))))
 
 
 def update(
@@ -138,11 +135,13 @@ def update(
     state: PyTree,
     params: Sequence[Shaped[Array, "*storage"]] | None,
     extra: dict,
+    *,
+    applies: bool = False,
 ) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
     """Run one step of the optimizer on sharded leaves, and return `(updates, state)`.
 
-    Gradients, parameters and updates have the storage shapes of `plan.grads`. With master weights, the updates are the
-    new parameters. A gradient that is wider than its parameter is not cast.
+    Gradients, parameters and updates have the storage shapes of `plan.grads`. With `applies`, the new parameters in
+    their stored types are returned instead of updates. A gradient that is wider than its parameter is not cast.
 
     Raises:
         TypeError: If state is offloaded, and wide gradients make a leaf of the state wider than `init` made it.
@@ -151,38 +150,22 @@ def update(
     keep = lambda values, leaves: [to_storage(config.mesh, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
     types = [part.dtype for part in plan.grads]
     wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
-    params = None if params is None else [to_device(x) for x in params]
-    run: Callable = plan.update(config, applies=False)
+    run: Callable = plan.update(config, applies=applies)
     if plan.may_have_owners:
         from zerojax.optim.equations import update_by_owners
 
         run = functools.partial(update_by_owners, run)
-    updates, new_state = run(
+    results, new_state = run(
         views(cast(grads, wide), plan.grads),
         views(jax.tree.leaves(state), plan.state),
-        None if params is None else views(cast(params, types), plan.grads),
+        None if params is None else views(cast([to_device(x) for x in params], types), plan.grads),
         extra,
     )
     if wide != types and plan.offloaded:
         from zerojax.optim.mismatch import check_state_dtypes
 
         check_state_dtypes(new_state, plan.state)
-    return keep(updates, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
-
-
-def apply_update(
-    config: Config,
-    plan: ShardingPlan,
-    grads: Sequence[Shaped[Array, "*storage"]],
-    state: PyTree,
-    params: Sequence[Shaped[Array, "*storage"]],
-    extra: dict,
-) -> tuple[list[Shaped[Array, "*storage"]], PyTree]:
-    """Run `update` and apply its updates. Return the trained parameters, in their stored types, and the state."""
-    params = [to_device(x) for x in params]
-    updates, state = update(config, plan, grads, state, params, extra)
-    moved: Any = updates if config.has_master_weights else optax.apply_updates(list(params), updates)
-    return cast(moved, [leaf.dtype for leaf in plan.trained.params]), state
+    return keep(results, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
 
 
 @jax.named_scope(UPDATE)
@@ -232,5 +215,5 @@ def resident_update(
 
         return Updated(*update_first_group(config, plan, grads, state, params, value))
     tree = jax.tree.unflatten(plan.state_def, state)
-    updated, tree = apply_update(config, plan, grads, tree, params, {"value": value})
+    updated, tree = update(config, plan, grads, tree, params, {"value": value}, applies=True)
     return Updated(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())

@@ -33,7 +33,6 @@ def is_on_host(x: Any) -> bool:
 
 
 def to_device(x: Any) -> Any:
-    """Return an array, or a tracer, in device memory. Return it unchanged if it is already in device memory."""
     return jax.device_put(x, jax.memory.Space.Device) if is_on_host(x) else x
 
 
@@ -84,22 +83,17 @@ def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Lea
         from zerojax.layout.padded import Padded
 
         dim, size = form
-        if leaf.dim == dim and leaf.storage_shape[dim] == size:
-            return Padded(x, leaf.shape, dim)
-        return Padded(pad(to_device(unpadded(x, leaf)), dim, size), leaf.shape, dim)
+        if leaf.dim != dim or leaf.storage_shape[dim] != size:
+            x = pad(to_device(unpadded(x, leaf)), dim, size)
+        return Padded(x, leaf.shape, dim)
 
-    out = [in_form(*parts) for parts in zip(stored, leaves, forms, strict=True)]
-    return jax.tree.unflatten(layout.treedef, out)
+    return jax.tree.unflatten(layout.treedef, list(map(in_form, stored, leaves, forms)))
 
 
 def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
     """Return the form that each leaf has in a tree in storage form."""
-    return tuple(
-        (leaf.dim, leaf.storage_shape[leaf.dim])
-        if leaf.kind == "sharded" and leaf.dim is not None and leaf.padding > 0
-        else None
-        for leaf in leaves
-    )
+    is_node = lambda leaf: leaf.kind == "sharded" and leaf.padding > 0
+    return tuple((leaf.dim, leaf.storage_shape[leaf.dim]) if is_node(leaf) else None for leaf in leaves)
 
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
@@ -181,19 +175,17 @@ def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
 
 def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
     """Cast `arrays`, which are parameters in `layout`, to the types of `like`."""
-    types = [leaf.dtype for leaf in like]
-    if all(x.dtype == dtype for x, dtype in zip(arrays, types, strict=True)):
-        return arrays
-    shardings = [named(config, leaf) for leaf in layout.params]
+    others = [i for i, x in enumerate(arrays) if x.dtype != like[i].dtype]
+    shardings = {i: named(config, layout.params[i]) for i in others}
     # Cast parameters in host memory one by one, because one program would hold all of them on the device.
-    on_device = [i for i, leaf in enumerate(layout.params) if not leaf.host]
+    on_device = [i for i in others if not layout.params[i].host]
     program = jax.jit(cast, static_argnums=1, out_shardings=[shardings[i] for i in on_device])
-    results = program([arrays[i] for i in on_device], tuple(types[i] for i in on_device))
+    results = program([arrays[i] for i in on_device], tuple(like[i].dtype for i in on_device)) if on_device else []
     done = dict(zip(on_device, results, strict=True))
-    for i, x in enumerate(arrays):
+    for i in others:
         if i not in done:  # cast on the device, because JAX cannot cast in host memory
-            done[i] = x if x.dtype == types[i] else copy_to_host(to_device(x).astype(types[i]), shardings[i])
-    return [done[i] for i in range(len(arrays))]
+            done[i] = copy_to_host(to_device(arrays[i]).astype(like[i].dtype), shardings[i])
+    return [done.get(i, x) for i, x in enumerate(arrays)]
 
 
 @jax.named_scope(names.SHARDS)
@@ -227,7 +219,6 @@ def named(config: Config, leaf: Leaf) -> NamedSharding:
 
 
 def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
-    """Return the `NamedSharding`s of a tree. Each `Padded` node has one sharding."""
     return jax.tree.unflatten(treedef, [named(config, leaf) for leaf in leaves])
 
 

@@ -35,7 +35,6 @@ from zerojax.optim.returned_state import as_planned, as_returned, rechunked, see
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout, state_shardings
 from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import (
-    apply_update,
     check_state,
     shard_for_update,
     state_to_device,
@@ -201,7 +200,7 @@ def jitted_update(
         reduced = shard_for_update(config, plan, grads)
         if sharded is not None and config.has_master_weights:
             stored = storage_leaves(params, layout.params)
-            updated, state = apply_update(config, plan, reduced, state, sharded, extra)
+            updated, state = update_shards(config, plan, reduced, state, sharded, extra, applies=True)
             new = unshard_after_update(config, plan, updated, frozen=stored)
             updates: list[Any] = [difference(a, b) for a, b in zip(new, stored, strict=True)]
         else:
