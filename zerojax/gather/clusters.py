@@ -2,18 +2,19 @@
 
 Power iterations and orthogonality penalties are such equations. If their results only scale weights, as a spectral norm
 does, the equations are repeated where the weight is used (`only_scales`). Otherwise they are a cluster: they join a
-block that gathers the weight already (`Clusters`). The planner and the rules load this module for losses with such
+block that gathers the weight already (`joined`). The planner and the rules load this module for losses with such
 equations, and for losses that read a parameter more than once.
 """
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zerojax import compat, jaxprs
 from zerojax.gather.segments import is_plain
-from zerojax.gather.sharded_param import ShardedParam
+
+if TYPE_CHECKING:
+    from zerojax.gather.rules import Decisions
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
@@ -144,38 +145,27 @@ class Joined(NamedTuple):
     again: dict
 
 
-@dataclasses.dataclass(frozen=True)
-class Clusters:
-    """Decides whether an equation can join an earlier block. The fields are the decisions so far; see `Decisions`."""
-
-    params: Mapping[Any, ShardedParam]
-    repeated: Mapping
-    alike: Set  # variables that have the same value on all devices
-    roots: Mapping
-    made: Mapping  # the equation of each variable
-    made_in: Mapping
-
-    def joined(self, eqn: Any, root: Any, place: int) -> Joined | None:
-        """Return the block `place`, which gathers the only parameter of `eqn`, `root`, or None if `eqn` cannot join."""
-        again: dict = {}
-        pending, seen = jaxprs.variables_in(eqn.invars), set()
-        while pending:
-            var = pending.pop()
-            if var in seen:
-                continue
-            seen.add(var)
-            if var in self.params:
-                if any(self.made_in.get(v, -1) >= place for v in self.params[var].operands):
-                    return None
-            elif var in self.repeated:
-                pending += jaxprs.variables_in(self.repeated[var].invars)
-            elif var not in self.roots and var not in self.alike:
+def joined(so_far: "Decisions", eqn: Any, root: Any, place: int) -> Joined | None:
+    """Return the block `place`, which gathers the only parameter of `eqn`, `root`, or None if `eqn` cannot join."""
+    again: dict = {}
+    pending, seen = jaxprs.variables_in(eqn.invars), set()
+    while pending:
+        var = pending.pop()
+        if var in seen:
+            continue
+        seen.add(var)
+        if var in so_far.params:
+            if any(so_far.made_in.get(v, -1) >= place for v in so_far.params[var].operands):
                 return None
-            elif self.made_in.get(var, -1) > place:
-                made = self.made[var]
-                of_params = any(v in self.params or v in self.repeated for v in jaxprs.variables_in(made.invars))
-                if of_params or var in self.roots or not is_plain(made):
-                    return None
-                again[made] = None
-                pending += jaxprs.variables_in(made.invars)
-        return Joined(root, place, again)
+        elif var in so_far.repeated:
+            pending += jaxprs.variables_in(so_far.repeated[var].invars)
+        elif var not in so_far.roots and var not in so_far.uniform:
+            return None
+        elif so_far.made_in.get(var, -1) > place:
+            made = so_far.made[var]
+            of_params = any(v in so_far.params or v in so_far.repeated for v in jaxprs.variables_in(made.invars))
+            if of_params or var in so_far.roots or not is_plain(made):
+                return None
+            again[made] = None
+            pending += jaxprs.variables_in(made.invars)
+    return Joined(root, place, again)

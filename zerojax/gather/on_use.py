@@ -13,7 +13,6 @@ from zerojax.comm.collectives import Collectives
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.gather.segments import Program
-from zerojax.layout.leaf import Leaf
 
 
 def gather_on_use(
@@ -44,7 +43,7 @@ def gather_on_use(
 
     def wrapped(params, *args):
         shards, tree = jax.tree.flatten(params)
-        leaves = _leaves_of(layout, tree)
+        leaves = tree.flatten_up_to(layout)
         full = [
             jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
             for leaf, shard in zip(leaves, shards, strict=True)
@@ -87,14 +86,3 @@ def as_function(program: Program, options: Options) -> Callable:
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
-
-
-def _leaves_of(layout, tree) -> list[Leaf]:
-    """Return the layout's leaves in the order of the parameters, whose structure is `tree`."""
-    leaves, structure = jax.tree.flatten(layout, is_leaf=lambda x: isinstance(x, Leaf))
-    if tree != structure:
-        raise TypeError(
-            f"The layout does not fit the parameters: it has the structure {structure}, they have {tree}. Build the "
-            "layout from the same tree of parameters."
-        )
-    return leaves

@@ -9,7 +9,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from zerojax.dims import NOWHERE, Follower, State
 from zerojax.gather import evaluate
 from zerojax.gather.rules import Decisions, Draft, gathering, is_repeatable
 from zerojax.gather.segments import BlockSegment, Program, Segment
-from zerojax.gather.sharded_param import ShardedParam, quantises, root_param
+from zerojax.gather.sharded_param import quantises, root_param
 from zerojax.layout.leaf import Leaf
 
 
@@ -48,7 +47,21 @@ def planned(
     rows = {} if follower is None else follower.with_implied(jaxpr, follower.states(jaxpr, states))
     if alike is not None:
         same = {v for v, on in zip(jaxpr.invars, alike, strict=False) if on} | {*jaxpr.invars[len(alike) :]}
-    return plan(jaxpr, loss.layouts, rows, same), jaxprs.as_jax_values(loss.consts)
+    pairs = zip(jaxpr.invars, leaves, strict=False)
+    decisions = Decisions(jaxpr, {var: root_param(var, leaf) for var, leaf in pairs if leaf is not None}, same)
+    decisions.decide()
+    of_params = decisions.params.keys() | decisions.repeated.keys()
+    returned = gathering(v for v in jaxprs.variables_in(jaxpr.outvars) if v in of_params)
+    if returned.gathers:  # The loss returns parameters. They are gathered at the end.
+        decisions.drafts.append(returned)
+    outs = tuple(v if compat.is_literal(v) else returned.gathers.get(v, v) for v in jaxpr.outvars)
+    segments = assembled(jaxpr, decisions)
+    if _are_alike(segments):
+        from zerojax.gather.equal import with_shared_passes
+
+        segments = with_shared_passes(segments)
+    program = Program(tuple(jaxpr.invars), segments, outs, tuple(decisions.shardwise), rows)
+    return program, jaxprs.as_jax_values(loss.consts)
 
 
 def closed_over(jaxpr: Any, consts: Sequence) -> tuple[Any, Sequence]:
@@ -206,32 +219,6 @@ PASSES: Sequence[Callable[[Inlined], Rewritten]] = (
 )
 
 
-def plan(
-    jaxpr,
-    leaves: Sequence[Leaf | None],
-    rows: Mapping[Any, State] = MappingProxyType({}),
-    alike: Collection | None = (),
-) -> Program:
-    """Divide an inlined jaxpr without constants into segments. `leaves` has a layout or None for each argument.
-
-    `alike` has the arguments that are alike on all devices. If it is None, parameters are not reduced on their shards.
-    """
-    params = {var: root_param(var, leaf) for var, leaf in zip(jaxpr.invars, leaves, strict=True) if leaf is not None}
-    decisions = Decisions(jaxpr, params, alike)
-    decisions.decide()
-    drafts, params, repeated = decisions.drafts, decisions.params, decisions.repeated
-    returned = gathering(v for v in jaxprs.variables_in(jaxpr.outvars) if v in params or v in repeated)
-    if returned.gathers:  # The loss returns parameters. They are gathered at the end.
-        drafts.append(returned)
-    outs = tuple(v if compat.is_literal(v) else returned.gathers.get(v, v) for v in jaxpr.outvars)
-    segments = assembled(jaxpr, drafts, params, repeated)
-    if _are_alike(segments):
-        from zerojax.gather.equal import with_shared_passes
-
-        segments = with_shared_passes(segments)
-    return Program(tuple(jaxpr.invars), segments, outs, tuple(decisions.shardwise), rows)
-
-
 def _are_alike(segments: Sequence[Segment]) -> bool:
     """Return whether two segments apply the same primitives to inputs of the same types."""
     parts = [segment.jaxpr for segment in segments if isinstance(segment, BlockSegment)]
@@ -239,10 +226,8 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
     return len(set(keys)) < len(keys)
 
 
-def assembled(
-    jaxpr, drafts: Sequence[Draft], params: Mapping[Any, ShardedParam], repeated: Mapping
-) -> tuple[Segment, ...]:
-    """Return the segments of the drafts, in order. `params` and `repeated` are attributes of `Decisions`."""
+def assembled(jaxpr, decisions: Decisions) -> tuple[Segment, ...]:
+    drafts, params, repeated = decisions.drafts, decisions.params, decisions.repeated
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     closed = [_with_repeated(draft, params, repeated, order) for draft in drafts]
     readers: dict = {}

@@ -19,7 +19,7 @@ from zerojax.gather.sharded_param import OF_STACKS, ShardedParam, extended, scan
 from zerojax.primitives import SHARDWISE
 
 if TYPE_CHECKING:
-    from zerojax.gather.clusters import Clusters, Joined
+    from zerojax.gather.clusters import Joined
     from zerojax.gather.reduced import Analysis, Chain
     from zerojax.gather.shardwise import Shardwise
 
@@ -80,25 +80,25 @@ class Decisions:
         self._scanned = scanned_over(jaxpr)
         self.between_refs = _between_refs(jaxpr)
         # Variables that are alike on all devices: arguments, and results of equations that read no other variables.
-        self._uniform: set = set(alike or ())
-        self._given = frozenset(self._uniform)
-        self._made_in: dict = {}  # the index of the draft that computes a variable
+        self.uniform: set = set(alike or ())
+        self._given = frozenset(self.uniform)
+        self.made_in: dict = {}  # the index of the draft that computes a variable
         self._blocks: dict = {}  # the last draft that gathers each parameter, by variable
         # For each value that a block computes from only one parameter, the variable of this parameter.
-        self._roots: dict = {}
+        self.roots: dict = {}
 
     def decide(self) -> None:
         """Apply the first rule that matches to each equation."""
         for index, eqn in enumerate(self._jaxpr.eqns):
             reads = jaxprs.variables_in(eqn.invars)
             site = Site(index, eqn, reads, [v for v in reads if v in self.params or v in self.repeated])
-            if self._uniform.issuperset(reads) and not eqn.effects and not jaxprs.facts(eqn).differs_by_device:
-                self._uniform.update(eqn.outvars)
+            if self.uniform.issuperset(reads) and not eqn.effects and not jaxprs.facts(eqn).differs_by_device:
+                self.uniform.update(eqn.outvars)
             for rule in RULES:
                 if (match := rule.matches(self, site)) not in (None, False):
                     rule.act(self, site, match)
                     for var in eqn.outvars:
-                        self._made_in.setdefault(var, len(self.drafts) - 1)
+                        self.made_in.setdefault(var, len(self.drafts) - 1)
                     break
 
     # A predicate returns the last argument of its action, or None or False if the rule does not match.
@@ -120,7 +120,7 @@ class Decisions:
         # There is an operand, because the rule "activations" took every equation that reads no parameter.
         eqn, first = site.eqn, site.eqn.invars[0]
         # A slice of each shard is a shard of the slice only if every device slices at the same index.
-        alone = site.touched == [first] and first in self.params and self._uniform.issuperset(site.reads[1:])
+        alone = site.touched == [first] and first in self.params and self.uniform.issuperset(site.reads[1:])
         alone &= eqn.primitive.name not in OF_STACKS or eqn.outvars[0] in self._scanned
         return extended(self.params[first], eqn) if alone else None
 
@@ -142,11 +142,11 @@ class Decisions:
     def _reductions(self) -> "Analysis":
         from zerojax.gather.reduced import Analysis
 
-        return Analysis(self._jaxpr, self.params, self.repeated, self._uniform)
+        return Analysis(self._jaxpr, self.params, self.repeated, self.uniform)
 
     def reducible(self, site: Site) -> "Chain | None":
         """Return what a segment needs to compute an equation on shards, if the equation is part of a reduction."""
-        is_known = lambda v: v in self.params or v in self.repeated or v in self._uniform
+        is_known = lambda v: v in self.params or v in self.repeated or v in self.uniform
         if not self._reduces or not all(map(is_known, site.reads)):
             return None
         chain = self._reductions.chain(site.eqn)
@@ -162,7 +162,7 @@ class Decisions:
         if chain.is_link:
             self.repeat(site, None)
             return
-        first = max((self._made_in[v] for v in chain.reads if v in self._made_in), default=-1) + 1
+        first = max((self.made_in[v] for v in chain.reads if v in self.made_in), default=-1) + 1
         places = [i for i, draft in enumerate(self.drafts) if draft.make == ReducedSegment.of and i >= first]
         if not places:
             places = [len(self.drafts)]
@@ -170,8 +170,8 @@ class Decisions:
         draft = self.drafts[places[0]]
         draft.eqns.append(site.eqn)
         draft.again |= chain.again
-        self._uniform.update(site.eqn.outvars)
-        self._made_in |= dict.fromkeys(site.eqn.outvars, places[0])
+        self.uniform.update(site.eqn.outvars)
+        self.made_in |= dict.fromkeys(site.eqn.outvars, places[0])
 
     def is_repeatable(self, site: Site) -> bool:
         """Return whether an equation reads parameters alone and may be repeated in each segment that needs it."""
@@ -186,7 +186,7 @@ class Decisions:
     def _is_of_params(self, var: Any, size: int) -> bool:
         """Return whether a variable depends on parameters alone, or is an alike value that is small or an argument."""
         is_free = var in self._given or 8 * var.aval.size <= size
-        return var in self.params or var in self.repeated or (is_free and var in self._uniform)
+        return var in self.params or var in self.repeated or (is_free and var in self.uniform)
 
     def is_of_params_alone(self, site: Site) -> bool:
         """Return whether an equation without effects reads parameters, and small values that all devices have."""
@@ -253,26 +253,27 @@ class Decisions:
 
     def _root_of(self, reads: Sequence) -> Any:
         """Return the variable of the only parameter from which `reads` are computed, or None if not exactly one is."""
-        stops = lambda var: var in self.params or var in self._roots or var not in self.repeated
+        stops = lambda var: var in self.params or var in self.roots or var not in self.repeated
         behind = jaxprs.reached(reads, lambda v: () if stops(v) else jaxprs.variables_in(self.repeated[v].invars))
-        found = {self.params[var].root if var in self.params else self._roots.get(var) for var in behind} - {None}
+        found = {self.params[var].root if var in self.params else self.roots.get(var) for var in behind} - {None}
         return found.pop() if len(found) == 1 else None
 
     @functools.cached_property
-    def _clusters(self) -> "Clusters":
-        from zerojax.gather.clusters import Clusters
-
-        made = jaxprs.makers(self._jaxpr.eqns)
-        return Clusters(self.params, self.repeated, self._uniform, self._roots, made, self._made_in)
+    def made(self) -> dict:
+        return jaxprs.makers(self._jaxpr.eqns)
 
     def _joined(self, site: Site) -> "Joined | None":
         """Return the block that gathers the only parameter of an equation, or None if it cannot run in that block."""
         place = self._blocks.get(root := self._root_of(site.reads))
-        return None if place is None or not is_plain(site.eqn) else self._clusters.joined(site.eqn, root, place)
+        if place is None or not is_plain(site.eqn):
+            return None
+        from zerojax.gather.clusters import joined
+
+        return joined(self, site.eqn, root, place)
 
     def of_cluster(self, site: Site) -> "Joined | None":
         """Return the block of a cluster if the equation reads its results, and otherwise only alike values."""
-        return None if site.touched or self._roots.keys().isdisjoint(site.reads) else self._joined(site)
+        return None if site.touched or self.roots.keys().isdisjoint(site.reads) else self._joined(site)
 
     def of_one_param(self, site: Site) -> "Joined | None":
         """Return the block that gathers the only parameter of an equation, if the result is at most half as large."""
@@ -284,14 +285,14 @@ class Decisions:
         draft = self.drafts[block.place]
         draft.eqns.append(site.eqn)
         draft.again |= block.again
-        self._roots |= dict.fromkeys(site.eqn.outvars, block.root)
-        self._made_in |= dict.fromkeys(site.eqn.outvars, block.place)
+        self.roots |= dict.fromkeys(site.eqn.outvars, block.root)
+        self.made_in |= dict.fromkeys(site.eqn.outvars, block.place)
 
     def gather_for_use(self, site: Site, _) -> None:
         roots = {self._root_of([var]) for var in site.touched} - {None}
         self._blocks |= dict.fromkeys(roots, len(self.drafts))
         if len(roots) == 1 and self.is_of_params_alone(site):
-            self._roots |= dict.fromkeys(site.eqn.outvars, *roots)
+            self.roots |= dict.fromkeys(site.eqn.outvars, *roots)
         self.drafts.append(Draft(BlockSegment, [site.eqn]))
 
 

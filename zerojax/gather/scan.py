@@ -17,7 +17,7 @@ iteration, and XLA inlines a loop of one iteration.
 import dataclasses
 import functools
 from collections.abc import Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,13 +31,9 @@ from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.vjp import Passes, RowStates, traced_passes
 
-
-class ForwardState(NamedTuple):
-    """The values that one iteration of the forward loop passes to the next iteration."""
-
-    carry: list
-    gathered: list  # layers of the next iteration; empty without prefetch
-    stacks: tuple  # of the rows that the iterations have written; see `Forward.rows`
+# What an iteration passes to the next one: the carry, the gathered layers of the next iteration (without prefetch, no
+# layers), and stacks of the rows that the iterations have written (`Forward.rows`).
+ForwardState = tuple[list, list, tuple]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Forward:
             carry = behind if peeled else carry
         carry, rows = self.rows(iteration, carry, gathered)
         stacks = jax.tree.map(lambda stack, row: self.loop.write(stack, row, iteration), stacks, rows)
-        return ForwardState(carry, following if self.ahead else [], stacks)
+        return carry, following if self.ahead else [], stacks
 
     def rows(self, iteration, carry: Sequence, gathered: Sequence) -> tuple[list, tuple]:
         """Compute one iteration, and return `(carry, rows)`.
@@ -88,7 +84,7 @@ class Forward:
         closed, shapes = jax.make_jaxpr(lambda *args: self.rows(0, *args)[1], return_shape=True)(carry, gathered)
         stacks = [_empty(var.aval, self.loop.length) for var in compat.opened(closed)[0].outvars]
         stacks = jax.tree.unflatten(jax.tree.structure(shapes), stacks)
-        return ForwardState(carry, gathered if self.ahead else [], stacks)
+        return carry, gathered if self.ahead else [], stacks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,11 +147,11 @@ class ScanSegment(Segment):
         if ahead:
             if length > 1:
                 rows = loop.rows_inside(gathers.rows_of(self.others), options.comm.follower)
-                (carry,) = gathers.start(state.carry, rows=rows[loop.consts :][: loop.carry])
-                state = state._replace(carry=carry)
+                (carry,) = gathers.start(state[0], rows=rows[loop.consts :][: loop.carry])
+                state = carry, *state[1:]
             state = run.iterate(state, length - 1, fetch=False, peeled=True)
-        ys, saved, carried, kept = state.stacks
-        results = [[*state.carry, *ys][i] for i in loop.results]
+        carry, _, (ys, saved, carried, kept) = state
+        results = [[*carry, *ys][i] for i in loop.results]
         if passes is None:
             return results, None
         given = [*consts, *[None] * loop.carry, *slices]

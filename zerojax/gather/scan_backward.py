@@ -21,7 +21,7 @@ the next one starts (`Backward.in_turn`).
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,16 +60,16 @@ class StepState:
 class Backward:
     """One scan segment's backward pass.
 
-    `cotangents` has, for each active result of the body, the cotangent that enters the loop. It is the final cotangent
-    for a carry, and a stack for a stacked result, or None if that result has no cotangent. `later` has the indices of
-    the others whose cotangents may stay partial sums.
+    `cotangents` has, by the index of an active result of the body, the cotangent that enters the loop: the final one
+    for a carry, and a stack for a stacked result. `later` has the indices of the others whose cotangents may stay
+    partial sums.
     """
 
     loop: Loop
     passes: Passes
     layers: LayerGathers
     residuals: BlockResiduals
-    cotangents: Sequence
+    cotangents: Mapping[int, jax.Array]
     later: Collection[int]
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Backward:
 
     @property
     def carry_rows(self) -> list[State]:
-        return cotangent_rows(self.passes, self.loop)[: len(self.active_others[1])]
+        return list(cotangent_rows(self.passes, self.loop).values())[: len(self.active_others[1])]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
         """Return `(gathered layers, anchor)` of one iteration. Layers that the forward pass kept are not gathered."""
@@ -113,15 +113,15 @@ class Backward:
         values = [by_index.get(i) for i in range(len(self.loop.params))]
         return values[: len(self.loop.shared)], values[len(self.loop.shared) :]
 
-    def start(self, cotangents: Sequence, gathered: Sequence) -> StepState:
+    def start(self, gathered: Sequence) -> StepState:
         loop, others, comm = self.loop, self.passes.other_shapes, self.layers.options.comm
         of_consts, _, of_slices = self.active_others
         zeros = lambda i: (comm.zeros if i in self.later else compat.zero_cotangent)(others[i].shape, others[i].dtype)
         consts = [zeros(i) for i in of_consts]
         # Every row will be overwritten, so the stacks may start with any value. This value is computed only now,
         # because XLA could allocate stacks of zeros at the start of the program.
-        first = next(n for n, c in enumerate(cotangents) if c is not None)
-        seed = comm.element(cotangents[first], cotangent_rows(self.passes, loop)[first])
+        index, first = next(iter(self.cotangents.items()))
+        seed = comm.element(first, cotangent_rows(self.passes, loop)[index])
         rows = [zeros(i) for i in of_slices]
         slices = [jnp.full((loop.length, *x.shape), seed.astype(x.dtype)) for x in rows]
         used = {i: loop.shared[i] for i in self.passes.active_params if i < len(loop.shared)}
@@ -130,7 +130,7 @@ class Backward:
         dtypes = [loop.stacked[i].root.aval.dtype for i in self.trained.values()]
         shapes = [(loop.length, *comm.grad_shape(param.leaf)) for param in self._layers]
         stacks = [jnp.full(shape, seed.astype(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        carry = [c for i, c in zip(self.passes.active_results, cotangents, strict=True) if i < loop.carry]
+        carry = [c for i, c in self.cotangents.items() if i < loop.carry]
         return StepState(carry, list(gathered), [], [], shared, consts, slices, stacks)
 
     def pipelined(
@@ -178,14 +178,13 @@ class Backward:
     def _given(self, carry: Sequence, iteration) -> list:
         """Return the cotangents of the body's active results in one iteration. `carry` are the carry's cotangents."""
         of_carry, results = iter(carry), []
-        for index, stack in zip(self.passes.active_results, self.cotangents, strict=True):
+        for index in self.passes.active_results:
             if index < self.loop.carry:
                 results.append(next(of_carry))
-            elif stack is None:
-                aval = self.passes.forward.outvars[index].aval
-                results.append(compat.zero_cotangent(aval.shape, aval.dtype))
+            elif index in self.cotangents:
+                results.append(self.loop.row(self.cotangents[index], iteration))
             else:
-                results.append(self.loop.row(stack, iteration))
+                results.append(self.passes.zero_cotangent(index))
         return results
 
     def _sorted(self, to_params: Sequence) -> tuple[list, list]:
@@ -235,31 +234,33 @@ def backward(
 ) -> None:
     """Run the backward pass of a scan segment; see `Segment.backward`."""
     passes, options = residuals.passes, gathers.options
-    cotangents = _cotangents(segment, loop, passes, grads)
-    if cotangents is None:
+    keys = dict(zip(loop.results, segment.results, strict=True))
+    found = {i: grads.cotangents[keys[i]] for i in passes.active_results if keys.get(i) in grads.cotangents}
+    if not found:
         return
-    here = [c for c in cotangents if c is not None]
+    # Every iteration needs all cotangents of the carry.
+    wanted = [i for i in passes.active_results if i in found or i < loop.carry]
+    cotangents = [found[i] if i in found else passes.zero_cotangent(i) for i in wanted]
+    rows = cotangent_rows(passes, loop)
     flat, structure = jax.tree.flatten(residuals.saved)
     # The residuals pass the barrier, too. Otherwise XLA would merge the first step's recomputation with the last
     # iteration of the forward pass, and keep the values of that iteration until then.
-    rows = [rows for rows, c in zip(cotangent_rows(passes, loop), cotangents, strict=True) if c is not None]
-    entry, (here, flat, due) = gathers.take(here, flat, grads.due, rows=rows, ahead=not loop.stacked)
+    states, ahead = [rows[i] for i in wanted], not loop.stacked
+    entry, (cotangents, flat, due) = gathers.take(cotangents, flat, grads.due, rows=states, ahead=ahead)
     grads.settle(due)
-    behind = iter(here)
-    cotangents = [None if c is None else next(behind) for c in cotangents]
     residuals = dataclasses.replace(residuals, saved=jax.tree.unflatten(structure, flat))
     used = [i - len(loop.shared) for i in passes.needed if i >= len(loop.shared)]
     layers = LayerGathers(loop, options, [p.sliced(grads.env) for p in loop.stacked], used)
     carried = range(loop.consts, loop.consts + loop.carry)
     summed_later = segment.summed_later(gathers, grads)
     later = [i for i, k in enumerate(loop.others) if i not in carried and k in summed_later]
-    run = Backward(loop, passes, layers, residuals, cotangents, later)
+    run = Backward(loop, passes, layers, residuals, dict(zip(wanted, cotangents, strict=True)), later)
     shared, gathered = run.entry(entry)
     if options.prefetch and loop.stacked:
-        state = _pipeline(run, shared, run.start(cotangents, gathered), gathers, grads)
+        state = _pipeline(run, shared, run.start(gathered), gathers, grads)
     else:
         body = lambda state, iteration: (run.in_turn(shared, state, iteration), None)
-        state, _ = lax.scan(body, run.start(cotangents, []), jnp.arange(loop.length), reverse=True)
+        state, _ = lax.scan(body, run.start([]), jnp.arange(loop.length), reverse=True)
     _finish(segment, run, state, gathers, grads)
 
 
@@ -311,21 +312,7 @@ def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherSc
     grads.add_params([*shared, *left], [*sums, *state.pending], exposed=exposed, stacks=stacks)
 
 
-def cotangent_rows(passes: Passes, loop: Loop) -> list[State]:
+def cotangent_rows(passes: Passes, loop: Loop) -> dict[int, State]:
     """Return which dims of a loop's cotangents hold the rows of the batch. Stacked results have stacked cotangents."""
     pairs = zip(passes.active_results, passes.result_rows, strict=True)
-    return [rows if i < loop.carry else stacked(rows) for i, rows in pairs]
-
-
-def _cotangents(segment: Segment, loop: Loop, passes: Passes, grads: GradScheduler) -> list | None:
-    """Return the cotangents of the body's active results, or None if no result of the loop has a cotangent."""
-    # A missing cotangent is None for a stacked result. It is zeros for a carry, which every iteration needs.
-    keys = dict(zip(loop.results, segment.results, strict=True))
-    given = [grads.cotangents.get(keys[i]) if i in keys else None for i in passes.active_results]
-    if all(c is None for c in given):
-        return None
-    shapes = [v.aval for v in passes.forward.outvars]
-    return [
-        compat.zero_cotangent(shapes[i].shape, shapes[i].dtype) if c is None and i < loop.carry else c
-        for i, c in zip(passes.active_results, given, strict=True)
-    ]
+    return {i: rows if i < loop.carry else stacked(rows) for i, rows in pairs}

@@ -4,8 +4,7 @@ A slice that keeps the sharded dim whole is applied to the shard, so that a gath
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -49,54 +48,32 @@ def sliced_shard(shard: jax.Array, slices: Sequence, operands: Mapping) -> jax.A
     """Apply equations to a shard, in order, given the values of their operands after the first."""
     for eqn in slices:
         indices = [v.val if compat.is_literal(v) else operands[v] for v in eqn.invars[1:]]
-        shard = _RULES[eqn.primitive.name](shard, eqn, indices)
+        shard = _applied(eqn, shard, indices)
     return shard
+
+
+def _applied(eqn: Any, shard: jax.Array, indices: Sequence) -> jax.Array:
+    """Apply an equation to a shard, given the values of the operands after the first."""
+    name, params, before, after = eqn.primitive.name, eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    # A slice has all of the sharded dim, in which the shard is shorter than the logical value.
+    own = lambda values: [a if a != b else x for a, b, x in zip(shard.shape, before, values, strict=True)]
+    if name == "dynamic_slice":
+        return lax.dynamic_slice(shard, indices, own(params["slice_sizes"]))
+    if name == "slice":
+        strides = params["strides"]
+        starts = [0 if a != b else x for a, b, x in zip(shard.shape, before, params["start_indices"], strict=True)]
+        # XLA copies only contiguous ranges from host memory.
+        shard = to_device(shard) if any(stride != 1 for stride in strides or ()) else shard
+        return lax.slice(shard, starts, own(params["limit_indices"]), strides)
+    if name == "squeeze":
+        return lax.squeeze(shard, params["dimensions"])
+    if name == "reshape":
+        kept = _dims_kept(before, after)
+        return lax.reshape(to_device(shard), (*after[: len(after) - kept], *shard.shape[len(before) - kept :]))
+    return compat.evaluate_one(eqn, [to_device(shard)])[0]
 
 
 def _dims_kept(before: Sequence[int], after: Sequence[int]) -> int:
     """Return the number of trailing dims that a reshape does not change."""
     pairs = zip(reversed(before), reversed(after), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(before), len(after)))
-
-
-def _sharded_dim(value, eqn) -> int:
-    """Return the dim in which the shard is shorter than the logical value, or -1 if there is none."""
-    for dim, (have, full) in enumerate(zip(value.shape, eqn.invars[0].aval.shape, strict=True)):
-        if have != full:
-            return dim
-    return -1
-
-
-def _slice(value, eqn, indices):
-    starts, limits = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
-    if (dim := _sharded_dim(value, eqn)) >= 0:
-        starts[dim], limits[dim] = 0, value.shape[dim]
-    if any(stride != 1 for stride in eqn.params["strides"] or ()):
-        value = to_device(value)  # XLA copies only contiguous ranges from host memory.
-    return lax.slice(value, starts, limits, eqn.params["strides"])
-
-
-def _dynamic_slice(value, eqn, indices):
-    sizes = list(eqn.params["slice_sizes"])
-    if (dim := _sharded_dim(value, eqn)) >= 0:
-        sizes[dim] = value.shape[dim]
-    return lax.dynamic_slice(value, indices, sizes)
-
-
-def _reshape(value, eqn, indices):
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    kept = _dims_kept(before, after)
-    return lax.reshape(to_device(value), (*after[: len(after) - kept], *value.shape[len(before) - kept :]))
-
-
-# How to apply an equation to a shard, by its primitive: `fn(shard, equation, values of the operands after the first)`.
-_RULES: Mapping[str, Callable] = MappingProxyType(
-    {
-        "slice": _slice,
-        "dynamic_slice": _dynamic_slice,
-        "squeeze": lambda value, eqn, _: lax.squeeze(value, eqn.params["dimensions"]),
-        "transpose": lambda value, eqn, _: lax.transpose(to_device(value), eqn.params["permutation"]),
-        "rev": lambda value, eqn, _: lax.rev(to_device(value), eqn.params["dimensions"]),
-        "reshape": _reshape,
-    }
-)

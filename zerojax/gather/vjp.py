@@ -94,6 +94,10 @@ class Passes:
     def _evaluated(self, jaxpr: Any, *args) -> list:
         return jaxprs.run(jaxpr, (), *jaxprs.as_jax_values(self.consts), *args)
 
+    def zero_cotangent(self, result: int) -> jax.Array:
+        aval = self.forward.outvars[result].aval
+        return compat.zero_cotangent(aval.shape, aval.dtype)
+
     def _check_types(self, cotangents: Sequence) -> None:
         for cotangent, index in zip(cotangents, self.active_results, strict=True):
             dtype = self.forward.outvars[index].aval.dtype
