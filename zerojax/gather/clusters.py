@@ -8,13 +8,10 @@ equations, and for losses that read a parameter more than once.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from zerojax import compat, jaxprs
 from zerojax.gather.segments import is_plain
-
-if TYPE_CHECKING:
-    from zerojax.gather.rules import Decisions
 
 
 def only_scales(eqns: Sequence, eqn: Any, is_known: Callable[[Any], bool], final: Collection) -> bool:
@@ -145,8 +142,11 @@ class Joined(NamedTuple):
     again: dict
 
 
-def joined(so_far: "Decisions", eqn: Any, root: Any, place: int) -> Joined | None:
-    """Return the block `place`, which gathers the only parameter of `eqn`, `root`, or None if `eqn` cannot join."""
+def joined(so_far: Any, eqn: Any, root: Any, place: int) -> Joined | None:
+    """Return the block `place`, which gathers the only parameter of `eqn`, `root`, or None if `eqn` cannot join.
+
+    `so_far` are the `Decisions` so far.
+    """
     again: dict = {}
     pending, seen = jaxprs.variables_in(eqn.invars), set()
     while pending:
