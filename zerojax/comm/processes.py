@@ -3,18 +3,19 @@
 Every process of a run must make the same calls in the same order: `create`, steps, evaluations, saves. If two processes
 give different names to calls with the same number, their programs differ. `EVENTS` counts the calls of this process,
 and a thread publishes them. If a call takes too long, the thread compares it with the calls of the other processes. A
-process that ends publishes the reason, which the other processes report.
+process that ends publishes the reason, which the other processes report. The thread also limits the time of steps.
 
-`Processes` exchanges messages within a timeout. A process notices if a process that it waits for has ended, or makes
-another call. A thread can do this while the main thread trains.
+`Processes` exchanges messages within a timeout, and notices if an awaited process has ended or makes another call.
 """
 
 import atexit
 import collections
 import dataclasses
+import faulthandler
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import threading
@@ -28,7 +29,8 @@ from jax.sharding import Mesh
 
 from zerojax.internals import coordination_client
 
-PERIOD_S = 1.0
+TICK_S = 0.05
+PERIOD_S = 1.0  # between two publications of one process, if there are few
 MOST_PER_SECOND = 64  # messages to the coordinator from all processes together
 REMEMBERED = 32  # how many of the last calls a process publishes
 STUCK_S = 5.0  # a call that takes longer is compared with the calls of other processes
@@ -55,6 +57,8 @@ class Call:
     result: Any = None  # an array that the call computes, or None if the call has not dispatched it yet
     failed: bool = False  # whether the call raised an error
     begun: float = dataclasses.field(default_factory=time.monotonic)
+    limit: float = math.inf  # how many seconds it may take after the previous call with a limit
+    ends: bool = False  # whether the process ends if the call takes longer
 
     @property
     def has_ended(self) -> bool:
@@ -82,6 +86,7 @@ class Events:
 
     def __init__(self):
         self._calls: collections.deque[Call] = collections.deque(maxlen=REMEMBERED)
+        self._limited: collections.deque[Call] = collections.deque()
         self.counted, self._beat = 0, 0  # the number of calls, and of publications
         self._thread: int | None = None  # the thread whose calls are counted
         self._watcher: threading.Thread | None = None  # made by the first call, because a forked process has no threads
@@ -105,15 +110,27 @@ class Events:
         """Count a call, unless another thread made the first call. Calls of two threads have no fixed order."""
         if self._thread is None:
             self._thread = threading.get_ident()
-            self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
-            self._watcher.start()
-            atexit.register(self._at_exit)  # runs before JAX's function, which `import jax` has registered
+            self._start()
         if self._thread != threading.get_ident():
             return Call(-1, name)
         call = Call(self.counted, name, watched)
         self.counted += 1
         self._calls.append(call)
         return call
+
+    def limit(self, call: Call, seconds: float | None, *, ends: bool) -> None:
+        """Say what is known about a call if it takes longer after the previous one, and end the process if `ends`."""
+        if seconds is None:
+            return
+        call.limit, call.ends = seconds, ends
+        self._limited.append(call)
+        self._start()
+
+    def _start(self) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="zerojax processes", daemon=True)
+            self._watcher.start()
+            atexit.register(self._at_exit)  # runs before JAX's function, which `import jax` has registered
 
     def publish(self) -> None:
         self._beat += 1
@@ -142,14 +159,46 @@ class Events:
         return {call.number: call.name for call in list(self._calls)}
 
     def _watch(self) -> None:
-        """Publish the calls of this process and read notices of others, until the process ends. Runs in a thread."""
-        while not self._at_end.wait(period()):
-            try:
-                self.publish()
-                self._heed(failures())
-            except Exception:
-                if coordination_client() is None:  # jax.distributed.shutdown was called
-                    return
+        """Watch calls, publish them, and read notices of others, until the process ends. Runs in a thread."""
+        waited, slept = 0.0, 0.0  # Time in which a debugger or the machine stopped the process does not count.
+        while not self._at_end.wait(TICK_S):
+            while self._limited and self._limited[0].has_ended:
+                self._limited.popleft()
+                waited = 0.0
+            waited, slept = waited + TICK_S if self._limited else 0.0, slept + TICK_S
+            if self._limited and waited > self._limited[0].limit:
+                self._say_late(self._limited[0])
+            if rank()[1] > 1 and slept > period():
+                slept = 0.0
+                with suppress(Exception):  # jax.distributed.shutdown may have been called
+                    self.publish()
+                    self._heed(failures())
+
+    def _say_late(self, call: Call) -> None:
+        """Print what is known about a call that takes too long, and end the process if the call `ends` it."""
+        (index, count), name = rank(), call.name.partition(" with ")[0]
+        within = f"{'timeout=' if call.ends else ''}{call.limit:g} s"
+        said = [f"{name} did not end within {within} on process {index} of {count}."]
+        with suppress(Exception):  # the coordination service may be gone
+            said += self._behind() if count > 1 else []
+        for line in said:
+            say(line)
+        faulthandler.dump_traceback(sys.stderr)
+        if call.ends:
+            leave(AGAIN, " ".join(said))
+        say("it goes on waiting. Give train_step(timeout=) to end a process whose step hangs.")
+        call.limit *= 2
+
+    def _behind(self) -> list[str]:
+        """Say which processes have not made the last call of this one."""
+        (index, count), states = rank(), self.others()
+        calls = {other: states[other]["calls"] if other in states else {} for other in range(count) if other != index}
+        return [
+            f"process {other} was last seen in {made[max(made)] if made else 'no call'}: process {index} waits for it "
+            f"in a collective."
+            for other, made in calls.items()
+            if max(made, default=-1) < self.counted - 1
+        ]
 
     def _heed(self, failed: dict[int, dict[str, Any]]) -> None:
         """Print which processes failed. End this process if its call hangs and another failed or differs."""
@@ -161,8 +210,7 @@ class Events:
         call = self._calls[-1] if self._calls else None
         if call is None or call.has_ended or time.monotonic() - call.begun < STUCK_S:
             return
-        if failed:
-            other, notice = next(iter(failed.items()))
+        for other, notice in failed.items():
             text = notice["text"]
             why = text if text.startswith("process") else f"process {other} ended after: {text}"
             leave(notice["status"], say(f"process {index} cannot end {call.name}: {why}"))
@@ -245,7 +293,6 @@ def leave(status: int, text: str) -> None:
 
 
 def period() -> float:
-    """Return the seconds between two publications of one process."""
     return PERIOD_S * max(1.0, rank()[1] / MOST_PER_SECOND)
 
 
@@ -286,14 +333,7 @@ class Processes:
     An `error` is raised if a process does not answer within `timeout` seconds, or if `agree` gets a failure.
     """
 
-    def __init__(
-        self,
-        purpose: str,
-        timeout: float | None = None,
-        *,
-        call: Call | None = None,
-        error: type[Exception] = TimeoutError,
-    ):
+    def __init__(self, purpose: str, timeout: float | None = None, *, call: Call | None = None, error=TimeoutError):
         self.index, self.count = jax.process_index(), jax.process_count()
         self.timeout, self._error = TIMEOUT_S if timeout is None else timeout, error
         place = f"call/{call.number}" if call and call.number >= 0 else f"{purpose}/{next(SERIALS[purpose])}"
