@@ -10,7 +10,6 @@ OPTIONAL = {
     "eval_step",
     "fitting",
     "guard",
-    "hybrid_options",
     "leaf_norms",
     "moved_state",
     "params",

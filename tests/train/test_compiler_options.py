@@ -10,9 +10,9 @@ from jax.sharding import AxisType
 
 import zerojax
 from zerojax import Offload, Tuning, zero_shard
+from zerojax.config import tuning
+from zerojax.config.tuning import OVERLAP
 from zerojax.gpus.devices import absent_mesh
-from zerojax.train import hybrid_options
-from zerojax.train.hybrid_options import OVERLAP
 
 BATCH = jnp.ones((8, 4))
 LEVEL = {"xla_backend_optimization_level": 0}
@@ -68,7 +68,7 @@ def test_two_collectives_run_at_once_where_they_have_two_groups(shape, options, 
     mesh = jax.make_mesh(shape, ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
     tx = zero_shard(optax.sgd(1e-2), mesh=mesh, axis=("host", "gpu"), **tuned(**{"stage": 3} | options))
     assert tx.train_step(loss).compiler_options == {}  # on CPUs
-    monkeypatch.setattr(hybrid_options, "is_gpu", lambda config: True)
+    monkeypatch.setattr(tuning, "is_gpu", lambda config: True)
     step = tx.train_step(loss)
     assert step.compiler_options == ({OVERLAP: 2} if is_set else {})
     assert tx.train_step(loss, compiler_options={}).compiler_options == {}
@@ -78,10 +78,10 @@ def test_two_collectives_run_at_once_where_they_have_two_groups(shape, options, 
 
 def test_a_step_with_an_option_of_the_mesh_runs_within_another_program(monkeypatch):
     mesh = jax.make_mesh((2, 4), ("host", "gpu"), axis_types=(AxisType.Auto,) * 2)
-    tuning = Tuning(shard_axis="gpu", persist_below=0)
-    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=tuning)
+    hybrid = Tuning(shard_axis="gpu", persist_below=0)
+    tx = zero_shard(optax.sgd(1e-2), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=hybrid)
     step, state = tx.train_step(loss), tx.create({"w": jnp.ones((4, 8))})
-    monkeypatch.setattr(hybrid_options, "options_of_mesh", lambda config: LEVEL)
+    monkeypatch.setattr(tuning, "options_of_mesh", lambda config: LEVEL)
     assert step.compiled_with == ("Compiled with the options xla_backend_optimization_level=0.",)
     jax.jit(step).trace(state, BATCH)
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from zerojax.config.checks import check_count, check_flag, check_word
-from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW
+from zerojax.config.config import BUCKET_BYTES, PERSIST_BELOW, Config
 from zerojax.config.data_mesh import resolve_axes
 from zerojax.units import parse_bytes
+
+# In hybrid sharding, a step has collectives over NVLink and over the network, which do not share a link. With this
+# option, XLA's scheduler does not run them one after another. `xla_gpu_memory_limit_slop_factor` is not set: a lower
+# limit saves memory, but XLA keeps to it by repeating matrix products, and not by another schedule.
+OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,3 +92,15 @@ def unknown_option(function: str, name: str, value: Any) -> TypeError:
             f"{function}() has no option {name!r}, which is a field of Tuning. Give tuning=Tuning({name}={value!r})."
         )
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}.")
+
+
+def options_of_mesh(config: Config) -> Mapping[str, Any]:
+    """Return the options with which a step is compiled if the user gives none. `XLA_FLAGS` has priority."""
+    data = config.data
+    is_hybrid = config.stage > 0 and 1 < data.size(data.across) < data.workers
+    matters = is_hybrid and is_gpu(config) and not config.params_on_disk
+    return {OVERLAP: 2} if matters and OVERLAP not in os.environ.get("XLA_FLAGS", "") else {}
+
+
+def is_gpu(config: Config) -> bool:
+    return config.mesh.devices.flat[0].platform in ("cuda", "gpu", "rocm")

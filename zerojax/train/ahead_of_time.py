@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from zerojax.config import Config
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
-from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import StepOptions, StepProgram
+from zerojax.train.step_program import StepProgram
 
 if TYPE_CHECKING:
     from zerojax.train.fitting import MemoryFit
@@ -22,18 +19,6 @@ class AheadOfTime:
 
     program: StepProgram
     _executor: Executor
-
-    if TYPE_CHECKING:
-
-        def __init__(self, config: Config, loss: Loss, options: StepOptions): ...
-
-    def under(self, config: Config) -> Self:
-        """Return a step with the same loss for `config`, which may have another mesh or stage.
-
-        The options are the same but for `memory=`, which belongs to the mesh and the stage of this step.
-        """
-        program = self.program
-        return type(self)(config, dataclasses.replace(program.loss), dataclasses.replace(program.options, memory=None))
 
     @property
     def compiler_options(self) -> Mapping[str, Any]:

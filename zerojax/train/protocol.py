@@ -13,7 +13,7 @@ given, or its condition holds, and only then:
 
 Without an option, the executor is a `JittedStep`, and there is no guard. Smaller parts have no protocol, and are
 imported where they are needed: norms per parameter (`leaf_norms`), compiler options for two groups of collectives
-(`hybrid_options`), a state that the caller moved (`moved_state`), and in `zerojax.placement` the warning of the first
+(`config.tuning`), a state that the caller moved (`moved_state`), and in `zerojax.placement` the warning of the first
 call about misplaced arrays, and the name of an unusable array after an error.
 """
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 from typing import TYPE_CHECKING, Any
@@ -108,6 +109,13 @@ class Step(AheadOfTime):
     def _guard(self) -> Guard | None:
         # Do not do this in `__init__`, because a process may unpickle this step before JAX knows the devices.
         return guard_of(self.program, self._executor)
+
+    def under(self, config: Config) -> Step:
+        """Return a step with the same loss for `config`, which may have another mesh or stage.
+
+        The options are the same but for `memory=`, which belongs to the mesh and the stage of this step.
+        """
+        return Step(config, dataclasses.replace(self.program.loss), dataclasses.replace(self.options, memory=None))
 
     def __repr__(self) -> str:
         return f"<training step of {self.program.name}: stage={self.config.stage}, mesh={dict(self.config.mesh.shape)}>"

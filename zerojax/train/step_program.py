@@ -99,7 +99,7 @@ class StepProgram:
         """Return the compiler options of the step's own program, without the updates of offloaded state."""
         if self.options.compiler_options != "auto" or not self.config.data.across:
             return self.options.users_options
-        from zerojax.train.hybrid_options import options_of_mesh
+        from zerojax.config.tuning import options_of_mesh
 
         return options_of_mesh(self.config)
 
