@@ -14,7 +14,7 @@ from matrix_optimizers import shampoo
 import zerojax
 from zerojax import Offload, Precision
 from zerojax.layout.leaf import is_chunked
-from zerojax.staged.chunk_gradients import ChunkGradients
+from zerojax.staged.chunk_update import ChunkGradients
 from zerojax.staged.microbatch import Microbatch
 from zerojax.staged.model_files import ModelFiles, files_of
 

@@ -15,7 +15,6 @@ OPTIONAL = {
     "params",
     "protocol",
     "same_run",
-    "staged_loss",
     "staged_step",
     "streamed_step",
     "tree_api",

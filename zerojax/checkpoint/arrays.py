@@ -31,6 +31,7 @@ from orbax.checkpoint import type_handlers
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf, read_verified
 from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, parts_of, read_ahead
+from zerojax.offload.disk import aligned_zeros
 
 # Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
 MIN_SLICE_BYTES = 16 << 20
@@ -231,7 +232,7 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
     edges = zip(box[:rank], saved.data_shape, strict=True)
     inside = (*(slice(one.start, min(one.stop, size)) for one, size in edges), *box[rank:])
     shape, sizes = ([one.stop - one.start for one in spans] for spans in (box, inside))
-    part = np.empty(shape, saved.storage_dtype) if shape == sizes else np.zeros(shape, saved.storage_dtype)
+    part = aligned_zeros(shape, saved.storage_dtype)
     if sizes and min(sizes) <= 0:
         return part
     target = part[(*map(slice, sizes), ...)]

@@ -74,6 +74,12 @@ def aligned_buffer(size: int) -> memoryview:
     return memoryview(memory)
 
 
+def aligned_zeros(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Return zeros in aligned memory, which JAX's arrays on CPU share. Memory of NumPy would be copied."""
+    size = math.prod(shape)
+    return np.frombuffer(aligned_buffer(max(1, size * dtype.itemsize)), dtype, size).reshape(shape)
+
+
 def supports_direct(probe: Path) -> bool:
     """Return whether the file `probe` can be written without the page cache. Remove the file afterwards."""
     try:

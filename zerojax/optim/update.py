@@ -52,7 +52,11 @@ def first_leaves(config: Config, plan: ShardingPlan, stored: Sequence[Shaped[Arr
 
 
 def state_to_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
-    """Return the state with the chunks of all offloaded leaves copied to the device and joined."""
+    """Return the state with the chunks of all offloaded leaves copied to the device and joined.
+
+    This is only for a step inside another program, which needs all state at once. Any other step streams the state
+    chunk by chunk (`streaming/stream.py`).
+    """
     if not plan.offloaded:
         return state
     from zerojax.optim.returned_state import all_on_device

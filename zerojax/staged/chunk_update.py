@@ -1,25 +1,231 @@
-"""Update parameters on disk chunk by chunk: read parameter, gradient and state, update, and write the results."""
+"""Update parameters on disk: sum the gradients of chunks, write them to files, and update chunk by chunk.
+
+Gradients are summed over their uses and over microbatches, and scaled.
+
+An update also reads scalars, such as norms, that it reduces from gradients. The part of an update that does not depend
+on offloaded state is traced as one list of equations. An equation that reduces a gradient on disk to a scalar is called
+a cut, if the equations before it are elementwise and read nothing else. They are evaluated chunk by chunk, before the
+chunk is written. The equations after the cut read only the scalar. Gradients that other equations read, such as a norm
+of scaled gradients, are read as whole arrays.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
+from zerojax import compat, jaxprs, signatures
 from zerojax.comm.mesh import wait_if_simulated
+from zerojax.layout.leaf import Leaf
+from zerojax.optim.equations import evaluate_as
 from zerojax.optim.partition import UpdateGroup
-from zerojax.optim.traced import GRAD, PARAM
+from zerojax.optim.traced import CUT, GRAD, PARAM, Equations, equations_behind, producers_of
 from zerojax.optim.update import UpdateInputs
-from zerojax.staged.model_files import READ_AHEAD, ModelFiles
-from zerojax.staged.sources import OnDisk, Trained
+from zerojax.placement.storage import unpadded
+from zerojax.staged.model_files import READ_AHEAD, ChunkId, ModelFiles, OnDisk, Trained
 from zerojax.streaming.chunk_programs import update_on_device
 from zerojax.streaming.stores import IN_FLIGHT, StateStore
 from zerojax.streaming.stream import Chunk, StreamedUpdate, UpdateQueue
 
 if TYPE_CHECKING:
     from jaxtyping import Array
+
+# For each reduction, the function that reduces a chunk, and the function that joins the values of two chunks.
+_REDUCTIONS: Mapping[str, tuple[Callable, Callable]] = {
+    "reduce_sum": (jnp.sum, jnp.add),
+    "reduce_max": (jnp.max, jnp.maximum),
+    "reduce_min": (jnp.min, jnp.minimum),
+    "reduce_and": (jnp.all, jnp.logical_and),
+    "reduce_or": (jnp.any, jnp.logical_or),
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cut:
+    """A scalar that is reduced from one gradient."""
+
+    var: Any  # the variable of the scalar
+    grad: int  # the index of the gradient among those of the trained parameters
+    jaxpr: Any  # the equations that compute the scalar from the gradient
+    reduce: Callable  # the function that reduces a chunk
+    combine: Callable  # the function that joins the values of two chunks
+
+    def of_chunk(self, chunk: Array) -> Array:
+        """Return the scalar of one chunk without padding."""
+        *eqns, last = self.jaxpr.eqns
+        before = compat.part_of(self.jaxpr, eqns, self.jaxpr.invars, last.invars)
+        (x,) = evaluate_as(before, (), [chunk.astype(self.jaxpr.invars[0].aval.dtype)], chunk.shape)
+        return self.reduce(jnp.broadcast_to(x, chunk.shape))
+
+
+class Reductions:
+    """The cuts of an update's equations, in the order of the equations."""
+
+    def __init__(self, equations: Equations, on_disk: Collection[int]):
+        """Find the cuts. `on_disk` contains the indices of the gradients in files."""
+        self.equations, jaxpr = equations, equations.jaxpr
+        self._programs: dict[Any, Any] = {}
+        reads = dict(zip(jaxpr.invars, equations.reads, strict=True))
+        needs = {var: frozenset((i,)) for var, (kind, i) in reads.items() if kind == GRAD and i in on_disk}
+        producers, self.cuts = producers_of(jaxpr), []
+        for eqn in jaxpr.eqns:
+            large = frozenset().union(*(needs.get(v, ()) for v in jaxprs.variables_in(eqn.invars)))
+            if len(large) == 1 and (cut := self._cut(eqn, next(iter(large)), producers)) is not None:
+                self.cuts.append(cut)
+            elif large:
+                needs |= dict.fromkeys(eqn.outvars, large)
+        eqns, inputs = equations_behind(jaxpr, producers, jaxpr.outvars, {cut.var for cut in self.cuts})
+        reads |= {cut.var: (CUT, n) for n, cut in enumerate(self.cuts)}
+        # The equations after the cuts, and the indices of the gradients on disk that they read as whole arrays.
+        self.rest = equations.whole.equations(
+            [equations.eqns[e] for e in eqns], {v: reads[v] for v in inputs}, jaxpr.outvars
+        )
+        self.whole = sorted(set(self.rest.indices(GRAD)).intersection(on_disk))
+
+    def of(self, grad: int) -> list[Cut]:
+        return [cut for cut in self.cuts if cut.grad == grad]
+
+    def finishing(self, grad: int, of: OnDisk) -> Any:
+        """Return a program `f(chunk, factor) -> (chunk, [sum of squares, cuts...])` for the chunks of a gradient.
+
+        It multiplies a chunk by `factor`, and reduces it to scalars. Chunks of equal layout share a program.
+        """
+        cuts, leaf, dim = self.of(grad), of.leaf, of.chunking.dim
+        key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(signatures.signature(cut.jaxpr) for cut in cuts)
+        if key not in self._programs:
+            self._programs[key] = jax.jit(functools.partial(_finished, leaf, dim, cuts), donate_argnums=0)
+        return self._programs[key]
+
+    def _cut(self, last: Any, grad: int, producers: dict) -> Cut | None:
+        """Return the cut that ends with an equation. None: it is no reduction over all dims, or reads other values."""
+        jaxpr = self.equations.jaxpr
+        if last.primitive.name not in _REDUCTIONS or last.outvars[0].aval.shape:
+            return None
+        eqns, inputs = equations_behind(jaxpr, producers, last.outvars)
+        (*before, _), root = (ordered := [jaxpr.eqns[e] for e in eqns]), inputs[0]
+        elementwise = all(
+            (jaxprs.facts(one).elementwise or one.primitive.name == "broadcast_in_dim")
+            and all(v.aval.shape == root.aval.shape for v in one.outvars)
+            for one in before
+        )
+        if len(inputs) > 1 or not elementwise:
+            return None
+        part = compat.part_of(jaxpr, ordered, inputs, last.outvars)
+        return Cut(last.outvars[0], grad, part, *_REDUCTIONS[last.primitive.name])
+
+
+def _finished(leaf: Leaf, dim: int, cuts: list[Cut], grad: Array, factor: Array) -> tuple[Array, list[Array]]:
+    grad = grad * factor.astype(grad.dtype)
+    logical = grad if dim == leaf.dim else unpadded(grad, leaf)  # chunks along the sharded dim have no padding
+    return grad, [jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.float32))), *(cut.of_chunk(logical) for cut in cuts)]
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _added(total, grad):
+    return total + grad.astype(total.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _scaled(grad, dtype, share):
+    return grad.astype(dtype) if share is None else grad.astype(dtype) * share.astype(dtype)
+
+
+class ChunkGradients:
+    """The gradients of one step, for the parameters on disk.
+
+    Each chunk's gradient is written once per microbatch. In the last microbatch, the weights of the whole loss are
+    known. So each sum is then multiplied by the factor that makes it the gradient of the loss, and is reduced to the
+    scalars that the update needs. Therefore the update reads each gradient only once.
+    """
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        trained: Mapping[int, Trained],
+        expected: Mapping[ChunkId, int],
+        reductions: Reductions,
+        mesh: Mesh,
+    ):
+        """Begin a step. `expected` says how many gradients each chunk gets in one microbatch."""
+        self._files, self._expected, self._mesh = files, expected, mesh
+        self._of = {x.param.index: (k, x.grad) for k, x in trained.items()}
+        self._reductions = reductions
+        self._pending: dict[ChunkId, tuple[int, Array]] = {}
+        self._ready: list[tuple[int, int, Array]] = []
+        self._scalars: dict[int, list[list[Array]]] = collections.defaultdict(list)
+        self._first, self._share, self._factor = True, None, None
+
+    def begin(self, *, first: bool, share: Array | None, factor: Array | None) -> None:
+        """Begin a microbatch, whose gradients are scaled by `share`.
+
+        In the last microbatch, `factor` is the factor for the sums over all microbatches. It is None in the others.
+        """
+        self._first, self._share, self._factor = first, share, factor
+
+    def add(self, piece: ChunkId, grad: Array) -> None:
+        """Add the gradient of one use of a chunk. After the last use, `write` writes the sum over the uses."""
+        count, total = self._pending.pop(piece, (0, None))
+        total = grad if total is None else wait_if_simulated(self._mesh, _added(total, grad))
+        if count + 1 < self._expected[piece]:
+            self._pending[piece] = count + 1, total
+        else:
+            self._complete(*self._of[piece[0]], piece[1], total)
+
+    def end(self) -> None:
+        """End a microbatch. If it is the last, write zeros as the gradients of chunks that the loss does not use."""
+        assert not self._pending
+        self.write()
+        if self._factor is None:
+            return
+        for index, (k, of) in self._of.items():
+            for n in range(len(of.chunking.extents)):
+                if not self._expected.get((index, n)):
+                    shape = of.chunking.chunk_shape(of.leaf, of.chunking.extents[n])
+                    zeros = jnp.zeros(shape, of.leaf.dtype, device=of.sharding)
+                    self._finish(k, of, n, zeros)
+                    self.write()
+
+    def write(self) -> None:
+        """Begin to write the sums of the chunks whose last gradient was added. The devices may still compute them."""
+        for index, n, grad in self._ready:
+            self._files.write(index, n, grad)
+        self._ready.clear()
+
+    def scalars(self) -> tuple[dict[int, Array], dict[Any, Array]]:
+        """Return each gradient's sum of squares, by index, and the value of each cut, by variable."""
+        squares, known = {}, {}
+        for k, rows in self._scalars.items():
+            first, *others = zip(*rows, strict=True)
+            squares[k] = functools.reduce(jnp.add, first)
+            for cut, values in zip(self._reductions.of(k), others, strict=True):
+                known[cut.var] = functools.reduce(cut.combine, values)
+        return squares, known
+
+    def _complete(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
+        if self._share is not None or grad.dtype != of.leaf.dtype:
+            grad = wait_if_simulated(self._mesh, _scaled(grad, of.leaf.dtype, self._share))
+        if not self._first:
+            before = self._files.receive(of.index, n, self._files.read(of.index, n), "device")
+            grad = wait_if_simulated(self._mesh, _added(before, grad))
+        if self._factor is None:
+            self._ready.append((of.index, n, grad))
+        else:
+            self._finish(k, of, n, grad)
+
+    def _finish(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
+        grad, scalars = wait_if_simulated(self._mesh, self._reductions.finishing(k, of)(grad, self._factor))
+        self._scalars[k].append(scalars)
+        self._ready.append((of.index, n, grad))
 
 
 class StagedQueue(UpdateQueue):

@@ -15,10 +15,9 @@ from jax.sharding import Mesh
 from zerojax import compat
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
-from zerojax.staged.chunk_gradients import ChunkGradients
-from zerojax.staged.model_files import READ_AHEAD, ModelFiles
-from zerojax.staged.program import Item, StagedProgram
-from zerojax.staged.sources import ChunkId, ShardSource
+from zerojax.staged.chunk_update import ChunkGradients
+from zerojax.staged.model_files import READ_AHEAD, ChunkId, ModelFiles
+from zerojax.staged.program import Item, ShardSource, StagedProgram
 
 if TYPE_CHECKING:
     from jaxtyping import Array

@@ -20,23 +20,58 @@ from zerojax.compat import common_dtype
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.layout.tree import Layout, canonical
-from zerojax.offload.chunked import Chunked, ChunkedLayout, chunks_of, concrete_mesh, joined, row_chunkings_of
+from zerojax.offload.chunked import (
+    Chunked,
+    ChunkedLayout,
+    chunks_of,
+    concrete_mesh,
+    jitted,
+    join_chunks,
+    joined,
+    row_chunkings_of,
+    split_chunks,
+)
 from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import are_shapes, leaves_of, named, place_array, storage_leaves
-from zerojax.staged.sources import OnDisk, Trained
 from zerojax.streaming.first_state import Deferred
 from zerojax.streaming.stores import abandoned_on_error, state_buffer_bytes
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
 
+ChunkId = tuple[int, int]  # the number of a parameter's (or gradient's) files, and the number of a chunk
 # The number of chunks that are read ahead at a time. As many chunks can wait to be written.
 READ_AHEAD = 8
 # The folder, within `Offload(path=)`, of parameters that no run uses yet.
 GIVEN = "given"
 # The largest number of arrays that are copied from the devices to host memory while Python goes on.
 COPYING = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDisk(ChunkedLayout):
+    """How one parameter, or its gradient, is kept on disk."""
+
+    index: int  # the number of its files; for a parameter, this is its index among all parameters
+
+    @property
+    def pieces(self) -> tuple[ChunkId, ...]:
+        return tuple((self.index, n) for n in range(len(self.chunking.extents)))
+
+    def joined(self, chunks: Sequence[Array]) -> Array:
+        return jitted(join_chunks, self.sharding, self.leaf, self.chunking)(list(chunks))
+
+    def split(self, stored: Array) -> list[Array]:
+        return jitted(split_chunks, self.sharding, self.leaf, self.chunking)(stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained parameter on disk, and its gradient on disk."""
+
+    param: OnDisk
+    grad: OnDisk
 
 
 class ModelFiles(StateFiles):

@@ -23,8 +23,9 @@ from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Use
 from zerojax.gather.segments import BlockResiduals, BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, traced_passes
+from zerojax.layout.leaf import replace_at
 from zerojax.offload.chunked import MOST_ROWS
-from zerojax.staged.sources import ChunkId, OnDisk, ShardSource, source_of
+from zerojax.staged.model_files import ChunkId, OnDisk
 
 if TYPE_CHECKING:
     from jaxtyping import Array
@@ -162,6 +163,45 @@ def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
     stored = dataclasses.replace(stored, dtype=param.stored.dtype, path="", reason="")
     slot = Slot(jax.ShapeDtypeStruct(stored.shape, stored.dtype))
     return dataclasses.replace(param, root=slot, stored=stored, leaf=leaf, slices=slices, layer=None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardSource:
+    """The origin of a shard that a segment reads."""
+
+    of: OnDisk
+    # the row of dim 0 that is read; the shard then has a dim 0 of length 1; None: all chunks are read and joined
+    row: int | None = None
+
+    @property
+    def pieces(self) -> tuple[ChunkId, ...]:
+        return self.of.pieces if self.row is None else ((self.of.index, self.row),)
+
+    def shard(self, chunks: Mapping[ChunkId, Array]) -> Array:
+        values = [chunks[piece] for piece in self.pieces]
+        return self.of.joined(values) if self.row is None else values[0]
+
+    def grad_chunks(self, grad: Array) -> dict[ChunkId, Array]:
+        """Divide the gradient of the shard into gradients of chunks."""
+        return dict(zip(self.pieces, self.of.split(grad) if self.row is None else [grad], strict=True))
+
+
+def source_of(param: ShardedParam, of: OnDisk) -> ShardSource:
+    return ShardSource(of, _row_read(param) if of.chunking.is_by_row(of.leaf) else None)
+
+
+def _row_read(param: ShardedParam) -> int | None:
+    """Return the index on dim 0 if the slices of a parameter only select one row, otherwise None."""
+    if len(param.slices) != 2 or param.slices[1].primitive.name not in ("squeeze", "reshape"):
+        return None
+    first, (last,) = param.slices[0], param.slices[1].outvars
+    shape = first.invars[0].aval.shape
+    if last.aval.shape != shape[1:] or first.outvars[0].aval.shape != replace_at(shape, 0, 1):
+        return None
+    if first.primitive.name == "slice":
+        return first.params["start_indices"][0]
+    start = first.invars[1]
+    return int(jnp.clip(start.val, 0, shape[0] - 1)) if compat.is_literal(start) else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

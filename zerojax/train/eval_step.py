@@ -65,7 +65,7 @@ def eval_step(config: Config, fn: Callable) -> Callable:
 
     @functools.cache
     def staged() -> Callable:
-        from zerojax.train.staged_loss import StagedFunction
+        from zerojax.train.staged_step import StagedFunction
 
         return StagedFunction(config, Function(fn))
 
