@@ -173,7 +173,6 @@ def evaluated_body(eqn):
 
 
 def loop_of(eqn) -> LoopEqn | None:
-    """Return an equation as a `LoopEqn`, or None if it is not a loop with a known number of iterations."""
     if eqn.primitive.name != "scan":
         return None
     params = eqn.params

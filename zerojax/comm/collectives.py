@@ -198,7 +198,7 @@ class Collectives(ManualCollectives):
             return closed
         from zerojax.comm import own_rows
 
-        return own_rows.on_own_rows(closed, rows, self, self.follower)
+        return own_rows.on_own_rows(closed, rows, self)
 
     def undivided_kernels(self) -> list[str]:
         """Warn about kernels that every device runs on all rows, and return the warnings."""

@@ -1,9 +1,9 @@
 """Choose the mesh, make the shardings that depend on it, map functions over shards, and leave Explicit axes.
 
-On Explicit axes an array's type says how the array is sharded, and every operation must be valid for the types. zerojax
-computes on Auto axes. Public functions use `on_auto_mesh` to move their arguments to the same devices with Auto axes,
-and their results back to the caller's mesh. Moving a concrete array keeps its buffers, so donating the moved array
-donates the caller's array. Moving a traced array changes its type. If the sharding stays the same, no operation runs.
+On Explicit axes an array's type says how the array is sharded. zerojax computes on Auto axes: public functions use
+`on_auto_mesh` to move their arguments to the same devices with Auto axes, and their results back to the caller's mesh.
+Moving a concrete array keeps its buffers, so donating the moved array donates the caller's. Moving a traced array
+changes its type, and runs no operation if the sharding stays the same.
 
 `mapped` is a `jax.shard_map` for which `checkify` has no rule. `checkify` carries its error through every equation,
 with one entry per device after one `shard_map`, and one per pair of devices after the next one. A step has dozens of
@@ -87,11 +87,8 @@ def batch_sharding(mesh: Mesh, data: DataMesh) -> NamedSharding:
 
 
 def owned(x: Any) -> Any:
-    """Return a copy of a NumPy array, and any other value unchanged.
-
-    `jax.device_put` may share the memory of a NumPy array, even with `may_alias=False`, or read it after the call. So
-    a caller that then writes to its array would change values that were placed before.
-    """
+    # `jax.device_put` may share the memory of a NumPy array, even with `may_alias=False`, or read it after the call. So
+    # a caller that then writes to its array would change values that were placed before.
     return np.array(x) if isinstance(x, np.ndarray) else x
 
 
@@ -103,7 +100,6 @@ def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
 
 
 def wait_if_simulated(mesh: Mesh, arrays: Any) -> Any:
-    """Return `arrays`. If the devices of `mesh` are simulated on a CPU, first wait until the arrays are computed."""
     # Simulated devices share one pool of threads. Collectives of two programs at once would block each other.
     if mesh.size > 1 and mesh.devices.flat[0].platform == "cpu":
         jax.block_until_ready(arrays)
@@ -216,10 +212,9 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes or another mesh, even inside `jax.set_mesh`. Also usable as a decorator.
+    """Enter a context without Explicit axes or another mesh, also as a decorator. Traced code passes the caller's mesh.
 
-    A library may have called `jax.set_mesh` when it was imported, and no `shard_map` accepts another mesh than the
-    context's. Code that may be traced must pass the caller's mesh.
+    A library may have called `jax.set_mesh` on import, and no `shard_map` accepts another mesh than the context's.
     """
     context = jax.sharding.get_abstract_mesh()
     other = mesh is not None and not context.manual_axes and context.shape_tuple not in ((), mesh.shape_tuple)

@@ -72,9 +72,9 @@ class _Rewrite:
         return rebinding.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
 
 
-def on_own_rows(closed: Any, given: Sequence[State], comm: Any, follower: Follower) -> Any:
+def on_own_rows(closed: Any, given: Sequence[State], comm: Any) -> Any:
     """Return a jaxpr whose kernels run on each device's rows where that is proved, given the arguments' states."""
-    return _Rewrite(comm, follower).rewritten(closed, given)
+    return _Rewrite(comm, comm.follower).rewritten(closed, given)
 
 
 def warn_of_kernels(eqns: Iterable) -> list[str]:

@@ -48,10 +48,7 @@ class PartialSum:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """The place of the rows in each operand of an equation that sums over rows. The workers divide the rows.
-
-    The place is None for an operand that every worker has in full.
-    """
+    """The place of the rows, which the workers divide, in each operand of an equation; None: it has no rows."""
 
     places: tuple[Place | None, ...]
 
@@ -168,10 +165,7 @@ def _constrain_sums(jaxpr: Any, results: list, grads: Sequence[int], states: Seq
 
 
 def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    """Evaluate a jaxpr with its calls, its remats and some operations on sparse matrices inlined.
-
-    The operands of a remat pass through a barrier, which keeps XLA from merging its equations with the forward pass.
-    """
+    """Evaluate a jaxpr with its calls, its remats and some operations on sparse matrices inlined."""
 
     def rule(eqn, values):
         if eqn.primitive.name in _SPARSE:
@@ -180,6 +174,7 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
         if compat.inlined_body(eqn) is None:
             return None
         if compat.is_remat(eqn) and compat.params_of(eqn)["prevent_cse"]:
+            # The barrier keeps XLA from merging the remat's equations with the forward pass.
             values = lax.optimization_barrier(tuple(values))
         return jaxprs.evaluate_call(eqn, values, rule)
 
@@ -187,9 +182,9 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 
 def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], inside: Callable, workers: int) -> list:
-    """Evaluate a loop. The results with the indices `grads` are only used to compute gradients.
+    """Evaluate a loop, whose results `grads` stay partial sums if the loop adds them up or stacks them.
 
-    Such a result stays a partial sum if the loop adds it up or stacks it. `inside(args, grads)` evaluates the body.
+    `inside(args, grads)` evaluates the body.
     """
     summed = _added_up(loop, grads)
     rows = [*summed, *(i for i in grads if i >= loop.carry)]
@@ -285,18 +280,14 @@ def as_rows(value: jax.Array, workers: int) -> jax.Array:
 
 
 def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
-    """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None.
-
-    Also return None if the result still holds rows, as in a batched product. A later equation then sums over the rows.
-    """
+    """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None."""
     states = states[:2] if eqn.primitive.name == "ragged_dot_general" else states  # the group sizes count all rows
     if UNKNOWN in states or result is None or result.places:
-        return None
+        return None  # If the result still holds rows, as in a batched product, a later equation sums over them.
     return _summed(eqn, [state for state in states if state is not None], zeros)
 
 
 def _summed(eqn, states: Sequence[Places], zeros: set) -> Divided | None:
-    """Return the places of the rows in the operands of `eqn`, for dims that `eqn` sums, or None."""
     name = eqn.primitive.name
     if name == "reduce_sum":
         place = states[0].only
@@ -322,8 +313,8 @@ def _summed(eqn, states: Sequence[Places], zeros: set) -> Divided | None:
 def _assumed(eqn, states: Sequence[State], result: State, zeros: set, workers: int) -> Divided | None:
     """Return places for an equation that sums over unknown dims: dims that are known, or the first that fits.
 
-    The sum is exact for any dim. If the dim does not hold the rows, the compiler moves the operands. If there were no
-    partial sums, it would all-reduce the gradient, in the gradient's type and once per microbatch.
+    If the dim does not hold the rows, the compiler moves the operands. Without partial sums, it would all-reduce the
+    gradient, in the gradient's type and once per microbatch.
     """
     if UNKNOWN not in (*states, result):
         return None

@@ -68,7 +68,7 @@ class Codec:
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*local"]], axes: tuple[str, ...]
     ) -> list[Shaped[Array, "shards elements"]]:
-        """Gather one bucket, and return the shards of each leaf as rows. Each device sends its bytes."""
+        """Gather one bucket, and return the shards of each leaf as rows."""
         sizes = [shard.size for shard in shards]
         plain = tuple(axis for axis in axes if axis not in self.over)
         payload = jnp.concatenate([self.encode(shard.ravel()) for shard in shards])
@@ -86,9 +86,8 @@ class Codec:
     ) -> list[Float[Array, " elements"]]:
         """Reduce-scatter one bucket, whose leaves are given as one row per shard, and return float32.
 
-        The axes are reduced one by one, the innermost first. An all-to-all sends each device the bytes of its shard
-        from all other devices, and the device sums the decoded values in float32. So partial sums along one axis are
-        not rounded.
+        The axes are reduced one by one, the innermost first. After an all-to-all, each device sums the decoded values
+        of its shard in float32. So partial sums along one axis are not rounded.
         """
         counts = [lax.axis_size(axis) for axis in axes]
         rows = [row.reshape(*counts, -1) for row in rows]

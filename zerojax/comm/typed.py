@@ -40,12 +40,11 @@ _SHARDINGS = ("out_sharding", "sharding")
 
 @dataclasses.dataclass(frozen=True)
 class TypedLoss:
-    """A loss that may be written for Explicit axes, although zerojax computes on a mesh with Auto axes.
+    """A loss that may be written for Explicit axes. `loss` is a `Loss`, or an object with the same `call` method.
 
-    If the caller's mesh has Explicit axes, the loss is traced with them. The type of the batch has the sharding of
-    `batch_spec`. The type of a parameter has its sharding over axes that are not data axes. If the trace fails, for
-    example at a lookup that does not say how its result is sharded, the loss is called on Auto axes. `loss` is a
-    `Loss`, or another object with the same `call` method.
+    The type of the batch has the sharding of `batch_spec`. The type of a parameter has its sharding over axes that are
+    not data axes. If the trace fails, for example at a lookup that does not say how its result is sharded, the loss is
+    called on Auto axes.
     """
 
     config: Config
@@ -120,10 +119,9 @@ class TypedFunction:
     def trace(
         cls, fn: Callable, mesh: AbstractMesh, values: Sequence[Array], specs: Sequence[PartitionSpec], axes: Sequence
     ) -> tuple[TypedFunction, Any]:
-        """Trace a function on a mesh, and return the traced function and the tree of the shapes of its results.
+        """Trace a function on a mesh with Explicit axes. Also return the tree of the shapes of its results.
 
-        The mesh has Explicit axes, and may have Manual axes. The arguments `values` may be on any mesh, because only
-        their shapes and types are read. `specs` are their shardings in the trace.
+        Of `values`, only shapes and types are read. `specs` are their shardings in the trace.
         """
         avals = [_typed(jax.typeof(x), mesh, tuple(spec)) for x, spec in zip(values, specs, strict=True)]
         with jax.sharding.use_abstract_mesh(mesh):
@@ -175,8 +173,8 @@ class _Evaluation:
     def _constrained(self, x: Array, aval: Any, others: tuple | None = None, *, replicates: bool = False) -> Array:
         """Constrain a value to be sharded as its type says, over the axes that are Auto on the mesh of the context.
 
-        `others` are the entries of a sharding constraint of the function. They may also name axes that are Auto on the
-        caller's mesh. If `replicates` is true, a type without axes becomes a constraint, too. A dropped value is None.
+        `others` are the entries of a sharding constraint, which may name axes that are Auto on the caller's mesh. With
+        `replicates`, a type without axes becomes a constraint, too. A dropped value is None.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if x is None or not mesh.auto_axes or mesh.size == 1:
@@ -232,10 +230,7 @@ class _Evaluation:
         return rebinding.shard_map_of(eqn, run, mesh=jax.sharding.get_abstract_mesh())(*values)
 
     def _custom_rule(self, eqn: Any, values: Sequence) -> Sequence:
-        """Evaluate a call of a `jax.custom_jvp` or `jax.custom_vjp`. Its derivative is traced when it is needed.
-
-        As in JAX, values that the function closes over have no derivative.
-        """
+        """Evaluate a call of a `jax.custom_jvp` or `jax.custom_vjp`. Its derivative is traced when it is needed."""
         params = compat.params_of(eqn)
         count = params["num_consts"]
         consts, args = values[:count], values[count:]
@@ -260,8 +255,7 @@ _RULES = {
 class _DerivativeRule:
     """The derivative of an equation that calls a `jax.custom_jvp` or `jax.custom_vjp`, traced on the caller's mesh.
 
-    `consts` are the values that the function closes over. They are the equation's first operands. The other operands
-    are the function's arguments.
+    `consts`, the equation's first operands, are values that the function closes over. They have no derivative.
     """
 
     def __init__(self, evaluation: _Evaluation, eqn: Any, consts: Sequence):

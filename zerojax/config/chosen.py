@@ -13,6 +13,8 @@ import numpy as np
 
 from zerojax.config.checks import path_of
 
+REMEDY = "Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
+
 
 def checked_where(name: str, where: Any) -> Callable | tuple[str, ...] | None:
     """Check an option that chooses parameters. Return it as a function, a tuple of shell patterns, or None."""
@@ -67,25 +69,17 @@ class LeafMask:
             raise ValueError(f"Two leaves of the mask in {option}= have one path. Rename the keys that contain '/'.")
         for path, x in found.items():
             if not isinstance(x, bool | np.bool_):
-                raise TypeError(
-                    f"{option}= is read as a mask, and its leaf {path!r} is {x!r}. Give a tree of bools with the "
-                    f"structure of the parameters, or a function of (path, leaf)."
-                )
+                raise TypeError(f"{option}= is read as a mask, and its leaf {path!r} is {x!r}. {REMEDY}")
         return cls(frozenset(found), frozenset(path for path, x in found.items() if x), option)
 
     def __call__(self, path: str, leaf: Any) -> bool:
         """Return whether the mask is True at `path`. Raise a ValueError if the mask has no leaf at this path."""
         if path not in self.known:
-            raise ValueError(
-                f"The mask in {self.option}= has no leaf {path!r}, which the parameters have. "
-                f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
-            )
+            raise ValueError(f"The mask in {self.option}= has no leaf {path!r}, which the parameters have. {REMEDY}")
         return path in self.meant
 
     def check(self, paths: Iterable[str]) -> None:
         """Raise a ValueError if the mask has a leaf that the parameters do not have."""
         if surplus := sorted(self.known.difference(paths)):
-            raise ValueError(
-                f"The mask in {self.option}= has a leaf {surplus[0]!r}, which the parameters do not have. "
-                f"Give a tree of bools with the structure of the parameters, or a function of (path, leaf)."
-            )
+            leaf = f"a leaf {surplus[0]!r}, which the parameters do not have"
+            raise ValueError(f"The mask in {self.option}= has {leaf}. {REMEDY}")

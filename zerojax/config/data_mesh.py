@@ -17,25 +17,17 @@ class DataMesh:
     Axes that are not data-parallel (tensor, expert, sequence) are left to the compiler. If `grads` begins with
     `params`, a device's shard of a gradient is a part of the device's shard of the parameter.
 
-    Attributes:
-        sizes: Name and size of every axis of the mesh, in the mesh's order.
-        batch: Axes that divide the rows of the batch.
-        params: Axes that shard the parameters; empty if parameters are replicated.
-        grads: Axes that shard the gradients; empty if gradients are replicated.
-        opt_state: Axes that shard the optimizer state; empty if the state is replicated.
-        experts: Data axes that also divide experts: a leaf that names one of them stays divided over it.
-
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5; Zhao et al. 2023, arXiv 2304.11277, section 3.2 (hybrid
         sharding); Wang et al. 2023, arXiv 2306.10209, section 3.3 (parameters within a host).
     """
 
-    sizes: tuple[tuple[str, int], ...]
-    batch: tuple[str, ...]
-    params: tuple[str, ...] = ()
+    sizes: tuple[tuple[str, int], ...]  # of every axis of the mesh, in the mesh's order
+    batch: tuple[str, ...]  # the axes that divide the rows of the batch
+    params: tuple[str, ...] = ()  # the axes that shard the parameters; empty if they are replicated
     grads: tuple[str, ...] = ()
     opt_state: tuple[str, ...] = ()
-    experts: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()  # data axes that also divide experts: a leaf that names one stays divided over it
 
     @classmethod
     def for_stage(
@@ -47,14 +39,8 @@ class DataMesh:
         params_axes: tuple[str, ...] = (),
         expert_axes: tuple[str, ...] = (),
     ) -> DataMesh:
-        """Return the axes for a ZeRO stage. `sizes` has every axis of the mesh, and `axes` divide the batch.
-
-        The stage shards over `shard_axes` (empty: over all of `axes`) and replicates over the other axes. Parameters
-        are sharded only over `params_axes` (empty: like gradients and optimizer state). Leaves that name one of
-        `expert_axes` stay divided over it at every stage.
-
-        An axis of one device counts as an axis that shards. Otherwise gradients would be reduced over it.
-        """
+        """Return the axes for a ZeRO stage. `axes` divide the batch; for the others, see `Tuning` and `zero_shard`."""
+        # An axis of one device counts as an axis that shards. Otherwise gradients would be reduced over it.
         whole = tuple(axis for axis in axes if sizes[axis] == 1)
         with_whole = lambda some: (*some, *(axis for axis in whole if axis not in some)) if some else ()
         params_axes, inner = with_whole(params_axes), with_whole(shard_axes) or axes
@@ -65,13 +51,11 @@ class DataMesh:
         return cls(tuple(sizes.items()), axes, params=params, grads=grads, opt_state=opt_state, experts=expert_axes)
 
     def size(self, axes: tuple[str, ...]) -> int:
-        """Return the product of the sizes of some axes; 1 for no axes."""
         sizes = dict(self.sizes)
         return math.prod(sizes[axis] for axis in axes)
 
     @property
     def workers(self) -> int:
-        """Return the number of data-parallel workers, each of which has one part of the rows of a batch."""
         return self.size(self.batch)
 
     def in_words(self) -> str:
@@ -93,15 +77,7 @@ class DataMesh:
 
 @dataclasses.dataclass(frozen=True)
 class LayoutPolicy:
-    """The options that determine how leaves are laid out. No option is a function, because a `ZeroState` contains them.
-
-    Attributes:
-        stage: ZeRO stage, 0 to 3.
-        data: The axes that divide the batch, and that shard parameters, gradients and optimizer state.
-        persist_below: Leaves with fewer elements are not sharded along a dim.
-        stores_compute_dtype: Whether parameters are stored in the compute type.
-        params_on_host: Whether sharded parameters are kept in host memory.
-    """
+    """The options that determine how leaves are laid out. No option is a function, because a `ZeroState` has them."""
 
     stage: int
     data: DataMesh

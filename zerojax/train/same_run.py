@@ -86,12 +86,7 @@ def first_difference(records: list[dict], *, partial: bool = False) -> tuple[int
 
 
 def require_same_run(config: Config, plan: ShardingPlan) -> None:
-    """Compare options, parameters, versions and flags over processes, at the beginning of a run.
-
-    Raises:
-        ValueError: If the processes differ.
-        TimeoutError: If another process does not begin a run.
-    """
+    """Compare options, parameters, versions and flags over processes, at the beginning of a run."""
     if not compat.is_tracing() and is_of_all(config.mesh):
         require_same("begin", environment() | run_record(config, plan))
 
@@ -131,21 +126,15 @@ def in_words(value: Any) -> Any:
 
 
 def require_same_values(config: Config, topic: str, **trees: Any) -> None:
-    """Compare arrays and shards of which several processes hold a copy.
-
-    `topic` is a verb phrase that says what the caller does, such as `"create a state"`. Raise a ValueError that names
-    the leaves that differ, or a TimeoutError if another process does not make the same call.
-    """
+    """Compare arrays and shards of which several processes hold a copy. `topic` is as in `exchange`."""
     if is_of_all(config.mesh) and not compat.is_tracing():
         require_same(topic, checksums(trees), partial=True)
 
 
 def require_same_programs(config: Config, what: str, lower: Iterable[Callable[[], Any]]) -> None:
-    """Compare lowered programs over processes. Do nothing if there is only one process.
+    """Compare lowered programs over processes. `what` is a verb phrase that says what the programs do.
 
     Numbers that a function closes over are constants of the program, so programs with different learning rates differ.
-    If programs differ, every process raises a ValueError. If another process does not compile such a program, raise a
-    TimeoutError. `what` is a verb phrase that says what the programs do.
     """
     if not is_of_all(config.mesh) or compat.is_tracing():
         return
@@ -166,7 +155,7 @@ class SameCalls:
     """Compares calls of one jitted function over processes, whenever a call has arguments of new shapes or types."""
 
     def __init__(self, config: Config, what: str, options: Any = None):
-        """Prepare to compare calls. `what` is a verb phrase for the function. `options` are compared, too."""
+        # `what` is a verb phrase for the function. `options` are compared, too.
         self._config, self._what, self._options, self._seen = config, what, repr(options), set()
 
     @property
@@ -174,11 +163,10 @@ class SameCalls:
         return is_of_all(self._config.mesh) and not compat.is_tracing()
 
     def is_new(self, known: Hashable, batch: Any, args: tuple, step: jax.Array | None = None) -> bool:
-        """Return whether no earlier call had arguments of these shapes and types. If so, compare them over processes.
+        """Return whether no earlier call had such shapes, types and flags. If so, compare them over processes.
 
-        A new value of an argument that is not traced, such as a flag, also counts as new. A traced call never does. The
-        batch is compared by shape and type. Further arguments, and `step`, the count of a training state, are compared
-        by value. `known` is a hashable value that identifies the shapes and types of all other arguments.
+        The batch is compared by shape and type. Further arguments, and `step`, the count of a training state, are
+        compared by value. `known` identifies the shapes and types of all other arguments.
         """
         if compat.is_tracing():
             return False
