@@ -124,5 +124,5 @@ def test_a_kernel_is_divided_in_a_forward_pass_that_calls_its_own_derivative_rul
             return [values[0]]
 
     comm = Recording(("data",), mesh=jax.make_mesh((WORKERS,), ("data",)))
-    on_own_rows(closed, [at(0), NOWHERE], comm, comm.follower)
+    on_own_rows(closed, [at(0), NOWHERE], comm)
     assert divided == [(0,)]

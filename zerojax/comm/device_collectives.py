@@ -26,7 +26,10 @@ class DeviceCollectives(Collectives):
     all_gather = ManualCollectives.all_gather
     reduce_scatter = ManualCollectives.reduce_scatter
     reduce_across = ManualCollectives.reduce_across
-    _workers = 1  # this device
+
+    @property
+    def _workers(self) -> int:
+        return 1  # this device
 
     @property
     def losses(self) -> int:

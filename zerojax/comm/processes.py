@@ -333,7 +333,7 @@ class Processes:
     An `error` is raised if a process does not answer within `timeout` seconds, or if `agree` gets a failure.
     """
 
-    def __init__(self, purpose: str, timeout: float | None = None, *, call: Call | None = None, error=TimeoutError):
+    def __init__(self, purpose: str, timeout: float | None = None, *, call: Any = None, error: Any = TimeoutError):
         self.index, self.count = jax.process_index(), jax.process_count()
         self.timeout, self._error = TIMEOUT_S if timeout is None else timeout, error
         place = f"call/{call.number}" if call and call.number >= 0 else f"{purpose}/{next(SERIALS[purpose])}"
