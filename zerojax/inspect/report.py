@@ -21,7 +21,7 @@ from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked
 from zerojax.optim.returned_state import Annotated, as_planned
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan
-from zerojax.placement.problems import Misplaced, misplaced, unusable_named
+from zerojax.placement.problems import misplaced, unusable_named
 
 TITLES = {"device": "bytes/device", "host": "in host memory", "disk": "in files"}
 NUMBER = re.compile(r"\d+")
@@ -71,7 +71,7 @@ class Report:
     rows: tuple[Row, ...]
     matrices: str = ""
     groups: str = ""
-    misplaced: dict[str, Misplaced] = dataclasses.field(default_factory=dict)
+    misplaced: dict[str, str] = dataclasses.field(default_factory=dict)
     compiled: tuple[str, ...] = ()
 
     @property
@@ -176,7 +176,7 @@ def report(state: Any, tx: Any = None) -> Report:
 
 def measured(state: Any, tx: Any) -> Report:
     plan, data = plan_and_data(state, tx)
-    elsewhere: dict[str, Misplaced] = {}
+    elsewhere: dict[str, str] = {}
     rows: list[Row] = []
     for path, x in jax.tree_util.tree_flatten_with_path(state, is_leaf=is_stored_node)[0]:
         array = x.storage if isinstance(x, Padded) else x
@@ -196,7 +196,7 @@ def measured(state: Any, tx: Any) -> Report:
         leaf, note = plan.get(whole, (None, ""))
         if leaf is not None and (found := misplaced(leaf, x, data)):
             elsewhere[whole] = found
-            note = "; ".join(filter(None, (note, str(found))))
+            note = "; ".join(filter(None, (note, found)))
         sizes = place_of(array), bytes_by_device(array), kept_bytes(array), global_bytes(array)
         texts = array_in_words(array), note or note_from_array(x, array)
         rows.append(Row(part, inner, keys, shape, x.dtype, *sizes, *texts))

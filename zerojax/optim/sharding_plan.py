@@ -89,25 +89,23 @@ class ShardingPlan(CachedHash):
 
     def __str__(self) -> str:
         """Return a line with stage and axes, then one line per leaf with its type, logical shape and layout."""
-        policy = self.layout.policy
-        uses = map(self.layout.why_not_trained, range(len(self.layout.params)))
-        pairs = zip(self.layout.params, uses, strict=True)
-        rows = [("params", leaf, _sent(leaf) + (f", {why}" if why not in leaf.reason else "")) for leaf, why in pairs]
-        rows += [("grads", leaf, _sent(leaf)) for leaf in self.grads]
+        policy, sent = self.layout.policy, lambda leaf: f", {leaf.sent}" if leaf.sent else ""
+        rows = []
+        for i, leaf in enumerate(self.layout.params):
+            why = self.layout.why_not_trained(i)
+            rows.append(("params", leaf, sent(leaf) + (f", {why}" if why not in leaf.reason else "")))
+        rows += [("grads", leaf, sent(leaf)) for leaf in self.grads]
         chunks = [f", offloaded in {len(x.extents)} chunks" if x else "" for x in self.chunkings]
         rows += [("opt_state", leaf, more) for leaf, more in zip(self.state, chunks, strict=True)]
         title = f"stage {policy.stage} over {policy.data.in_words()}, {policy.data.workers} workers"
-        lines = [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows)]
-        return "\n".join([*lines, *self.update_in_words])
+        return "\n".join(
+            [title, *(f"{part}{leaf.path}  {leaf}{more}" for part, leaf, more in rows), *self.update_in_words]
+        )
 
     @property
     def update_in_words(self) -> list[str]:
         """Return one line per set of similar groups of the update, and per set of similar matrices."""
         return [*self.groups.splitlines(), *self.matrices.splitlines()]
-
-
-def _sent(leaf: Leaf) -> str:
-    return f", {leaf.sent}" if leaf.sent else ""
 
 
 def make_plan(config: Config, params: Any) -> ShardingPlan:
@@ -166,12 +164,9 @@ def multiplies_matrices(update: FlatUpdate) -> bool:
 def check_choices(config: Config, layout: Layout) -> None:
     """Raise a ValueError for an option that was given to choose parameters, and chooses none."""
     choices: dict[str, Any] = {"trainable=": config.trainable, "overwrite=": config.overwrite}
-    if config.precision is not None:
-        choices["Precision(keep=)"] = config.precision.keep
-    if config.offload is not None:
-        choices["Offload(where=)"] = config.offload.where
-    if config.wire is not None:
-        choices["Wire(where=)"] = config.wire.where
+    options = {"Precision(keep=)": config.precision, "Offload(where=)": config.offload, "Wire(where=)": config.wire}
+    for name, option in options.items():
+        choices[name] = getattr(option, "keep" if name == "Precision(keep=)" else "where", None)
     if any(where is not None for where in choices.values()):
         from zerojax.config.chosen import LeafMask, check_chosen
 

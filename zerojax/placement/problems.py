@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.core
@@ -20,34 +20,29 @@ if TYPE_CHECKING:
 NAMED = 3
 
 
-class Misplaced(NamedTuple):
-    """Texts that describe the planned and the found placement of an array over the data axes."""
-
-    planned: str
-    found: str
-
-    def __str__(self) -> str:
-        return f"planned: {self.planned}; found: {self.found}"
+ON_ONE_DEVICE = "on one device"
 
 
-def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> Misplaced | None:
-    """Describe the placement of a real (not traced) array if it differs from the plan. Otherwise, return None.
+def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> str:
+    """Describe the placement of a real (not traced) array if it differs from the plan. Otherwise, return "".
 
     Only the axes `data`, which divide the batch, are compared. The compiler decides about all other mesh axes. `leaf`
     is the planned layout. `x` is an array in storage, or its `Padded` or `Chunked` node.
     """
     x = x.storage if is_padded(x) else x
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or is_chunked(x) or leaf.shards == 1:
-        return None
-    planned = over(leaf.spec, data)
-    sharding = x.sharding
+        return ""
+    planned, sharding, one_device = over(leaf.spec, data), x.sharding, False
     if isinstance(sharding, NamedSharding) and set(data) <= set(sharding.mesh.axis_names):
         found = over(sharding.spec, data)
-        return Misplaced(*placements_in_words(planned, found)) if found != planned else None
-    if planned and sharding.is_fully_replicated:
-        one = len(sharding.device_set) == 1
-        return Misplaced(placements_in_words(planned, ())[0], "on one device" if one else "replicated")
-    return None  # a sharding without mesh axes, such as the compiler's, may equal the plan
+    elif sharding.is_fully_replicated:
+        found, one_device = (), len(sharding.device_set) == 1
+    else:
+        return ""  # a sharding without mesh axes, such as the compiler's, may equal the plan
+    if found == planned:
+        return ""
+    wanted, instead = placements_in_words(planned, found)
+    return f"planned: {wanted}; found: {ON_ONE_DEVICE if one_device else instead}"
 
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -79,14 +74,14 @@ def warn_of_misplaced(
     array on one device is accepted, because a program shards its arguments. `stacklevel` is that of `warnings.warn`; 1
     means the caller of this function.
     """
-    found: dict[str, Misplaced] = {}
+    found: dict[str, str] = {}
     for name, tree, leaves in trees:
         nodes = jax.tree.leaves(tree, is_leaf=is_stored_node)
         placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse it
         how = {f"{name}{leaf.path}": misplaced(leaf, x, data) for leaf, x in placed if leaf.kind != "replicated"}
-        found |= {path: one for path, one in how.items() if one and one.found != "on one device"}
+        found |= {path: text for path, text in how.items() if text and not text.endswith(ON_ONE_DEVICE)}
     if found:
-        first = ", ".join(f"{path} ({one})" for path, one in list(found.items())[:NAMED])
+        first = ", ".join(f"{path} ({text})" for path, text in list(found.items())[:NAMED])
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
         warnings.warn(
             f"{len(found)} arrays are placed otherwise than planned: {first}{more}. They use the memory of their "
