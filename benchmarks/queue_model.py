@@ -22,7 +22,7 @@ import optax
 
 from zerojax import Offload, Precision, zero_shard
 from zerojax.offload.chunked import Chunked, chunked
-from zerojax.optim.update import UpdateInputs
+from zerojax.optim.update import StreamedInputs
 from zerojax.streaming.stores import HostStateStore, chunk_bytes
 from zerojax.streaming.stream import DEVICE, StreamedUpdate, UpdateQueue
 
@@ -120,7 +120,7 @@ def record(streamed: StreamedUpdate, passes: float, steps: int = 1) -> list[list
         pending: Any = {i: np.float32(0) for group in partition.groups for i in group.params}
         grads: Any = dict.fromkeys(partition.grads, np.float32(0))
         params, shared = [None] * len(plan.layout.params), [None] * len(partition.shared_shapes)
-        inputs = UpdateInputs(params, pending, state, grads, shared, None)
+        inputs = StreamedInputs(params, pending, state, grads, shared, None)
         threads: Any = None  # only updates on the host use threads
         with mock.patch("zerojax.streaming.stores.to_memory", copy):
             _, state = UpdateQueue(update, inputs, store, threads).update()

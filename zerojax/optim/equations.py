@@ -70,7 +70,7 @@ def update_first_group(
     equations: Equations | None = None,
     cuts: Sequence[Array] = (),
 ) -> tuple[dict[int, Array], list, list, tuple[int, ...]]:
-    """Compute the group that needs no offloaded state. Return the fields of `Updated`; see `resident_update`.
+    """Compute the group that needs no offloaded state. Return the fields of `ResidentResults`; see `resident_update`.
 
     `equations` may be the part of the group's equations that reads some of their scalars, `cuts`, as further inputs.
     """

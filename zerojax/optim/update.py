@@ -178,7 +178,7 @@ def roll_back(ok: Bool[Array, ""], new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
 
-class Updated(NamedTuple):
+class ResidentResults(NamedTuple):
     """The result of an update's first group.
 
     Attributes:
@@ -195,7 +195,7 @@ class Updated(NamedTuple):
     grads: tuple[int, ...]
 
 
-class UpdateInputs(NamedTuple):
+class StreamedInputs(NamedTuple):
     """The results of a step's first program that the streamed update reads."""
 
     params: list  # one array per parameter, as stored; None for the parameters in `pending`
@@ -209,7 +209,7 @@ class UpdateInputs(NamedTuple):
 
 def resident_update(
     config: Config, plan: ShardingPlan, grads: Sequence, state: Sequence, params: Sequence, value: Array
-) -> Updated:
+) -> ResidentResults:
     """Compute the first group of the update, which needs no offloaded state. `value` is the loss.
 
     `grads` and `params` have the storage shapes and shardings of `plan.grads`. `state` has None for offloaded leaves.
@@ -217,7 +217,7 @@ def resident_update(
     if any(x is None for x in state):
         from zerojax.optim.equations import update_first_group
 
-        return Updated(*update_first_group(config, plan, grads, state, params, value))
+        return ResidentResults(*update_first_group(config, plan, grads, state, params, value))
     tree = jax.tree.unflatten(plan.state_def, state)
     updated, tree = update(config, plan, grads, tree, params, {"value": value}, applies=True)
-    return Updated(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())
+    return ResidentResults(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())

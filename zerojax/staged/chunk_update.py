@@ -30,7 +30,7 @@ from zerojax.layout.leaf import Leaf
 from zerojax.optim.equations import evaluate_as
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.traced import CUT, GRAD, PARAM, Equations, equations_behind, producers_of
-from zerojax.optim.update import UpdateInputs
+from zerojax.optim.update import StreamedInputs
 from zerojax.placement.storage import unpadded
 from zerojax.staged.model_files import READ_AHEAD, ChunkId, ModelFiles, OnDisk, Trained
 from zerojax.streaming.chunk_programs import update_on_device
@@ -234,7 +234,7 @@ class StagedQueue(UpdateQueue):
     def __init__(
         self,
         streamed: StreamedUpdate,
-        inputs: UpdateInputs,
+        inputs: StreamedInputs,
         store: StateStore,
         files: ModelFiles,
         trained: Mapping[int, Trained],

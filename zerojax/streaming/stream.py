@@ -29,7 +29,7 @@ from zerojax.offload.host import host_kind, to_memory
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, SHARED
-from zerojax.optim.update import UpdateInputs
+from zerojax.optim.update import StreamedInputs
 from zerojax.placement.storage import is_on_host, return_to_host, to_device
 from zerojax.streaming.chunk_programs import (
     GroupInputs,
@@ -87,7 +87,7 @@ class StreamedUpdate:
             lowered.append(program.lower(*updated, GroupInputs(grads, *inputs), np.int32(0)))
         return lowered
 
-    def run(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
+    def run(self, inputs: StreamedInputs, store: StateStore) -> tuple[list, list]:
         """Update every chunk. Return one stored array per parameter, and one node per leaf of the state.
 
         The arrays in `inputs` are donated.
@@ -100,7 +100,7 @@ class StreamedUpdate:
             with ThreadPoolExecutor(self.host_threads) as threads:
                 return UpdateQueue(self, inputs, store, threads).update()
 
-    def skip(self, inputs: UpdateInputs, store: StateStore) -> tuple[list, list]:
+    def skip(self, inputs: StreamedInputs, store: StateStore) -> tuple[list, list]:
         """Return the old parameters and the old state, because the step is skipped. Parameters on disk are None."""
         params, state = list(inputs.params), list(inputs.state)
         for group in self.partition.groups:
@@ -165,7 +165,7 @@ class UpdateQueue:
     """The queue of one step's chunks, which are fetched, updated and written. Updates on the host run in `threads`."""
 
     def __init__(
-        self, streamed: StreamedUpdate, inputs: UpdateInputs, store: StateStore, threads: Executor | None = None
+        self, streamed: StreamedUpdate, inputs: StreamedInputs, store: StateStore, threads: Executor | None = None
     ):
         self._streamed, self._inputs, self._store, self._threads = streamed, inputs, store, threads
         self._groups = streamed.partition.groups

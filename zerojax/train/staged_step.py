@@ -23,7 +23,7 @@ from zerojax.layout.leaf import is_chunked, shapes_of_chunked
 from zerojax.layout.tree import layout_of
 from zerojax.optim.equations import update_first_group
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.optim.update import Updated, UpdateInputs, check_state
+from zerojax.optim.update import ResidentResults, StreamedInputs, check_state
 from zerojax.placement.storage import leaves_of, storage_leaves, unpadded
 from zerojax.staged.chunk_update import ChunkGradients, Reductions, StagedQueue
 from zerojax.staged.microbatch import Microbatch, Reader
@@ -159,7 +159,7 @@ class PlannedStep:
 
     def _finished(
         self, state: ZeroState, stored: Mapping, found: LossAndGrads, squares: Mapping, cuts: Sequence, whole: Mapping
-    ) -> tuple[ZeroState, dict, UpdateInputs]:
+    ) -> tuple[ZeroState, dict, StreamedInputs]:
         """Finish the step, except the update of files; see `StepProgram.ended`. Traced under jit.
 
         `state` has no parameters, and only the leaves of the optimizer state on the devices. `squares` has the sum of
@@ -190,7 +190,7 @@ class PlannedStep:
         aux = whole_aux(*combine(self._loss.view, stacked, weights, found.weight))
         gradients = StepGradients(found.loss, resident_grads, aux, None, mutable, valid, sums, [])
         done = Differentiated(gradients, [*map(stored.get, range(len(plan.layout.params)))], params, scaling, skipped)
-        return program.ended(state, done, Updated(updated, leaves, shared, tuple(trained)))
+        return program.ended(state, done, ResidentResults(updated, leaves, shared, tuple(trained)))
 
 
 class Traced(NamedTuple):

@@ -17,8 +17,8 @@ from zerojax.comm.mesh import constrain, on_auto_mesh, replicated, row_shardings
 from zerojax.config import Config, check_count, check_flag
 from zerojax.layout.leaf import replace_items
 from zerojax.optim.update import (
-    Updated,
-    UpdateInputs,
+    ResidentResults,
+    StreamedInputs,
     check_params,
     check_state,
     resident_update,
@@ -133,7 +133,7 @@ class StepProgram:
         opt_state = state_to_host(config, plan, jax.tree.unflatten(plan.state_def, updated.state))
         return dataclasses.replace(new, params=in_storage(updated.params, plan.layout), opt_state=opt_state), metrics
 
-    def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, UpdateInputs]:
+    def resident_step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict, StreamedInputs]:
         """Run the part of a step that does not need offloaded state, and return `(state, metrics, inputs)`.
 
         `state.opt_state` must be a list with one array per leaf, and None for each offloaded leaf. The returned state
@@ -146,7 +146,9 @@ class StepProgram:
             resident = resident_update(self.config, state.plan, grads, state.opt_state, done.old, done.gradients.loss)
         return self.ended(state, done, resident)
 
-    def ended(self, state: ZeroState, done: Differentiated, resident: Updated) -> tuple[ZeroState, dict, UpdateInputs]:
+    def ended(
+        self, state: ZeroState, done: Differentiated, resident: ResidentResults
+    ) -> tuple[ZeroState, dict, StreamedInputs]:
         """End a step after the update of its first group; see `resident_step`. Arrays that are in files are None."""
         config, plan = self.config, state.plan
         updated, leaves, mutable = resident.params, resident.state, done.gradients.mutable
@@ -163,7 +165,7 @@ class StepProgram:
         pending = {i: x for i, x in enumerate(done.old) if i not in updated and x is not None}
         wanted = {i: x for i in resident.grads if (x := done.gradients.grads[i]) is not None}
         skipped = done.skipped if self.may_skip else None
-        inputs = UpdateInputs(params, pending, leaves, wanted, resident.shared, skipped)
+        inputs = StreamedInputs(params, pending, leaves, wanted, resident.shared, skipped)
         with jax.named_scope(UPDATE):
             step = state.step + jnp.where(done.skipped, 0, 1)
         return ZeroState(step, None, None, done.scaling, mutable, plan), metrics, inputs
