@@ -79,7 +79,7 @@ from zerojax.inspect.compiled_collectives import CompiledCollectives
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap, roofline
 from zerojax.inspect.timeline import Expected
-from zerojax.planning.absent_kernels import kernels_for
+from zerojax.planning.absent_program import kernels_for
 from zerojax.planning.compiled_plan import waits_by_cause
 
 OURS = {

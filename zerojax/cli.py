@@ -187,7 +187,7 @@ def plan(
         from zerojax import user_code
         from zerojax.gpus.devices import Rates, Topology
         from zerojax.planning import plan as plans
-        from zerojax.planning.shapes import rows_of, with_rows
+        from zerojax.planning.absent_program import rows_of, with_rows
 
         Rates.parse(rates).of(Topology.parse(topology))  # fails before the file is run
         if batch is not None and batch < 1:

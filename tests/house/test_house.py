@@ -118,7 +118,7 @@ def test_what_is_private_of_jax_is_listed_with_its_reason():
     page = (ROOT.parent / "CONTRIBUTING.md").read_text().partition("## What is private of JAX")[2].partition("\n## ")[0]
     assert {*re.findall(r"`(jax\._src\.[\w.]+)`", page)} == {name for path in MODULES for name in private_of_jax(path)}
     for path in MODULES:
-        if path.name not in ("compat.py", "internals.py", "absent_kernels.py"):
+        if path.name not in ("compat.py", "internals.py", "absent_program.py"):
             assert not re.search(r"jax\._src|_getframe|currentframe|__name__ [!=]= ", path.read_text()), path
 
 

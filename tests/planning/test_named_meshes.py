@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zerojax import Precision, Tuning, check, estimate, plan, zero_shard
 from zerojax.gpus.devices import absent_mesh
-from zerojax.planning import absent_kernels
+from zerojax.planning import absent_program
 
 WIDTH = 16
 ROWS = PartitionSpec("data")
@@ -104,8 +104,8 @@ def test_a_mesh_of_other_devices_is_refused_by_name(name, named):
     with pytest.raises(
         ValueError, match=r"names a mesh \{'data': .\}( at test_named_meshes.py.*)?, and .*for 4 x .*abstract_mesh"
     ):
-        absent_kernels.lowered(traced(target, CONSTRUCTS[name](named)), target)
-    absent_kernels.lowered(traced(target, CONSTRUCTS[name](target)), target)
+        absent_program.lowered(traced(target, CONSTRUCTS[name](named)), target)
+    absent_program.lowered(traced(target, CONSTRUCTS[name](target)), target)
 
 
 def test_an_estimate_takes_the_loss_without_a_mesh():
@@ -122,7 +122,7 @@ def test_nothing_of_jax_stays_replaced():
     thread = threading.Thread(target=ask)
 
     def fails():
-        with absent_kernels.kernels_for(absent_mesh("h200:1")):
+        with absent_program.kernels_for(absent_mesh("h200:1")):
             thread.start()
             thread.join()
             ask()

@@ -1,28 +1,36 @@
-"""Lower a step or jitted function for GPUs that this machine does not have, with shapes as arguments."""
+"""Compile for GPUs that this machine does not have: a step, a jitted function, or a gradient, with shapes as arguments.
+
+JAX has no option to say for which GPUs cuDNN attention and Pallas kernels are traced. So `kernels_for` answers JAX's
+questions about the GPU while its context lasts, for the thread that entered it. Tested with jax 0.10.2 and 0.12.0.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from zerojax import compat, jaxprs
 from zerojax.budget.blocks import Blocks, memory_of_blocks
 from zerojax.comm.mesh import auto_context
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
 from zerojax.gpus.devices import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
+from zerojax.layout.leaf import is_padded
+from zerojax.layout.tree import canonical
 from zerojax.offload.host import pinned_limit
-from zerojax.planning.absent_kernels import kernels_for, lowered
 from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
-from zerojax.planning.shapes import abstract, named_sharding, on_mesh
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
@@ -31,6 +39,12 @@ from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
+
+# A version of cuDNN that supports every form of attention that JAX offers. JAX asks for it before it traces an
+# attention, and XLA compiles cuDNN's calls without the library.
+CUDNN = 91400
+# If two threads answered at the same time, each could put back the answers of the other.
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class AbsentProgram(NamedTuple):
@@ -178,3 +192,131 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     sharded = filter(None, map(named_sharding, jax.tree.leaves(batch)))
     shards = (math.prod(mesh.shape[axis] for axis in axes_of([sharding.spec[:1]])) for sharding in sharded)
     return AbsentProgram(compile_function, math.lcm(*shards))
+
+
+def lowered(traced: Any, mesh: Mesh) -> Any:
+    """Lower a traced program for `mesh`.
+
+    Raises:
+        ValueError: If the program names other devices, or another number of devices. XLA's compiler for GPUs ends the
+            process if a sharding has another number of devices than the program.
+    """
+    here = set(mesh.devices.flat)
+    for eqn in jaxprs.equations(compat.opened(traced.jaxpr)[0]):
+        for x in jax.tree.leaves(dict(compat.params_of(eqn))):
+            named = getattr(x, "mesh", x)
+            if not isinstance(named, Mesh | AbstractMesh) or named.empty:
+                continue
+            if named.size != mesh.size or (isinstance(named, Mesh) and not set(named.devices.flat) <= here):
+                line = compat.line_of(eqn)
+                which = f"{dict(named.shape)} at {line}" if line else f"{dict(named.shape)}"
+                raise ValueError(
+                    f"The program names a mesh {which}, and is compiled for "
+                    f"{mesh.size} x {mesh.devices.flat[0].device_kind}. Name mesh.abstract_mesh of a mesh of "
+                    f"{mesh.size} devices, or make the loss and zero_shard on zerojax.gpus.devices.absent_mesh. An "
+                    f"estimate computes the rows of one device: give it the loss without the mesh."
+                )
+    return traced.lower()
+
+
+@contextlib.contextmanager
+def kernels_for(mesh: Mesh) -> Iterator[None]:
+    """Enter a context in which attention of cuDNN and kernels of Pallas are traced and lowered for the GPUs of a mesh.
+
+    cuDNN attention: JAX asks the installed cuDNN for its version, and the first local GPU for what it can compute.
+
+    Pallas: JAX asks the context's mesh for its GPU, or else the first local device. `use_abstract_mesh` has the type of
+    the GPU, but around a whole program it would change the types of all arrays. So only this question is asked inside
+    it.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as attention
+
+    device = mesh.devices.flat[0]
+    capability = getattr(device, "compute_capability", None)
+    if device.platform not in ("gpu", "cuda") or capability is None:
+        yield
+        return
+    number = lambda text: tuple(int(part) for part in text.split("."))
+
+    def installed_or_recent(version: Callable) -> Callable:
+        def either() -> int:
+            try:
+                return version()
+            except RuntimeError:  # cuDNN is not installed
+                return CUDNN
+
+        return either
+
+    def asked_on_mesh(ask: Callable) -> Callable:
+        def asked() -> Any:
+            here, kind = jax.sharding.get_abstract_mesh(), mesh.abstract_mesh
+            kind = kind if here.empty else here.update(abstract_device=kind.abstract_device)
+            with jax.sharding.use_abstract_mesh(kind):
+                return ask()
+
+        return asked
+
+    answers = [
+        (attention, "check_cudnn_version", installed_or_recent),
+        (attention, "check_compute_capability", lambda _: lambda least: number(capability) >= number(least)),
+        (attention, "is_cuda_compute_capability_equal", lambda _: lambda equal: number(capability) == number(equal)),
+    ]
+    if importlib.util.find_spec("jax._src.pallas.triton.gpu_info") is not None:  # jax 0.12
+        answers.append((importlib.import_module("jax._src.pallas.triton.gpu_info"), "get_gpu_info", asked_on_mesh))
+    thread = threading.get_ident()
+
+    def in_this_thread(before: Callable, answer: Callable) -> Callable:
+        return lambda *args: (answer if threading.get_ident() == thread else before)(*args)
+
+    with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
+        for module, name, make in answers:
+            if hasattr(module, name):  # jax 0.10 asks fewer questions
+                before = getattr(module, name)
+                stack.callback(setattr, module, name, before)
+                setattr(module, name, in_this_thread(before, make(before)))
+        yield
+
+
+def is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def shape_of(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
+
+
+def abstract(tree: Any) -> Any:
+    """Replace the arrays in `tree` by shapes without shardings. Static arguments and Python numbers are unchanged."""
+    return jax.tree.map(lambda x: shape_of(x) if is_array(x) else x, tree)
+
+
+def named_sharding(x: Any) -> NamedSharding | None:
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
+
+
+def on_mesh(mesh: Mesh, tree: Any) -> Any:
+    """Replace arrays by shapes on `mesh` with the same `PartitionSpec`s. An array without a spec is replicated."""
+
+    def move(x: Any) -> Any:
+        sharding = named_sharding(x)
+        spec = PartitionSpec() if sharding is None else sharding.spec
+        return shape_of(x, NamedSharding(mesh, spec)) if is_array(x) else x
+
+    return jax.tree.map(move, tree)
+
+
+def logical_shapes(params: Any) -> Any:
+    """Return the logical shapes of parameters, without their shardings."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, canonical(x.dtype)), params, is_leaf=is_padded)
+
+
+def rows_of(batch: Any) -> int | None:
+    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
+    (only,) = lengths if len(lengths) == 1 else ((),)
+    return only[0] if only else None
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    resized = lambda x: shape_of(x, named_sharding(x)).update(shape=(rows, *jnp.shape(x)[1:]))
+    return jax.tree.map(resized, batch)

@@ -28,8 +28,7 @@ from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
-from zerojax.planning.absent_kernels import kernels_for, lowered
-from zerojax.planning.shapes import abstract, shape_of
+from zerojax.planning.absent_program import abstract, kernels_for, lowered, shape_of
 from zerojax.train.arguments import cast_inputs, packed
 from zerojax.train.batches import check_batch
 from zerojax.train.fitting import largest_share

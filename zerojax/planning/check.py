@@ -22,10 +22,8 @@ from zerojax.inspect.compiled_collectives import CompiledCollectives
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.pieces import FREE, CollectivePiece, pieces
 from zerojax.inspect.roofline import kernels, overlap, product_flops
-from zerojax.planning.absent_kernels import kernels_for, lowered
-from zerojax.planning.absent_program import moved_to
+from zerojax.planning.absent_program import abstract, kernels_for, lowered, moved_to
 from zerojax.planning.contract import Checked, Contract, contract_of
-from zerojax.planning.shapes import abstract
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step

@@ -27,8 +27,8 @@ from zerojax.config.wire import Wire
 from zerojax.gpus.devices import Topology, abstract_mesh
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
+from zerojax.planning.absent_program import is_array, named_sharding
 from zerojax.planning.activations import LossOptions, PlainGradient, device_rows, split_options
-from zerojax.planning.shapes import is_array, named_sharding
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage
 from zerojax.train.loss import Loss
 from zerojax.units import format_bytes

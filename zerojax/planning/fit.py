@@ -20,9 +20,9 @@ from zerojax.gpus.devices import Device, Rates, Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
+from zerojax.planning.absent_program import abstract, with_rows
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
-from zerojax.planning.shapes import abstract, with_rows
 from zerojax.planning.stage_bytes import StageEstimate, estimate_stage, sent_bytes
 from zerojax.train.fitting import DoesNotFit
 from zerojax.units import format_bytes, format_seconds

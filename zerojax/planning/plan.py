@@ -12,11 +12,17 @@ from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config, check_count
 from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh
 from zerojax.offload.options import Offload
-from zerojax.planning.absent_program import AbsentProgram, program_of_function, program_of_step
+from zerojax.planning.absent_program import (
+    AbsentProgram,
+    logical_shapes,
+    program_of_function,
+    program_of_step,
+    rows_of,
+    with_rows,
+)
 from zerojax.planning.activations import LossOptions, PlainGradient, split_options
 from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
-from zerojax.planning.shapes import logical_shapes, rows_of, with_rows
 from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
