@@ -196,7 +196,7 @@ class Blocks:
         """Return the open jaxpr of a call that may be inlined: it is no marked block, and constrains no sharding."""
         called = compat.called(eqn)
         shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-        if called is None or names.is_block(eqn) or any(s is not _unspecified() for s in shardings):
+        if called is None or names.is_block(eqn) or any(isinstance(s, jax.sharding.Sharding) for s in shardings):
             return None
         return compat.opened(called)[0]
 
@@ -239,13 +239,6 @@ class Blocks:
         return jaxprs.evaluate(jaxpr, consts, args, rule)
 
 
-@functools.cache
-def _unspecified() -> Any:
-    """Return what a call of `jax.jit` has for the sharding of an argument that the user does not give."""
-    (call,) = compat.opened(jax.make_jaxpr(jax.jit(lambda x: x))(0.0))[0].eqns
-    return call.params["in_shardings"][0]
-
-
 def _opened_body(eqn: Any) -> tuple[Any, Sequence]:
     """Return the jaxpr that a loop or a call runs, and its constants."""
     loop = compat.loop_of(eqn)
@@ -284,30 +277,29 @@ def memory_of_blocks(blocks: Blocks, share: float, devices: int) -> tuple[BlockM
 
     Bytes and FLOPs of a block are divided over the `devices`.
     """
-    calls, figures = collections.Counter[tuple[Any, str]](), dict[tuple[Any, str], tuple[int, ...]]()
-    for key, block in [(id(block.graph), block) for block in blocks.found]:
+    found = dict[Any, tuple[int, ...]]()  # the figures of the user's blocks, by signature
+    calls = collections.Counter[tuple[str, tuple[int, ...]]]()
+    for block in blocks.found:
         choice = blocks.choice(block, share)
-        calls[key, block.line] += block.calls
-        figures[key, block.line] = choice.saved_bytes, 0, block.graph.bytes, choice.flops, choice.most_flops
+        figures = choice.saved_bytes, 0, block.graph.bytes, choice.flops, choice.most_flops
+        calls[block.line, figures] += block.calls
     for block in blocks.decided:
         signature = signatures.signature(block.jaxpr, functions=False)
-        key = id(block.jaxpr) if signature is None else signature, block.line
-        calls[key] += block.calls
-        if key not in figures:
-            figures[key] = _figures(block.jaxpr)
-    equal = collections.Counter[BlockMemory]()  # such as blocks that differ only in an argument's weak type
-    for (key, line), (saved, offloaded, most, flops, all_flops) in figures.items():
-        described = BlockMemory(
+        key = id(block.jaxpr) if signature is None else signature
+        found[key] = found.get(key) or _figures(block.jaxpr)
+        calls[block.line, found[key]] += block.calls
+    return tuple(
+        BlockMemory(
             line=line,
-            calls=0,
+            calls=count,
             saved=saved // devices,
             offloaded=offloaded // devices,
             recomputed=max(most - saved - offloaded, 0) // devices,
             flops=flops // devices,
             share=flops / max(all_flops, 1),
         )
-        equal[described] += calls[key, line]
-    return tuple(dataclasses.replace(described, calls=count) for described, count in equal.items())
+        for (line, (saved, offloaded, most, flops, all_flops)), count in calls.items()
+    )
 
 
 def table_lines(blocks: Sequence[BlockMemory]) -> Iterator[tuple[str, ...]]:
