@@ -53,12 +53,8 @@ class GradientCost:
 
     activations: int  # bytes of temporary memory and of one device's rows
     gathered: int  # bytes of parameters that are gathered at the same time
-    compiled: Any  # the program
+    kernels: tuple[Kernel, ...]
     blocks: Blocks | None = None  # the blocks of the loss, if they save as little as possible in the program
-
-    @functools.cached_property
-    def kernels(self) -> tuple[Kernel, ...]:
-        return tuple(kernels(read(self.compiled)))
 
     def seconds(self, device: Device) -> float:
         return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
@@ -85,35 +81,28 @@ class PlainGradient:
         self.loss, self._recompute = loss, recompute
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
-        self._compiled: dict[Any, Any] = {}
         self._costs: dict[Any, GradientCost] = {}
 
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
-        """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time."""
-        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
-        kinds = tuple((leaf.kind, leaf.dim) for leaf in layout.params)
-        key = (layout.compute, layout.trained, kinds, types)
-        if key not in self._costs:
-            with kernels_for(self._mesh):
-                self._costs[key] = self._compile(config, layout, rows, types)
-        return self._costs[key]
+        """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time.
 
-    def _compile(self, config: Config, layout: Layout, rows: Any, types: tuple) -> GradientCost:
-        """Compile the gradient. Stages and meshes that accumulate the same gradients share one program."""
-        gathered = program_of(config, layout, self.loss, rows, self.args)
-        sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
-        accumulated = frozenset(sharded - gathered.stacks)
-        program = (layout.compute, layout.trained, accumulated, types)
-        if program not in self._compiled:
-            blocks = Blocks() if self._recompute else None
-            fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
-            loss = dataclasses.replace(self.loss, fn=fn)
-            compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
-            self._compiled[program] = compiled, blocks
-        compiled, blocks = self._compiled[program]
-        row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
-        temporary = memory_analysis(compiled).temp_size_in_bytes
-        return GradientCost(temporary + row_bytes, gathered.bytes, compiled, blocks)
+        Stages and meshes that accumulate the same gradients share one program.
+        """
+        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
+        with kernels_for(self._mesh):
+            gathered = program_of(config, layout, self.loss, rows, self.args)
+            sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
+            accumulated = frozenset(sharded - gathered.stacks)
+            key = layout.compute, layout.trained, accumulated, types
+            if key not in self._costs:
+                blocks = Blocks() if self._recompute else None
+                fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
+                loss = dataclasses.replace(self.loss, fn=fn)
+                compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
+                row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
+                temporary = memory_analysis(compiled).temp_size_in_bytes
+                self._costs[key] = GradientCost(temporary + row_bytes, 0, tuple(kernels(read(compiled))), blocks)
+            return dataclasses.replace(self._costs[key], gathered=gathered.bytes)
 
 
 def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple, mutable: Any = None) -> WorkingSet:
