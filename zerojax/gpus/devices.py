@@ -257,18 +257,19 @@ class Rates:
         if unknown := [str(name) for name in values if name not in cls.__annotations__]:
             known = ", ".join(cls.__annotations__)
             raise ValueError(f"{where} has an unknown rate: {', '.join(unknown)}. Known are {known}.")
-        products = values.get("products", {})
-        if not isinstance(products, Mapping):
-            raise ValueError(f"{where}: products must be FLOP/s by type, such as {{'bf16': 7.9e14}}, not {products!r}.")
-        if not isinstance(values.get("device", ""), str):
-            raise ValueError(f"{where}: device must be a name such as 'NVIDIA H200', not {values['device']!r}.")
-        numbers = {f"products {dtype}": rate for dtype, rate in products.items()}
-        numbers |= {name: values[name] for name in POSITIVE if values.get(name) is not None}
-        for name, number in numbers.items():
-            if not _is_number(number) or not number > 0:
-                raise ValueError(f"{where}: {name} must be a number above 0, per second, not {number!r}.")
-        if (slowdown := values.get("slowdown")) is not None and not (_is_number(slowdown) and 0 <= slowdown < 10):
-            raise ValueError(f"{where}: slowdown is a share of a product's time, such as 0.35, not {slowdown!r}.")
+        number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
+        positive = lambda x: number(x) and x > 0
+        of_type = lambda x: isinstance(x, Mapping) and all(map(positive, x.values()))
+        checks = dict.fromkeys(POSITIVE, (positive, "a number above 0, per second")) | {
+            "device": (lambda x: isinstance(x, str), "a name such as 'NVIDIA H200'"),
+            "products": (of_type, "FLOP/s by type, above 0, such as {'bf16': 7.9e14}"),
+            "slowdown": (lambda x: number(x) and 0 <= x < 10, "a share of a product's time, such as 0.35"),
+        }
+        values = {name: x for name, x in values.items() if x is not None}
+        for name, x in values.items():
+            is_valid, what = checks[name]
+            if not is_valid(x):
+                raise ValueError(f"{where}: {name} must be {what}, not {x!r}.")
         return cls(**values)
 
     def of(self, topology: Topology) -> Device:
@@ -318,10 +319,6 @@ class Rates:
         rest = f" Usual: {assumed}." if assumed else ""
         origin = f"were measured on {self.device}" if self.device else "are given"
         return f"Achievable rates {origin}: {', '.join(measured)}.{rest}"
-
-
-def _is_number(given: Any) -> bool:
-    return isinstance(given, int | float) and not isinstance(given, bool)
 
 
 def _read_rates(path: Path) -> dict[str, Any]:

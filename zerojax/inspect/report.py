@@ -197,39 +197,28 @@ def measured(state: Any, tx: Any) -> Report:
         if leaf is not None and (found := misplaced(leaf, x, data)):
             elsewhere[whole] = found
             note = "; ".join(filter(None, (note, found)))
-        sizes = place_of(array), bytes_by_device(array), kept_bytes(array), global_bytes(array)
         texts = array_in_words(array), note or note_from_array(x, array)
-        rows.append(Row(part, inner, keys, shape, x.dtype, *sizes, *texts))
+        rows.append(Row(part, inner, keys, shape, x.dtype, *stored_bytes(array), global_bytes(array), *texts))
     of_state = getattr(state, "plan", None)
     matrices, groups = (str(getattr(of_state, name, "")) for name in ("matrices", "groups"))
     return Report(tuple(rows), matrices, groups, elsewhere, getattr(tx, "compiled_with", ()))
 
 
-def place_of(array: jax.Array | Chunked) -> str:
-    if isinstance(array, Chunked):
-        return "host" if array.store is None else "disk"
-    return "device" if array.sharding.memory_kind in (None, "device") else "host"
+def stored_bytes(array: jax.Array | Chunked) -> tuple[str, dict[jax.Device, int], dict[jax.Device, int]]:
+    """Return where an array is, and its bytes by device of this process: those there, and those of chunks kept here.
 
-
-def bytes_by_device(array: jax.Array | Chunked) -> dict[jax.Device, int]:
-    """Return the bytes of an array's shards by device of this process, without chunks that are kept on the device."""
+    `Offload(device_bytes=)` keeps chunks of an offloaded leaf on the device.
+    """
+    sizes, kept = Counter[jax.Device](), Counter[jax.Device]()
     if isinstance(array, Chunked):
-        kept = kept_bytes(array)
-        return {x: array.leaf.local_bytes - kept.get(x, 0) for x in array.sharding.addressable_devices}
-    sizes = Counter[jax.Device]()
+        for chunk in array.chunks if array.store is None else ():
+            place, on_device, _ = stored_bytes(chunk)
+            kept.update(on_device if place == "device" else {})
+        there = {x: array.leaf.local_bytes - kept[x] for x in array.sharding.addressable_devices}
+        return "host" if array.store is None else "disk", there, dict(kept)
     for shard in array.addressable_shards:
         sizes[shard.device] += math.prod(shard.data.shape) * itemsize(array)
-    return dict(sizes)
-
-
-def kept_bytes(array: jax.Array | Chunked) -> dict[jax.Device, int]:
-    """Return the bytes of an offloaded leaf's chunks that are on the device, as `Offload(device_bytes=)` keeps them."""
-    sizes = Counter[jax.Device]()
-    if isinstance(array, Chunked) and array.store is None:
-        for chunk in array.chunks:
-            if place_of(chunk) == "device":
-                sizes.update(bytes_by_device(chunk))
-    return dict(sizes)
+    return "device" if array.sharding.memory_kind in (None, "device") else "host", dict(sizes), {}
 
 
 def global_bytes(array: jax.Array | Chunked) -> int:
@@ -249,7 +238,7 @@ def note_from_array(x: Any, array: jax.Array | Chunked) -> str:
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
         return ""
-    sizes = bytes_by_device(array)
+    _, sizes, _ = stored_bytes(array)
     return "replicated" if len(sizes) > 1 and max(sizes.values()) == global_bytes(array) else ""
 
 
@@ -258,7 +247,7 @@ def array_in_words(array: jax.Array | Chunked) -> str:
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):
         memory, count = "on disk" if array.store is not None else "in host memory", len(array.chunking.extents)
-        kept = sum(place_of(chunk) == "device" for chunk in array.chunks) if array.store is None else 0
+        kept = sum(stored_bytes(chunk)[0] == "device" for chunk in array.chunks) if array.store is None else 0
         text = f"{spec} {memory}, {count} chunk{'s' * (count > 1)}"
         return f"{text}, of which {kept} on the device" if kept else text
     kind = sharding.memory_kind

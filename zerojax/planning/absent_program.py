@@ -13,7 +13,7 @@ import importlib.util
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,10 @@ from zerojax.train.step import Step
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 
+MANY_PROGRAMS = (
+    'With Offload(params="disk") a step is many programs, and plan and check compile one. zerojax.estimate gives the '
+    "bytes of parameters on disk, and what a step reads and writes. For its time and memory, run a step."
+)
 # A version of cuDNN that supports every form of attention that JAX offers. JAX asks for it before it traces an
 # attention, and XLA compiles cuDNN's calls without the library.
 CUDNN = 91400
@@ -47,12 +51,8 @@ CUDNN = 91400
 _ONE_AT_A_TIME = threading.RLock()
 
 
-class AbsentProgram(NamedTuple):
-    """A program for GPUs that this machine does not have."""
-
-    compile: Callable[[Any], CompiledStep]  # `compile(batch)` compiles the step for a batch of shapes
-    row_multiple: int  # the number of rows of each batch must be a multiple of this number
-    update: StreamedUpdate | None = None  # the update of offloaded state, if the device updates it
+# A function that compiles the program for a batch of shapes, and the number of which its rows must be a multiple.
+AbsentProgram = tuple[Callable[[Any], CompiledStep], int]
 
 
 def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: int) -> AbsentProgram:
@@ -97,11 +97,12 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
             blocks=fit.blocks if fit else memory_of_blocks(blocks, 1.0, devices_of_a_block(config)),
             options=moved.compiler_options,
             kept=sum(kept_on_device(config, shapes.plan).values()),
+            update=update,
         )
 
     streamed = StreamedUpdate(config, shapes.plan) if shapes.plan.offloaded else None
     update = streamed if streamed is not None and streamed.update == "device" else None
-    return AbsentProgram(compile_step, config.data.workers * accumulate, update)
+    return compile_step, config.data.workers * accumulate
 
 
 def moved_to(topology: str | None, step: Step, state: Any) -> tuple[Config, ZeroState]:
@@ -110,11 +111,7 @@ def moved_to(topology: str | None, step: Step, state: Any) -> tuple[Config, Zero
     If `topology` is None, the mesh is the step's.
     """
     if step.config.params_on_disk:
-        raise NotImplementedError(
-            'With Offload(params="disk") a step is many programs, and plan and check compile one. zerojax.estimate '
-            "gives the bytes of parameters on disk, and what a step reads and writes. For its time and memory, run a "
-            "step."
-        )
+        raise NotImplementedError(MANY_PROGRAMS)
     if not isinstance(state, ZeroState):
         raise TypeError(
             f"A step of train_step needs its ZeroState, not {type(state).__name__}. Make the state with "
@@ -191,7 +188,7 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
 
     sharded = filter(None, map(named_sharding, jax.tree.leaves(batch)))
     shards = (math.prod(mesh.shape[axis] for axis in axes_of([sharding.spec[:1]])) for sharding in sharded)
-    return AbsentProgram(compile_function, math.lcm(*shards))
+    return compile_function, math.lcm(*shards)
 
 
 def lowered(traced: Any, mesh: Mesh) -> Any:

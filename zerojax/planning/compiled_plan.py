@@ -14,6 +14,8 @@ from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.roofline import Roofline, overlap, roofline
 from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.stage_bytes import StageEstimate
+from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes
+from zerojax.streaming.stream import StreamedUpdate
 from zerojax.units import format_bytes, format_seconds
 
 DERIVED = ("peak", "fits", "sent", "across_hosts", "exposed", "hidden", "waiting", "seconds", "expected_seconds")
@@ -215,6 +217,7 @@ class CompiledStep(NamedTuple):
     blocks: tuple[BlockMemory, ...] = ()  # what each block of the loss saves and recomputes
     options: Mapping[str, Any] = MappingProxyType({})  # the compiler options of the program
     kept: int = 0  # bytes per device of offloaded state that stays on the device, which the program does not have
+    update: StreamedUpdate | None = None  # the update of offloaded state, if the device updates it
 
     @property
     def peak(self) -> int:
@@ -229,7 +232,6 @@ def read_plan(
     rates: Rates = USUAL,
     batch: int | None,
     largest_batch: int | None = None,
-    update: float = 0.0,
 ) -> Plan:
     """Read a plan from a compiled step. See `Plan` for the arguments."""
     gpus = Topology.parse(topology)
@@ -238,17 +240,24 @@ def read_plan(
     moved = overlap(module)
     figures = roofline(module, moved, device)
     kept = {KEPT: step.kept} if step.kept else {}
-    notes = (*step.notes, *limitations(module, figures.unknown, gpus), *near_limit(analysis, device, step.options))
+    usable, achievable = device.usable(memory), rates.of(gpus)
+    update, saving = of_update(step, achievable, usable)
+    notes = (
+        *step.notes,
+        *saving,
+        *limitations(module, figures.unknown, gpus),
+        *near_limit(analysis, device, step.options),
+    )
     return Plan(
         topology=topology,
         devices=gpus.size,
         batch=batch,
         memory=kept | memory_by_part(module, analysis, step.parts),
         capacity=device.memory,
-        usable=device.usable(memory),
+        usable=usable,
         collectives=moved,
         roofline=figures,
-        expected=Expected.of(module, moved, rates.of(gpus)),
+        expected=Expected.of(module, moved, achievable),
         rates=rates.described(gpus.kind),
         waits=waits_by_cause(module, device),
         sent_formula=step.sent_formula,
@@ -260,6 +269,31 @@ def read_plan(
         notes=tuple(dict.fromkeys(notes)),
         compiler_options=dict(step.options),
         text=module.text,
+    )
+
+
+def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[float, tuple[str, ...]]:
+    """Return the seconds in which a step updates offloaded state after its gradients, and a note on how to save some.
+
+    State crosses the link in both directions at once. Chunks that stay on the device are read and written there. The
+    note says how much more of the state the device could keep. Without such state, there are no seconds and no note.
+    """
+    if (update := step.update) is None or step.row is None:
+        return 0.0, ()
+    plan, groups, link = update.plan, update.partition.groups, achievable.host_link
+    chunks = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
+    kept, offload = step.kept, update.config.offload
+    streamed = (sum(chunks) - kept) / link + 2 * kept / achievable.bandwidth
+    seconds = max(streamed, (step.row.read + step.row.written) / achievable.disk)
+    if offload is None or offload.optimizer != "host":
+        return seconds, ()
+    # The chunks in flight need memory, too, although activations are free when they do.
+    more = min(usable - step.peak - IN_FLIGHT * max(chunks), sum(chunks) - kept)
+    if more < min(chunks):
+        return seconds, ()
+    return seconds, (
+        f"{format_bytes(more)} more of the offloaded state fits on the device. With "
+        f'Offload(update="device", device_bytes={kept + more}), a step takes {format_seconds(more / link)} less.',
     )
 
 

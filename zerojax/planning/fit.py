@@ -20,7 +20,7 @@ from zerojax.gpus.devices import Device, Rates, Topology, abstract_mesh
 from zerojax.layout.tree import Layout
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
-from zerojax.planning.absent_program import abstract, with_rows
+from zerojax.planning.absent_program import MANY_PROGRAMS, abstract, with_rows
 from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.stage_bytes import StageEstimate, estimate_stage, sent_bytes
@@ -130,10 +130,7 @@ class SearchSpace:
         for count in self.rows or ():
             check_count("rows", count, "rows of the global batch", least=1)
         if any(offload is not None and offload.params == "disk" for offload in self.offloads):
-            raise NotImplementedError(
-                'plan.fit compiles the steps that it chooses among, and with Offload(params="disk") a step is many '
-                "programs. zerojax.estimate gives the bytes of parameters on disk."
-            )
+            raise NotImplementedError(MANY_PROGRAMS)
 
     def device(self, count: int) -> Device:
         """Return the description of one GPU among `count` GPUs: at `rates` if they are given, else at peak."""

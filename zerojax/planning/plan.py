@@ -13,7 +13,6 @@ from zerojax.config import STAGES, Config, check_count
 from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh
 from zerojax.offload.options import Offload
 from zerojax.planning.absent_program import (
-    AbsentProgram,
     logical_shapes,
     program_of_function,
     program_of_step,
@@ -21,13 +20,11 @@ from zerojax.planning.absent_program import (
     with_rows,
 )
 from zerojax.planning.activations import LossOptions, PlainGradient, split_options
-from zerojax.planning.compiled_plan import CompiledStep, Plan, read_plan
+from zerojax.planning.compiled_plan import Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
-from zerojax.streaming.stores import IN_FLIGHT, chunk_bytes
-from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
-from zerojax.units import format_bytes, format_seconds, parse_bytes
+from zerojax.units import parse_bytes
 from zerojax.zero import ZeroTransformation
 
 MOST_DEVICES = 1024
@@ -101,7 +98,7 @@ class Planner:
         """
         gpus = Topology.parse(topology)
         rates, device, rows = Rates.parse(rates), Device.of(gpus), rows_of(batch)
-        achievable, most = rates.of(gpus), parse_memory(memory)
+        most = parse_memory(memory)
         usable = device.usable(most)
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
@@ -112,14 +109,14 @@ class Planner:
                 "them."
             )
         if isinstance(step, Step):
-            program = program_of_step(step, state, args, topology, device.fitted(most))
+            program, unit = program_of_step(step, state, args, topology, device.fitted(most))
         else:
-            program = program_of_function(step, state, batch, args, topology)
-        compiled = program.compile(batch)
-        largest = largest_rows(program, batch, rows, compiled.peak, usable) if largest_batch and rows else None
-        seconds, notes = of_update(program.update, compiled, achievable, usable)
-        noted = compiled._replace(notes=(*compiled.notes, *notes))
-        return read_plan(noted, topology, batch=rows, largest_batch=largest, memory=most, rates=rates, update=seconds)
+            program, unit = program_of_function(step, state, batch, args, topology)
+        compiled, largest = program(batch), None
+        if largest_batch and rows:
+            peak = lambda n: compiled.peak if n * unit == rows else program(with_rows(batch, n * unit)).peak
+            largest = unit * largest_that_fits(peak, usable, start=rows // unit)
+        return read_plan(compiled, topology, batch=rows, largest_batch=largest, memory=most, rates=rates)
 
     @auto_context()
     def fit(
@@ -213,39 +210,6 @@ def parse_memory(given: float | str | None) -> int | None:
 
 def as_sequence(given: Any) -> Sequence[Any]:
     return given if isinstance(given, Sequence) else (given,)
-
-
-def of_update(
-    update: StreamedUpdate | None, compiled: CompiledStep, achievable: Device, usable: int
-) -> tuple[float, tuple[str, ...]]:
-    """Return the seconds in which a step updates offloaded state after its gradients, and a note on how to save some.
-
-    State crosses the link in both directions at once. Chunks that stay on the device are read and written there. The
-    note says how much more of the state the device could keep. Without such state, there are no seconds and no note.
-    """
-    if update is None or compiled.row is None:
-        return 0.0, ()
-    plan, groups, link = update.plan, update.partition.groups, achievable.host_link
-    chunks = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
-    kept, offload = compiled.kept, update.config.offload
-    streamed = (sum(chunks) - kept) / link + 2 * kept / achievable.bandwidth
-    seconds = max(streamed, (compiled.row.read + compiled.row.written) / achievable.disk)
-    if offload is None or offload.optimizer != "host":
-        return seconds, ()
-    # The chunks in flight need memory, too, although activations are free when they do.
-    more = min(usable - compiled.peak - IN_FLIGHT * max(chunks), sum(chunks) - kept)
-    if more < min(chunks):
-        return seconds, ()
-    return seconds, (
-        f"{format_bytes(more)} more of the offloaded state fits on the device. With "
-        f'Offload(update="device", device_bytes={kept + more}), a step takes {format_seconds(more / link)} less.',
-    )
-
-
-def largest_rows(program: AbsentProgram, batch: Any, rows: int, peak: int, usable: float) -> int:
-    unit, start = program.row_multiple, rows // program.row_multiple
-    peak_at = lambda count: peak if count == start else program.compile(with_rows(batch, count * unit)).peak
-    return unit * largest_that_fits(peak_at, usable, start=start)
 
 
 def largest_that_fits(peak: Callable[[int], float], usable: float, *, start: int) -> int:
