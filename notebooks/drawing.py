@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 
 from zerojax.gpus.devices import Device, Topology
+from zerojax.inspect.hlo import read
 from zerojax.inspect.report import key_in_words
+from zerojax.inspect.roofline import overlap
 from zerojax.inspect.timeline import Span, Timeline, simulate
 from zerojax.layout.padded import Padded
 from zerojax.offload.chunked import Chunked
@@ -179,11 +181,12 @@ def timeline(compiled: Any, *, topology: str | None = None) -> Figure:
     text = getattr(compiled, "text", compiled)
     from matplotlib.patches import Patch
 
-    simulated = simulate(text if isinstance(text, str) else compiled, Device.of(Topology.parse(topology)))
+    module = read(text if isinstance(text, str) else compiled)
+    simulated, hidden = simulate(module, Device.of(Topology.parse(topology))), overlap(module).hidden_share
     figure, axes = new_figure(height=3.6, width=10)
     labels = draw_timeline(axes, simulated)
-    figure.suptitle(f"One step: {simulated.hidden_share:.0%} of the collective bytes hide behind matrix products")
-    if not simulated.hidden_share and any(span.collective for span in simulated.spans):
+    figure.suptitle(f"One step: {hidden:.0%} of the collective bytes hide behind matrix products")
+    if not hidden and any(span.lane != "compute" for span in simulated.spans):
         labels.append(Patch(color="none", label="nothing overlaps, as in all programs for CPUs"))
     once = "; one iteration of each loop" * bool(simulated.loops)
     axes.set_xlabel(f"{axes.get_xlabel()}, estimated at the peak rates of {topology}{once}")
@@ -210,14 +213,15 @@ def draw_timeline(axes: Axes, simulated: Timeline) -> list[Patch]:
             edge: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4 * is_edged}
             left, length = scale * bar.begin, scale * (bar.end - bar.begin)
             axes.barh(y, length, height, left=left, color=color_of(lane, bar.kind), **edge)
+    around = lambda loop: sum(one.begin <= loop.begin and loop.end <= one.end for one in simulated.loops) - 1
     for loop in simulated.loops:
-        y, begin, end = -0.55 - 0.45 * loop.depth, scale * loop.begin, scale * loop.end
+        y, begin, end = -0.55 - 0.45 * around(loop), scale * loop.begin, scale * loop.end
         axes.plot([begin, begin, end, end], [y, y - 0.1, y - 0.1, y], color="black", linewidth=1)
         count = "?" if loop.trip_count is None else loop.trip_count
         axes.text((begin + end) / 2, y - 0.15, f"× {count} iterations", ha="center", fontsize="small")
     axes.set_yticks(range(len(lanes)), [LANES[lane] for lane in lanes])
     axes.tick_params(axis="y", length=0)
-    top = max((loop.depth + 1 for loop in simulated.loops), default=0)
+    top = max((around(loop) + 1 for loop in simulated.loops), default=0)
     axes.set(xlabel=unit, xlim=(0, 1.005 * scale * simulated.seconds), ylim=(len(lanes) - 0.5, -0.5 - 0.5 * top))
     named = {WORK.get(key, EXPOSED) for key in used}
     handles = [Patch(color=color, label=label) for color, label in (*WORK.values(), EXPOSED) if (color, label) in named]

@@ -65,6 +65,7 @@ def test_a_schedule_is_simulated_at_peak_rates():
     }
     spans = {(span.lane, span.kind): (span.begin, span.end, span.done) for span in reversed(simulated.spans)}
     assert spans == {key: pytest.approx(found) for key, found in times.items()}
+    assert simulated.loops == [(pytest.approx(MOVES), pytest.approx(2 * MOVES), 5)]
     assert overlap(read(SCHEDULE)).hidden_share == pytest.approx(5 / 6)
     waits = {collective.name: seconds for collective, seconds in simulated.waits.items()}
     assert waits == {"first": pytest.approx(MOVES), "ag": pytest.approx(5 * (MOVES - MULTIPLIES))}
@@ -171,3 +172,4 @@ def test_every_collective_and_every_kernel_is_simulated_once(compiled):
     assert {span.kind for span in busy} == {"forward", "backward", "kernel", "waiting"}
     assert len({(span.name, span.kind) for span in busy}) == len(busy)
     assert [span.begin for span in busy[1:]] == pytest.approx([span.end for span in busy[:-1]])
+    assert simulated.loops

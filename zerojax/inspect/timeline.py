@@ -8,7 +8,7 @@ If the device has a slowdown, matrix products run slower while a collective runs
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from zerojax.gpus.devices import Device
 from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives
@@ -39,6 +39,14 @@ class Span:
     end: float
     done: float  # when the program reads the result of a collective; for kernels and stalls, `end`
     name: str  # the name of the HLO instruction
+
+
+class LoopSpan(NamedTuple):
+    """A loop of several iterations. One iteration is simulated, from `begin` to `end` in seconds."""
+
+    begin: float
+    end: float
+    trip_count: int | None  # None if the program does not fix it
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,7 @@ class Timeline:
     collectives: dict[tuple[str, str], Collective]  # by computation and name
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)  # kernels, stalls and collectives, in schedule order
+    loops: list[LoopSpan] = field(default_factory=list)
     # Seconds that kernels wait for each collective, and by which products take longer because collectives run, in all
     # iterations of loops. A loop of unknown trip count counts as one iteration.
     waits: Counter[Collective] = field(default_factory=Counter)
@@ -94,6 +103,10 @@ class Timeline:
     now: float = 0.0  # the time that the compute stream has reached
     link_free: float = 0.0  # when the last collective completes
     unslowed: float = 0.0  # until then, collectives slow no product
+
+    @property
+    def seconds(self) -> float:
+        return max((span.done for span in self.spans), default=0.0)
 
     def computation(self, name: str) -> None:
         pending: dict[str, tuple[Span, Collective]] = {}
@@ -163,6 +176,8 @@ class Timeline:
         self.unslowed, self.times = max(unslowed, self.link_free), times * body.trips
         self.computation(body.callee)
         self.unslowed, self.times = unslowed, times
+        if body.trip_count != 1:
+            self.loops.append(LoopSpan(begin, self.now, body.trip_count))
         skipped = (body.trips - 1) * (self.now - begin)
         earlier = lambda time: min(time, max(self.now, time - skipped))
         for span in pending:
