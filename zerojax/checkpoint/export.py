@@ -25,7 +25,7 @@ from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
-from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
+from zerojax.checkpoint.mapping import Names, Section, listed, resolve
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write_tensors
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.comm.mesh import on_auto_mesh
@@ -197,14 +197,17 @@ def tensor_of(
     target = jnp.dtype(target)
 
     def fetch() -> np.ndarray:
-        leaves = [sources[one.leaf].fetch(one.index) for one in sections]
-        copies = tensors_from(sections, leaves)
-        if any(copy.tobytes() != copies[0].tobytes() for copy in copies[1:]):
-            names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
-            raise ValueError(
-                f"The mapping makes {names} the same tensor {name!r}, but they are not equal. Give each a name."
-            )
-        return copies[0].astype(target)
+        tensor = np.empty(shape, target)
+        for k, one in enumerate(sections):
+            view = one.pattern.view(tensor, one.shape, one.start)
+            values = sources[one.leaf].fetch(one.index).astype(target, copy=False)
+            if k and one.pattern.divided is None and values.tobytes() != view.tobytes():
+                names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
+                raise ValueError(
+                    f"The mapping makes {names} the same tensor {name!r}, but they are not equal. Give each a name."
+                )
+            view[...] = values
+        return tensor
 
     return Tensor(name, shape, target, fetch)
 
