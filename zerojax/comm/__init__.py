@@ -11,7 +11,7 @@ Loaded when a loss or an option needs it:
     quantised            is the codec of leaves that are sent in few bits (`Wire`)
     typed                evaluates functions that are written for Explicit axes
     own_rows             runs Pallas kernels on each device's rows
-    worker_sums          leaves sums over the workers out of a `shard_map`
+    other_sums           finds sums that are not products, and leaves those of workers out of a `shard_map`
     owners               sends matrices to the devices that update them (`Owners`)
-    events, processes    publish the calls of each process, and exchange messages between processes
+    processes            publishes the calls of each process, and exchanges messages between processes
 """

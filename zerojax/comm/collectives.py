@@ -270,7 +270,7 @@ class Collectives(ManualCollectives):
         def row(*values):
             values = divided.closed(values)
             if eqn.primitive.name == "ragged_dot_general":
-                from zerojax.comm.worker_sums import local_sizes
+                from zerojax.comm.other_sums import local_sizes
 
                 place = divided.places[0]
                 assert place is not None

@@ -1,9 +1,23 @@
-"""Find the dims over which equations other than products of matrices sum, and those of all if rows are unknown."""
+"""Find sums over rows other than products of matrices, and sums over the workers that a loss computes itself.
 
-from collections.abc import Iterator, Sequence
+A parameter that every worker has in full enters the user's `jax.shard_map` undivided. JAX then ends its gradient in the
+transposed `shard_map` with a `psum` over the data axes, so every worker would have the whole sum. `unreduced` leaves
+this `psum` out. `local_sizes` does the same for the groups of a `ragged_dot`.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax import compat, jaxprs, names
+from zerojax.comm import rebinding
+from zerojax.config.data_mesh import axes_of, spec_entry
 from zerojax.dims import NOWHERE, Place, Places, State, at
+from zerojax.primitives import Kind
 
 
 def contracted(eqn: Any) -> list[tuple[int, int]]:
@@ -45,3 +59,88 @@ def assumed(eqn: Any, states: Sequence[State]) -> Iterator[list[Places]]:
     else:
         yield [NOWHERE if state is None else state for state in states[:2]]
         yield from ([at(int(i)), at(int(j))] for i, j in contracted(eqn))
+
+
+def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]]) -> tuple[list, frozenset[int]] | None:
+    """Evaluate a `shard_map`, and leave out the sums over the data axes that compute the results `wanted`.
+
+    `wanted` has the data axes, by the index of the result: those of all workers, or those that do not divide an expert.
+    Only gradients may depend on the result, and linearly. Return `(results, found)`, where the results `found` have a
+    leading dim with one partial sum per worker. Return None if there is no such sum.
+    """
+    params = eqn.params
+    jaxpr, consts = compat.opened(params["jaxpr"])
+    made = jaxprs.makers(jaxpr.eqns)
+    specs = params["out_specs"]
+    free = {i: params["newly_manual_axes"] - {*axes_of(specs[i])} for i in wanted}
+    chains = {i: _chain(jaxpr.outvars[i], made, axes) for i, axes in wanted.items() if axes and free[i] >= {*axes}}
+    chains = {i: chain for i, chain in chains.items() if chain}
+    if not chains:
+        return None
+    kept = [atom for i, atom in enumerate(jaxpr.outvars) if i not in chains]
+    parts = [first.invars[index] for (first, index), *_ in chains.values()]
+    needed, _ = jaxprs.needed_for(jaxpr.eqns, [*kept, *parts])
+    bare = compat.part_of(jaxpr, needed, [*compat.constvars_of(jaxpr), *jaxpr.invars], [*kept, *parts])
+
+    def run(*values):
+        found = jaxprs.evaluate(bare, (), [*consts, *values], lambda inner, xs: None)
+        rest = iter(found[: len(kept)])
+        sums = {
+            i: _applied(chain, x, wanted[i])[None]
+            for (i, chain), x in zip(chains.items(), found[len(kept) :], strict=True)
+        }
+        return [sums[i] if i in sums else next(rest) for i in range(len(jaxpr.outvars))]
+
+    partial = lambda i, spec: PartitionSpec(spec_entry(wanted[i]), *spec) if i in chains else spec
+    out_specs = [partial(i, spec) for i, spec in enumerate(specs)]
+    with eqn.ctx.manager:
+        results = rebinding.shard_map_of(eqn, run, out_specs=out_specs)(*values)
+    return results, frozenset(chains)
+
+
+def _chain(atom: Any, made: dict, axes: tuple[str, ...]) -> list | None:
+    """Return the equations that compute `atom`: a sum over the workers, then linear equations of one array."""
+    chain: list = []
+    while not compat.is_literal(atom) and (eqn := made.get(atom)) is not None:
+        chain.append((eqn, eqn.outvars.index(atom)))
+        if eqn.primitive.name in ("psum", "psum_invariant"):
+            named = eqn.params["axes"]
+            whole = eqn.params.get("axis_index_groups") is None and set(axes) <= {*named}
+            return chain[::-1] if whole else None
+        arrays = jaxprs.variables_in(eqn.invars)
+        dividing = eqn.primitive.name == "div" and compat.is_literal(eqn.invars[0])
+        # Only what each worker computes by itself commutes with a sum over the workers.
+        facts = jaxprs.facts(eqn)
+        is_kept = facts.linear and facts.kind is not Kind.COLLECTIVE and jaxprs.is_linear(eqn)
+        if not is_kept or len(arrays) != 1 or dividing or not _is_float(eqn):
+            return None
+        atom = arrays[0]
+    return None
+
+
+def _is_float(eqn: Any) -> bool:
+    """Return whether the result is a float of at least two bytes: a cast to float8 would round each partial sum."""
+    dtype = eqn.outvars[0].aval.dtype
+    return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize >= 2
+
+
+def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sum `x` over the axes of the chain's first sum that are not data axes, and apply the other equations to it."""
+    others = tuple(axis for axis in chain[0][0].params["axes"] if axis not in axes)
+    x = lax.psum(x, others) if others else x
+    for eqn, _ in chain[1:]:
+        if eqn.primitive.name != "pvary":
+            with names.at(eqn):
+                (x,) = compat.evaluate_one(eqn, [atom.val if compat.is_literal(atom) else x for atom in eqn.invars])
+    return x
+
+
+def local_sizes(sizes: jax.Array, extent: int, axes: tuple[str, ...]) -> jax.Array:
+    """Return how many of this worker's rows are in each group of a `ragged_dot`, whose rows are sorted by group.
+
+    `sizes` counts the rows of all workers in each group, and `extent` the rows of one worker.
+    """
+    ends = jnp.cumsum(sizes)
+    first = (lax.axis_index(axes) * extent).astype(ends.dtype)
+    inside = lambda x: jnp.clip(x, first, first + extent)
+    return (inside(ends) - inside(ends - sizes)).astype(sizes.dtype)

@@ -136,9 +136,9 @@ def evaluate(
                     return compat.evaluate_one(eqn, values)
         if eqn.primitive.name == "shard_map" and not summed.keys().isdisjoint(eqn.outvars):
             wanted = {i: summed[var] for i, var in enumerate(eqn.outvars) if var in summed}
-            from zerojax.comm import worker_sums
+            from zerojax.comm import other_sums
 
-            if (sums := worker_sums.unreduced(eqn, values, wanted)) is not None:
+            if (sums := other_sums.unreduced(eqn, values, wanted)) is not None:
                 return [PartialSum(x) if i in sums[1] else x for i, x in enumerate(sums[0])]
         return None if how.zero is None else zeros_from(how.zero, eqn, values)
 

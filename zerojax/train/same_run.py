@@ -257,9 +257,8 @@ def as_bits(x: jax.Array) -> jax.Array:
     """Return the bits of an array as an array of integers of at most 32 bits each."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
-    if x.dtype == bool:
-        return x.astype(jnp.uint8)
     width = jnp.dtype(x.dtype).itemsize
-    if jnp.issubdtype(x.dtype, jnp.integer) and width < 4:  # `bitcast_convert_type` fails for 4-bit integers
+    # `bitcast_convert_type` fails for bools and 4-bit integers.
+    if x.dtype == bool or (jnp.issubdtype(x.dtype, jnp.integer) and width < 4):
         return x.astype(jnp.int32)
     return jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16}.get(width, jnp.uint32))
