@@ -9,13 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from jax.sharding import Mesh
 
-from zerojax.comm.processes import EVENTS, is_of_all
+from zerojax.comm.processes import EVENTS, Call, is_of_all
+from zerojax.train.arguments import place_batch
 from zerojax.train.protocol import Executor
 from zerojax.train.same_run import SameCalls, require_same_programs
-from zerojax.train.step_program import StepCall, StepProgram
+from zerojax.train.state import ZeroState
+from zerojax.train.step_program import StepProgram
 
 DEFAULT_S = 1800.0  # after which a run on several processes without a limit prints what it waits for
 
@@ -34,22 +37,25 @@ class Guard:
     """
 
     def __init__(self, program: StepProgram, executor: Executor):
-        self._config, self._executor, self._what = program.config, executor, f"step with {program.name}"
+        self._program, self._executor, self._what = program, executor, f"step with {program.name}"
         self._same = SameCalls(program.config, self._what, program.options)
         self._limit, self._ends = limit_of(program.options.timeout, program.config.mesh), bool(program.options.timeout)
 
     @contextmanager
-    def around(self, call: StepCall) -> Iterator[None]:
-        """Compare a call and its program before the step runs. A call that compiles is watched only after it."""
-        config, state = self._config, call.state
-        is_new = self._same.is_new(state.plan, call.batch, call.args, state.step)
-        with EVENTS.calling(f"step {call.number} with {call.program.name}", config.mesh) as event:
+    def around(self, number: int, state: ZeroState, batch: Any, args: tuple) -> Iterator[Call]:
+        """Compare a call and its program before the step runs. A call that compiles is watched only after it.
+
+        Yield the call that the other processes see. The caller sets its `result` when the step is dispatched.
+        """
+        program, config = self._program, self._program.config
+        is_new = self._same.is_new(state.plan, batch, args, state.step)
+        with EVENTS.calling(f"step {number} with {program.name}", config.mesh) as event:
             if is_new and not config.params_on_disk:
-                lower = lambda: self._executor.trace(state, call.rows, call.args).lower()
+                rows = lambda: place_batch(config, batch, program.options.accumulate)
+                lower = lambda: self._executor.trace(state, rows(), args).lower()
                 require_same_programs(config, self._what, [lower])
             if not is_new:
                 EVENTS.limit(event, self._limit, ends=self._ends)
-            yield
-            event.result = call.result
+            yield event
             if is_new:
                 EVENTS.limit(event, self._limit, ends=self._ends)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,7 +20,7 @@ from zerojax.train.ahead_of_time import AheadOfTime
 from zerojax.train.arguments import NO_BATCH, place_batch, separated
 from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
-from zerojax.train.step_program import JittedStep, StepCall, StepOptions, StepProgram
+from zerojax.train.step_program import JittedStep, StepOptions, StepProgram
 
 if TYPE_CHECKING:
     from zerojax.train.guard import Guard
@@ -168,24 +167,26 @@ class Step(AheadOfTime):
         _, batch, args = separated((batch, *args), keywords)
         if isinstance(state.step, jax.core.Tracer):
             return self._executor.inside(state, place_batch(config, batch, self.options.accumulate), args)
-        call = StepCall(program, next(self._calls), state, batch, args)
-        if call.number == 0:
-            self._warn_of_misplaced(call.state)
-        with contextlib.nullcontext() if self._guard is None else self._guard.around(call):
-            state, metrics = self._run(call)
-            call.result = metrics["loss"]
+        number = next(self._calls)  # `state.step` is not read, because that would wait for the devices
+        if number == 0:
+            self._warn_of_misplaced(state)
+        if self._guard is None:
+            return self._run(number, state, batch, args)
+        with self._guard.around(number, state, batch, args) as event:
+            state, metrics = self._run(number, state, batch, args)
+            event.result = metrics["loss"]
         return state, metrics
 
-    def _run(self, call: StepCall) -> tuple[ZeroState, Metrics]:
-        rows = call.rows
-        wait_if_simulated(self.config.mesh, call.state)
+    def _run(self, number: int, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, Metrics]:
+        rows = place_batch(self.config, batch, self.options.accumulate)
+        wait_if_simulated(self.config.mesh, state)
         try:
-            with jax.profiler.StepTraceAnnotation("train", step_num=call.number):
-                return self._executor.run(call.state, rows, call.args)
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                return self._executor.run(state, rows, args)
         except ValueError:
             from zerojax.placement.problems import unusable_named
 
-            with unusable_named(self.config.mesh, donates=True, state=call.state):
+            with unusable_named(self.config.mesh, donates=True, state=state):
                 raise
 
     def _warn_of_misplaced(self, state: ZeroState) -> None:

@@ -29,7 +29,7 @@ from zerojax.optim.update import (
     unshard_after_update,
 )
 from zerojax.placement.storage import cast, in_storage, pin_to_plan, return_to_host, storage_leaves, to_device
-from zerojax.train.arguments import batch_shardings, place_batch
+from zerojax.train.arguments import batch_shardings
 from zerojax.train.gradients import StepGradients, check_trained, gradients_of_one
 from zerojax.train.loss import Loss, LossInputs, ScalingState, View
 from zerojax.train.state import ZeroState
@@ -314,20 +314,3 @@ class JittedStep:
 
     def with_loss(self, loss: Loss) -> JittedStep:
         return JittedStep(dataclasses.replace(self.program, loss=loss))
-
-
-@dataclasses.dataclass
-class StepCall:
-    """One call of a step: its arguments, and what becomes known while it runs."""
-
-    program: StepProgram
-    number: int  # the number of the call, from 0. The step reads it because reading `state.step` would wait for devices
-    state: ZeroState
-    batch: Any
-    args: tuple
-    result: Any = None  # the loss, once the step is dispatched
-
-    @functools.cached_property
-    def rows(self) -> Any:
-        """Return the batch, checked and divided over the devices."""
-        return place_batch(self.program.config, self.batch, self.program.options.accumulate)
