@@ -14,7 +14,7 @@ from jax import lax
 from zerojax import compat, jaxprs, names
 from zerojax.comm import rebinding
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.parts import COMBINED, Dim, Flat, dims_of, moving_operands, result_dims, tangents_of, through_loop
+from zerojax.gather.parts import COMBINED, Dim, Flat, dims_of
 from zerojax.layout.leaf import Leaf
 from zerojax.primitives import Kind, of_kind
 
@@ -248,10 +248,6 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
     if (body := compat.called(eqn)) is not None:
         with names.inside_call(eqn):
             return evaluate_parts(body, values, along(own, division))
-    if name == "custom_jvp_call":
-        return _custom_on_parts(eqn, values, own, division)
-    if (loop := compat.loop_of(eqn)) is not None:
-        return _loop_on_parts(loop, values, own, division)
     if name not in ("broadcast_in_dim", "reshape", "slice", "squeeze"):
         return compat.evaluate_one(_local(eqn), values)
     shape = _with(eqn.outvars[0].aval.shape, after[0], division.extent)
@@ -261,42 +257,6 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
         limits = _with(params["limit_indices"], own[0], division.extent)
         return [lax.slice(values[0], params["start_indices"], limits, params["strides"])]
     return [values[0].reshape(shape)]
-
-
-def _custom_on_parts(eqn: Any, values: list, own: Sequence, division: Division) -> Sequence:
-    """Call a function with a custom derivative on a layer. `own` has the divided dims of its operands."""
-    assert isinstance(division, Layer), "calls on shards are inlined (`flat`)"
-    body, moving, derivative = compat.params_of(eqn)["call_jaxpr"], moving_operands(eqn), tangents_of(eqn)
-    dims = [*own, *(own[i] for i in moving)]
-
-    # A function with a custom derivative must not close over traced values, such as the layer's index.
-    @jax.custom_jvp
-    def on_layer(start, *values):
-        return evaluate_parts(body, values, along(own, dataclasses.replace(division, index=start)))
-
-    @on_layer.defjvp
-    def _(given, tangents):
-        start, *values = given
-        values += [tangents[1 + i] for i in moving]
-        layer = dataclasses.replace(division, index=start)
-        return on_layer(*given), evaluate_parts(derivative, values, along(dims, layer))
-
-    return on_layer(division.start, *values)
-
-
-def _loop_on_parts(loop: compat.LoopEqn, values: list, own: Sequence, division: Division) -> list:
-    """Run a loop on parts. `own` has the divided dims of its operands."""
-    inside, after = through_loop(loop, own)
-    as_part = lambda x, have, want: x if want is None or have is not None else division.part(jnp.asarray(x), want)
-    carried = [as_part(*triple) for triple in zip(values, own, inside, strict=True)][loop.consts :][: loop.carry]
-    outs = result_dims(compat.opened(loop.body)[0], inside, True)
-
-    def run(values):
-        results = evaluate_parts(loop.body, values, along(inside, division))
-        carry = [as_part(*triple) for triple in zip(results[: loop.carry], outs, after, strict=False)]
-        return [*carry, *results[loop.carry :]]
-
-    return loop.evaluate(run, [*values[: loop.consts], *carried, *values[loop.consts + loop.carry :]])
 
 
 def _local(eqn: Any) -> Any:

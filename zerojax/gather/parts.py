@@ -105,15 +105,8 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
     if (results := eqn.params.get("out_dims")) is not None and name == SHARDWISE:
         return results
     given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
-    if layers and name == "custom_jvp_call":
-        found = result_dims(compat.opened(compat.params_of(eqn)["call_jaxpr"])[0], given, layers)
-        moving = [given[i] for i in moving_operands(eqn)]
-        tangents = result_dims(compat.opened(tangents_of(eqn))[0], [*given, *moving], layers)
-        return found if tangents == found else unknown
     if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
         return result_dims(compat.opened(body)[0], given, layers)
-    if (loop := compat.loop_of(eqn)) is not None and layers:
-        return through_loop(loop, given)[1] or unknown
     first = dims[divided[0]]
     count = first.length if isinstance(first, Flat) else divided[0].aval.shape[first]
     if count == 1 or not (name in _OF_LAYERS if layers else name in OF_SHARDS or _is_product_of_shards(eqn)):
@@ -148,11 +141,6 @@ def _is_product_of_shards(eqn: Any) -> bool:
     return not batch and (is_inner or any(not atom.aval.shape for atom in eqn.invars))
 
 
-def moving_operands(eqn: Any) -> list[int]:
-    """Return the indices of the operands that may have cotangents."""
-    return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
-
-
 def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: Mapping, *, others: bool = False) -> Any:
     """Return the closed jaxpr of a function `run(values)` and its derivative.
 
@@ -174,36 +162,7 @@ def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: M
     return jax.make_jaxpr(both)(*map(bare, [*atoms, *active.values()]))
 
 
-def tangents_of(eqn: Any) -> Any:
-    """Return the custom derivative of a function as a closed jaxpr of its operands and of their tangents."""
-    moving = moving_operands(eqn)
-
-    def run(values, tangents):
-        of_moving = lambda *some: compat.evaluate_one(eqn, replace_items(values, moving, some))
-        return jax.jvp(of_moving, [values[i] for i in moving], tangents)[1]
-
-    avals = [a.aval for a in eqn.invars]
-    closed = jax.make_jaxpr(run)(avals, [avals[i] for i in moving])
-    # The derivative may call the function again, whose derivative would be needed only for a second derivative.
-    return flat(closed)
-
-
 def result_dims(jaxpr: Any, given: Sequence[int | None], layers: bool = False) -> list[int | None]:
     """Return the same as `dims_after` for the results of a jaxpr, given the divided dims of its arguments."""
     dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=layers)
     return [None if compat.is_literal(a) else dims.get(a, UNKNOWN) for a in jaxpr.outvars]
-
-
-def through_loop(loop: compat.LoopEqn, given: Sequence[int | None]) -> tuple[list, list]:
-    """Return the divided dims of a body's arguments and of the loop's results. Both are empty if one is unknown."""
-    body, first = compat.opened(loop.body)[0], loop.consts + loop.carry
-    inside = [*given[:first], *(dim and dim - 1 if dim != 0 else UNKNOWN for dim in given[first:])]
-    while UNKNOWN not in inside:
-        outs = result_dims(body, inside, True)
-        carry = [a if b is None else b for a, b in zip(inside[loop.consts : first], outs, strict=False)]
-        if UNKNOWN in outs or any(a not in (None, b) for a, b in zip(inside[loop.consts : first], carry, strict=True)):
-            break
-        if carry == inside[loop.consts : first]:
-            return inside, [*carry, *(None if dim is None else dim + 1 for dim in outs[loop.carry :])]
-        inside[loop.consts : first] = carry
-    return [], []

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import both_passes, dims_of, flat, moving_operands, part
+from zerojax.gather.parts import both_passes, dims_of, flat, part
 
 
 @jax.custom_vjp
@@ -66,11 +66,16 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
     return found
 
 
+def _moving_operands(eqn: Any) -> list[int]:
+    """Return the indices of the operands that may have cotangents."""
+    return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
+
+
 class _Call:
     """A call of a function with a custom derivative, and the equations of both its passes."""
 
     def __init__(self, eqn: Any):
-        self.eqn, self.moving = eqn, moving_operands(eqn)
+        self.eqn, self.moving = eqn, _moving_operands(eqn)
         kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
         self.active = [k for k in kept if jaxprs.differentiable(eqn.outvars[k].aval.dtype)]  # they have cotangents
         self.order = [*self.active, *(k for k in kept if k not in self.active)]  # of the results in `passes`
