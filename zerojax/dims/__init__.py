@@ -11,8 +11,7 @@ follow     finds the places in a jaxpr and its calls
 These three are what most programs need. `follow` imports the others when it meets an equation for them:
 
 loops      finds the places in loops and branches
-joins      has rules for primitives that cut and join arrays
-mixing     has rules for primitives that mix entries along some dims
+mixing     has rules for primitives that cut, join or mix the entries along some dims
 indexing   has rules for slices and gathers at indices that are operands, and for scatters
 guess      replaces unknown places where shapes, shardings or the equation itself allow a guess
 kernels    proves that a Pallas kernel's programs use only their own rows

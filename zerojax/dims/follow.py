@@ -103,13 +103,13 @@ class Follower:
         name = compat.name_of(eqn)
         if name in moves.RULES or jaxprs.facts(eqn).kind in _HAVE_BODIES:
             return moves.RULES.get(name)
-        from zerojax.dims import guess, indexing, joins, mixing
+        from zerojax.dims import guess, indexing, mixing
 
         if self.guesses and self.count > 1 and guess.is_undivided(eqn, states, self.count):
             self.undivided.setdefault(compat.line_of(eqn), eqn)
         if self.guesses and name == "shard_map" and self.axes.isdisjoint(eqn.params["newly_manual_axes"]):
             return None
-        tables = (*([guess] if self.guesses else []), joins, mixing, indexing)
+        tables = (*([guess] if self.guesses else []), mixing, indexing)
         return next((table.RULES[name] for table in tables if name in table.RULES), None)
 
     def _inside(self, eqn: Any, states: Sequence[State]) -> list[State]:

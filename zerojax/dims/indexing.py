@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zerojax import compat, jaxprs
-from zerojax.dims.joins import cut
+from zerojax.dims.mixing import cut
 from zerojax.dims.moves import PlaceRule
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, is_index, one_per_dim
 from zerojax.primitives import Kind, of_kind

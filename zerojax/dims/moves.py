@@ -1,7 +1,7 @@
 """Rules for the primitives of a dense model: elementwise ones, layouts, reductions and products of matrices.
 
-They are the first part of the table of rules. `joins`, `mixing` and `indexing` have the other parts, which are imported
-when a primitive without a rule here is met. A rule gets the equation, the states of its operands, and the context. It
+They are the first part of the table of rules. `mixing` and `indexing` have the other parts, which are imported when a
+primitive without a rule here is met. A rule gets the equation, the states of its operands, and the context. It
 returns the state of the result, or a list with one state per result.
 """
 
