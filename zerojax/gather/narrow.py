@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from zerojax import compat, jaxprs, names, signatures
 from zerojax.gather.parts import call, dims_of, flat, part
@@ -142,55 +141,45 @@ def _inside(eqn: Any, values: Sequence, dims: Mapping) -> Sequence | None:
     is_shared = lambda i: i < rows and given[body.invars[i]] is not None
     if not requests or any(max(r.operands) >= rows and any(map(is_shared, r.operands)) for r in requests):
         return None
-    stacked: list[bool] = []
-    extra: list = []
+    operands, by_row = list(values), [*range(rows, len(values))]
     for request in requests:
         batched = [i >= rows for i in request.operands]
         request = _batched(request, batched, eqn) if any(batched) else request
         found = request.bind(values)
-        extra += found
-        stacked += [any(batched)] * len(found)
+        by_row += range(len(operands), len(operands) + len(found)) if any(batched) else ()
+        operands += found
     run, read = _without_unread(closed)
+    args = [operands[i] for i in read]
     if is_remat:
-        return jaxprs.evaluate_remat(eqn, read([*values, *extra]), lambda _, __, values: run(*values))
-    if loop is None:
-        named = lambda *args: run(*args)
-        named.__name__ = names.BLOCK
-        return jax.jit(named)(*read([*values, *extra]))
-    return _scan(loop, run, read, values, [*extra], stacked)
+        return jaxprs.evaluate_remat(eqn, args, lambda _, __, values: run(*values))
+    if loop is not None:
+        return _scan(loop, run, read, operands, by_row)
+    named = lambda *args: run(*args)
+    named.__name__ = names.BLOCK
+    return jax.jit(named)(*args)
 
 
-def _without_unread(closed: Any) -> tuple[Any, Any]:
-    """Return `closed` as a function of the arguments that it reads, and a function that selects these arguments.
+def _without_unread(closed: Any) -> tuple[Any, list[int]]:
+    """Return `closed` as a function of the arguments that it reads, and their indices.
 
     A body that takes a narrow weight no longer reads the parameter, which would be gathered for nothing as an argument.
     """
     jaxpr, consts = compat.opened(closed)
     _, reads = jaxprs.needed_for(jaxpr.eqns, jaxpr.outvars)
-    kept = [i for i, v in enumerate(jaxpr.invars) if v in reads]
-    run = part(jaxpr, consts, [jaxpr.invars[i] for i in kept], jaxpr.outvars)
-    return run, lambda args: [args[i] for i in kept]
+    read = [i for i, v in enumerate(jaxpr.invars) if v in reads]
+    return part(jaxpr, consts, [jaxpr.invars[i] for i in read], jaxpr.outvars), read
 
 
-def _scan(loop: Any, run: Any, read: Any, values: Sequence, extra: Sequence, stacked: Sequence[bool]) -> list:
-    """Run a loop whose body also takes `extra`. `run` and `read` are results of `_without_unread` for this body.
+def _scan(loop: Any, run: Any, read: Sequence[int], given: Sequence, by_row: Sequence[int]) -> list:
+    """Run a loop whose body, `run`, takes the operands `read` of those `given`. It takes rows of those `by_row`."""
+    rows = loop.consts + loop.carry
+    by_row = [i for i in by_row if i in read]
 
-    `stacked` says for each of the `extra` operands whether an iteration reads only a row of it.
-    """
-    first, rows = loop.consts, loop.consts + loop.carry
-    given = [*values, *extra]
-    by_row = [i for i in range(rows, len(given)) if i < len(values) or stacked[i - len(values)]]
-    by_row = [i for i in by_row if i in read(range(len(given)))]
+    def iteration(values):
+        at = dict(zip([*range(rows), *by_row], values, strict=True))
+        return run(*(at.get(i, given[i]) for i in read))
 
-    def iteration(carry, slices):
-        at = dict(enumerate(carry, first)) | dict(zip(by_row, slices, strict=True))
-        results = run(*(at.get(i, given[i]) for i in read(range(len(given)))))
-        return results[: loop.carry], results[loop.carry :]
-
-    scanned = [given[i] for i in by_row]
-    options = {"length": loop.length, "reverse": loop.reverse, "unroll": loop.unroll}
-    carry, ys = lax.scan(iteration, list(values[first:rows]), scanned, **options)
-    return [*carry, *ys]
+    return loop.evaluate(iteration, [*given[:rows], *(given[i] for i in by_row)])
 
 
 def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
