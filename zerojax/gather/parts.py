@@ -106,7 +106,7 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
         return results
     given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
     if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
-        return result_dims(compat.opened(body)[0], given, layers)
+        return result_dims(body, given, layers)
     first = dims[divided[0]]
     count = first.length if isinstance(first, Flat) else divided[0].aval.shape[first]
     if count == 1 or not (name in _OF_LAYERS if layers else name in OF_SHARDS or _is_product_of_shards(eqn)):
@@ -162,7 +162,8 @@ def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: M
     return jax.make_jaxpr(both)(*map(bare, [*atoms, *active.values()]))
 
 
-def result_dims(jaxpr: Any, given: Sequence[int | None], layers: bool = False) -> list[int | None]:
+def result_dims(closed: Any, given: Sequence[Any], layers: bool = False) -> list[Any]:
     """Return the same as `dims_after` for the results of a jaxpr, given the divided dims of its arguments."""
+    jaxpr, _ = compat.opened(closed)
     dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=layers)
     return [None if compat.is_literal(a) else dims.get(a, UNKNOWN) for a in jaxpr.outvars]

@@ -27,7 +27,6 @@ from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import differentiable
 from zerojax.placement.storage import to_device
 
-_SMALL = 8  # A value of at most 1/8 of a parameter's elements is cheap to compute again.
 _MOVES = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 
 
@@ -117,16 +116,15 @@ class Analysis:
         return Chain(*self._inputs(eqn), is_link=is_link and dim is not None)
 
     def _inputs(self, eqn: Any) -> tuple[dict, list]:
-        again, reads, small = {}, [], max(atom.aval.size for atom in eqn.invars) // _SMALL
+        again, reads = {}, []
 
         def behind(var):
-            made = self.made.get(var)
             if var in self.params:
                 reads.extend(self.params[var].operands)
             elif var in self.repeated:
                 return jaxprs.variables_in(self.repeated[var].invars)
-            # A broadcast would be as large as the parameter, and small values are cheap.
-            elif made is not None and self._is_cheap(made, small):
+            # A broadcast would be as large as the parameter. On a part, what is computed by element is cheap.
+            elif (made := self.made.get(var)) is not None and self._is_cheap(made):
                 again[made] = None
                 return jaxprs.variables_in(made.invars)
             else:
@@ -136,19 +134,11 @@ class Analysis:
         jaxprs.reached(jaxprs.variables_in(eqn.invars), behind)
         return again, reads
 
-    def _is_cheap(self, eqn: Any, small: int) -> bool:
-        """Return whether computing `eqn`, which reads only alike values, again costs less than keeping its result.
-
-        A result of at most `small` elements counts as cheap, and a change of constants.
-        """
-        reads = jaxprs.variables_in(eqn.invars)
-        if any(v in self.params or v in self.repeated or v not in self.alike for v in reads):
-            return False
-        if eqn.primitive.name == "broadcast_in_dim":
-            return True
-        by_element, is_small = jaxprs.facts(eqn).elementwise, eqn.outvars[0].aval.size <= small
-        of_broadcasts = all(v in self.made and self.made[v].primitive.name == "broadcast_in_dim" for v in reads)
-        return is_small if eqn.primitive.name in _MOVES else by_element and (is_small or of_broadcasts)
+    def _is_cheap(self, eqn: Any) -> bool:
+        """Return whether an equation reads alike values, and none of parameters alone, and can be computed again."""
+        reads = {*jaxprs.variables_in(eqn.invars)}
+        of_params = not (reads.isdisjoint(self.params) and reads.isdisjoint(self.repeated))
+        return not of_params and self.alike >= reads and (jaxprs.facts(eqn).elementwise or eqn.primitive.name in _MOVES)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,18 +91,19 @@ class Shardwise:
         """
         leaves = tuple(layouts.get(v) for v in eqn.invars)
         first = next(leaf for leaf in leaves if leaf is not None)
-        same = {(x.axes, x.shards, x.shape[x.dim]) for x in leaves if x is not None and x.dim is not None}
+        same = {(x.axes, x.shards, x.shape[x.dim]) for x in leaves if x is not None}
         shape = eqn.outvars[0].aval.shape
         others = first.others[len(first.others) - len(shape) :] if first.others else ()
         leaf = dataclasses.replace(first, shape=shape, dtype=np.dtype(eqn.outvars[0].aval.dtype), others=others)
         found = cls(eqn, leaves, leaf)
         if len(same) != 1 or any(x.further > 1 or x.host for x in leaves if x is not None):
             return None
-        dim = found._out_dims[0]
+        dim = result_dims(found._head, found._dims)[0]
         if dim is None or dim < 0:
             return None
         found = dataclasses.replace(found, leaf=dataclasses.replace(leaf, dim=dim))
-        return found if found._pull_dims == [found._dims[i] for i in found._moving] else None
+        dims = result_dims(found._derivative, [*found._dims, dim])
+        return found if dims == [found._dims[i] for i in found._moving] else None
 
     @property
     def param(self) -> ShardedParam:
@@ -121,10 +122,6 @@ class Shardwise:
     def _head(self) -> Any:
         return flat(self.eqn.params["of"].head)
 
-    @property
-    def _out_dims(self) -> list[int | None]:
-        return result_dims(compat.opened(self._head)[0], self._dims)
-
     @functools.cached_property
     def _moving(self) -> list[int]:
         """Return the indices of the operands that get cotangents."""
@@ -139,10 +136,6 @@ class Shardwise:
         """
         full, moving, weight = self.eqn.params["of"].full, self._moving, {0: self.eqn.outvars[0]}
         return flat(both_passes(lambda xs: call(full, *xs), self.eqn.invars, moving, weight), first=1)
-
-    @property
-    def _pull_dims(self) -> list[int | None]:
-        return result_dims(compat.opened(self._derivative)[0], [*self._dims, self.leaf.dim])
 
     @functools.cached_property
     def _splits(self) -> list[Split | None]:
@@ -189,5 +182,5 @@ class Shardwise:
             return found
         # Each device computes the whole derivative, and the devices' results are summed later.
         losses = self.leaf.shards * (1 if comm.defers else comm.losses // self.leaf.shards)
-        is_sum = [linear and (leaf is None or leaf.dim is None) for _, leaf, linear in self._results()]
+        is_sum = [linear and leaf is None for _, leaf, linear in self._results()]
         return [x / losses if on else x for x, on in zip(found, is_sum, strict=True)]
