@@ -28,14 +28,10 @@ from zerojax.primitives import WIDEN
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Narrow:
-    """A gathered parameter in the type to which its uses cast it, although the jaxpr expects `dtype`.
-
-    If `carrier` is an array, which has the type `dtype`, it gets the cotangent instead of `value`.
-    """
+    """A gathered parameter in the type to which its uses cast it, although the jaxpr expects `dtype`."""
 
     value: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
-    carrier: jax.Array | None = None
 
 
 @jax.custom_vjp
@@ -48,15 +44,12 @@ _with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotang
 
 
 def as_gathered(value: jax.Array | Narrow, param: ShardedParam) -> jax.Array | Narrow:
-    return value if isinstance(value, Narrow) or param.leaf.dtype == param.wide else Narrow(value, param.wide)
+    return value if value.dtype == param.wide else Narrow(value, param.wide)
 
 
 def widen(value):
     """Return the array that a jaxpr expects, given a value that may be `Narrow`."""
-    if not isinstance(value, Narrow):
-        return value
-    wide = lax.convert_element_type(value.value, value.dtype)
-    return wide if value.carrier is None else _with_cotangent_of(wide, value.carrier)
+    return lax.convert_element_type(value.value, value.dtype) if isinstance(value, Narrow) else value
 
 
 def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
@@ -79,20 +72,13 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
         z, others = values[0], list(map(widen, values[1:]))
         narrow = z.value if isinstance(z, Narrow) else lax.convert_element_type(z, eqn.params["dtype"])
         (value,) = jaxprs.run(tail, consts, narrow, *others)
-        carrier = z.carrier if isinstance(z, Narrow) else z
-        return [value if carrier is None else _with_cotangent_of(value, carrier)]
+        return [value if isinstance(z, Narrow) else _with_cotangent_of(value, z)]
     if not any(isinstance(value, Narrow) for value in values):
         return None
-    if (
-        name == "convert_element_type"
-        and eqn.params["new_dtype"] == values[0].value.dtype
-        and values[0].carrier is None
-    ):
+    if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype:
         return [values[0].value]
     if _is_layout(eqn):
-        carrier = values[0].carrier
-        carrier = None if carrier is None else compat.evaluate_one(eqn, [carrier])[0]
-        return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype, carrier)]
+        return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype)]
     return compat.evaluate_one(eqn, [widen(value) for value in values])
 
 

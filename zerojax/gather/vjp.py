@@ -22,13 +22,11 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
-from zerojax.gather.evaluate import Narrow
 from zerojax.jaxprs import differentiable
 from zerojax.layout.leaf import replace_items
 
@@ -191,8 +189,7 @@ def traced_passes(
 
     `params` has the gathered parameters, or their shapes. `trained` and `active` say which parameters and others get
     cotangents, and `wanted` has the indices of the results to differentiate (None: all). `carried` has, by the index of
-    a parameter whose gathered type has no useful cotangents (int8, float8), the type of its cotangent. Zeros of this
-    type are differentiated instead (`Narrow.carrier`).
+    a parameter whose gathered type has no useful cotangents (int8, float8), the type in which the function takes it.
     """
     active_params = tuple(i for i, on in enumerate(trained) if on and (i in carried or differentiable(params[i].dtype)))
     active_others = tuple(i for i, on in enumerate(active) if on and differentiable(others[i].dtype))
@@ -201,17 +198,13 @@ def traced_passes(
     def both(params, others):
         def of_active(some_params, some_others):
             nonlocal active_results
-            some_params = [
-                Narrow(params[i], carried[i], x) if i in carried else x
-                for i, x in zip(active_params, some_params, strict=True)
-            ]
             given = replace_items(params, active_params, some_params), replace_items(others, active_others, some_others)
             results = function(*given)
             candidates = range(len(results)) if wanted is None else sorted(wanted)
             active_results = tuple(i for i in candidates if differentiable(results[i].dtype))
             return [results[i] for i in active_results], results
 
-        of_params = [jnp.zeros(params[i].shape, carried[i]) if i in carried else params[i] for i in active_params]
+        of_params = [params[i].astype(carried[i]) if i in carried else params[i] for i in active_params]
         primals = of_params, [others[i] for i in active_others]
         _, backward, results = jax.vjp(of_active, *primals, has_aux=True)
         return results, backward
