@@ -212,6 +212,18 @@ def dependent_on(
     return dependent
 
 
+def roots_of(variables: Collection, jaxpr: Any) -> dict:
+    """Return the values that are computed from `variables` alone, with the set of those that each is computed from."""
+    roots, free = {var: {var} for var in variables}, set()
+    for eqn in jaxpr.eqns:
+        reads = variables_in(eqn.invars)
+        if free.issuperset(reads):
+            free.update(eqn.outvars)
+        elif all(v in roots or v in free for v in reads):
+            roots |= dict.fromkeys(eqn.outvars, set().union(*(roots.get(v, ()) for v in reads)))
+    return roots
+
+
 def moved_by(variables: Collection, jaxpr: Any) -> set:
     """Return the values through which cotangents may flow to `variables`, including `variables`."""
     live = set(variables)

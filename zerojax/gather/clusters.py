@@ -70,16 +70,11 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
     """
     reads = [jaxprs.variables_in(eqn.invars) for eqn in jaxpr.eqns]
     made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
-    roots: dict = {var: {var} for var in params}  # of values that are computed from parameters alone
-    uses: dict = {}  # the parameters that each of the other equations reads
-    free: set = set()
+    roots = jaxprs.roots_of(params, jaxpr)
+    uses: dict = {}  # the parameters that each equation reads, except equations on parameters alone
     for i, eqn in enumerate(jaxpr.eqns):
         found = set().union(*(roots.get(v, ()) for v in reads[i]))
-        if not found:
-            free.update(eqn.outvars if free.issuperset(reads[i]) else ())
-        elif all(v in roots or v in free for v in reads[i]):
-            roots |= dict.fromkeys(eqn.outvars, found)
-        else:
+        if found and roots.keys().isdisjoint(eqn.outvars):
             uses[i] = found
     readers: dict = {}
     for i, found in uses.items():

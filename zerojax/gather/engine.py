@@ -17,7 +17,7 @@ from zerojax.comm.manual import barrier
 from zerojax.dims import NOWHERE
 from zerojax.dims.follow import param_states, row_states
 from zerojax.gather.planner import planned
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options
 from zerojax.gather.segments import BlockSegment, Program, Segment
 from zerojax.jaxprs import alike_args, split_arrays
 from zerojax.layout.leaf import Leaf
@@ -85,8 +85,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     env = _env(program, args, options)
     live = program.live(active or (), program.outs)
     gathering = [segment for segment in program.segments if segment.params]
-    uses = _uses(program, options, gathering, [segment.first_gather for segment in gathering])
-    gathers = GatherScheduler(env, uses, options)
+    gathers = _gathers(program, env, options, gathering, [segment.first_gather for segment in gathering])
     residuals: list = []
     last_read = {v: i for i, segment in enumerate(program.segments) for v in segment.others}
     last_read |= dict.fromkeys(jaxprs.variables_in(program.outs), len(program.segments))
@@ -133,10 +132,11 @@ def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
     return groups
 
 
-def _uses(program: Program, options: Options, gathering: Sequence[Segment], params: list) -> Uses:
-    computes = [segment.computes for segment in gathering]
-    groups = groups_of(gathering, options.comm.shared_bytes)
-    return Uses(params, computes, frozenset(program.given), program.rows, groups)
+def _gathers(
+    program: Program, env: dict, options: Options, gathering: Sequence[Segment], params: Sequence
+) -> GatherScheduler:
+    computes, groups = [s.computes for s in gathering], groups_of(gathering, options.comm.shared_bytes)
+    return GatherScheduler(env, options, params, computes, groups, frozenset(program.given), program.rows)
 
 
 def _env(program: Program, args: Sequence, options: Options) -> dict:
@@ -194,7 +194,8 @@ def run_backward(
     may be given as None, and is returned as None.
     """
     env = _env(program, args, options)
-    grads = GradScheduler(env, program.invars, options, program.experts, weights_of(program))
+    summed_later = {*program.invars} - program.experts | weights_of(program)
+    grads = GradScheduler(env, options, frozenset(program.invars), summed_later)
     for atom, cotangent in zip(program.outs, cotangents, strict=True):
         if cotangent is not None and not compat.is_literal(atom):
             grads.add(atom, cotangent)
@@ -204,8 +205,7 @@ def run_backward(
         if segment.operands:
             env.update(zip(segment.operands, kept.operands, strict=True))
     last = [segment.last_gather(kept) for segment, kept in gathering]
-    uses = _uses(program, options, [segment for segment, _ in gathering], last)
-    gathers = GatherScheduler(env, uses, options)
+    gathers = _gathers(program, env, options, [segment for segment, _ in gathering], last)
     for segment, kept in pairs:
         with segment.entered("transpose", "jvp"):
             segment.backward(kept, gathers, grads)

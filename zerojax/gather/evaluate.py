@@ -34,15 +34,6 @@ class Narrow:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
 
-@jax.custom_vjp
-def _with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
-    """Return `value`. In the backward pass, `carrier` gets the cotangent, and `value` gets none."""
-    return value
-
-
-_with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
-
-
 def as_gathered(value: jax.Array | Narrow, param: ShardedParam) -> jax.Array | Narrow:
     return value if value.dtype == param.wide else Narrow(value, param.wide)
 
@@ -68,11 +59,10 @@ def _rule(eqn, values: Sequence) -> Sequence | None:
     if compat.is_remat(eqn):
         return jaxprs.evaluate_remat(eqn, values, evaluate)
     if name == WIDEN:
-        tail, consts = compat.opened(eqn.params["tail"])
-        z, others = values[0], list(map(widen, values[1:]))
-        narrow = z.value if isinstance(z, Narrow) else lax.convert_element_type(z, eqn.params["dtype"])
-        (value,) = jaxprs.run(tail, consts, narrow, *others)
-        return [value if isinstance(z, Narrow) else _with_cotangent_of(value, z)]
+        from zerojax.gather.shardwise import widened
+
+        z, *others = values
+        return widened(eqn, z.value if isinstance(z, Narrow) else z, [*map(widen, others)])
     if not any(isinstance(value, Narrow) for value in values):
         return None
     if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype:

@@ -128,18 +128,6 @@ class Inlined:
     def params(self) -> list:
         return [v for v, leaf in zip(self.jaxpr.invars, self.leaves, strict=False) if leaf is not None]
 
-    def of_weights(self) -> tuple[set, list]:
-        """Return the values that are computed from parameters alone, and the equations that compute them."""
-        weights, free, eqns = set(self.params), set(), []
-        for eqn in self.jaxpr.eqns:
-            reads = jaxprs.variables_in(eqn.invars)
-            if free.issuperset(reads):
-                free.update(eqn.outvars)
-            elif all(v in weights or v in free for v in reads):
-                weights.update(eqn.outvars)
-                eqns.append(eqn)
-        return weights, eqns
-
 
 def quantised_weights(loss: Inlined) -> Rewritten:
     """Move the quantisation in `x @ jnp.round(w / scale)` to the start of the loss."""
@@ -177,9 +165,10 @@ def equal_equations(loss: Inlined) -> Rewritten:
 
 def late_functionals(loss: Inlined) -> Rewritten:
     """Move `jnp.tanh(u @ w @ v)` behind the model's first use of `w`."""
-    weights, eqns = loss.of_weights()
-    of_weights = lambda eqn: [not compat.is_literal(atom) and atom in weights for atom in eqn.invars]
-    if all(is_repeatable(eqn, of_weights(eqn)) for eqn in eqns):
+    weights = jaxprs.roots_of(loss.params, loss.jaxpr)
+    are_weights = lambda eqn: [not compat.is_literal(atom) and atom in weights for atom in eqn.invars]
+    eqns = [eqn for eqn in loss.jaxpr.eqns if not weights.keys().isdisjoint(eqn.outvars)]
+    if all(is_repeatable(eqn, are_weights(eqn)) for eqn in eqns):
         return None
     from zerojax.gather.clusters import weights_late
 
@@ -188,9 +177,9 @@ def late_functionals(loss: Inlined) -> Rewritten:
 
 def shared_reads(loss: Inlined) -> Rewritten:
     """Move the layers in `net(w, x) - net(w, y)` side by side."""
-    weights, eqns = loss.of_weights()
+    weights = jaxprs.roots_of(loss.params, loss.jaxpr)
     counts = Counter(v for eqn in loss.jaxpr.eqns for v in {*jaxprs.variables_in(eqn.invars)})
-    splits = any(sum(v in weights and not compat.is_dropped(v) for v in eqn.outvars) > 1 for eqn in eqns)
+    splits = any(sum(v in weights and not compat.is_dropped(v) for v in eqn.outvars) > 1 for eqn in loss.jaxpr.eqns)
     if not splits and not any(count > 1 and v in weights for v, count in counts.items()):
         return None
     from zerojax.gather.clusters import reads_together

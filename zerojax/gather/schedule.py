@@ -24,7 +24,7 @@ import bisect
 import dataclasses
 import enum
 import itertools
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -48,42 +48,33 @@ class Options:
     reshard_after_forward: bool  # whether gathered parameters are dropped after the forward pass
 
 
-@dataclasses.dataclass(frozen=True)
-class Uses:
-    """The uses of parameters in one pass over a program. Each segment that gathers is one use."""
-
-    params: Sequence[Sequence[ShardedParam]]  # for each use, in order, the parameters that it needs when it starts
-    computes: Sequence[bool]  # for each use, whether it has work that hides communication (`Segment.computes`)
-    arguments: Collection  # the program's arguments, and the scales of quantised weights (`Program.given`)
-    rows: Mapping[Any, State]  # for each variable of the program, which dims hold the rows of the batch
-    groups: Sequence[int] = ()  # for each use, the number of its group, from 0; if empty, each use is a group
-
-
+@dataclasses.dataclass(eq=False)
 class GatherScheduler:
     """The gathers of one pass over a program. The scheduler exists as long as one trace of the pass.
 
-    The uses of parameters come one after the other. For each use, `take` starts the gathers that are due (`start`), and
-    returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the next
-    use are done. Then `engine` updates `position` and `frontier`.
+    Each segment that gathers is one use of parameters. For each use, `take` starts the gathers that are due (`start`),
+    and returns the parameters of this use. The segment computes. `finish` delays its results until the gathers for the
+    next use are done. Then `engine` updates `position` and `frontier`.
 
     An anchor is a list of arrays that a gather waits for. The shards pass a barrier with the anchor. The segment must
     read the anchor that the barrier returns. XLA drops an array from a barrier if no equation reads it afterwards.
     """
 
-    def __init__(self, env: MutableMapping, uses: Uses, options: Options):
-        self.env = env  # values of the program's variables
-        self.uses = uses
-        self.options = options
-        self.position = 0  # the index in `uses` of the segment that runs now
-        # Variables that depend on the segment that gathered last, and that a later segment still reads.
-        self.frontier: Sequence = ()
-        self._groups = uses.groups or range(len(uses.params))
-        self._next = 0
-        self._gathered: dict[int, list] = {}
+    env: MutableMapping  # values of the program's variables
+    options: Options
+    params: Sequence[Sequence[ShardedParam]]  # for each use, in order, the parameters that it needs when it starts
+    computes: Sequence[bool]  # for each use, whether it has work that hides communication (`Segment.computes`)
+    groups: Sequence[int]  # for each use, the number of its group, from 0
+    arguments: Collection  # the program's arguments, and the scales of quantised weights (`Program.given`)
+    rows: Mapping[Any, State]  # for each variable of the program, which dims hold the rows of the batch
+    position: int = 0  # the use that runs now
+    frontier: Sequence = ()  # variables that depend on the use before it, and that a later segment still reads
+    _next: int = 0
+    _gathered: dict[int, list] = dataclasses.field(default_factory=dict)
 
     def rows_of(self, variables: Sequence) -> list[State]:
-        """Return which dims of `variables` hold the rows of the batch. A variable not in `uses.rows` has none."""
-        return [self.uses.rows.get(var, NOWHERE) for var in variables]
+        """Return which dims of `variables` hold the rows of the batch. A variable not in `rows` has none."""
+        return [self.rows.get(var, NOWHERE) for var in variables]
 
     def take(self, *anchors: Sequence[jax.Array], **options: Any) -> tuple[list, list[list[jax.Array]]]:
         """Call `start` with the same arguments, and return `(gathered parameters of this segment, anchors)`."""
@@ -106,14 +97,14 @@ class GatherScheduler:
         the `frontier`, whose value in `beside` is replaced. The segment itself does not wait for this variable, so
         independent branches stay independent.
         """
-        due, last = [], self._groups[self.position] + ahead * self.options.prefetch
-        for place in range(self._next, bisect.bisect_right(self._groups, last)):
+        due, last = [], self.groups[self.position] + ahead * self.options.prefetch
+        for place in range(self._next, bisect.bisect_right(self.groups, last)):
             # A later gather must wait if it reads a slice whose index is not computed yet.
-            if place > self.position and not all(v in self.env for p in self.uses.params[place] for v in p.operands):
+            if place > self.position and not all(v in self.env for p in self.params[place] for v in p.operands):
                 break
             due.append(place)
         self._next += len(due)
-        roots = list(dict.fromkeys(p.root for place in due for p in self.uses.params[place]))
+        roots = list(dict.fromkeys(p.root for place in due for p in self.params[place]))
         first, (*others, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
@@ -123,49 +114,49 @@ class GatherScheduler:
             beside.update(zip(keys, waited, strict=True))
             rows_waited = self.rows_of(keys)
         behind = {**self.env, **dict(zip(roots, values, strict=True))}
-        for _, places in itertools.groupby(due, self._groups.__getitem__):
+        for _, places in itertools.groupby(due, self.groups.__getitem__):
             self._gather([*places], behind, first or waited, rows if first else rows_waited)
         return [first, *others]
 
     def _gather(self, places: Sequence[int], env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> None:
         """Gather the parameters of some uses of one group."""
-        unique = {p.key: p for place in places for p in self.uses.params[place]}
+        unique = {p.key: p for place in places for p in self.params[place]}
         params = list(unique.values())
         # The shards passed a barrier, but XLA:CPU removes barriers. It would then slice a layer at a constant index
         # early. So the index depends on the anchor.
         zero = self.options.comm.zero_after(anchor, rows) if any(p.layer is not None for p in params) else None
         shards = [p.shard(env, zero) for p in params]
         # If no work hides this gather, its buckets are smaller, so that the use can start on the first of them.
-        start = bisect.bisect_left(self._groups, self._groups[places[0]] - self.options.prefetch)
-        exposed = not any(self.uses.computes[start : places[0]])
+        start = bisect.bisect_left(self.groups, self.groups[places[0]] - self.options.prefetch)
+        exposed = not any(self.computes[start : places[0]])
         full = self.options.comm.all_gather(shards, [p.leaf for p in params], exposed=exposed)
         gathered = dict(zip(unique, full, strict=True))
-        self._gathered |= {place: [gathered[p.key] for p in self.uses.params[place]] for place in places}
+        self._gathered |= {place: [gathered[p.key] for p in self.params[place]] for place in places}
 
     @property
     def is_last(self) -> bool:
-        return self._groups[self.position] == self._groups[-1]
+        return self.groups[self.position] == self.groups[-1]
 
     @property
     def ends_group(self) -> bool:
         return self.position + 1 not in self._group(self.position)
 
     def _group(self, place: int) -> range:
-        number = self._groups[place]
-        return range(bisect.bisect_left(self._groups, number), bisect.bisect_right(self._groups, number))
+        number = self.groups[place]
+        return range(bisect.bisect_left(self.groups, number), bisect.bisect_right(self.groups, number))
 
     @property
     def is_hidden_after(self) -> bool:
-        return any(self.uses.computes[self.position + 1 :])
+        return any(self.computes[self.position + 1 :])
 
     def finish(self, results: Sequence[jax.Array]) -> list[jax.Array]:
         """Return this segment's results. The last results of a group are delayed until the next group's gathers end."""
-        if self.position + 1 == len(self.uses.params) or not self.ends_group:
+        if self.position + 1 == len(self.params) or not self.ends_group:
             return list(results)
         following = [place for place in self._group(self.position + 1) if place in self._gathered]
         # Without the barrier, XLA moves the gather down to its use. But a segment without products does not hide the
         # gather, so there the barrier would only delay the results.
-        if not any(self.uses.computes[place] for place in self._group(self.position)):
+        if not any(self.computes[place] for place in self._group(self.position)):
             return list(results)
         results, gathered = barrier(results, *(self._gathered[place] for place in following))
         self._gathered |= dict(zip(following, gathered, strict=True))
@@ -199,6 +190,7 @@ class PendingGrad:
     stack: int | None = None  # the number of the scan's stack (`add_stack`), if the gradient is one layer of it
 
 
+@dataclasses.dataclass(eq=False)
 class GradScheduler:
     """The gradients of one backward pass. The scheduler exists as long as one trace of the pass.
 
@@ -207,27 +199,20 @@ class GradScheduler:
     (`due`, `settle`), and each gradient moves on by one `GradState`.
     """
 
-    def __init__(
-        self,
-        env: Mapping,
-        arguments: Collection,
-        options: Options,
-        experts: Collection = (),
-        weights: Collection = (),
-    ):
-        self.env = env  # values of the program's variables
-        # Whether the next block is in the group of the block that ran last. Gradients then wait for it.
-        self.group_continues = False
-        self.arguments = dict.fromkeys(arguments)  # their gradients also wait in the queue
-        # Cotangents of arguments may stay partial sums until the pass ends, and those of `weights` until they are
-        # gradients of parameters.
-        self.summed_later = (self.arguments.keys() - experts) | {*weights}
-        # The accumulated cotangents, by variable. For a sharded parameter, the gradient of the shard.
-        self.cotangents: dict = {}
-        self.options = options
-        self._stacks: list[tuple[ShardedParam, jax.Array]] = []
-        self._queue: list[PendingGrad] = []
-        self._waiting: list[PendingGrad] = []  # gradients that passed a barrier, and wait for the rest of their group
+    env: Mapping  # values of the program's variables
+    options: Options
+    arguments: Collection  # their gradients also wait in the queue
+    # Variables whose cotangents may stay partial sums: those of arguments until the pass ends, and those of what is
+    # computed from parameters alone until they are gradients of parameters.
+    summed_later: Set
+    # The accumulated cotangents, by variable. For a sharded parameter, the gradient of the shard.
+    cotangents: dict = dataclasses.field(default_factory=dict)
+    # Whether the next block is in the group of the block that ran last. Gradients then wait for it.
+    group_continues: bool = False
+    _stacks: list[tuple[ShardedParam, jax.Array]] = dataclasses.field(default_factory=list)
+    _queue: list[PendingGrad] = dataclasses.field(default_factory=list)
+    # gradients that passed a barrier, and wait for the rest of their group
+    _waiting: list[PendingGrad] = dataclasses.field(default_factory=list)
 
     @property
     def due(self) -> list[jax.Array]:

@@ -167,16 +167,12 @@ class Segment(abc.ABC):
             return [], [gathers.env[v] for v in self.others]
         # One anchor is enough, because each input in `follows` depends on the previous segment that gathered.
         follows = [v for v in self.others if v in gathers.frontier]
-        anchors = (follows or [v for v in self.others if v not in gathers.uses.arguments])[-1:]
+        anchors = (follows or [v for v in self.others if v not in gathers.arguments])[-1:]
         beside = None if follows else gathers.env
         rows, values = gathers.rows_of(anchors), [gathers.env[v] for v in anchors]
         gathered, (values,) = gathers.take(values, rows=rows, ahead=ahead, beside=beside)
         gathers.env.update(zip(anchors, values, strict=True))
         return gathered, [gathers.env[v] for v in self.others]
-
-    def row_states(self, gathers: GatherScheduler) -> RowStates:
-        comm = gathers.options.comm
-        return RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm)
 
     def summed_later(self, gathers: GatherScheduler, grads: GradScheduler) -> list[int]:
         """Return the indices of the others whose cotangents stay partial sums: arguments, and values that hold no rows.
@@ -186,7 +182,7 @@ class Segment(abc.ABC):
         """
         # A parameter that was gathered for a loop is not among `rows`. Values of an extended type have no sums.
         is_number = lambda v: not jax.dtypes.issubdtype(v.aval.dtype, jax.dtypes.extended)
-        has_none = lambda v: (rows := gathers.uses.rows.get(v)) is not None and not rows.places and is_number(v)
+        has_none = lambda v: (rows := gathers.rows.get(v)) is not None and not rows.places and is_number(v)
         return [i for i, v in enumerate(self.others) if v in grads.summed_later or has_none(v)]
 
     @functools.cached_property
@@ -236,6 +232,7 @@ class BlockSegment(Segment):
         if not moving:
             with names.in_scopes(self.scope):
                 return self.run(gathered, others), None
+        comm = gathers.options.comm
         passes = shared_passes(
             self.shared,
             self.run,
@@ -245,7 +242,7 @@ class BlockSegment(Segment):
             active=[v in moving for v in self.others],
             # Equations without parameters are one segment even if they have nothing to do with each other.
             wanted=None if self.params else [self.results.index(v) for v in self.live_results(moving)],
-            rows=self.row_states(gathers),
+            rows=RowStates(gathers.rows_of(self.others), gathers.rows_of(self.results), comm.follower, comm),
             carried=carried_by(self.params),
         )
         with names.in_scopes(self.scope, "jvp"):

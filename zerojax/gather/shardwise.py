@@ -59,6 +59,22 @@ def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
     return bare(compat.opened(tail)[0].outvars[0])
 
 
+@jax.custom_vjp
+def _with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
+    """Return `value`. In the backward pass, `carrier` gets the cotangent, and `value` gets none."""
+    return value
+
+
+_with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
+
+
+def widened(eqn: Any, z: jax.Array, others: Sequence) -> list:
+    """Evaluate a `widen` equation. `z` has the type in which it was gathered, or that of `y` to get a cotangent."""
+    tail, consts = compat.opened(eqn.params["tail"])
+    (value,) = jaxprs.run(tail, consts, z.astype(eqn.params["dtype"]), *others)
+    return [value if z.dtype == eqn.params["dtype"] else _with_cotangent_of(value, z)]
+
+
 @jax.custom_jvp
 def _differentiated_once(x: Any) -> Any:
     """Return `x`, and raise an error if a derivative of a backward pass, a second derivative, comes here."""

@@ -42,8 +42,6 @@ class Sums(NamedTuple):
         return cls(tuple(later), tuple(experts.items()))
 
 
-NO_SUMS = Sums()
-
 Source = tuple[Literal["param", "other", "saved", "derived"], int]
 
 
@@ -116,7 +114,7 @@ class Passes:
         cotangents: Sequence,
         zero: jax.Array | None = None,
         *,
-        sums: Sums = NO_SUMS,
+        sums: Sums,
         paired: bool = False,
     ) -> tuple[list, list]:
         """Run the backward pass, and return the cotangents of the active parameters and of the active others.
@@ -171,9 +169,6 @@ class RowStates(NamedTuple):
     comm: Collectives | None = None  # runs kernels on each device's rows (`on_own_rows`); None: they are unchanged
 
 
-NO_ROWS = RowStates()
-
-
 def traced_passes(
     function: Callable,
     params: Sequence,
@@ -182,7 +177,7 @@ def traced_passes(
     active: Sequence[bool],
     trained: Sequence[bool] = (),
     wanted: Collection[int] | None = None,
-    rows: RowStates = NO_ROWS,
+    rows: RowStates,
     carried: Mapping[int, np.dtype] = MappingProxyType({}),
 ) -> Passes:
     """Trace `function(params, others)`, which returns a list of arrays, and its derivative.

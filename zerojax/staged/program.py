@@ -19,7 +19,7 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm.mesh import constrain
 from zerojax.dims import NOWHERE
 from zerojax.gather.scan import ScanSegment
-from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options, Uses
+from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options
 from zerojax.gather.segments import BlockResiduals, BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.gather.vjp import RowStates, traced_passes
@@ -68,7 +68,7 @@ class Stage:
             segment, params=tuple(params), others=slots(inputs), results=slots(segment.jaxpr.outvars), scope=()
         )
         self._options, self._by_row, self._mesh = options, tuple(by_row), mesh
-        self._arguments = [self._segment.others[i] for i in sorted(wanted.summands)]
+        self._arguments = frozenset(self._segment.others[i] for i in wanted.summands)
         self.passes = None  # stays None if no cotangent of an input is needed
         if any(wanted.trained) or any(wanted.active):
             self.passes = traced_passes(
@@ -108,7 +108,7 @@ class Stage:
         read: list[Any] = [None] * len(segment.others)
         for i, x in zip(self.kept, others, strict=True):
             read[i] = x
-        grads = GradScheduler(env, self._arguments, self._options)
+        grads = GradScheduler(env, self._options, self._arguments, self._arguments)
         pairs = zip(segment.results, cotangents, strict=True)
         grads.cotangents.update({key: x for key, x in pairs if x is not None})
         residuals = BlockResiduals(saved, read, [], None, passes)
@@ -152,8 +152,8 @@ class Stage:
 
     def _gathers(self, env: dict, params: Sequence[ShardedParam]) -> GatherScheduler:
         """Return a scheduler of the gathers of this segment. The empty second use represents all later segments."""
-        uses = Uses([params, []], [self._segment.computes, False], frozenset(self._arguments), {})
-        return GatherScheduler(env, uses, self._options)
+        computes = [self._segment.computes, False]
+        return GatherScheduler(env, self._options, [params, []], computes, [0, 1], self._arguments, {})
 
 
 def _plain(param: ShardedParam, by_row: bool) -> ShardedParam:
