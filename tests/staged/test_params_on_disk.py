@@ -343,7 +343,7 @@ def test_host_memory_takes_the_place_of_files(tmp_path):
         assert host_bytes is None or files.host_bytes <= tx.config.offload.host_bytes
         moments = next(filter(is_chunked, jax.tree.leaves(state.opt_state, is_leaf=is_chunked)))
         buffers = files.buffer_bytes + moments.store.files.buffer_bytes
-        held = sum(x.nbytes for arrays in files._held.values() for x in arrays)
+        held = sum(x.nbytes for arrays in files._store._in_memory.values() for x in arrays)
         assert buffers + held <= files.host_bytes
         states.append(jax.device_get(tx.unshard(state.params)))
         counts.append(found[-1][0])

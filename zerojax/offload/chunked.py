@@ -149,6 +149,12 @@ def parts_of(shape: tuple[int, ...], sharding: Sharding) -> dict[tuple[tuple[int
     return devices
 
 
+def host_shards(array: Array) -> list[np.ndarray]:
+    """Copy the shards of an array that this process holds to the host. The shards are in the order of `parts_of`."""
+    data = {shard.device: shard.data for shard in array.addressable_shards}
+    return [np.asarray(data[devices[0]]) for devices in parts_of(array.shape, array.sharding).values()]
+
+
 def boxes_of(of: ChunkedLayout, n: int) -> list[tuple[slice, ...]]:
     """Return, for each shard of chunk `n` in this process, its slices of the leaf's storage."""
     dim, (start, length) = of.chunking.dim, of.chunking.chunks[n]
@@ -234,7 +240,8 @@ def filled(node: Chunked, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Ch
     `box` has one slice per dim, with a start and an end. Return the new node.
     """
     if node.store is not None:
-        return dataclasses.replace(node, chunks=(node.store.fill(read),))
+        shards = ([read(box) for box in boxes_of(node, n)] for n in range(len(node.chunking.extents)))
+        return dataclasses.replace(node, chunks=(node.store.write(shards),))
     where = host_sharding(concrete_mesh(node.sharding), node.sharding.spec)
     shapes = node.chunking.chunk_shapes(node.leaf)
     boxes = [(box,) for n in range(len(shapes)) for box in boxes_of(node, n)]
@@ -262,7 +269,7 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
     """
     chunks = chunks_of(x, node.leaf, node.chunking)
     if node.store is not None:
-        return dataclasses.replace(node, chunks=(node.store.save(chunks),))
+        return dataclasses.replace(node, chunks=(node.store.write(map(host_shards, chunks)),))
     where = host_sharding(concrete_mesh(node.sharding), node.sharding.spec)
     moved = tuple(jax.block_until_ready(jax.device_put(chunk, where)) for chunk in chunks)
     return dataclasses.replace(node, chunks=moved)

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from zerojax.offload import folder
-from zerojax.offload.chunked import ChunkedLayout, boxes_of, parts_of
+from zerojax.offload.chunked import ChunkedLayout, host_shards, parts_of
 from zerojax.offload.disk import ChunkSpec, DiskStore, buffer_bytes
 from zerojax.offload.folder import DiskError
 
@@ -221,19 +221,8 @@ class LeafFiles:
             raise
         return copies
 
-    def fill(self, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Int[np.ndarray, ""]:
-        """Write the leaf, chunk by chunk, without the devices. `read(box)` returns a part of the leaf's storage.
-
-        Return the new version, as `save` does.
-        """
-        boxes = (boxes_of(self.files.leaves[self.k], n) for n in self.chunks)
-        return self._write(list(map(read, shards)) for shards in boxes)
-
-    def save(self, chunks: Iterable[Array]) -> Int[np.ndarray, ""]:
-        """Write the leaf and return the new version. The version is complete when every leaf is written."""
-        return self._write(map(host_shards, chunks))
-
-    def _write(self, chunks: Iterable[Sequence[np.ndarray]]) -> Int[np.ndarray, ""]:
+    def write(self, chunks: Iterable[Sequence[np.ndarray]]) -> Int[np.ndarray, ""]:
+        """Write the shards of each chunk, and return the new version. It is complete when every leaf is written."""
         with self.files.writing(self.k) as version:
             for n, shards in enumerate(chunks):
                 self.files.write_shards(self.k, n, shards)
@@ -260,9 +249,3 @@ def close_store(store: DiskStore) -> None:
     """Unlock the folder of a state that is not used any more. Ignore failed writes."""
     with contextlib.suppress(DiskError, OSError):
         store.close()
-
-
-def host_shards(array: Array) -> list[np.ndarray]:
-    """Copy the shards of an array that this process holds to the host. The shards are in the order of `parts_of`."""
-    data = {shard.device: shard.data for shard in array.addressable_shards}
-    return [np.asarray(data[devices[0]]) for devices in parts_of(array.shape, array.sharding).values()]

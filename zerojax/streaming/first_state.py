@@ -23,7 +23,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_chunked, is_stored_node
 from zerojax.layout.padded import Padded
 from zerojax.layout.tree import canonical, has_gradient, is_numeric
-from zerojax.offload.chunked import jitted, split_chunks
+from zerojax.offload.chunked import chunks_of
 from zerojax.offload.host import check_host_memory
 from zerojax.optim.master_weights import narrow_leaves
 from zerojax.optim.returned_state import is_on_disk
@@ -63,8 +63,7 @@ def init_state_by_group(
     jaxpr, consts = trace_inlined(lambda *xs: first_leaves(config, plan, xs), *shapes)
     inputs = dict(zip(jaxpr.invars, stored, strict=True)) | dict(zip(compat.constvars_of(jaxpr), consts, strict=True))
 
-    def init(leaves: Sequence[int]) -> list[list[Array]]:
-        """Return a list of chunks, on the device, for each index in `leaves`."""
+    def init(leaves: Sequence[int]) -> list[Array]:
         outvars = [jaxpr.outvars[k] for k in leaves]
         eqns, read = jaxprs.needed_for(jaxpr.eqns, outvars)
         invars = [var for var in inputs if var in read]
@@ -72,34 +71,28 @@ def init_state_by_group(
 
         def program(values):
             state = jax.core.eval_jaxpr(equations, (), *values)
-            state = {k: to_storage(config.mesh, x, plan.state[k]) for k, x in zip(leaves, state, strict=True)}
-            return [
-                split_chunks(config.mesh, x, plan.state[k], plan.offloaded[k]) if k in plan.offloaded else [x]
-                for k, x in state.items()
-            ]
+            return [to_storage(config.mesh, x, plan.state[k]) for k, x in zip(leaves, state, strict=True)]
 
-        shardings = [
-            [named(config, plan.state[k])] * (len(plan.offloaded[k].extents) if k in plan.offloaded else 1)
-            for k in leaves
-        ]
         values = [inputs[var] for var in invars]
         loaded = [x.load() if isinstance(x, Deferred) else to_device(x) for x in values]
-        return jax.jit(program, out_shardings=shardings)(loaded)
+        return jax.jit(program, out_shardings=[named(config, plan.state[k]) for k in leaves])(loaded)
 
     return store_by_group(config, plan, init)
 
 
-def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[list[Array]]]) -> PyTree:
+def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[int]], list[Array]]) -> PyTree:
     """Return a state whose offloaded leaves are written to its store, group by group.
 
-    `make(indices)` returns a list of chunks, on the device, for each of these leaves of the state.
+    `make(indices)` returns these leaves of the state, on the device.
     """
     store = store_for(config, plan)
     resident = [k for k, chunking in enumerate(plan.chunkings) if chunking is None]
     with abandoned_on_error(store):
-        state: dict[int, Any] = {k: x for k, (x,) in zip(resident, make(resident), strict=True)}
+        state: dict[int, Any] = dict(zip(resident, make(resident), strict=True))
         for group in plan.analysis(config).partition.groups:
-            for n, chunks in enumerate(zip(*make(group.state), strict=True)):
+            made = zip(group.state, make(group.state), strict=True)
+            leaves = [chunks_of(x, plan.state[k], plan.offloaded[k]) for k, x in made]
+            for n, chunks in enumerate(zip(*leaves, strict=True)):
                 store.complete(store.write(group, n, chunks))
             state |= zip(group.state, store.nodes(group), strict=True)
         store.advance()
@@ -138,14 +131,12 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
     wait_if_simulated(config.mesh, values)
     check_state_room(config, plan)
 
-    def make(indices: Sequence[int]) -> list[list[Array]]:
-        pairs = {k: (values[k], plan.state[k]) for k in indices}
-        placed = {k: place_array(in_storage_shape(x, leaf), named(config, leaf)) for k, (x, leaf) in pairs.items()}
-        split = lambda k, x: jitted(split_chunks, x.sharding, plan.state[k], plan.offloaded[k])(x)
-        return [split(k, x) if k in plan.offloaded else [x] for k, x in placed.items()]
+    def make(indices: Sequence[int]) -> list[Array]:
+        pairs = [(values[k], plan.state[k]) for k in indices]
+        return [place_array(in_storage_shape(x, leaf), named(config, leaf)) for x, leaf in pairs]
 
     if not plan.offloaded:
-        return jax.tree.unflatten(plan.state_def, [x for (x,) in make(range(len(plan.state)))])
+        return jax.tree.unflatten(plan.state_def, make(range(len(plan.state))))
     return store_by_group(config, plan, make)
 
 
