@@ -12,7 +12,7 @@ else that reads master weights: checkpoints, exports, `reshard` and `ZeroTransfo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -32,7 +32,7 @@ from zerojax.optim.update import check_state, unshard_after_update
 from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, named_tree, storage_leaves, to_device
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, PyTree
+    from jaxtyping import Array, PyTree
 
 
 def is_opt_state(tree: PyTree) -> bool:
@@ -201,9 +201,9 @@ def current_masters(
         mesh = mesh_of(next(iter(pairs.values()))[0])
         if compare:
             wait_if_simulated(mesh, pairs)
-            same = jax.device_get(of_pairs(is_unchanged, mesh, layouts())(list(pairs.values())))
+            same = jax.device_get(of_pairs(mesh, layouts(), compare=True)(list(pairs.values())))
             pairs = {i: pair for (i, pair), on in zip(pairs.items(), same, strict=True) if not on}
-        new = of_pairs(chosen, mesh, layouts())(list(pairs.values())) if pairs else ()
+        new = of_pairs(mesh, layouts(), compare=False)(list(pairs.values())) if pairs else ()
         return dict(zip(pairs, new, strict=True))
 
     # Offloaded leaves are loaded one at a time, because device memory may be too small for all of them.
@@ -235,21 +235,17 @@ def on_device(x: Any) -> Array:
 
 
 @functools.lru_cache(maxsize=32)
-def of_pairs(compute: Callable, mesh: Mesh, layouts: tuple[Layouts, ...]) -> Any:
-    """Return a jitted function of pairs `(master, param)` that calls `compute(mesh, layouts, *pair)` for each pair."""
-    return jax.jit(lambda pairs: [compute(mesh, of, *pair) for of, pair in zip(layouts, pairs, strict=True)])
+def of_pairs(mesh: Mesh, layouts: tuple[Layouts, ...], *, compare: bool) -> Any:
+    """Return a jitted function of pairs `(master, param)`, which returns the current weight of each pair.
 
+    With `compare`, it returns instead whether the parameter is a copy of the master weight.
+    """
 
-def is_unchanged(mesh: Mesh, layouts: Layouts, master: Array, param: Array) -> Bool[Array, ""]:
-    return is_copy(*aligned(mesh, layouts, master, param)).all()
+    def one(of: Layouts, master: Array, param: Array) -> Array:
+        of_master, of_param = of
+        moved = to_storage(mesh, in_logical_shape(param, of_param), of_master).astype(master.dtype)
+        if compare:
+            return is_copy(master, moved, of_param.dtype).all()
+        return to_storage(mesh, current_weight(master, moved, of_param.dtype), of_master)
 
-
-def chosen(mesh: Mesh, layouts: Layouts, master: Array, param: Array) -> Array:
-    return to_storage(mesh, current_weight(*aligned(mesh, layouts, master, param)), layouts[0])
-
-
-def aligned(mesh: Mesh, layouts: Layouts, master: Array, param: Array) -> tuple[Array, Array, Any]:
-    """Return the arguments of `is_copy`: the master weight, the parameter in its layout, and the stored type."""
-    of_master, of_param = layouts
-    moved = to_storage(mesh, in_logical_shape(param, of_param), of_master)
-    return master, moved.astype(master.dtype), of_param.dtype
+    return jax.jit(lambda pairs: [one(of, *pair) for of, pair in zip(layouts, pairs, strict=True)])
