@@ -14,6 +14,7 @@ References:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -230,14 +231,11 @@ class Costs:
 
         The index is None for a value without the dim. Raise a `LostError` if an index cannot be found.
         """
-        found, made = dict(zip(jaxpr.invars, dims, strict=True)), {}
-        of = lambda atom: None if compat.is_literal(atom) else found.get(atom)
-        for eqn in jaxpr.eqns:
-            found.update(zip(eqn.outvars, self._through(eqn, list(map(of, eqn.invars)), made), strict=True))
-            made.update(dict.fromkeys(eqn.outvars, eqn))
-        return list(map(of, jaxpr.outvars))
+        through = functools.partial(self._through, jaxprs.makers(jaxpr.eqns))
+        consts = [None] * len(compat.constvars_of(jaxpr))
+        return jaxprs.evaluate(jaxpr, consts, dims, through, literal=lambda _: None)
 
-    def _through(self, eqn: Any, dims: list[int | None], made: dict) -> list[int | None]:
+    def _through(self, made: dict, eqn: Any, dims: list[int | None]) -> list[int | None]:
         name = eqn.primitive.name
         if (body := compat.inlined_body(eqn)) is not None:
             return self._inside(body, dims)

@@ -14,14 +14,12 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs
-from zerojax.config import Config
-from zerojax.layout.tree import Layout
 from zerojax.offload.chunked import Chunking, chunking_of, row_chunkings_of
 from zerojax.offload.options import Offload
 from zerojax.optim.elementwise import LEAF, MIXED, SCALAR, Known, walk
@@ -39,7 +37,7 @@ from zerojax.optim.traced import (
     equations_behind,
     union,
 )
-from zerojax.optim.transformation import UpdatedLeaves
+from zerojax.optim.transformation import FlatUpdate
 from zerojax.placement.storage import shapes
 
 # A unit is a set of state leaves that are offloaded together. The integer i means all state that mirrors trained
@@ -49,20 +47,18 @@ Unit = int | tuple[str, int]
 
 @dataclasses.dataclass(frozen=True)
 class OffloadedState:
-    """Choose the offloaded part of the state, from shapes alone."""
+    """Choose the offloaded part of an update's state, from shapes alone."""
 
-    config: Config
-    trained: Layout
-    leaves: UpdatedLeaves
+    update: FlatUpdate
 
     @functools.cached_property
     def units(self) -> dict[int, Unit]:
         """Map each offloaded leaf of the state to its unit. The largest that fit in the device's share stay there."""
-        if self.config.offload is None:
+        if self.update.config.offload is None:
             return {}
         units, sizes = self._candidates, collections.Counter[Unit]()
         for k, unit in units.items():
-            sizes[unit] += self.leaves.state[k].local_bytes
+            sizes[unit] += self.update.leaves.state[k].local_bytes
         room, kept = round(sizes.total() * (1 - self._offload.fraction)), set()
         for unit, size in sorted(sizes.items(), key=lambda item: (-item[1], str(item[0]))):
             if size <= room:
@@ -73,35 +69,35 @@ class OffloadedState:
     @property
     def _candidates(self) -> dict[int, Unit]:
         """Map each leaf of the state that may be offloaded to its unit. Small leaves stay on the device."""
-        leaves = zip(self.trained.paths, shapes(self.trained.grads), strict=True)
+        leaves = zip(self.update.trained.paths, shapes(self.update.trained.grads), strict=True)
         # Leave out scalars and empty leaves, because their state in Adafactor cannot be divided like the parameter.
         covered = [bool(x.shape and x.size) and self._offload.covers(path, x) for path, x in leaves]
         return {
             k: ("state", k) if i is None else i
-            for k, (leaf, i) in enumerate(zip(self.leaves.state, self.leaves.param_of, strict=True))
+            for k, (leaf, i) in enumerate(zip(self.update.leaves.state, self.update.leaves.param_of, strict=True))
             if leaf.shape != () and leaf.kind != "flat" and jnp.issubdtype(leaf.dtype, jnp.inexact)
-            if leaf.size >= self.config.persist_below and (i is None or covered[i])
+            if leaf.size >= self.update.config.persist_below and (i is None or covered[i])
         }
 
     @functools.cached_property
     def params_on_disk(self) -> frozenset[int]:
-        sharded = (i for i, leaf in enumerate(self.trained.params) if leaf.kind == "sharded")
-        return frozenset(sharded if self.config.params_on_disk else ())
+        sharded = (i for i, leaf in enumerate(self.update.trained.params) if leaf.kind == "sharded")
+        return frozenset(sharded if self.update.config.params_on_disk else ())
 
     @property
     def _offload(self) -> Offload:
-        assert isinstance(self.config.offload, Offload)
-        return self.config.offload
+        assert isinstance(self.update.config.offload, Offload)
+        return self.update.config.offload
 
     @functools.cached_property
     def chunkings(self) -> dict[int, Chunking]:
         """Map each parameter that is updated by a group to the chunks in which its update may be divided."""
-        grads, most = self.leaves.grads, self._offload.chunk_bytes
+        (grads, state, _), most = self.update.leaves, self._offload.chunk_bytes
         by_row = row_chunkings_of(grads, most) if self.params_on_disk else {}
         itemsizes: dict[int, int] = {}
         for k, i in self.units.items():
             if isinstance(i, int):
-                itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), self.leaves.state[k].dtype.itemsize)
+                itemsizes[i] = max(itemsizes.get(i, grads[i].dtype.itemsize), state[k].dtype.itemsize)
         chunkings = {i: chunking_of(grads[i], most * grads[i].dtype.itemsize // size) for i, size in itemsizes.items()}
         return chunkings | {i: by_row[i] for i in self.params_on_disk}
 
@@ -166,7 +162,7 @@ def partition(
     `groups` has the indices of each group's results, without the first group. Owners compute the cores `owned`.
     """
     units, num_params, outvars = offloaded.units, traced.num_params, traced.jaxpr.outvars
-    shared_scalars = Dependencies.of(traced, offloaded).shared_scalars
+    scalars = shared_scalars(traced, units_behind(traced, offloaded))
     shared: dict[Any, int] = {}
     found = []
     for outs in groups:
@@ -174,7 +170,7 @@ def partition(
         leaves = [o - num_params for o in outs if o >= num_params]
         state, resident = (tuple(k for k in leaves if (k in units) == on) for on in (True, False))
         results = [outvars[o] for o in (*params, *(num_params + k for k in (*state, *resident)))]
-        eqns, inputs = equations_behind(traced.jaxpr, traced.producers, results, shared_scalars)
+        eqns, inputs = equations_behind(traced.jaxpr, traced.producers, results, scalars)
         # A group gets gradients, parameters, constants and its offloaded state. All other inputs are shared values.
         reads: dict[Any, Read] = {}
         for var in inputs:
@@ -239,35 +235,26 @@ def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
     return len(wanted) == 1 and all(x.kind != MIXED for x in results)
 
 
-class Dependencies(NamedTuple):
-    """The inputs that each variable of a traced update depends on."""
+def dependencies(jaxpr: Any, known: dict[Any, frozenset], without: Collection = ()) -> dict[Any, frozenset]:
+    """Return the union of `known` that each variable depends on, except through the variables in `without`."""
+    known = dict(known)
+    for eqn in jaxpr.eqns:
+        if found := union(known, eqn.invars):
+            known |= {var: found for var in eqn.outvars if var not in without}
+    return known
 
-    offloaded: dict[Any, frozenset]  # for each variable that depends on offloaded arrays, the units of these arrays
-    # for each variable, the parameters that it depends on, except through `shared_scalars`
-    params: dict[Any, frozenset]
-    # scalars that depend on no offloaded array; they are computed once, and passed to all groups
-    shared_scalars: set
 
-    @classmethod
-    def of(cls, traced: TracedUpdate, state: OffloadedState) -> Dependencies:
-        """Find the dependencies in one pass over the equations. A parameter on disk counts as offloaded."""
-        found = cls({}, {v: frozenset((i,)) for v, (kind, i) in traced.reads.items() if kind == PARAM}, set())
-        for v, (kind, k) in traced.reads.items():
-            if kind == STATE and k in state.units:
-                found.offloaded[v] = frozenset((state.units[k],))
-            elif kind == PARAM and k in state.params_on_disk:
-                found.offloaded[v] = frozenset((k,))
-        for eqn in traced.jaxpr.eqns:
-            needs_offloaded, needs_params = union(found.offloaded, eqn.invars), union(found.params, eqn.invars)
-            for var in eqn.outvars:
-                if needs_offloaded:
-                    found.offloaded[var] = needs_offloaded
-                elif var.aval.shape == ():
-                    found.shared_scalars.add(var)
-                    continue
-                if needs_params:
-                    found.params[var] = needs_params
-        return found
+def units_behind(traced: TracedUpdate, state: OffloadedState) -> dict[Any, frozenset]:
+    """Return the units of the offloaded arrays that each variable depends on. Parameters on disk count as offloaded."""
+    units = {STATE: state.units, PARAM: {i: i for i in state.params_on_disk}}
+    reads = ((v, units.get(kind, {}).get(k)) for v, (kind, k) in traced.reads.items())
+    return dependencies(traced.jaxpr, {v: frozenset((unit,)) for v, unit in reads if unit is not None})
+
+
+def shared_scalars(traced: TracedUpdate, offloaded: Collection) -> set:
+    """Return the scalars that are not in `offloaded`. They are computed once, and passed to all groups."""
+    made = (var for eqn in traced.jaxpr.eqns for var in eqn.outvars)
+    return {var for var in made if var.aval.shape == () and var not in offloaded}
 
 
 def groups_of(traced: TracedUpdate, state: OffloadedState) -> list[list[int]]:
@@ -276,12 +263,14 @@ def groups_of(traced: TracedUpdate, state: OffloadedState) -> list[list[int]]:
     A group also updates every parameter that it reads. If another group updated the parameter, the old value might be
     overwritten before it is read.
     """
-    depends, units = Dependencies.of(traced, state), state.units
-    num_params, outvars = traced.num_params, traced.jaxpr.outvars
+    units, num_params, outvars = state.units, traced.num_params, traced.jaxpr.outvars
+    needs_offloaded = units_behind(traced, state)
+    params = {v: frozenset((i,)) for v, (kind, i) in traced.reads.items() if kind == PARAM}
+    needs_params = dependencies(traced.jaxpr, params, shared_scalars(traced, needs_offloaded))
     units_of: list[set] = [{i} for i in range(num_params)]
     units_of += [{units[k]} if k in units else set() for k in range(len(traced.state_outs))]
-    offloaded = [union(depends.offloaded, [var]) for var in outvars]
-    touched = [units_of[o] | offloaded[o] | union(depends.params, [var]) for o, var in enumerate(outvars)]
+    offloaded = [union(needs_offloaded, [var]) for var in outvars]
+    touched = [units_of[o] | offloaded[o] | union(needs_params, [var]) for o, var in enumerate(outvars)]
     active = {o for o in range(len(outvars)) if offloaded[o] or (o >= num_params and units_of[o])}
     # If an active result reads a parameter, the parameter's update becomes active.
     read = lambda o: (x for x in touched[o] if isinstance(x, int))

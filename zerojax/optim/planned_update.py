@@ -23,7 +23,7 @@ class PlannedUpdate:
 
     @functools.cached_property
     def offloaded(self) -> OffloadedState:
-        return OffloadedState(self.flat.config, self.flat.trained, self.flat.leaves)
+        return OffloadedState(self.flat)
 
     @functools.cached_property
     def traced(self) -> TracedUpdate:
