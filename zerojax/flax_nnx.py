@@ -6,6 +6,7 @@ unchanged, and a loss can return batch statistics with `has_aux`.
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -213,11 +214,9 @@ class ModuleLoss:
         returned, after, new = call(old)
         loss, aux = returned if self.has_aux else (returned, ())
         assigned = assigned_paths(lambda states: call(states)[2], old, new)
-        check_assigned(assigned, new[:2])
         before = dict(nnx.to_flat_state(variables))
         updated, created = nnx.split_state(new[2], lambda path, _: path in before, ...)
-        if self.in_device_view:
-            check_integers(assigned, updated)
+        check_assigned(assigned, new[:2], updated if self.in_device_view else nnx.State({}))
         return loss, updated, (aux, Replicated(after), created)
 
 
@@ -271,29 +270,26 @@ def assigned_paths(call: Callable, old: Sequence[nnx.State], new: Sequence[nnx.S
     return different - unchanged
 
 
-def check_assigned(assigned: Collection, after: Sequence[nnx.State]) -> None:
-    """Raise a TypeError if the loss assigns to a parameter or a PRNG key, because the new value would be lost."""
-    for state in after:
-        for path, x in nnx.to_flat_state(state):
-            if path in assigned:
-                raise TypeError(
-                    f"The loss function assigns to {variable_in_words(path)}, a {type(x).__name__}, which is not "
-                    f"written back. Make it a variable of another type, or assign to it outside of the loss."
-                )
+def check_assigned(assigned: Collection, after: Sequence[nnx.State], averaged: nnx.State) -> None:
+    """Raise a TypeError if the loss assigns to a variable whose new value would be lost or wrong.
 
-
-def check_integers(assigned: Collection, after: nnx.State) -> None:
-    """Raise a TypeError if a loss in device view assigns to an integer, because integers cannot be averaged."""
-    for path, x in nnx.to_flat_state(after):
-        if path not in assigned or isinstance(x, nnx.RngCount):
-            continue
-        for new in jax.tree.leaves(x):
-            if not jnp.issubdtype(new.dtype, jnp.inexact):
-                raise TypeError(
-                    f"In device view the loss function assigns {new.dtype} to {variable_in_words(path)}, a "
-                    f"{type(x).__name__}. Every device assigns its own value, and integers have no mean. Make it a "
-                    f'float, return it as aux marked with zerojax.metrics.Sum, or pass view="global" to zero_shard.'
-                )
+    `after` are the parameters and PRNG keys, which are not written back. `averaged` are variables of which every device
+    assigns its own value, and integers have no mean.
+    """
+    chosen = lambda state: [(path, x) for path, x in nnx.to_flat_state(state) if path in assigned]
+    for path, x in itertools.chain(*map(chosen, after)):
+        raise TypeError(
+            f"The loss function assigns to {variable_in_words(path)}, a {type(x).__name__}, which is not written back. "
+            f"Make it a variable of another type, or assign to it outside of the loss."
+        )
+    for path, x in chosen(averaged):
+        kinds = {new.dtype for new in jax.tree.leaves(x) if not jnp.issubdtype(new.dtype, jnp.inexact)}
+        if kinds and not isinstance(x, nnx.RngCount):
+            raise TypeError(
+                f"In device view the loss function assigns {kinds.pop()} to {variable_in_words(path)}, a "
+                f"{type(x).__name__}. Every device assigns its own value, and integers have no mean. Make it a float, "
+                f'return it as aux marked with zerojax.metrics.Sum, or pass view="global" to zero_shard.'
+            )
 
 
 def variable_in_words(path: Sequence) -> str:
