@@ -151,7 +151,7 @@ def evaluated(mesh, loss, *args):
     arrays, tree = jax.tree.flatten(args)
     specs = [x.sharding.spec for x in arrays]
     flat = lambda *arrays: loss(*tree.unflatten(arrays))
-    traced, _ = TypedFunction.trace(flat, typed_mesh(mesh), arrays, specs, ["data"])
+    traced = TypedFunction(flat, typed_mesh(mesh), arrays, specs, ["data"])
     return on_auto_axes(mesh, lambda *xs: traced(*jax.tree.leaves(xs))[0], *args)
 
 

@@ -186,8 +186,6 @@ class Collectives(ManualCollectives):
 
         If `zero` is given, arrays of zeros are made from it, so that XLA cannot make them before it.
         """
-        if self._workers == 1:  # Every sum is complete.
-            return partial_sums.evaluate_after(zero, closed, values)
         how = partial_sums.Evaluation(self._workers, self._summands, self._alike, zero, self.axes)
         divided = self.on_own_rows(closed, rows)
         return partial_sums.evaluate(divided, values, how, grads=grads, rows=rows, experts=experts)

@@ -97,6 +97,8 @@ def evaluate(
     of each argument hold the rows of the batch.
     """
     jaxpr, consts = compat.opened(backward)
+    if how.workers == 1:  # Every sum is complete.
+        return jaxprs.evaluate(jaxpr, consts, args, lambda eqn, values: zeros_from(how.zero, eqn, values))
     shapes = [x.shape if isinstance(x, PartialSum) else x for x in args]
     closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), shapes)
     flat, more = compat.opened(closed)
@@ -257,11 +259,6 @@ def _linear(eqn, values: Sequence) -> list:
     if is_linear and sum(partial) == 1 and (eqn.primitive.name != "div" or partial[0]):
         return of_rows(partial)
     return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])
-
-
-def evaluate_after(zero: jax.Array | None, closed: Any, values: Sequence) -> list:
-    """Evaluate a closed jaxpr. If `zero` is given, arrays of zeros are made from it, so XLA cannot make them before."""
-    return jaxprs.evaluate(*compat.opened(closed), values, lambda eqn, values: zeros_from(zero, eqn, values))
 
 
 def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | None:

@@ -27,7 +27,7 @@ from zerojax.comm import rebinding
 from zerojax.comm.mesh import Typed, explicit_part, is_typed, to_auto, without_types
 from zerojax.config import Config, with_auto_axes
 from zerojax.config.batch_dims import is_divisible
-from zerojax.config.data_mesh import axes_of, entry_axes, spec_entry
+from zerojax.config.data_mesh import axes_of, entry_axes, is_spec, spec_entry
 from zerojax.jaxprs import ARRAYS, split_arrays
 from zerojax.layout.tree import Layout
 
@@ -57,7 +57,7 @@ class TypedLoss:
         if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
             return self.loss.call(*given)
         arrays, put_back = split_arrays(given)
-        specs = jax.tree.leaves(self._types(params, mutable, batch, args), is_leaf=_is_spec)
+        specs = jax.tree.leaves(self._types(params, mutable, batch, args), is_leaf=is_spec)
         pairs = zip(jax.tree.leaves(given), specs, strict=True)
         specs = [spec for x, spec in pairs if isinstance(x, ARRAYS)]
         flat = lambda *arrays: self.loss.call(*put_back(arrays))
@@ -65,7 +65,7 @@ class TypedLoss:
         outside = here.empty or here.explicit_axes
         with jax.sharding.use_abstract_mesh(auto) if outside else contextlib.nullcontext():
             try:
-                traced, shape = TypedFunction.trace(flat, mesh, arrays, specs, self.config.data.batch)
+                traced = TypedFunction(flat, mesh, arrays, specs, self.config.data.batch)
             except Exception as error:  # the caller's function can raise any error
                 try:
                     return self.loss.call(*given)
@@ -73,7 +73,7 @@ class TypedLoss:
                     raise error from on_auto
             pairs = zip(traced(*arrays), traced.out_specs, strict=True)
             results = [Typed(x, spec) if axes_of(spec) else x for x, spec in pairs]
-            return jax.tree.unflatten(jax.tree.structure(shape), results)
+            return jax.tree.unflatten(jax.tree.structure(traced.shape), results)
 
     def _types(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> tuple:
         """Return, for each leaf of the arguments, the spec in the type of the leaf on the caller's mesh."""
@@ -83,7 +83,7 @@ class TypedLoss:
         of_params = self.layout.treedef.unflatten([named(leaf.other_spec) for leaf in self.layout.params])
         rows = PartitionSpec(spec_entry(config.data.batch))
         specs = jax.tree.map(lambda _: rows, batch) if config.batch_spec is None else config.batch_spec.over(batch)
-        specs = jax.tree.map(named, specs, is_leaf=_is_spec)
+        specs = jax.tree.map(named, specs, is_leaf=is_spec)
         if not is_divisible(batch, config.data, config.batch_spec):
             specs = full(batch)
         of_args = jax.tree.map(lambda x: named(x.spec) if is_typed(x) else PartitionSpec(), args, is_leaf=is_typed)
@@ -104,40 +104,25 @@ def typed_mesh(mesh: Mesh) -> AbstractMesh:
     return _with_manual(mesh.abstract_mesh, jax.sharding.get_abstract_mesh().manual_axes)
 
 
-@dataclasses.dataclass(frozen=True)
 class TypedFunction:
-    """The closed jaxpr of a function of arrays that was traced on a mesh with Explicit axes.
+    """A function of arrays that was traced on a mesh with Explicit axes. It is evaluated on the context's mesh.
 
-    `axes` are the mesh axes that divide the rows of the batch.
+    Of `values`, only shapes and types are read. `specs` are their shardings in the trace, and `axes` are the mesh axes
+    that divide the rows of the batch. `shape` is the tree of the shapes of the results.
     """
 
-    mesh: AbstractMesh
-    closed: Any
-    axes: frozenset[str]
-
-    @classmethod
-    def trace(
-        cls, fn: Callable, mesh: AbstractMesh, values: Sequence[Array], specs: Sequence[PartitionSpec], axes: Sequence
-    ) -> tuple[TypedFunction, Any]:
-        """Trace a function on a mesh with Explicit axes. Also return the tree of the shapes of its results.
-
-        Of `values`, only shapes and types are read. `specs` are their shardings in the trace.
-        """
+    def __init__(self, fn: Callable, mesh: AbstractMesh, values: Sequence, specs: Sequence, axes: Sequence[str]):
         avals = [_typed(jax.typeof(x), mesh, tuple(spec)) for x, spec in zip(values, specs, strict=True)]
         with jax.sharding.use_abstract_mesh(mesh):
-            closed, shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
-        return cls(mesh, closed, frozenset(axes)), shape
-
-    @property
-    def out_specs(self) -> list[PartitionSpec]:
-        return [spec_of(atom.aval) for atom in compat.opened(self.closed)[0].outvars]
+            closed, self.shape = jax.make_jaxpr(fn, return_shape=True)(*avals)
+        self._jaxpr, self._consts = compat.opened(closed)
+        self.out_specs = [spec_of(atom.aval) for atom in self._jaxpr.outvars]
+        constrains = any(map(_names_sharding, jaxprs.equations(self._jaxpr)))
+        self._evaluation = _Evaluation(mesh, frozenset(axes), constrains, {})
 
     def __call__(self, *values: Array) -> list[Array]:
-        """Evaluate the function on the context's mesh. Axes that were Manual in the trace are Manual, others Auto."""
-        jaxpr, consts = compat.opened(self.closed)
-        constrains = any(map(_names_sharding, jaxprs.equations(jaxpr)))
-        evaluation = _Evaluation(self.mesh, self.axes, constrains, {})
-        return evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
+        # Axes that were Manual in the trace are Manual, others Auto.
+        return self._evaluation.evaluate(self._jaxpr, to_auto(list(self._consts)), values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,7 +348,3 @@ def _names_sharding(eqn: Any) -> bool:
         return True
     named = [eqn.params.get(name) for name in _SHARDINGS]
     return any(isinstance(sharding, NamedSharding) and bool(axes_of(_divided(sharding.spec))) for sharding in named)
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.config.data_mesh import DataMesh, axes_of, entry_axes, in_words
+from zerojax.config.data_mesh import DataMesh, axes_of, entry_axes, in_words, is_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +23,7 @@ class BatchSpec:
     @classmethod
     def of(cls, given: Any) -> BatchSpec:
         """Convert a spec or a tree of specs to a `BatchSpec`. Raise a TypeError for anything else."""
-        specs, structure = jax.tree.flatten(given, is_leaf=lambda x: isinstance(x, PartitionSpec) or x is None)
+        specs, structure = jax.tree.flatten(given, is_leaf=lambda x: is_spec(x) or x is None)
         for spec in specs:
             entries = tuple(spec) if isinstance(spec, PartitionSpec) else (PartitionSpec.UNCONSTRAINED,)
             if PartitionSpec.UNCONSTRAINED in entries or not all(isinstance(name, str) for name in axes_of(entries)):
@@ -59,7 +59,7 @@ class BatchSpec:
         try:
             tree = jax.tree.unflatten(self.structure, self.specs)
             each = lambda spec, part: jax.tree.map(lambda x: cut(spec, x), part)
-            return jax.tree.map(each, tree, batch, is_leaf=_is_spec)
+            return jax.tree.map(each, tree, batch, is_leaf=is_spec)
         except ValueError as error:
             raise ValueError(
                 f"batch_spec= is the tree {self.structure}, and the batch {jax.tree.structure(batch)}. Give one spec "
@@ -78,12 +78,12 @@ class BatchSpec:
                 f"{f'{below} or {above}' if below else above} (for inputs and for targets, not for a window that is "
                 f"one longer), or a batch_spec= that does not divide this dim."
             )
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.over(batch), is_leaf=_is_spec)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.over(batch), is_leaf=is_spec)
 
     def first_undivided(self, data: DataMesh, batch: Any) -> tuple[str, int, int, tuple[str, ...]] | None:
         """Return `(name, dim, size, axes)` of the first dim of the batch that the mesh does not divide, or None."""
         leaves = jax.tree_util.tree_flatten_with_path(batch)[0]
-        for (path, x), spec in zip(leaves, jax.tree.leaves(self.over(batch), is_leaf=_is_spec), strict=True):
+        for (path, x), spec in zip(leaves, jax.tree.leaves(self.over(batch), is_leaf=is_spec), strict=True):
             for dim, (size, entry) in enumerate(zip(np.shape(x), spec, strict=False)):
                 if size % data.size(entry_axes(entry)):
                     return f"batch{jax.tree_util.keystr(path)}", dim, size, entry_axes(entry)
@@ -95,7 +95,3 @@ def is_divisible(batch: Any, data: DataMesh, spec: BatchSpec | None) -> bool:
     if not all(np.ndim(x) and np.shape(x)[0] % data.workers == 0 for x in jax.tree.leaves(batch)):
         return False
     return spec is None or spec.first_undivided(data, batch) is None
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, PartitionSpec)

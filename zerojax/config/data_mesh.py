@@ -95,6 +95,10 @@ def dim_spec(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
     return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, spec_entry(axes))
 
 
+def is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
 def entry_axes(entry: Any) -> tuple[str, ...]:
     """Return the mesh axes in one entry of a `PartitionSpec`; empty if the entry is None or unconstrained."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:

@@ -233,14 +233,11 @@ def parts(x: Any) -> list[tuple[str, Any]]:
         return [("", x)]
     if x.is_fully_replicated:
         return [("", x.addressable_data(0))]
-    by_index = {index_in_words(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+    by_index = {}  # such as `[0:4, 0:16]`
+    for shard in x.addressable_shards:
+        bounds = [one.indices(size)[:2] for one, size in zip(shard.index, x.shape, strict=True)]
+        by_index[f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"] = shard.data
     return list(by_index.items())
-
-
-def index_in_words(index: tuple, shape: tuple[int, ...]) -> str:
-    """Return the place of a shard as an index, such as `[0:4, 0:16]`."""
-    bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-    return f"[{', '.join(f'{start}:{stop}' for start, stop in bounds)}]"
 
 
 @jax.jit
