@@ -27,7 +27,7 @@ from zerojax.inspect.hlo import peak_bytes, read
 from zerojax.inspect.roofline import HIGHEST, kernels
 from zerojax.inspect.timeline import simulate
 from zerojax.planning.absent_program import pinning_note
-from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep, near_limit, read_plan
+from zerojax.planning.compiled_plan import CompiledStep, near_limit, read_plan
 from zerojax.planning.plan import largest_that_fits, next_round
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -185,7 +185,8 @@ def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
     )
     state = tx.create(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes()))
     compiled = tx.train_step(loss).lower(state, rows(16)).compile()
-    found = read_plan(CompiledStep(compiled, {**STATE_PARTS, "batch": "batch"}), "h200:8", batch=16)
+    row = estimate(shapes(), tx=optax.adam(1e-3), stages=[stage])[stage]
+    found = read_plan(CompiledStep(compiled, row=row), "h200:8", batch=16)
     held = report(state).bytes
     assert found.memory["parameters"] == held["params"]
     moments = found.memory["optimizer state"] + found.memory.get("master weights", 0)

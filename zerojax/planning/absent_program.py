@@ -30,7 +30,7 @@ from zerojax.inspect.hlo import peak_bytes
 from zerojax.layout.leaf import is_padded
 from zerojax.layout.tree import canonical
 from zerojax.offload.host import pinned_limit
-from zerojax.planning.compiled_plan import STATE_PARTS, CompiledStep
+from zerojax.planning.compiled_plan import CompiledStep
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
@@ -89,7 +89,6 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
         notes = (*([str(fit)] if fit else []), *moved.compiled_with)
         return CompiledStep(
             program,
-            parts={**STATE_PARTS, "batch": "batch"},
             # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
             sent_formula=None if config.data.compiler_axes else row.sent,
             row=row,

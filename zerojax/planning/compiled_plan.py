@@ -210,7 +210,6 @@ class CompiledStep(NamedTuple):
     """The compiled program of a step, and what cannot be read from the program."""
 
     program: Any
-    parts: Mapping[str, str] = MappingProxyType({})  # parts of `Plan.memory`, by prefix of an argument's name
     sent_formula: float | None = None  # as in `Plan`
     row: StageEstimate | None = None  # the estimate of the step's bytes; None for a function
     notes: tuple[str, ...] = ()  # sentences for the plan
@@ -252,7 +251,7 @@ def read_plan(
         topology=topology,
         devices=gpus.size,
         batch=batch,
-        memory=kept | memory_by_part(module, analysis, step.parts),
+        memory=kept | memory_by_part(module, analysis, STATE_PARTS if step.row else {}),
         capacity=device.memory,
         usable=usable,
         collectives=moved,
