@@ -36,41 +36,26 @@ DIFFERING = (0, 1)
 
 
 class Returned(NamedTuple):
-    """The values that one call of a loss function returned.
+    """The values that one call of a loss function returned."""
 
-    Attributes:
-        total: The loss, or the total of a weighted loss. A scalar in float32 or wider.
-        weight: The weight of a weighted loss; otherwise 1.
-        aux: The auxiliary results; None without `has_aux`.
-        mutable: The new mutable state; None without `mutable`.
-    """
-
-    total: Float[Array, ""]
-    weight: Float[Array, ""]
-    aux: PyTree
-    mutable: PyTree
+    total: Float[Array, ""]  # the loss, or the total of a weighted loss, in float32 or wider
+    weight: Float[Array, ""]  # the weight of a weighted loss; otherwise 1
+    aux: PyTree  # the auxiliary results; None without `has_aux`
+    mutable: PyTree  # the new mutable state; None without `mutable`
 
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss function, and flags for its arguments and return values.
+    """A loss function, and flags for its arguments and return values."""
 
-    Attributes:
-        fn: `fn(params, batch, *args)`. In device view, `batch` has only the rows of the device.
-        has_aux: Whether `fn` returns `(loss, aux)`.
-        weighted: Whether the loss is `(total, weight)`. The mean loss is the sum of totals over the sum of weights.
-        mutable: Whether `fn` is `fn(params, mutable, batch, *args)` and returns `(loss, mutable)`, or
-            `(loss, mutable, aux)` with `has_aux`.
-        reduction: Whether the losses of microbatches and, in device view, of devices are averaged ("mean", or None) or
-            added up ("sum"). None also refuses to average losses that are sums over rows.
-        undivided: The kernels that every device ran on all rows when the loss was last traced, in words.
-    """
-
-    fn: Callable
-    has_aux: bool = False
-    weighted: bool = False
-    mutable: bool = False
+    fn: Callable  # `fn(params, batch, *args)`; in device view, `batch` has only the rows of the device
+    has_aux: bool = False  # whether `fn` returns `(loss, aux)`
+    weighted: bool = False  # whether the loss is `(total, weight)`; the mean is the sum of totals over that of weights
+    mutable: bool = False  # whether `fn` is `fn(params, mutable, batch, *args)`, and returns `(loss, mutable[, aux])`
+    # whether the losses of microbatches and, in device view, of devices are averaged ("mean", or None) or added up
+    # ("sum"); None also refuses to average losses that are sums over rows
     reduction: Literal["mean", "sum"] | None = None
+    # the kernels that every device ran on all rows when the loss was last traced, in words
     undivided: list[str] = dataclasses.field(default_factory=list, init=False, compare=False, repr=False)
 
     def returned(self, loss: Any, mutable: PyTree, aux: PyTree) -> Any:
@@ -149,19 +134,12 @@ def at_least_float32(value: Array) -> Array:
 
 
 class LossInputs(NamedTuple):
-    """The arguments of a loss, with the parameters in storage.
+    """The arguments of a loss, with the parameters in storage."""
 
-    Attributes:
-        stored: One array per parameter, in storage shape.
-        mutable: The mutable state, or None.
-        batch: The batch: all rows in global view, or this device's rows in device view.
-        args: Further arguments.
-    """
-
-    stored: Sequence[Array]
-    mutable: PyTree
-    batch: PyTree
-    args: tuple
+    stored: Sequence[Array]  # one array per parameter, in storage shape
+    mutable: PyTree  # the mutable state, or None
+    batch: PyTree  # all rows in global view, or this device's rows in device view
+    args: tuple  # further arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,19 +147,13 @@ class View:
     """The loss of a step in one view, with the collectives that reduce its gradients.
 
     Parameters and gradients have storage shape in global view, and local shape in device view.
-
-    Attributes:
-        config, layout: The configuration, and the layout of the parameters.
-        grads: The layout in which the gradient of each trained parameter is returned.
-        loss: The loss function, or another object with the same `call` method.
-        accumulate: Number of microbatches per device.
     """
 
     config: Config
-    layout: Layout
-    grads: Sequence[Leaf]
-    loss: Loss | Any
-    accumulate: int
+    layout: Layout  # of the parameters
+    grads: Sequence[Leaf]  # the layout in which the gradient of each trained parameter is returned
+    loss: Loss | Any  # the loss function, or another object with the same `call` method
+    accumulate: int  # number of microbatches per device
 
     @property
     def microbatches(self) -> int:
