@@ -259,12 +259,10 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
 
 def read_piece(directory: Path, piece: Piece, box: tuple[slice, ...], out: np.ndarray) -> int:
     """Read what a piece has of a box into an array of the box's shape. Return the number of elements."""
-    spans = [
-        (max(one.start, first), min(one.stop, first + size))
-        for one, first, size in zip(box, piece.start, piece.shape, strict=True)
-    ]
-    if any(low >= high for low, high in spans):
+    dims = list(zip(box, piece.start, piece.shape, strict=True))
+    if any(one.start >= first + size or one.stop <= first for one, first, size in dims):
         return 0
+    spans = [(max(one.start, first), min(one.stop, first + size)) for one, first, size in dims]
     part = out[tuple(slice(low - one.start, high - one.start) for (low, high), one in zip(spans, box, strict=True))]
     local = [(low - first, high - first) for (low, high), first in zip(spans, piece.start, strict=True)]
     with (directory / piece.file).open("rb") as file:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import secrets
 import shutil
@@ -139,14 +138,9 @@ def check_dtype(dtype: Any) -> None:
 def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
     """Read `saved[index]`, where `index` selects along leading dims, and return it in logical shape."""
     shape = saved.shape[len(index) :]
-    if saved.is_empty:
-        return np.zeros(shape, jnp.dtype(saved.dtype))
-    if saved.kind == "flat":
-        start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
-        box = (slice(start, start + math.prod(shape)),)
-    else:
-        box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
-    return arrays.read_box(folder, saved, box).reshape(shape)
+    box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
+    leaf = Leaf("", saved.shape, jnp.dtype(saved.dtype), (), 1)
+    return arrays.read_part(folder, saved, leaf, box).reshape(shape)
 
 
 def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:

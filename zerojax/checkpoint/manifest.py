@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import math
@@ -105,7 +106,7 @@ class Manifest:
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     body = {"version": VERSION, **dataclasses.asdict(manifest)}
-    text = json.dumps(body, indent=1) + "\n"
+    text = json.dumps(body) + "\n"
     write_synced(directory / MANIFEST, text)
     write_synced(directory / MANIFEST_DIGEST, digest_line(text.encode()))
 
@@ -199,21 +200,22 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
     # The first process decides: a shared file system may show an older list to other processes.
     listed = processes.exchange("list the checkpoints", json.dumps([existing_step(root, step), *steps_in(root)]))
     wanted, *steps = json.loads(listed[0])
-    try:
-        return verified(root, wanted, processes)
-    except DamagedError as error:
-        damaged = error
-    for other in sorted(set(steps) - {wanted}, reverse=True):
-        with contextlib.suppress(DamagedError):
-            intact = verified(root, other, processes)
-            break
-    else:
-        raise DamagedError(f"{damaged} No other checkpoint is intact.", step=wanted, damage=damaged.damage)
-    if not fallback:
-        remedy = f"The newest intact one is that of step {other}: pass step={other}, or fallback=True."
-        raise DamagedError(f"{damaged} {remedy}", step=wanted, damage=damaged.damage, intact=other)
-    warnings.warn(f"{damaged} Taking that of step {other} instead.", stacklevel=3)
-    return intact
+    damaged: DamagedError | None = None
+    for one in [wanted, *sorted(set(steps) - {wanted}, reverse=True)]:
+        try:
+            intact = verified(root, one, processes)
+        except DamagedError as error:
+            damaged = damaged or error
+            continue
+        if damaged is None:
+            return intact
+        if fallback:
+            warnings.warn(f"{damaged} Taking that of step {one} instead.", stacklevel=3)
+            return intact
+        remedy = f"The newest intact one is that of step {one}: pass step={one}, or fallback=True."
+        raise DamagedError(f"{damaged} {remedy}", step=wanted, damage=damaged.damage, intact=one)
+    assert damaged is not None
+    raise DamagedError(f"{damaged} No other checkpoint is intact.", step=wanted, damage=damaged.damage)
 
 
 def existing_step(root: Path, step: int | None) -> int:
@@ -256,20 +258,18 @@ def reading(root: Path, manifest: Manifest) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
-        require_unchanged(root, manifest.step, manifest, error)
-        raise
-    require_unchanged(root, manifest.step, manifest)
+    finally:  # also after an error, which a replaced file may have caused
+        require_unchanged(root, manifest.step, manifest)
 
 
-def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], cause: Exception | None = None) -> None:
+def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage]) -> None:
     """Read the manifest of `step` again, and raise a `ReplacedError` if the result differs from `manifest`."""
     folder = root / step_name(step)
     if not folder.is_dir() or read_manifest(folder) != manifest:
         raise ReplacedError(
             f"The checkpoint of step {step} in {root} was removed or replaced while it was read, as a run that writes "
             f"there does. Restore again, or give that run's Checkpointer a larger keep=."
-        ) from cause
+        )
 
 
 def damage_in(directory: Path, pieces: Sequence[tuple[str, Piece]], index: int = 0, count: int = 1) -> list[Damage]:
@@ -278,9 +278,11 @@ def damage_in(directory: Path, pieces: Sequence[tuple[str, Piece]], index: int =
     for _, one in pieces:
         sizes[one.file] = max(sizes.get(one.file, 0), one.offset + one.size)
 
+    checked = functools.cache(functools.partial(plain_file, directory))
+
     def problem_of(one: Piece) -> str:
         try:
-            path, expected = plain_file(directory, one.file), sizes[one.file]
+            path, expected = checked(one.file), sizes[one.file]
             size = path.stat().st_size
             is_long = size > expected == one.offset + one.size  # the last piece of a file says so
             if digest(path, one) == one.sha256 and not is_long:

@@ -24,9 +24,9 @@ MUTABLE = {"keys": jax.random.split(jax.random.key(4), 3)}
 KINDS = {"bits": "int4", "codes": "uint4", "flags": "bool", "half": "float16", "eighth": "float8_e4m3fn"}
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr(arrays, "SMALL_BYTES", 1 << 16 if packed else 0)
+@pytest.mark.parametrize("whole", [True, False])
+def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch, whole):
+    monkeypatch.setattr(arrays, "SMALL_BYTES", 1 << 16 if whole else 0)
     shapes = SHAPES | {name: jax.ShapeDtypeStruct((33,), dtype) for name, dtype in KINDS.items()}
 
     def make(stage, count):
