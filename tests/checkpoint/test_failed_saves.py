@@ -27,6 +27,7 @@ from zerojax.checkpoint import (
     directory,
     manifest,
     restoring,
+    saving,
 )
 from zerojax.checkpoint.saving import Save
 
@@ -70,9 +71,9 @@ def fails(code, *args):
 
 def before_verify(work):
     """Let a function change the folder of a save when this process has written its files."""
-    verify = Save._verify
+    verify = saving.damage_in
     return lambda patched: patched.setattr(
-        Save, "_verify", lambda self, *args: (work(self._temporary), verify(self, *args))
+        saving, "damage_in", lambda folder, pieces: (work(folder), verify(folder, pieces))[1]
     )
 
 
@@ -85,11 +86,14 @@ def fails_for_good(patched):
 lost = lambda name: lambda folder: (folder / name).unlink()
 changed = lambda folder: flip(folder / "leaves.0.bin", 0, 4)
 FAILURES = {
-    "a verification": (lambda patched: patched.setattr(Save, "_verify", fails(errno.EIO)), "OSError: .*Input/output"),
+    "a verification": (
+        lambda patched: patched.setattr(saving, "damage_in", fails(errno.EIO)),
+        "OSError: .*Input/output",
+    ),
     "a disk for good": (fails_for_good, r"Input/output error.*cannot be listed: Input/output error"),
     # The version is in a file of the installed package.
     "a version": (lambda patched: patched.setattr(importlib.metadata, "version", fails(errno.EMFILE)), "Too many open"),
-    "a deleted folder": (before_verify(shutil.rmtree), "FileNotFoundError: .*No such file"),
+    "a deleted folder": (before_verify(shutil.rmtree), "leaves.0.bin: is missing"),
     "lost data": (before_verify(lost("data.0.json")), r"data.0.json: is missing"),
     "lost leaves": (before_verify(lost("leaves.0.bin")), r"step, leaves.0.bin: is missing"),
     "a changed leaf": (before_verify(changed), r"step, leaves.0.bin: has other contents than were written"),
@@ -147,7 +151,7 @@ def test_a_directory_deleted_under_way(one_step, monkeypatch):
     with monkeypatch.context() as patched:
         before_verify(lambda folder: shutil.rmtree(folder.parent))(patched)
         one_step.save(state_of(2), step=2)
-        with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 to .* failed: FileNotFoundError: .*No such file"):
+        with pytest.raises(CheckpointError, match=r"(?s)Saving step 2 to .* failed: .*leaves.0.bin: is missing"):
             one_step.wait()
     assert one_step.latest() is None
     with pytest.raises(CheckpointError, match=r"(?s)No such file.*There is no checkpoint yet"):
@@ -162,7 +166,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ends_the_block(state, tmp_path, monkeypatch):
-    monkeypatch.setattr(Save, "_verify", fails(errno.EIO))
+    monkeypatch.setattr(saving, "damage_in", fails(errno.EIO))
 
     def block():
         with Checkpointer(tmp_path) as checkpoints:
@@ -234,7 +238,7 @@ def save_and_leave(folder, how):
     write = Save._write
     Save._write = lambda *args: (time.sleep(1), write(*args))
     if how == "fails":
-        Save._verify = lambda *args: 1 / 0
+        saving.damage_in = lambda *args: 1 / 0
     Checkpointer(folder).save(state_of(), step=3)
 
 
@@ -255,15 +259,16 @@ def test_a_save_under_way_at_exit_is_finished(tmp_path, how, error):
 
 def test_saves_of_several_threads_do_not_overlap(tmp_path, state, monkeypatch):
     """Two saves at a time would share what is known of the last one."""
-    verify, saving, overlaps = Save._verify, threading.Lock(), []
+    verify, saves, overlaps = saving.damage_in, threading.Lock(), []
 
     def alone(*args):
-        overlaps.append(not saving.acquire(blocking=False))
+        overlaps.append(not saves.acquire(blocking=False))
         time.sleep(0.05)
-        verify(*args)
-        saving.release()
+        damage = verify(*args)
+        saves.release()
+        return damage
 
-    monkeypatch.setattr(Save, "_verify", alone)
+    monkeypatch.setattr(saving, "damage_in", alone)
     with Checkpointer(tmp_path, keep=None) as checkpoints:
         threads = [threading.Thread(target=checkpoints.save, args=(state,), kwargs={"step": i}) for i in range(4)]
         for one in threads:

@@ -72,7 +72,9 @@ def test_a_box_is_read_from_pieces(block, tmp_path, monkeypatch):
     file = arrays.LeavesFile(tmp_path / "leaves.0.bin")
     monkeypatch.setattr(arrays, "boxes_in", lambda x: boxes_between(x, cuts))
     file.add({"x": jax.numpy.asarray(values)})
-    leaf = SavedLeaf("x", ("x",), values.shape, "float32", "replicated", pieces=tuple(file.write()["x"]))
+    leaf = SavedLeaf(
+        "x", ("x",), values.shape, "float32", "replicated", pieces=tuple(piece for _, piece in file.write())
+    )
     spans = [list(itertools.combinations(range(n + 1), 2)) for n in values.shape]
     boxes = list(itertools.product(*spans))
     for at in np.random.default_rng(0).choice(len(boxes), 60, replace=False):

@@ -67,17 +67,14 @@ class LeavesFile:
             for start, values in boxes_in(joined(x) if isinstance(x, Chunked) else x):
                 self._boxes.append((name, self._place(start, values.shape, values.itemsize), values))
 
-    def write(self) -> dict[str, list[Piece]]:
-        """Write all boxes, and block until they are on disk. Return the pieces of each leaf."""
+    def write(self) -> list[tuple[str, Piece]]:
+        """Write all boxes, and block until they are on disk. Return the pieces, each with the name of its leaf."""
         with ThreadPoolExecutor(THREADS) as pool:  # `popleft` frees each box when it is written
             writes = [pool.submit(self._write_box, *self._boxes.popleft()) for _ in range(len(self._boxes))]
         for write in (*writes, *self._copies):
             write.result()
         sync(self._path)
-        pieces: dict[str, list[Piece]] = {}
-        for name, piece in sorted(self._pieces, key=lambda pair: pair[1].offset):
-            pieces.setdefault(name, []).append(piece)
-        return pieces
+        return sorted(self._pieces, key=lambda pair: pair[1].offset)
 
     def _begin_copies(self, name: str, node: Chunked) -> None:
         """Begin to copy a leaf on disk, without the devices, as it is at this call.

@@ -1,11 +1,12 @@
-"""Run one asynchronous save. Copy the state to host memory, then write, verify and commit it in a thread.
+"""Run one asynchronous save. Copy the state to host memory, then write and commit it in a thread.
 
-All processes take the same four steps, and agree after each step: begin, write, verify, commit. Only the first process
+All processes take the same three steps, and agree after each step: begin, write, commit. Only the first process
 makes the folder and commits it.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -14,7 +15,6 @@ import logging
 import math
 import shutil
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -29,7 +29,6 @@ from zerojax.checkpoint.manifest import (
     damage_in,
     damage_in_words,
     data_file,
-    leaf_of,
     made_by,
     piece_of,
     write_manifest,
@@ -96,7 +95,6 @@ class Save:
     def _finish(self, failure: str, file: arrays.LeavesFile, manifest: Manifest, data: str) -> None:
         try:
             self._processes.agree("write a checkpoint", failure or attempt(self._write, file, data))
-            self._processes.agree("verify a checkpoint", attempt(self._verify, manifest))
             failure = attempt(self._commit, manifest) if self._processes.is_first else ""
             self._processes.agree("commit a checkpoint", failure)
         except Exception as error:
@@ -110,40 +108,33 @@ class Save:
         self._mark.callback(folder.lock_folder(self._temporary).release)
 
     def _write(self, file: arrays.LeavesFile, data: str) -> None:
-        """Write the files of this process, block until they are on disk, and record what was written."""
-        pieces = {name: list(map(dataclasses.asdict, ours)) for name, ours in file.write().items()}
-        index, content = self._processes.index, data.encode()
-        directory.write_synced(self._temporary / data_file(index), data)
+        """Write the files of this process, read them back to compare their digests, and record the pieces."""
+        name, content = data_file(self._processes.index), data.encode()
+        directory.write_synced(self._temporary / name, data)
         size, sha256 = len(content), hashlib.sha256(content).hexdigest()
-        of_data = Piece(data_file(index), offset=0, size=size, start=(0,), shape=(size,), sha256=sha256)
-        written = {"leaves": pieces, "data": dataclasses.asdict(of_data)}
-        directory.write_synced(self._temporary / f"{WRITTEN}{index}", json.dumps(written))
-
-    def _verify(self, manifest: Manifest) -> None:
-        """Read the files of this process back, because the digests are of the bytes in memory."""
-        ours = self._with_written(manifest, [self._processes.index])
-        if damage := damage_in(self._temporary, ours.pieces()):
+        pieces = [*file.write(), ("", Piece(name, offset=0, size=size, start=(0,), shape=(size,), sha256=sha256))]
+        if damage := damage_in(self._temporary, pieces):
             raise CheckpointError(damage_in_words(damage))
-
-    def _with_written(self, manifest: Manifest, processes: Sequence[int]) -> Manifest:
-        """Return the manifest with what some processes have written."""
-        written = [json.loads((self._temporary / f"{WRITTEN}{i}").read_text()) for i in processes]
-        pieces = lambda leaf: [piece for one in written for piece in one["leaves"].get(leaf.name, [])]
-        leaves = tuple(leaf_of(dataclasses.asdict(leaf) | {"pieces": pieces(leaf)}) for leaf in manifest.leaves)
-        return dataclasses.replace(manifest, leaves=leaves, data=tuple(piece_of(one["data"]) for one in written))
+        text = json.dumps([(leaf, dataclasses.asdict(piece)) for leaf, piece in pieces])
+        directory.write_synced(self._temporary / f"{WRITTEN}{self._processes.index}", text)
 
     def _commit(self, manifest: Manifest) -> None:
         self._begun.wait()
         if self.error is not None:  # `begin` was interrupted
             raise self.error
-        processes = range(self._processes.count)
-        manifest = self._with_written(manifest, processes)
-        sizes = {leaf.name: sum(math.prod(one.shape) for one in leaf.pieces) for leaf in manifest.leaves}
-        if lacking := [leaf.name for leaf in manifest.leaves if sizes[leaf.name] < math.prod(leaf.shape)]:
+        pieces: dict[str, list[Piece]] = collections.defaultdict(list)
+        for i in range(self._processes.count):
+            path = self._temporary / f"{WRITTEN}{i}"
+            for name, piece in json.loads(path.read_text()):
+                pieces[name].append(piece_of(piece))
+            path.unlink()
+        leaves = tuple(dataclasses.replace(leaf, pieces=tuple(pieces[leaf.name])) for leaf in manifest.leaves)
+        sizes = {leaf.name: sum(math.prod(one.shape) for one in leaf.pieces) for leaf in leaves}
+        if lacking := [leaf.name for leaf in leaves if sizes[leaf.name] < math.prod(leaf.shape)]:
             raise CheckpointError(f"No process wrote all of {', '.join(lacking)}.")
-        write_manifest(dataclasses.replace(manifest, made_by=made_by(len(processes))), self._temporary)
-        for i in processes:
-            (self._temporary / f"{WRITTEN}{i}").unlink()
+        made = made_by(self._processes.count)
+        manifest = dataclasses.replace(manifest, leaves=leaves, data=tuple(pieces[""]), made_by=made)
+        write_manifest(manifest, self._temporary)
         folder.sync(self._temporary)
         root = self._temporary.parent
         directory.rename_later_steps(root, self.step)
