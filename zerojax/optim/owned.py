@@ -305,7 +305,10 @@ class Costs:
             self.sum(eqn.outvars[0])
             return None
         rows, columns = free
-        return len(batch[0]) + (len(rows) + columns.index(rhs) if lhs is None else rows.index(lhs))
+        if lhs is not None:
+            return len(batch[0]) + rows.index(lhs)
+        assert rhs is not None
+        return len(batch[0]) + len(rows) + columns.index(rhs)
 
     def _decomposition(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
         """Return the index of the dim in each result of a matrix decomposition. The dim must be a batch dim."""

@@ -92,8 +92,9 @@ def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Lea
 
 def storage_forms(leaves: Sequence[Leaf]) -> tuple[Form, ...]:
     """Return the form that each leaf has in a tree in storage form."""
-    is_node = lambda leaf: leaf.kind == "sharded" and leaf.padding > 0
-    return tuple((leaf.dim, leaf.storage_shape[leaf.dim]) if is_node(leaf) else None for leaf in leaves)
+    padded = [leaf.dim if leaf.kind == "sharded" and leaf.padding > 0 else None for leaf in leaves]
+    pairs = zip(leaves, padded, strict=True)
+    return tuple(None if dim is None else (dim, leaf.storage_shape[dim]) for leaf, dim in pairs)
 
 
 def in_storage(stored: Sequence[Any], layout: Layout) -> PyTree:
