@@ -68,11 +68,9 @@ def owned_update(update: FlatUpdate, given: Given, traced: TracedUpdate, streame
         counts = tuple(stacks[core.leaf] // each if each else 1 for core in members)
         together = OwnedCores(tuple(members), counts, each, members[0].jaxpr(sliced if each else traced))
         for batch in _batches(update.config, together) if is_streamed else [together]:
-            chosen = _choose(update.config, batch)
-            owned += [chosen] if isinstance(chosen, OwnedCores) else []
-            taken = {core.leaf for core in chosen.cores} if isinstance(chosen, OwnedCores) else set()
-            reason = chosen if isinstance(chosen, str) else "owners share the others evenly"
-            left |= {core.leaf: reason for core in batch.cores if core.leaf not in taken}
+            chosen, reason = _choose(update.config, batch)
+            owned += [chosen] if chosen.cores else []
+            left |= {core.leaf: reason for core in batch.cores[len(chosen.cores) :]}
     return _without_chains(traced, OwnedUpdate(tuple(owned), left))
 
 
@@ -129,8 +127,11 @@ def _is_stack(core: Core, traced: TracedUpdate) -> bool:
     return outs == [0] * len(core.outs) and not found.sums
 
 
-def _choose(config: Config, whole: OwnedCores) -> OwnedCores | str:
-    """Return the cores and devices per owner that take the least time, or the reason why owners compute no core."""
+def _choose(config: Config, whole: OwnedCores) -> tuple[OwnedCores, str]:
+    """Return the first of some cores, with the devices per owner that take the least time, and a reason for the others.
+
+    Owners may compute none of the cores.
+    """
     first, counts, shards = whole.cores[0], whole.counts, whole.leaf.shards
     sizes = [leaf.bytes for leaves in layouts_of_item(first, whole.size) for leaf in leaves]
     work, follows = _costs_of(first, whole.jaxpr)
@@ -156,10 +157,10 @@ def _choose(config: Config, whole: OwnedCores) -> OwnedCores | str:
                 times = {"seconds": seconds, "seconds_sharded": sharded * items}
                 best = total, dataclasses.replace(some, within=within, **times)
     if best is None:
-        return f"a matrix of {max(sizes)} bytes is more than one device should take"
+        return whole.take(()), f"a matrix of {max(sizes)} bytes is more than one device should take"
     if config.matrix_updates == "auto" and best[0] >= sharded * sum(counts):
-        return "that is cheaper"
-    return best[1]
+        return whole.take(()), "that is cheaper"
+    return best[1], "owners share the others evenly"
 
 
 def _costs_of(core: Core, jaxpr: Any) -> tuple[Costs, bool]:
