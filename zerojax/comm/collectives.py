@@ -12,7 +12,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -178,9 +177,8 @@ class Collectives(ManualCollectives):
         values: Sequence,
         rows: Rows,
         grads: Sequence[int],
-        zero: Array | None = None,
-        *,
-        experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
+        zero: Array | None,
+        experts: Mapping[int, tuple[str, ...]],
     ) -> list:
         """Run a backward pass, a closed jaxpr, on residuals and cotangents; see `partial_sums.evaluate`.
 
@@ -236,24 +234,25 @@ class Collectives(ManualCollectives):
 
     def element(self, x: Array, rows: State) -> Array:
         """Return any one element of an array. If `rows` says which dim holds rows, this needs no communication."""
-        return self._on_rows(lambda x: x.ravel()[0], x, rows)
+        known = () if rows is None or self._workers == 1 else sorted(rows.places)
+        place = next((p for p in known if p.outer == 1), None)
+        first = lambda x: x[(0,) * x.ndim]
+        if place is None:  # let the compiler fetch the first element
+            return first(x[(slice(1),) * x.ndim])
+        return self._mapped(first, (dim_spec(place.dim, self.axes),), PartitionSpec())(x)
 
     @jax.named_scope(names.SHARDS)
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return an int32 zero that depends on `anchor`. XLA cannot simplify this dependence away.
+        """Return an int32 zero that depends on one `element` of `anchor`. XLA cannot simplify this dependence away.
 
         A barrier alone is not enough: XLA:CPU removes barriers, and then schedules operations without operands first.
-        If `rows` says which dim holds rows, this needs no communication.
         """
+        zero = lax.optimization_barrier(jnp.int32(0))
         place = next((i for i, x in enumerate(anchor) if jnp.issubdtype(x.dtype, jnp.floating) and x.size), None)
         if place is None:
-            return lax.optimization_barrier(jnp.int32(0))
-
-        def masked(x):
-            some = x[(0,) * x.ndim].astype(jnp.float32)
-            return lax.bitcast_convert_type(some, jnp.int32) & lax.optimization_barrier(jnp.int32(0))
-
-        return self._on_rows(masked, anchor[place], rows[place])
+            return zero
+        some = self.element(anchor[place], rows[place]).astype(jnp.float32)
+        return lax.bitcast_convert_type(some, jnp.int32) & zero
 
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
         """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
@@ -288,13 +287,6 @@ class Collectives(ManualCollectives):
         merges two slices, and clamps their indices as if there were one slice.
         """
         return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
-
-    def _on_rows(self, fn: Callable, x: Array, rows: State) -> Array:
-        known = () if rows is None or self._workers == 1 else sorted(rows.places)
-        place = next((p for p in known if p.outer == 1), None)
-        if place is None:  # let the compiler fetch the first element
-            return fn(x[(slice(1),) * x.ndim])
-        return self._mapped(fn, (dim_spec(place.dim, self.axes),), PartitionSpec())(x)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the layouts of `leaves` inside `_mapped`, where other mesh axes have divided the leaves already."""

@@ -15,7 +15,7 @@ import jax
 
 from zerojax import compat, jaxprs
 from zerojax.comm import rebinding
-from zerojax.dims import Follower, State, states_of
+from zerojax.dims import State, states_of
 from zerojax.dims.kernels import OwnRows, own_rows
 from zerojax.dims.loops import into_loop
 
@@ -28,16 +28,15 @@ class _Rewrite:
     """Rewrites jaxprs. A divided kernel runs on each device's part of its operands."""
 
     comm: Any  # the `Collectives`, which import this module
-    follower: Follower
 
     def evaluate(self, jaxpr: Any, consts: Sequence, given: Sequence[State], values: Sequence) -> list:
-        found = self.follower.states(jaxpr, given)
+        found = self.comm.follower.states(jaxpr, given)
 
         def rule(eqn, values):
             if not jaxprs.calls_kernel(eqn):
                 return None
             states = states_of(eqn.invars, found)
-            if (split := own_rows(eqn, states, self.follower.count)) is not None:
+            if (split := own_rows(eqn, states, self.comm.follower.count)) is not None:
                 with eqn.ctx.manager:
                     return self._on_parts(split, eqn.primitive, values)
             again = self._with_bodies(eqn, states)
@@ -55,7 +54,7 @@ class _Rewrite:
 
     def _with_bodies(self, eqn: Any, states: Sequence[State]) -> Any:
         if (loop := compat.loop_of(eqn)) is not None:
-            inside = into_loop(self.follower, loop, states)
+            inside = into_loop(self.comm.follower, loop, states)
         elif eqn.primitive.name == "cond":
             inside = states[1:]
         elif compat.evaluated_body(eqn) is not None:  # also of a custom derivative whose forward pass calls it again
@@ -74,7 +73,7 @@ class _Rewrite:
 
 def on_own_rows(closed: Any, given: Sequence[State], comm: Any) -> Any:
     """Return a jaxpr whose kernels run on each device's rows where that is proved, given the arguments' states."""
-    return _Rewrite(comm, comm.follower).rewritten(closed, given)
+    return _Rewrite(comm).rewritten(closed, given)
 
 
 def warn_of_kernels(eqns: Iterable) -> list[str]:
