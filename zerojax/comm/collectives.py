@@ -263,18 +263,23 @@ class Collectives(ManualCollectives):
         # A transposed product names the sharding of its result. `jax.vmap` would check it against the mesh, whose axes
         # are Manual in this `shard_map`.
         params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
+        values, split = list(values), [(i, p) for i, p in enumerate(divided) if p is not None and p.is_split]
+        for i, p in split:  # The rows are an inner factor of a dim, which is split so that they begin a separate dim.
+            values[i] = values[i].reshape(*values[i].shape[: p.dim], p.outer, -1, *values[i].shape[p.dim + 1 :])
 
-        def row(*values):
-            values = divided.closed(values)
+        def row(*given):
+            values = list(given)
+            for i, p in split:
+                values[i] = values[i].reshape(*values[i].shape[: p.dim], -1, *values[i].shape[p.dim + 2 :])
             if eqn.primitive.name == "ragged_dot_general":
                 from zerojax.comm.other_sums import local_sizes
 
-                place = divided.places[0]
-                assert place is not None
-                values[2] = local_sizes(values[2], values[0].shape[place.dim], self.axes)
+                assert divided[0] is not None
+                values[2] = local_sizes(values[2], values[0].shape[divided[0].dim], self.axes)
             return eqn.primitive.bind(*values, **params)[None]
 
-        return self._mapped(row, divided.specs(self.axes), dim_spec(0, self.axes))(*divided.opened(values))
+        specs = [dim_spec(None if p is None else p.dim + p.is_split, self.axes) for p in divided]
+        return self._mapped(row, specs, dim_spec(0, self.axes))(*values)
 
     def _alike(self, grad: Array) -> Array:
         """Replicate `grad`, which is equal on all workers, over the workers. Other mesh axes stay unconstrained.

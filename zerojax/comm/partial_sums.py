@@ -21,10 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
-from zerojax.config.data_mesh import dim_spec
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
 from zerojax.dims.place import LARGE
 from zerojax.primitives import Kind
@@ -33,6 +31,10 @@ from zerojax.primitives import Kind
 ROWS_UNKNOWN = "zerojax_rows_unknown"
 # Primitives of JAX's sparse matrices that it lowers to functions of arrays, in which the sums can be seen.
 _SPARSE = ("bcoo_dot_general_sampled", "bcoo_extract", "bcoo_transpose")
+
+
+# The place of the rows, which the workers divide, in each operand of an equation. None: it has no rows.
+Divided = tuple[Place | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,28 +46,6 @@ class PartialSum:
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.rows.shape[1:], self.rows.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
-class Divided:
-    """The place of the rows, which the workers divide, in each operand of an equation; None: it has no rows."""
-
-    places: tuple[Place | None, ...]
-
-    def specs(self, axes: tuple[str, ...]) -> tuple[PartitionSpec, ...]:
-        return tuple(dim_spec(None if p is None else p.dim + p.is_split, axes) for p in self.places)
-
-    def opened(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Split each dim that holds the rows as an inner factor, so that the rows begin a separate dim."""
-        return self._reshaped(values, lambda p, shape: (*shape[: p.dim], p.outer, -1, *shape[p.dim + 1 :]))
-
-    def closed(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Undo `opened`. Also accepts one worker's part."""
-        return self._reshaped(values, lambda p, shape: (*shape[: p.dim], -1, *shape[p.dim + 2 :]))
-
-    def _reshaped(self, values: Sequence[jax.Array], shape_of: Callable) -> list[jax.Array]:
-        pairs = zip(values, self.places, strict=True)
-        return [x.reshape(shape_of(p, x.shape)) if p is not None and p.is_split else x for x, p in pairs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,22 +268,21 @@ def _summed(eqn, states: Sequence[Places], zeros: set) -> Divided | None:
     name = eqn.primitive.name
     if name == "reduce_sum":
         place = states[0].only
-        return Divided((place,)) if place is not None and place.dim in eqn.params["axes"] else None
+        return (place,) if place is not None and place.dim in eqn.params["axes"] else None
     if name == "dot_general":
         pairs = zip(*eqn.params["dimension_numbers"][0], strict=True)
     else:
         from zerojax.comm import other_sums
 
         if name == "scatter-add":
-            places = other_sums.scattered(eqn, states) if eqn.invars[0] in zeros else None
-            return None if places is None else Divided(places)
+            return other_sums.scattered(eqn, states) if eqn.invars[0] in zeros else None
         pairs = other_sums.contracted(eqn)
     lhs, rhs = states
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:  # One of the dims may be uniform.
             # The groups of a `ragged_dot` (a third operand) are sorted, so that a worker's rows must be contiguous.
             place = place if len(eqn.invars) == 2 else Place(place.dim)
-            return Divided((place.to(int(i)), place.to(int(j)), *[None] * (len(eqn.invars) - 2)))
+            return place.to(int(i)), place.to(int(j)), *[None] * (len(eqn.invars) - 2)
     return None
 
 
@@ -319,5 +298,5 @@ def _assumed(eqn, states: Sequence[State], result: State, zeros: set, workers: i
 
     shapes = [atom.aval.shape for atom in eqn.invars]
     found = (_summed(eqn, assumed, zeros) for assumed in other_sums.assumed(eqn, states))
-    fit = lambda places: all(p is None or fits(p, x, workers) for p, x in zip(places, shapes, strict=True))
-    return next((divided for divided in found if divided is not None and fit(divided.places)), None)
+    fit = lambda divided: all(p is None or fits(p, x, workers) for p, x in zip(divided, shapes, strict=True))
+    return next((divided for divided in found if divided is not None and fit(divided)), None)
