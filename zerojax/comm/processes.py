@@ -307,9 +307,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _of_others(folder: str) -> dict[int, Any]:
-    messages = _messages(folder)
-    messages.pop(rank()[0], None)
-    return messages
+    return {index: message for index, message in _messages(folder).items() if index != rank()[0]}
 
 
 def _messages(folder: str) -> dict[int, Any]:

@@ -37,22 +37,16 @@ OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # XLA flags with one of these words may differ
 
 
-def require_same(
-    topic: str,
-    record: Mapping[str, object],
-    *,
-    partial: bool = False,
-    timeout: float | None = None,
-    error: type[Exception] = TimeoutError,
-) -> None:
+def require_same(topic: str, record: Mapping[str, object], *, partial: bool = False, **options: Any) -> None:
     """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
     `record` has values that must be the same on all processes, by name. If `partial` is true, a name may be missing on
     some. If a value differs, every process raises a `ValueError`. `topic` and other errors are as in `exchange`.
+    `options` are for `Processes`.
     """
     if jax.process_count() == 1:
         return
-    processes = Processes(topic, timeout, call=EVENTS.begin(topic), error=error)
+    processes = Processes(topic, call=EVENTS.begin(topic), **options)
     mine = json.dumps({name: str(value) for name, value in record.items()})
     records = [json.loads(text) for text in processes.exchange(topic, mine)]
     if difference := first_difference(records, partial=partial):
