@@ -22,11 +22,13 @@ from zerojax.comm import rebinding
 def with_pairs(jaxpr: Any, weights: Sequence[bool]) -> Any:
     """Return a backward pass that computes both cotangents of a product of activations together.
 
-    `weights` says for each argument whether it depends on parameters alone. Products with such values are left out: the
-    cotangent of a parameter may be computed late, because its reduction hides behind products. Pairs inside of calls
-    and of a `jax.checkpoint` are found, too.
+    `weights` says for each argument whether it is a parameter or a changed parameter. Products with such values are
+    left out: the cotangent of a parameter may be computed late, because its reduction hides behind products. Pairs
+    inside of calls and of a `jax.checkpoint` are found, too.
     """
-    is_weight = _depends_on(jaxpr, weights)
+    others = [var for var, on in zip(jaxpr.invars, weights, strict=True) if not on]
+    activations = jaxprs.dependent_on([*compat.constvars_of(jaxpr), *others], jaxpr.eqns)
+    is_weight = lambda atom: compat.is_literal(atom) or atom not in activations
     partners = _partners(jaxpr, is_weight)
     seconds, eqns = {*map(id, partners.values())}, []
     for eqn in jaxpr.eqns:
@@ -37,18 +39,6 @@ def with_pairs(jaxpr: Any, weights: Sequence[bool]) -> Any:
             inner = {} if body is None else {id(body): with_pairs(body, [*map(is_weight, eqn.invars)])}
             eqns.append(rebinding.with_inner_jaxprs(eqn, inner) or eqn if inner else eqn)
     return jaxpr.replace(eqns=eqns)
-
-
-def depend_on_weights(jaxpr: Any, weights: Sequence[bool]) -> list[bool]:
-    """Return whether each result of a jaxpr depends on parameters alone. `weights` says which of its arguments do."""
-    return [*map(_depends_on(jaxpr, weights), jaxpr.outvars)]
-
-
-def _depends_on(jaxpr: Any, weights: Sequence[bool]) -> Callable[[Any], bool]:
-    """Return a function that says whether a value of a jaxpr depends on parameters alone."""
-    others = [var for var, on in zip(jaxpr.invars, weights, strict=True) if not on]
-    moved = jaxprs.dependent_on([*compat.constvars_of(jaxpr), *others], jaxpr.eqns)
-    return lambda atom: compat.is_literal(atom) or atom not in moved
 
 
 def _together(first: Any, second: Any) -> list:

@@ -151,11 +151,9 @@ class Passes:
         closed = jax.make_jaxpr(pull)(values)
         jaxpr = names.without_transforms(compat.opened(closed)[0], "transpose", "jvp")
         if paired:
-            from zerojax.gather.paired import depend_on_weights, with_pairs
+            from zerojax.gather.paired import with_pairs
 
-            constants = [True] * len(self.consts)
-            derived = depend_on_weights(self.derive, [*constants, *(pool == "param" for pool, _ in self.derive_reads)])
-            weights = [derived[i] if pool == "derived" else pool == "param" for pool, i in self.sources]
+            weights = [pool in ("param", "derived") for pool, _ in self.sources]
             jaxpr = with_pairs(jaxpr, [*weights, *[False] * (len(values) - size)])
         return compat.with_jaxpr(closed, jaxpr)
 
