@@ -45,16 +45,12 @@ def weights_late(jaxpr: Any, params: Collection) -> Any:
     A penalty that the loss computes before its model can then join the blocks of the model. `params` are the sharded
     parameters.
     """
-    weights, free, late, eqns = set(params), set(), {}, []
+    weights, late, eqns = jaxprs.roots_of(params, jaxpr).keys(), {}, []
     for eqn in jaxpr.eqns:
-        reads = jaxprs.variables_in(eqn.invars)
-        if free.issuperset(reads):
-            free.update(eqn.outvars)
-        elif is_plain(eqn) and all(v in weights or v in free for v in reads):
-            weights.update(eqn.outvars)
+        if is_plain(eqn) and not weights.isdisjoint(eqn.outvars):
             late[id(eqn)] = eqn
             continue
-        if late and not weights.isdisjoint(reads):
+        if late and not weights.isdisjoint(reads := jaxprs.variables_in(eqn.invars)):
             needed, _ = jaxprs.needed_for(list(late.values()), reads)
             eqns += [late.pop(id(one)) for one in needed]
         eqns.append(eqn)
@@ -90,15 +86,12 @@ def reads_together(jaxpr: Any, params: Collection) -> Any:
 
     def needed(i: int) -> list | None:
         """Return `i` and the equations that must run before it, or None if one of them gathers or has effects."""
-        found, pending = {i}, [i]
-        while pending:
-            one = pending.pop()
-            if jaxpr.eqns[one].effects or compat.loop_of(jaxpr.eqns[i]) or (one in uses and one != i):
-                blocked[i] = one
-                return None
-            more = {made[v] for v in reads[one] if v in made} - order.keys() - found
-            found, pending = found | more, [*pending, *more]
-        return sorted(found)
+        stays = lambda k: jaxpr.eqns[k].effects or compat.loop_of(jaxpr.eqns[i]) or (k in uses and k != i)
+        before = lambda k: () if stays(k) else {made[v] for v in reads[k] if v in made} - order.keys()
+        found = jaxprs.reached([i], before)
+        if (blocker := next(filter(stays, found), None)) is not None:
+            blocked[i] = blocker
+        return sorted(found) if blocker is None else None
 
     def run(i: int) -> None:
         order[i] = None

@@ -243,19 +243,12 @@ def assembled(jaxpr, decisions: Decisions) -> tuple[Segment, ...]:
 
 
 def _with_repeated(draft: Draft, params: Mapping, repeated: Mapping, order: Mapping) -> tuple[list, list, list]:
-    """Return a draft's `(equations, parameters, other inputs)`.
-
-    Repeated equations come first, unless one of them reads a result of the draft's own equations.
-    """
+    """Return a draft's `(equations, parameters, other inputs)`. The equations include those that it repeats."""
     given = [v for eqn in draft.eqns for v in jaxprs.variables_in(eqn.invars)] + list(draft.gathers)
     behind = lambda var: jaxprs.variables_in(repeated[var].invars) if var in repeated else ()
     found = jaxprs.reached([v for v in given if v not in draft.reads], behind)
-    needed = {id(eqn): eqn for eqn in [*draft.again, *(repeated[v] for v in found if v in repeated)]}
-    own = {v for eqn in draft.eqns for v in eqn.outvars}
-    in_order = lambda eqns: sorted(eqns, key=lambda eqn: order[id(eqn)])
-    eqns = in_order(needed.values()) + draft.eqns
-    if not own.isdisjoint(v for eqn in needed.values() for v in jaxprs.variables_in(eqn.invars)):
-        eqns = in_order(eqns)
+    every = [*draft.eqns, *draft.again, *(repeated[v] for v in found if v in repeated)]
+    eqns = sorted({id(eqn): eqn for eqn in every}.values(), key=lambda eqn: order[id(eqn)])
     computed = {var for eqn in eqns for var in eqn.outvars}
     reads = dict.fromkeys([*(v for eqn in eqns for v in jaxprs.variables_in(eqn.invars)), *draft.gathers])
     used = [var for var in reads if var in params and var not in draft.reads]

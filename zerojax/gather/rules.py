@@ -334,9 +334,8 @@ def is_repeatable(eqn: Any, of_params: Sequence[bool]) -> bool:
 
     `of_params` says for each operand whether it is computed from parameters alone.
     """
-    for atom, is_param in zip(eqn.invars, of_params, strict=True):
-        if not is_param and not compat.is_literal(atom):
-            return False
+    if not all(on or compat.is_literal(atom) for atom, on in zip(eqn.invars, of_params, strict=True)):
+        return False
     is_control = jaxprs.facts(eqn).is_control and compat.name_of(eqn) != "custom_jvp_call"
     if eqn.effects or is_control or compat.is_remat(eqn) or compat.called(eqn) is not None:
         return False
