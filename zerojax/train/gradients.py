@@ -1,7 +1,7 @@
 """Compute loss and gradient of a microbatch, and combine those of all devices and microbatches.
 
 At stage 3, `zerojax.gather` runs the loss. It gathers each sharded parameter where it is used, and reduce-scatters its
-gradient in the backward pass. At stages 0 to 2, `full_params` differentiates the loss on full parameters. The gradients
+gradient in the backward pass. At stages 0 to 2, `full_passes` differentiates the loss on full parameters. The gradients
 that are not reduced in the backward pass are reduced here. The loss scale is divided out.
 
 References:
@@ -11,7 +11,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,14 @@ from jax import lax
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
+from zerojax.dims.follow import param_states, row_states
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
+from zerojax.gather.vjp import RowStates, Sums, traced_passes
+from zerojax.jaxprs import split_arrays
 from zerojax.layout.leaf import Leaf
 from zerojax.layout.tree import Layout
+from zerojax.placement.storage import unpadded
 from zerojax.train.loss import DIFFERING, OF_ROWS, LossInputs, Returned, View, at_least_float32
 
 if TYPE_CHECKING:
@@ -109,8 +113,6 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array):
     if view.gathers_on_use:
         returned, pull = gathered_passes(view, given)
     else:
-        from zerojax.train.full_params import full_passes
-
         returned, pull = full_passes(view, given)
     cotangent, factor = scale.astype(returned.total.dtype), None
     if view.loss.weighted:
@@ -164,6 +166,38 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
         grads = run_backward(program, values, residuals, [cotangent, *[None] * (len(results) - 1)], options)
         return [in_form(i, grads[i]) for i in layout.trained], [in_form(i, grads[i]) for i in overwritten]
+
+    return jax.tree.unflatten(structure, results), pull
+
+
+def full_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
+    """Run the loss forward on full parameters, and return as `gathered_passes`. All gradients may be partial sums."""
+    layout, comm, further = view.layout, view.comm, (given.mutable, given.batch, *given.args)
+    trained, overwritten, count = layout.trained, layout.overwritten, len(given.stored)
+    arrays, put_back = split_arrays(further)
+    structure: Any = None
+
+    def run(_: Sequence, values: Sequence) -> list[Array]:
+        nonlocal structure
+        full = [unpadded(x, leaf) for x, leaf in zip(values[:count], layout.params, strict=True)]
+        returned = view.checked_call(jax.tree.unflatten(layout.treedef, full), *put_back(values[count:]))
+        leaves, structure = jax.tree.flatten(returned)
+        return leaves
+
+    values = [*given.stored, *arrays]
+    experts = {i: axes if view.reduces_each else () for i, axes in comm.experts(layout.params).items()}
+    states = [*param_states(given.stored, experts), *row_states(further, OF_ROWS, comm.follower)]
+    active = [i in trained or i in overwritten for i in range(len(values))]
+    rows = RowStates(states, (), comm.follower, comm)
+    passes = traced_passes(run, (), values, active=active, wanted=(0,), rows=rows)
+    with names.in_scopes((), "jvp"):
+        results, saved = passes.run((), values)
+
+    def pull(cotangent: Array) -> tuple[list[Array], list[Array]]:
+        with names.in_scopes((), "transpose", "jvp"):
+            _, found = passes.pull(comm, (), values, saved, [cotangent], sums=Sums.of(trained, experts))
+        of = dict(zip(passes.active_others, found, strict=True))
+        return [of[i] for i in trained], [of[i] for i in overwritten]
 
     return jax.tree.unflatten(structure, results), pull
 
