@@ -9,7 +9,7 @@ straight-through weight `w + stop_gradient(quantised(w) - w)` has no such value,
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,29 +26,17 @@ from zerojax.layout.leaf import Leaf
 class Request(NamedTuple):
     """A weight that a jaxpr takes instead of computing it. `of` computes it from the jaxpr's arguments `operands`.
 
-    `targets` are the variables that the jaxpr computes from the requested values. If `tail` is None, the values replace
-    the targets. Otherwise a `widen` equation with this `tail`, which also reads the operands with the indices `reads`,
-    computes the first target, and the last values replace the other targets. The narrow value is gathered in the type
-    `dtype`.
+    `targets` are the variables that the jaxpr computes from the requested values. Given the jaxpr's arguments and these
+    values, `widened` returns the values of the targets.
     """
 
     operands: tuple[int, ...]
     of: Computation
     targets: list
-    tail: Any = None
-    reads: Sequence[int] = ()
-    dtype: Any = None
+    widened: Callable[[Sequence, Sequence], Sequence] = lambda args, values: values
 
     def bind(self, values: Sequence) -> list:
         return shardwise_p.bind(*(values[i] for i in self.operands), of=self.of)
-
-    def values(self, args: Sequence, values: Sequence) -> list:
-        """Return the values of `targets`, given the arguments of the jaxpr and the requested values."""
-        if self.tail is None:
-            return list(values)
-        count = len(values) - (len(self.targets) - 1)
-        others = [*values[:count], *(args[self.operands[i]] for i in self.reads)]
-        return [widen_p.bind(*others, tail=self.tail, dtype=self.dtype), *values[count:]]
 
 
 def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], constants: int) -> tuple[Any, Sequence]:
@@ -109,7 +97,7 @@ def _rewritten(jaxpr: Any, given: Mapping) -> tuple[Any, list[Request]]:
         values: list = []
         for request in requests:
             size = len(request.of.head.out_avals)
-            values += request.values(own, extra[:size])
+            values += request.widened(own, extra[:size])
             del extra[:size]
         return rest(*own, *values)
 
@@ -311,8 +299,14 @@ def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Seque
         q, *others = of_all(*args)
         return [q.astype(end.aval.dtype), *others]
 
+    wide, count = jax.make_jaxpr(tail)(*shapes), 1 + len(scales)
+
+    def widened(args, values):
+        others = [*values[:count], *(args[operands[i]] for i in alike)]
+        return [widen_p.bind(*others, tail=wide, dtype=travels), *values[count:]]
+
     computation = Computation(jax.make_jaxpr(head)(*(v.aval for v in jaxpr.invars)), full, narrow=travels)
-    return Request(operands, computation, targets, jax.make_jaxpr(tail)(*shapes), alike, travels)
+    return Request(operands, computation, targets, widened)
 
 
 def _is_exact_in(narrow: Any, wide: Any) -> bool:

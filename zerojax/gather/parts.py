@@ -17,7 +17,7 @@ import jax.core
 from zerojax import compat, jaxprs
 from zerojax.dims import NOWHERE, Context, Follower, Place, Places, at
 from zerojax.layout.leaf import replace_items
-from zerojax.primitives import SHARDWISE, TABLE, Kind, of_kind
+from zerojax.primitives import TABLE, Kind, of_kind
 
 # Reductions whose terms devices can combine. A product is combined if it is an inner product.
 REDUCTIONS = frozenset(name for name, facts in TABLE.items() if facts.is_combinable)
@@ -102,8 +102,6 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
     divided = [v for v in reads if dims[v] is not None]
     if not divided:
         return [None] * len(eqn.outvars)
-    if (results := eqn.params.get("out_dims")) is not None and name == SHARDWISE:
-        return results
     given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
     if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
         return result_dims(body, given, layers)

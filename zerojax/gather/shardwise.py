@@ -50,7 +50,7 @@ class Computation:
 
 
 @shardwise_p.def_abstract_eval
-def _of_shardwise(*_: Any, of: Computation, **__: Any) -> list:
+def _of_shardwise(*_: Any, of: Computation) -> list:
     return [bare(var) for var in compat.opened(of.head)[0].outvars]
 
 

@@ -56,14 +56,11 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
         return None
     if -1 in results:
         return next((found for i in divided if (found := call.opened(i, given, values)) is not None), None)
-    places = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and dims[v] is None]
-    alike = [k for k in places if call.is_apart(k, divided)]
-    if not alike or set(results) == {None}:
+    if set(results) == {None}:
         return None
-    found = compat.evaluate_one(eqn, values)
-    for k in alike:
-        found[k] = lax.stop_gradient(call.result(k, values))
-    return found
+    alike = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and dims[v] is None]
+    apart = {k: x for k in alike if (x := call.apart(k, divided, values)) is not None}
+    return [apart.get(k, x) for k, x in enumerate(compat.evaluate_one(eqn, values))] if apart else None
 
 
 def _moving_operands(eqn: Any) -> list[int]:
@@ -160,15 +157,12 @@ class _Call:
         by_place = dict(zip(self.order, found, strict=True))
         return [by_place.get(k) for k in range(len(self.eqn.outvars))]
 
-    def is_apart(self, k: int, operands: Collection[int]) -> bool:
-        """Return whether result `k` needs none of `operands`, and no cotangent depends on its cotangent."""
-        if k in self.active:
-            _, reads = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
-            if self.cotangents[self.active.index(k)] in reads:
-                return False
-        _, reads = jaxprs.needed_for(self.passes.eqns, [self.results[self.order.index(k)]])
-        return reads.isdisjoint(self.operands[i] for i in operands)
-
-    def result(self, k: int, values: Sequence) -> jax.Array:
-        """Compute result `k` without the equations that it does not need."""
-        return part(self.passes, (), self.operands, [self.results[self.order.index(k)]])(*values)[0]
+    def apart(self, k: int, operands: Collection[int], values: Sequence) -> jax.Array | None:
+        """Compute result `k` alone. Return None if it needs `operands`, or if a cotangent depends on its cotangent."""
+        result = self.results[self.order.index(k)]
+        _, moved = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
+        _, reads = jaxprs.needed_for(self.passes.eqns, [result])
+        is_moving = k in self.active and self.cotangents[self.active.index(k)] in moved
+        if is_moving or not reads.isdisjoint(self.operands[i] for i in operands):
+            return None
+        return lax.stop_gradient(part(self.passes, (), self.operands, [result])(*values)[0])
