@@ -21,15 +21,4 @@ declared   defines `zerojax.rows`, which declares a place
 from zerojax.dims.follow import Follower
 from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, fits, states_of
 
-__all__ = [
-    "NOWHERE",
-    "UNKNOWN",
-    "Context",
-    "Follower",
-    "Place",
-    "Places",
-    "State",
-    "at",
-    "fits",
-    "states_of",
-]
+__all__ = ["NOWHERE", "UNKNOWN", "Context", "Follower", "Place", "Places", "State", "at", "fits", "states_of"]

@@ -101,16 +101,8 @@ def agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
 
 
 # For these primitives, the places of the result imply the places of an operand that has no place yet.
-IMPLIES = of_kind(Kind.ELEMENTWISE, Kind.COUNTERS) | {
-    "broadcast_in_dim",
-    "name",
-    "pvary",
-    "reduce_sum",
-    "reshard",
-    "sharding_constraint",
-    "squeeze",
-    "transpose",
-}
+IMPLIES = of_kind(Kind.ELEMENTWISE, Kind.COUNTERS)
+IMPLIES |= {"broadcast_in_dim", "name", "pvary", "reduce_sum", "reshard", "sharding_constraint", "squeeze", "transpose"}
 
 
 def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
