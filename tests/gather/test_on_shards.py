@@ -198,8 +198,7 @@ MORE = {
     "transposed": transposed,
     "first": first,
 }
-# Before a loop, a stack is gathered whole for a penalty, for a loop, and for a function with a custom derivative.
-UNROLLED = ("orthogonality", "first", "iterated", "softplus")
+UNROLLED = ("orthogonality", "first")  # A penalty on whole layers gathers a stack once more.
 QUICK = [
     ("L1", "unrolled", "global"),
     ("maximum", "unrolled", "global"),

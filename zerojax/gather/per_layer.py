@@ -94,13 +94,14 @@ class Layers:
 
         jaxprs.reached(targets, reads)
         eqns = [eqn for eqn in self.jaxpr.eqns if id(eqn) in needed]
+
+        def is_row(var):
+            read_by = [eqn.outvars[0] for eqn in eqns if var in jaxprs.variables_in(eqn.invars)]
+            by_element = all(jaxprs.facts(self.made[v]).elementwise and self.dims[v] == 0 for v in read_by)
+            return by_element and all(v.aval.shape == var.aval.shape for v in read_by)
+
         # Rows that the loop reads are kept for the backward pass, which can then compute the changed layer again.
-        by_row = lambda eqn: jaxprs.facts(eqn).elementwise and self.dims[eqn.outvars[0]] == 0
-        for eqn in eqns:
-            for v in others.keys() & jaxprs.variables_in(eqn.invars):
-                is_row = by_row(eqn) and v.aval.shape == eqn.outvars[0].aval.shape
-                others[v] = others[v] is not False and is_row
-        rows = [v for v, is_row in others.items() if is_row]
+        rows = [v for v in others if is_row(v)]
         return eqns, [*stacks, *rows], [v for v in others if v not in rows]
 
     def changed(self, scanned: Sequence) -> list:
