@@ -76,6 +76,7 @@ def test_keys_of_another_implementation_are_named(tmp_path):
 
 
 def save_again(source, target):
+    arrays.SHARED_BYTES = 16  # the processes share the writing of leaves that each of them has
     devices = sorted(jax.devices(), key=lambda one: (one.id % 2, one.id))  # a process has shards that do not adjoin
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=64))
@@ -96,6 +97,7 @@ def test_any_number_of_processes_restores_what_any_other_saved(tmp_path):
         assert len([name for name in files if name.startswith("leaves")]) == count
         pieces = {leaf.name: len(leaf.pieces) for leaf in read_manifest(target / NEWEST).leaves}
         assert pieces["params['w']"] == 2 * count  # a process has two shards
+        assert pieces["params['b']"] == count  # each process has it, and writes a part
         checkpoints = Checkpointer(target, read_only=True)
         assert checkpoints.verify() == [2]
         assert_same(checkpoints.restore(TX.create(SHAPES, mutable=KEYS)).state, state)

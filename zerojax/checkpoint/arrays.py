@@ -107,7 +107,7 @@ class LeavesFile:
     def _write_box(self, name: str, piece: Piece, values: np.ndarray) -> None:
         if not values.size:
             return
-        content = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         sha256 = hashlib.sha256()
         # Not "wb": if the save failed and its folder was removed, nothing may create the file again.
         with self._path.open("r+b") as file:
