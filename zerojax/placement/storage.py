@@ -21,7 +21,7 @@ from zerojax.comm.manual import ManualCollectives
 from zerojax.comm.mesh import mapped, owned, replicated
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
-from zerojax.layout.leaf import Leaf, is_padded, is_stored_node, pad, trim
+from zerojax.layout.leaf import Leaf, is_padded, is_stored_node, pad, replace_items, trim
 from zerojax.layout.tree import Layout
 
 if TYPE_CHECKING:
@@ -202,8 +202,7 @@ def pin_to_plan(
     axes = config.data.batch
     specs = [leaves[i].spec_over(axes) for i in pinned]
     same = mapped(lambda arrays: arrays, mesh=config.mesh, in_specs=(specs,), out_specs=specs, axis_names=set(axes))
-    values = dict(zip(pinned, same([stored[i] for i in pinned]), strict=True))
-    return [values.get(i, x) for i, x in enumerate(stored)]
+    return replace_items(stored, pinned, same([stored[i] for i in pinned]))
 
 
 @jax.named_scope(names.SHARDS)
