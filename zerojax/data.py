@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from zerojax.config import check_count, check_word
 from zerojax.config.data_mesh import in_words
 from zerojax.train.arguments import batch_shardings, place_leaf
-from zerojax.train.batches import NO_NUMBERS, check_batch
+from zerojax.train.checked import NO_NUMBERS, check_batch
 from zerojax.zero import ZeroTransformation
 
 __all__ = ["ShardedBatches", "shard_batches"]

@@ -30,7 +30,7 @@ from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
 from zerojax.planning.absent_program import abstract, kernels_for, lowered, shape_of
 from zerojax.train.arguments import cast_inputs, packed
-from zerojax.train.batches import check_batch
+from zerojax.train.checked import check_batch
 from zerojax.train.fitting import largest_share
 from zerojax.train.loss import Loss
 

@@ -21,7 +21,7 @@ from zerojax.offload.options import Offload
 from zerojax.placement.storage import in_logical_shape
 from zerojax.planning.reference import QUANTITIES, Key, Reference, Snapshot, largest, snapshot, wide
 from zerojax.train.arguments import batch_shardings, packed
-from zerojax.train.batches import check_batch
+from zerojax.train.checked import check_batch
 from zerojax.train.nan_lines import Origin, origins
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step

@@ -142,7 +142,7 @@ def is_even(batch: PyTree, parts: int) -> bool:
 def place_batch(config: Config, batch: PyTree, accumulate: int = 1) -> PyTree:
     """Check a batch, and divide it over the devices of the caller's mesh. Shapes are returned with shardings."""
     if not is_even(batch, config.data.workers * accumulate):
-        from zerojax.train.batches import check_batch
+        from zerojax.train.checked import check_batch
 
         check_batch(batch, config.data, accumulate)
     return jax.tree.map(place_leaf, batch, batch_shardings(config, config.user_mesh, batch))

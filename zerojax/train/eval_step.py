@@ -19,7 +19,7 @@ from zerojax.layout.tree import layout_of
 from zerojax.placement.problems import unusable_named
 from zerojax.placement.storage import cast, storage_leaves
 from zerojax.train.arguments import NO_BATCH, call_unpacked, place_batch, place_leaf, separated
-from zerojax.train.batches import check_leaf_types
+from zerojax.train.checked import check_leaf_types
 from zerojax.train.loss import DIFFERING, OF_ROWS, View
 from zerojax.train.same_run import SameCalls, signature_of
 
