@@ -92,16 +92,16 @@ class PlannedUpdate:
             state = group.state or group.resident
             paths = [leaves.grads[i].path for i in group.params] or [f"opt_state{leaves.state[k].path}" for k in state]
             place = "device" if group is self.partition.first else offload.optimizer or "device"
-            key = PLACES[place], len(group.chunks), len(group.params), len(state)
-            alike.setdefault(key, []).extend([paths] if paths else [])
+            if paths:
+                key = PLACES[place], len(group.chunks), len(group.params), len(state)
+                alike.setdefault(key, []).append(paths)
         lines = []
         for (place, chunks, _, count), members in alike.items():
-            if members:
-                number = f"{len(members)} groups, each" if len(members) > 1 else "one group"
-                divided = f", in {chunks} chunks" if chunks > 1 else ""
-                state = f"{count} {'leaf' if count == 1 else 'leaves'} of the state"
-                paths = first_of([path for paths in members for path in paths])
-                lines.append(f"update of {paths}: {number} with {state} {place}{divided}")
+            number = f"{len(members)} groups, each" if len(members) > 1 else "one group"
+            divided = f", in {chunks} chunks" if chunks > 1 else ""
+            state = f"{count} {'leaf' if count == 1 else 'leaves'} of the state"
+            paths = first_of([path for paths in members for path in paths])
+            lines.append(f"update of {paths}: {number} with {state} {place}{divided}")
         return "\n".join(lines)
 
 
