@@ -204,9 +204,6 @@ def test_it_prints_a_table():
         (1e6, {"bucket_bytes": 1}, TypeError, r"Give tuning=Tuning\(bucket_bytes=1\)"),
         (1e6, {"stage": 2}, TypeError, "no option 'stage'"),
         (1e6, {"axis": "x"}, TypeError, "no option 'axis'"),
-        (awkward_params(), {"loss_fn": awkward_loss}, ValueError, "needs the global batch"),
-        (1e6, {"loss_fn": awkward_loss, "batch": jnp.ones(8)}, ValueError, "tree of its parameters"),
-        (jnp.ones(2), {"loss_fn": jnp.dot, "batch": jnp.ones((12, 2))}, ValueError, "12 rows, and the axis has 8 dev"),
     ],
 )
 def test_bad_input_is_refused(model, options, error, message):

@@ -12,7 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as attention_of_cudnn
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zerojax import Precision, Tuning, check, estimate, plan, zero_shard
+from zerojax import Precision, Tuning, check, plan, zero_shard
 from zerojax.gpus.devices import absent_mesh
 from zerojax.planning import absent_program
 
@@ -106,12 +106,6 @@ def test_a_mesh_of_other_devices_is_refused_by_name(name, named):
     ):
         absent_program.lowered(traced(target, CONSTRUCTS[name](named)), target)
     absent_program.lowered(traced(target, CONSTRUCTS[name](target)), target)
-
-
-def test_an_estimate_takes_the_loss_without_a_mesh():
-    constrained = CONSTRUCTS["constraint"](mesh_with(4))
-    with pytest.raises(ValueError, match="rows of one device: give it the loss without the mesh"):
-        estimate(PARAMS, devices=8, loss_fn=loss_of(constrained), batch=BATCH)
 
 
 @aot

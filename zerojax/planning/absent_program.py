@@ -209,8 +209,8 @@ def lowered(traced: Any, mesh: Mesh) -> Any:
                 raise ValueError(
                     f"The program names a mesh {which}, and is compiled for "
                     f"{mesh.size} x {mesh.devices.flat[0].device_kind}. Name mesh.abstract_mesh of a mesh of "
-                    f"{mesh.size} devices, or make the loss and zero_shard on zerojax.gpus.devices.absent_mesh. An "
-                    f"estimate computes the rows of one device: give it the loss without the mesh."
+                    f"{mesh.size} devices, or make the loss and zero_shard on zerojax.gpus.devices.absent_mesh. "
+                    f"plan.fit computes the rows of one device: give it the loss without the mesh."
                 )
     return traced.lower()
 

@@ -9,10 +9,8 @@ step, and is compiled once for stages 0 to 2 and once for stage 3.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,23 +26,10 @@ from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout
 from zerojax.placement.storage import cast
-from zerojax.planning.absent_program import abstract, kernels_for, lowered, shape_of
-from zerojax.train.arguments import cast_inputs, packed
-from zerojax.train.checked import check_batch
+from zerojax.planning.absent_program import abstract, kernels_for, lowered
+from zerojax.train.arguments import packed
 from zerojax.train.fitting import largest_share
 from zerojax.train.loss import Loss
-
-
-class LossOptions(TypedDict, total=False):
-    """Options that say what a loss function returns, as for `train_step`."""
-
-    has_aux: bool
-    weighted: bool
-
-
-def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    others = dict(options)
-    return {name: others.pop(name, False) for name in LossOptions.__annotations__}, others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,14 +101,6 @@ def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tup
 
     tree, typed = jax.tree.unflatten(layout.treedef, layout.params), TypedLoss(on_one_device(config), layout, loss)
     return working_set(value, tree, batch, mutable, *args, prefetch=config.prefetch, shared_bytes=config.shared_bytes)
-
-
-def device_rows(batch: Any, config: Config, accumulate: int) -> Any:
-    """Return the shapes of the rows that one device has of one microbatch, in the types that the loss sees."""
-    check_batch(batch, config.data, accumulate)
-    shards = config.data.workers * accumulate
-    local = lambda x: shape_of(x).update(shape=(x.shape[0] // shards, *x.shape[1:]))
-    return jax.eval_shape(functools.partial(cast_inputs, config.precision), jax.tree.map(local, batch))
 
 
 def plain_gradient(

@@ -1,8 +1,7 @@
 """Estimate bytes per device and bytes sent, for every stage, before any array is made.
 
 The shapes of the optimizer's state come from `jax.eval_shape` of the transformation's `init`, and are sharded as in
-training. Activations depend on the model's code. If the loss and a batch are given, the gradient is compiled for one
-device, which gives the peak of a step on any number of devices.
+training. Activations depend on the model's code: `zerojax.plan` compiles the step, and knows its peak.
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +27,7 @@ from zerojax.gpus.devices import Topology, abstract_mesh
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
 from zerojax.planning.absent_program import is_array, named_sharding
-from zerojax.planning.activations import LossOptions, PlainGradient, device_rows, split_options
 from zerojax.planning.stage_bytes import HOST, StageEstimate, estimate_stage
-from zerojax.train.loss import Loss
 from zerojax.units import format_bytes
 from zerojax.zero import ZeroTransformation
 
@@ -38,11 +35,8 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
 
-class EstimateOptions(LossOptions, total=False):
-    """Further arguments of the loss, a GPU to compile for, and options of `zero_shard`."""
-
-    args: Sequence[Any]
-    gpu: str | None
+class EstimateOptions(TypedDict, total=False):
+    """Options of `zero_shard`."""
 
     precision: Precision | None
     offload: Offload | None
@@ -77,12 +71,11 @@ class Estimate:
 
     def __str__(self) -> str:
         offloaded = [name for name in ("host", "disk") if any(getattr(row, name) for row in self.rows)]
-        peaks = ["activations", "peak"] if any(row.activations is not None for row in self.rows) else []
         hosts = ["across"] if any(row.across is not None for row in self.rows) else []
         # If only optimizer state is on disk, `read` and `written` equal `disk`. Then these two columns are left out.
         traffic = ["read", "written"] if any(row.read != row.disk for row in self.rows) else []
         states = ["params", "grads", "master", "opt_state", "total", "gathered"]
-        columns = [*states, *peaks, *offloaded, *traffic, "sent", *hosts]
+        columns = [*states, *offloaded, *traffic, "sent", *hosts]
         lines = [f"{self.parameters:,} parameters; bytes per device"]
         lines.append("stage  devices" + "".join(f"{name:>12s}" for name in columns))
         for row in self.rows:
@@ -99,14 +92,9 @@ def estimate(
     devices: int | str | Sequence[int | str] = 8,
     stages: Sequence[int] = tuple(STAGES),
     accumulate: int = 1,
-    loss_fn: Callable | None = None,
-    batch: Any = None,
     **options: Unpack[EstimateOptions],
 ) -> Estimate:
     """Estimate bytes per device and bytes sent per step, for every stage, without making arrays.
-
-    If a loss and a batch are given, also estimate the peak of a step. This compiles the gradient for one device, which
-    takes seconds.
 
     Args:
         model: A number of parameters (such as `7.5e9`, taken as one long vector), a tree of parameters or of their
@@ -116,24 +104,17 @@ def estimate(
             GPUs, such as `"h100:128x8"`, has the axes `"host"` and `"gpu"`, and adds a column of bytes across hosts.
         stages: ZeRO stages, in the order of the rows.
         accumulate: Microbatches per step. With more microbatches, stages 2 and 3 send more.
-        loss_fn: As for `train_step`. Without it, activations and peak are unknown.
-        batch: The global batch; shapes are enough.
-        **options: `args`: further arguments of the loss. `gpu`: the GPU to compile for, such as `"h200"`, which this
-            machine need not have; this needs the extra `aot`. The default is the first local device. XLA fuses
-            differently on CPU and GPU, so activations differ. As for `train_step`: `has_aux`, `weighted`. As for
-            `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored at stage 0),
-            `trainable`, `overwrite`, `wire` (at stages that support it), `expert_axis` for shapes whose `NamedSharding`
-            or Flax metadata names it, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. Its `params_axis`
-            counts at stage 3 only, and its `persist_below` is ignored for a number of parameters.
+        **options: As for `zero_shard`: `precision` (default for a number of parameters: bfloat16), `offload` (ignored
+            at stage 0), `trainable`, `overwrite`, `wire` (at stages that support it), `expert_axis` for shapes whose
+            `NamedSharding` or Flax metadata names it, and `tuning`, such as `Tuning(shard_axis="gpu")` with hosts. Its
+            `params_axis` counts at stage 3 only, and its `persist_below` is ignored for a number of parameters.
 
     Returns:
         An `Estimate`, whose rows are in the order of `devices`, then of `stages`.
 
     Raises:
         TypeError: If `model` has another type, a count is not an integer, or an option is unknown.
-        ValueError: If a count is not positive, a stage is unknown, the batch cannot be divided, or a loss is given
-            without a batch or for a number of parameters.
-        ModuleNotFoundError: If `gpu` is given and the extra `aot` is not installed.
+        ValueError: If a count is not positive, or a stage is unknown.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5, table 1.
@@ -143,42 +124,28 @@ def estimate(
         31.4
     """
     number = float(model) if isinstance(model, numbers.Real) else None
-    check_arguments(tx, loss_fn, batch, accumulate, number)
-    tx = optax.adam(1e-3) if tx is None else tx
-    gpu, args = options.pop("gpu", None), options.pop("args", ())
-    loss_options, others = split_options(options)
-    plain = None if loss_fn is None else PlainGradient(Loss(loss_fn, **loss_options), tuple(args), gpu)
-    rows, size, trained = [], 0, 0
-    for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
-        axes = mesh_axes(count)
-        params = model_shapes(model) if number is None else vector(number, axes["user_mesh"].size)
-        for stage in stages:
-            config = Config(tx, stage, **axes, **config_options(others, number, stage))
-            plan = make_plan(config, params)
-            layout = plan.layout
-            row = estimate_stage(config, plan, accumulate)
-            if plain is not None:
-                cost = plain.cost(config, layout, device_rows(batch, config, accumulate))
-                row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)
-            rows.append(row if number is None else dataclasses.replace(row, gathered=None))
-            size = sum(leaf.size for leaf in layout.params)
-            trained = sum(layout.params[i].size for i in layout.trained)
-    if number is not None:  # do not count the elements that `vector` adds
-        size = trained = int(number)
-    return Estimate(size, trained, tuple(rows))
-
-
-def check_arguments(tx: Any, loss_fn: Any, batch: Any, accumulate: Any, number: float | None) -> None:
     check_count("accumulate", accumulate, "microbatches", least=1)
     if isinstance(tx, ZeroTransformation):
         raise TypeError(
             "tx is a transformation of zero_shard, and estimate wraps tx itself, at every stage. Give the "
             "transformation that zero_shard wraps, and its options as options, such as precision=."
         )
-    if loss_fn is not None and number is not None:
-        raise ValueError("The peak of a loss needs the tree of its parameters, not their number: jax.eval_shape(init).")
-    if loss_fn is not None and not jax.tree.leaves(batch):
-        raise ValueError("The peak of a loss needs the global batch, too. Give batch=; shapes are enough.")
+    tx = optax.adam(1e-3) if tx is None else tx
+    rows, size, trained = [], 0, 0
+    for count in (devices,) if isinstance(devices, str) or not isinstance(devices, Sequence) else devices:
+        axes = mesh_axes(count)
+        params = model_shapes(model) if number is None else vector(number, axes["user_mesh"].size)
+        for stage in stages:
+            config = Config(tx, stage, **axes, **config_options(dict(options), number, stage))
+            plan = make_plan(config, params)
+            layout = plan.layout
+            row = estimate_stage(config, plan, accumulate)
+            rows.append(row if number is None else dataclasses.replace(row, gathered=None))
+            size = sum(leaf.size for leaf in layout.params)
+            trained = sum(layout.params[i].size for i in layout.trained)
+    if number is not None:  # do not count the elements that `vector` adds
+        size = trained = int(number)
+    return Estimate(size, trained, tuple(rows))
 
 
 def mesh_axes(devices: int | str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Unpack
+from typing import Any, TypedDict, Unpack
 
 import optax
 
@@ -19,7 +19,7 @@ from zerojax.planning.absent_program import (
     rows_of,
     with_rows,
 )
-from zerojax.planning.activations import LossOptions, PlainGradient, split_options
+from zerojax.planning.activations import PlainGradient
 from zerojax.planning.compiled_plan import Plan, read_plan
 from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
 from zerojax.train.loss import Loss
@@ -38,13 +38,15 @@ UNEVEN_ROWS = (
 )
 
 
-class FitOptions(LossOptions, total=False):
+class FitOptions(TypedDict, total=False):
     """Rows of the batch to try, whether layers may recompute activations, the loss's options, and the GPU's figures."""
 
     rows: int | Sequence[int] | None
     recompute: bool
     memory: float | str | None
     rates: Any
+    has_aux: bool
+    weighted: bool
 
 
 class Planner:
@@ -175,10 +177,10 @@ class Planner:
         counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
-        loss_options, figures = split_options(options)
-        row_counts = None if (rows := figures.pop("rows", None)) is None else as_sequence(rows)
-        recompute = bool(figures.pop("recompute", False))
-        figures |= {"memory": parse_memory(figures.get("memory")), "rates": Rates.parse(figures.get("rates"))}
+        loss_options: Any = {"has_aux": options.pop("has_aux", False), "weighted": options.pop("weighted", False)}
+        row_counts = None if (rows := options.pop("rows", None)) is None else as_sequence(rows)
+        recompute = bool(options.pop("recompute", False))
+        figures = {**options, "memory": parse_memory(options.get("memory")), "rates": Rates.parse(options.get("rates"))}
         space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, recompute=recompute, **figures)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
