@@ -127,16 +127,11 @@ class Config:
             )
 
     def __getstate__(self) -> dict:
-        """Return the fields, with a `MeshRecord` for the mesh, whose devices cannot be pickled."""
-        from zerojax.config.mesh_record import MeshRecord
+        """Return the fields, with a record of the mesh, which is rebuilt at its first use: loading starts no backend."""
+        from zerojax.config.mesh_record import described
 
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"user_mesh": MeshRecord.of(self.user_mesh)}
-
-    def __setstate__(self, state: dict) -> None:
-        """Set the fields. The mesh is rebuilt at its first use, so that unpickling does not initialise a backend."""
-        self.__dict__.update(state)
-        self.__dict__["_mesh_record"] = self.__dict__.pop("user_mesh")
+        names = (field.name for field in dataclasses.fields(self) if field.name != "user_mesh")
+        return {name: getattr(self, name) for name in names} | {"_mesh_record": described(self.user_mesh)}
 
     if not TYPE_CHECKING:  # otherwise the type checker would accept every misspelled attribute
 
@@ -144,7 +139,9 @@ class Config:
             """Rebuild the mesh of a configuration that was pickled."""
             if name != "user_mesh" or "_mesh_record" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            self.__dict__["user_mesh"] = mesh = self.__dict__["_mesh_record"].mesh()
+            from zerojax.config.mesh_record import rebuilt
+
+            self.__dict__["user_mesh"] = mesh = rebuilt(*self.__dict__["_mesh_record"])
             return mesh
 
     @functools.cached_property
