@@ -127,7 +127,7 @@ class Config:
             )
 
     def __getstate__(self) -> dict:
-        """Return the fields, with a record of the mesh, which is rebuilt at its first use: loading starts no backend."""
+        """Return the fields, and a record of the mesh, which is rebuilt at its first use: loading starts no backend."""
         from zerojax.config.mesh_record import described
 
         names = (field.name for field in dataclasses.fields(self) if field.name != "user_mesh")
