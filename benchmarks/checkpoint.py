@@ -41,6 +41,7 @@ def main():
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
     import jax
+    import orbax.checkpoint
 
     directory = pathlib.Path(tempfile.mkdtemp(dir=args.directory))
     try:
@@ -61,6 +62,7 @@ def main():
         print(f"{name:28s}{row['median']:10.3f}{spread:>16s}{row['GB/s']:8.2f}")
     result = {
         **machine.described(),
+        "orbax-checkpoint": orbax.checkpoint.__version__,
         "bytes": size,
         "stage": args.stage,
         "rounds": args.rounds,

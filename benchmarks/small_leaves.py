@@ -1,4 +1,4 @@
-"""Measure what small leaves cost in a checkpoint: files and seconds, beside orbax.
+"""Measure what small leaves cost in a checkpoint: files and seconds, packed and with one folder each.
 
     python benchmarks/small_leaves.py                            AdamW over 500 leaves, on 8 simulated CPU devices
     python benchmarks/small_leaves.py --cases 100x4096 100x262144  other numbers of leaves, and their bytes
@@ -6,7 +6,7 @@
 
 AdamW has two moments per leaf, so a checkpoint has three times as many leaves. Every round does each thing once, so
 that a slow moment of the machine affects all of them. `orbax alone` is orbax's StandardCheckpointer with its defaults.
-It packs leaves into files (OCDBT), without digests and `fsync`, and finishes in the background what it can.
+It packs leaves too (OCDBT), without digests and `fsync`, and finishes in the background what it can.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def make_ways(args, directory, leaves, size):
     import orbax.checkpoint as ocp
 
     from zerojax import zero_shard
-    from zerojax.checkpoint import Checkpointer
+    from zerojax.checkpoint import Checkpointer, saving
     from zerojax.checkpoint.state_leaves import state_leaves
 
     tx = zero_shard(optax.adamw(1e-3), stage=args.stage)
@@ -101,19 +101,23 @@ def make_ways(args, directory, leaves, size):
     def files_in(path):
         return sum(one.is_file() for one in path.rglob("*"))
 
-    checkpoints = Checkpointer(directory / "zerojax", keep=1)
+    def with_limit(name, limit):
+        checkpoints = Checkpointer(directory / name, keep=1)
 
-    def zerojax(i):
-        times = [time.perf_counter()]
-        checkpoints.save(state, step=i)
-        times.append(time.perf_counter())
-        checkpoints.wait()
-        times.append(time.perf_counter())
-        jax.block_until_ready(checkpoints.restore(like).state)
-        times.append(time.perf_counter())
-        spent = {"save: the loop is blocked": times[1] - times[0], "save: all, to the disk": times[2] - times[0]}
-        spent["restore, verified"] = times[3] - times[2]
-        return files_in(directory / "zerojax" / f"step_{i:08d}"), spent
+        def run(i):
+            saving.SMALL_BYTES = limit
+            times = [time.perf_counter()]
+            checkpoints.save(state, step=i)
+            times.append(time.perf_counter())
+            checkpoints.wait()
+            times.append(time.perf_counter())
+            jax.block_until_ready(checkpoints.restore(like).state)
+            times.append(time.perf_counter())
+            spent = {"save: the loop is blocked": times[1] - times[0], "save: all, to the disk": times[2] - times[0]}
+            spent["restore, verified"] = times[3] - times[2]
+            return files_in(directory / name / f"step_{i:08d}"), spent
+
+        return run
 
     def orbax_alone(i):
         path = directory / "orbax" / str(i)
@@ -130,7 +134,11 @@ def make_ways(args, directory, leaves, size):
         shutil.rmtree(path)
         return files, spent | {"restore": times[3] - times[2]}
 
-    return {"zerojax": zerojax, "orbax alone": orbax_alone}
+    return {
+        "packed": with_limit("packed", 1 << 20),
+        "a folder per leaf": with_limit("folders", 0),
+        "orbax alone": orbax_alone,
+    }
 
 
 if __name__ == "__main__":

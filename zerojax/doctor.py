@@ -36,7 +36,7 @@ from zerojax.offload.options import Offload
 from zerojax.planning.estimate import estimate
 from zerojax.units import format_bytes
 
-PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "flax")
+PACKAGES = ("zerojax", "jax", "jaxlib", "optax", "flax", "orbax-checkpoint")
 PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin", "jax-cuda12-pjrt")
 ROUNDS = 5
 ELEMENTS = 4 << 20  # per device, of the arrays that the link copies and the host updates

@@ -1,6 +1,7 @@
 """Damage of any file of a checkpoint is found and named, and the newest checkpoint that is intact is taken instead."""
 
 import functools
+import math
 import os
 import shutil
 import subprocess
@@ -12,8 +13,8 @@ from checkpoints import NEWEST, SHAPES, assert_same, files_of, filled, flip, sig
 from conftest import fraction, mesh_of
 
 from zerojax import Tuning, zero_shard
-from zerojax.checkpoint import Checkpointer, DamagedError, arrays, export_checkpoint
-from zerojax.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, read_manifest
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, export_checkpoint, saving
+from zerojax.checkpoint.manifest import MANIFEST, read_manifest
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=64))
 state_of = functools.partial(filled, TX, SHAPES)
@@ -21,24 +22,24 @@ state_of = functools.partial(filled, TX, SHAPES)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Checkpoints of steps 1 and 2. In "shards", each shard of a leaf is a piece; in "small", only of a large leaf."""
+    """Checkpoints of steps 1 and 2. In "folders", each leaf has a folder; in "packed", only the large leaf has one."""
     root = tmp_path_factory.mktemp("saved")
-    for form, small in (("shards", 0), ("small", arrays.SMALL_BYTES)):
+    for form, small in (("folders", 0), ("packed", saving.SMALL_BYTES)):
         with pytest.MonkeyPatch.context() as patched, Checkpointer(root / form) as checkpoints:
-            patched.setattr(arrays, "SMALL_BYTES", small)
+            patched.setattr(saving, "SMALL_BYTES", small)
             for step in (1, 2):
                 checkpoints.save(state_of(step), {"step": step}, step=step)
     return root
 
 
 @pytest.fixture
-def shards(saved, tmp_path):
-    return shutil.copytree(saved / "shards", tmp_path / "run")
+def folders(saved, tmp_path):
+    return shutil.copytree(saved / "folders", tmp_path / "run")
 
 
 @pytest.fixture
-def small(saved, tmp_path):
-    return shutil.copytree(saved / "small", tmp_path / "run")
+def packed(saved, tmp_path):
+    return shutil.copytree(saved / "packed", tmp_path / "run")
 
 
 def assert_damaged(root, expected):
@@ -61,7 +62,17 @@ def assert_damaged(root, expected):
     assert_same(restored.state, state_of(1))
 
 
-FILES = ["data.0.json", "manifest.json", "manifest.sha256"]
+# A file of each kind: a shard, a flat leaf, a scalar, zarr's metadata and orbax's, the data, the manifest, its digest.
+FILES = {
+    "arrays/params.w/1.0": "params['w']",
+    "arrays/opt_state.0.mu.b/0": "opt_state[0].mu['b']",
+    "arrays/scaling.scale/0": "scaling.scale",
+    "arrays/opt_state.0.mu.w/.zarray": "opt_state[0].mu['w']",
+    "arrays/_METADATA": "",
+    "data.0.json": "",
+    "manifest.json": "",
+    "manifest.sha256": "",
+}
 DAMAGES = {
     "flipped bit": flip,
     "4 KB of zeros": lambda path: zero(path, path.stat().st_size // 4, 4096),
@@ -71,42 +82,40 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("file", "damage"), fraction(2, FILES, DAMAGES))
-def test_damage_of_a_file_is_found(small, file, damage):
-    DAMAGES[damage](small / NEWEST / file)
-    assert_damaged(small, [("", file, "")])
+def test_damage_of_a_file_is_found(folders, file, damage):
+    DAMAGES[damage](folders / NEWEST / file)
+    assert_damaged(folders, [(FILES[file], file, "")])
 
 
-@pytest.mark.parametrize("leaf", ["params['large']", "params['odd']", "params['b']", "opt_state[0].mu['w']", "step"])
+@pytest.mark.parametrize("leaf", ["params['w']", "params['odd']", "params['b']", "opt_state[0].mu['w']", "step"])
 @pytest.mark.parametrize("damage", [flip, zero])
-@pytest.mark.parametrize("form", ["shards", "small"])
-def test_damage_names_the_leaf(form, leaf, damage, request):
-    root = request.getfixturevalue(form)
-    (saved,) = [one for one in read_manifest(root / NEWEST).leaves if one.name == leaf]
-    piece = saved.pieces[0]
-    damage(root / NEWEST / piece.file, piece.offset, piece.size)
-    assert_damaged(root, [(leaf, "leaves.0.bin", "has other contents than were written")])
+def test_damage_names_the_one_packed_leaf(packed, leaf, damage):
+    (saved,) = [one for one in read_manifest(packed / NEWEST).leaves if one.name == leaf]
+    ((piece,), path) = saved.pieces, packed / NEWEST / "packed.0.bin"
+    damage(path, piece.offset, math.prod(piece.shape) * saved.storage_dtype.itemsize)
+    assert_damaged(packed, [(leaf, "packed.0.bin", "has other contents than were written")])
+    with arrays.opener() as open_once, pytest.raises(CheckpointError) as caught:  # after it was verified
+        arrays.read_packed(packed / NEWEST, saved, open_once)
+    assert str(caught.value) == f"{leaf} in {path} has other contents than were written."
 
 
-def test_a_file_cut_off_lost_or_too_long_names_its_leaves(small):
-    pieces = [pair for pair in read_manifest(small / NEWEST).pieces() if pair[1].file == "leaves.0.bin"]
-    path, names = small / NEWEST / "leaves.0.bin", [name for name, _ in pieces]
-    last = pieces[-2][1]
-    content = path.read_bytes()
-    path.write_bytes(content[: last.offset + 1])
-    what = f"has {last.offset + 1} bytes instead of {len(content)}"
-    assert_damaged(small, [(name, "leaves.0.bin", what) for name in names[-2:]])
+def test_a_packed_file_cut_off_lost_or_too_long_names_its_leaves(packed):
+    path, pieces = packed / NEWEST / "packed.0.bin", read_manifest(packed / NEWEST).packed()["packed.0.bin"]
+    content, (_, first), names = path.read_bytes(), pieces[-2], [leaf.name for leaf, _ in pieces]
+    path.write_bytes(content[: first.offset + 1])
+    what = f"has {first.offset + 1} bytes instead of {len(content)}"
+    assert_damaged(packed, [(name, "packed.0.bin", what) for name in names[-2:]])
     path.write_bytes(content + b"\0")
-    what = f"has {len(content) + 1} bytes instead of {len(content)}"
-    assert_damaged(small, [(names[-1], "leaves.0.bin", what)])
+    assert_damaged(packed, [("", "packed.0.bin", f"has {len(content) + 1} bytes instead of {len(content)}")])
     path.unlink()
     with pytest.raises(DamagedError, match=rf"; and {len(names) - 5} more") as caught:
-        Checkpointer(small, read_only=True).verify()
-    assert caught.value.damage == tuple((name, "leaves.0.bin", "is missing") for name in names)
+        Checkpointer(packed, read_only=True).verify()
+    assert caught.value.damage == tuple((name, "packed.0.bin", "is missing") for name in names)
 
 
 def linked_outside(folder):
-    (folder / "data.0.json").rename(folder.parent / "secret")
-    (folder / "data.0.json").symlink_to("../secret")
+    (folder / "packed.0.bin").rename(folder.parent / "secret")
+    (folder / "packed.0.bin").symlink_to("../secret")
 
 
 def replaced(name, make):
@@ -115,7 +124,7 @@ def replaced(name, make):
 
 
 FOREIGN = {
-    "a link": (linked_outside, "data.0.json", "cannot be read: it is no plain file in the checkpoint's folder"),
+    "a link": (linked_outside, "packed.0.bin", "cannot be read: it is no plain file in the checkpoint's folder"),
     "a pipe": (replaced("data.0.json", os.mkfifo), "data.0.json", "it is no plain file"),
     "a link to a manifest": (
         replaced(MANIFEST, lambda path: path.symlink_to("data.0.json")),
@@ -128,24 +137,23 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN)
-def test_a_file_that_no_save_wrote_is_damage(small, kind):
+def test_a_file_that_no_save_wrote_is_damage(packed, kind):
     change, file, problem = FOREIGN[kind]
-    change(small / NEWEST)
-    assert_damaged(small, [("", file, problem)])
+    change(packed / NEWEST)
+    assert_damaged(packed, [("", file, problem)])
 
 
-@pytest.mark.parametrize("form", ["shards", "small"])
+@pytest.mark.parametrize("form", ["folders", "packed"])
 def test_every_file_has_a_digest(saved, form):
     folder = saved / form / NEWEST
-    described = {one.file for _, one in read_manifest(folder).pieces()}
-    assert set(files_of(folder)) == {MANIFEST, MANIFEST_DIGEST, *described}
+    assert set(files_of(folder)) == set(read_manifest(folder).files) | {"manifest.json", "manifest.sha256"}
     sums = subprocess.run(["sha256sum", "-c", "manifest.sha256"], cwd=folder, capture_output=True, check=False)
     assert sums.returncode == 0
 
 
-def test_a_run_goes_on_from_the_intact_one_and_replaces_the_damaged(shards):
-    flip(shards / NEWEST / "leaves.0.bin")
-    with Checkpointer(shards) as checkpoints:
+def test_a_run_goes_on_from_the_intact_one_and_replaces_the_damaged(folders):
+    flip(folders / NEWEST / "arrays/params.w/1.0")
+    with Checkpointer(folders) as checkpoints:
         with pytest.warns(UserWarning, match="Taking that of step 1"):
             checkpoints.restore(state_of(), fallback=True)
         checkpoints.save(state_of(2), {"step": 2}, step=2)
@@ -153,22 +161,22 @@ def test_a_run_goes_on_from_the_intact_one_and_replaces_the_damaged(shards):
         assert checkpoints.verify() == [1, 2]
 
 
-def test_going_back_loses_nothing(small, caplog):
+def test_going_back_loses_nothing(packed, caplog):
     """Even if but one is kept: the later one, which may be damaged, is renamed, and does not count as the newest."""
-    with Checkpointer(small, keep=1) as checkpoints:
+    with Checkpointer(packed, keep=1) as checkpoints:
         checkpoints.restore(state_of(), step=1)
         checkpoints.save(state_of(1), step=1)
         checkpoints.wait()
         assert (checkpoints.latest(), checkpoints.verify()) == (1, [1])
     assert "step_00000002.aside" in caplog.text
-    assert (small / "step_00000002.aside" / "manifest.json").exists()
+    assert (packed / "step_00000002.aside" / "manifest.json").exists()
 
 
-def test_no_intact_one_is_said(shards):
+def test_no_intact_one_is_said(folders):
     for step in ("step_00000001", NEWEST):
-        flip(shards / step / "leaves.0.bin")
+        flip(folders / step / "arrays/params.w/1.0")
     with pytest.raises(DamagedError, match="No other checkpoint is intact"):
-        Checkpointer(shards, read_only=True).restore(state_of(), fallback=True)
+        Checkpointer(folders, read_only=True).restore(state_of(), fallback=True)
 
 
 FILES_OF, MANIFEST_OF = "zerojax.checkpoint.directory", "zerojax.checkpoint.manifest"
@@ -182,7 +190,7 @@ class Killed(BaseException):
 def test_a_kill_before_any_operation_on_files_leaves_complete_checkpoints(saved, tmp_path, monkeypatch):
     """The newest is replaced and the older one pruned; killed before each renaming, removal and written manifest."""
     for k in range(100):
-        directory = shutil.copytree(saved / "small", tmp_path / str(k))
+        directory = shutil.copytree(saved / "packed", tmp_path / str(k))
         left = [k]
 
         def counted(operation, left=left):

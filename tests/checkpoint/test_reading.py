@@ -1,6 +1,5 @@
 """Restoring reads each part of a file once, and host memory holds few parts at a time."""
 
-import dataclasses
 import itertools
 import threading
 import weakref
@@ -10,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 from conftest import mesh_of
 
 from zerojax import Offload, Precision, Tuning, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, arrays
-from zerojax.checkpoint.manifest import SavedLeaf
+from zerojax.checkpoint import Checkpointer, arrays, saving
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload.chunked import read_ahead
 
@@ -65,36 +64,24 @@ def test_an_error_of_a_part_is_raised_when_it_is_due():
 
 
 @pytest.mark.parametrize("block", [8, 64, 1 << 20])
-def test_a_box_is_read_from_pieces(block, tmp_path, monkeypatch):
+def test_a_box_is_what_tensorstore_reads(block, tmp_path, monkeypatch):
     monkeypatch.setattr(arrays, "BLOCK_BYTES", block)
     values = np.arange(7 * 10 * 6, dtype=np.float32).reshape(7, 10, 6)
-    cuts = [[0, 3, 6, 7], [0, 5, 10], [0, 6]]
-    file = arrays.LeavesFile(tmp_path / "leaves.0.bin")
-    monkeypatch.setattr(arrays, "boxes_in", lambda x: boxes_between(x, cuts))
-    file.add({"x": jax.numpy.asarray(values)})
-    leaf = SavedLeaf(
-        "x", ("x",), values.shape, "float32", "replicated", pieces=tuple(piece for _, piece in file.write())
-    )
+    store = {"driver": "file", "path": f"{tmp_path}/"}
+    metadata = {"shape": values.shape, "chunks": [3, 5, 6], "compressor": None}
+    spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "dtype": "float32"}
+    tensorstore.open(spec, create=True).result().write(values).result()
     spans = [list(itertools.combinations(range(n + 1), 2)) for n in values.shape]
     boxes = list(itertools.product(*spans))
     for at in np.random.default_rng(0).choice(len(boxes), 60, replace=False):
         box = tuple(slice(*span) for span in boxes[at])
-        assert np.array_equal(arrays.read_box(tmp_path, leaf, box), values[box])
-    whole = tuple(map(slice, [0] * 3, values.shape))
-    with pytest.raises(CheckpointError, match=r"x in .* lacks 90 elements"):
-        arrays.read_box(tmp_path, dataclasses.replace(leaf, pieces=leaf.pieces[1:]), whole)
-    path = tmp_path / "leaves.0.bin"
-    path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(CheckpointError, match="a file is shorter than was written"):
-        arrays.read_box(tmp_path, leaf, whole)
-
-
-def boxes_between(x, cuts):
-    spans = [list(itertools.pairwise(ends)) for ends in cuts]
-    return [
-        (tuple(low for low, _ in box), np.asarray(x)[tuple(slice(*span) for span in box)])
-        for box in itertools.product(*spans)
-    ]
+        out = np.empty([one.stop - one.start for one in box], np.float32)
+        arrays.read_files(tmp_path, box, out)
+        assert np.array_equal(out, values[box])
+    file = tmp_path / "0.0.0"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(EOFError):
+        arrays.read_files(tmp_path, (slice(0, 3), slice(0, 5), slice(0, 6)), np.empty((3, 5, 6), np.float32))
 
 
 SHAPES = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
@@ -105,7 +92,7 @@ TOTAL = 3 * 8 * 64 * 64 * 4  # bytes of the parameters and of Adam's moments
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("saved")
     with pytest.MonkeyPatch.context() as patched, Checkpointer(root) as checkpoints:
-        patched.setattr(arrays, "SMALL_BYTES", 0)
+        patched.setattr(saving, "SMALL_BYTES", 0)
         draw = {name: jax.random.normal(jax.random.key(i), (64, 64)) for i, name in enumerate(SHAPES)}
         checkpoints.save(
             zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=64)).create(draw)

@@ -14,7 +14,7 @@ from flat_options import tuned
 from models import awkward_batches, awkward_loss, awkward_params
 
 from zerojax import Offload, Precision, zero_shard
-from zerojax.checkpoint import Checkpointer, arrays
+from zerojax.checkpoint import Checkpointer, saving
 from zerojax.checkpoint.state_leaves import state_leaves
 
 PRECISIONS = {"none": None, "bf16": Precision.bf16(), "fp16": Precision.fp16()}
@@ -50,8 +50,8 @@ def a_run(request, tmp_path_factory):
     precision, directory = PRECISIONS[request.param], tmp_path_factory.mktemp(request.param)
     state, _ = trained(transformation(3, precision=precision))
     with pytest.MonkeyPatch.context() as patched, Checkpointer(directory) as checkpoints:
-        if request.param in ("none", "fp16"):  # each shard is a piece; in the others, each leaf
-            patched.setattr(arrays, "SMALL_BYTES", 0)
+        if request.param in ("none", "fp16"):  # no leaf is packed; in the others all are
+            patched.setattr(saving, "SMALL_BYTES", 0)
         checkpoints.save(state, {"batch": 2})
     return directory, logical_leaves(state), precision
 
@@ -329,3 +329,21 @@ def test_a_wider_type_takes_a_narrower_one(tmp_path):
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
     found = checkpoints.restore(transformation(1, tx=optax.sgd(1.0)).create(wide)).state
     assert np.array_equal(np.asarray(found.params["w"]), wide["w"])
+
+
+# --- the folder --------------------------------------------------------------------------------------------------
+
+
+def test_stock_orbax_reads_the_arrays(tmp_path):
+    import orbax.checkpoint as ocp
+
+    """All but those that are packed."""
+    state = transformation(0).create({"w": jnp.arange(2.0**16).reshape(256, 256), "b": jnp.ones(3)})
+    saved(tmp_path, state)
+    names = ("params.w", "opt_state.0.mu.w")
+    how = {name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
+    found = ocp.PyTreeCheckpointer().restore(
+        tmp_path / "step_00000000" / "arrays",
+        args=ocp.args.PyTreeRestore(item=dict.fromkeys(names, 0), restore_args=how, partial_restore=True),
+    )
+    assert np.array_equal(np.asarray(found["params.w"]), np.arange(2.0**16).reshape(256, 256))

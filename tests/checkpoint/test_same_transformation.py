@@ -100,8 +100,8 @@ def test_the_same_one_is_restored_without_a_word(what, restored):
         restored(given, like)
 
 
-def test_other_versions(restored, tmp_path):
-    """Other versions may write an update otherwise."""
+def test_other_versions_and_older_checkpoints(restored, tmp_path):
+    """Other versions may write an update otherwise; a checkpoint of before says nothing."""
     restored(state_of(optax.adamw(1e-2)), state_of(optax.adamw(1e-2)))
     (folder,) = tmp_path.glob("step_*")
     rewrite_manifest(folder, lambda body: body["made_by"].update(optax="0.1.0"))
@@ -110,3 +110,5 @@ def test_other_versions(restored, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         restored(None, state_of(optax.adamw(3e-3)))
+        rewrite_manifest(folder, lambda body: body.pop("transformation"))
+        restored(None, state_of(optax.lamb(1e-2)))

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, on_preemption
+from zerojax.checkpoint import Checkpointer, CheckpointError, on_preemption, saving
 from zerojax.checkpoint.state_leaves import state_leaves
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload import close
@@ -41,7 +41,7 @@ LIMITS = ["RLIMIT_FSIZE", "permission"]  # of the system: of the libraries' own 
 OF_SEVERAL = [*ERRORS, *LIMITS, "slow", "clock", "none", "lock lost", "stopped"]  # processes
 OF_ONE = ["RLIMIT_NOFILE", "SIGINT", "SIGTERM"]  # without handles gloo ends it
 FAULTS = [*OF_SEVERAL, *OF_ONE]
-SMALL = [0, 200, 1 << 16]  # bytes below which a leaf is one piece: none, some, all
+SMALL = [0, 200, 1 << 16]  # bytes below which leaves are packed: none, some, all
 NOBODY, HANGS_S = 65534, 600
 PARENT = os.getpid()  # imports this, and forks
 FOREIGN = ["notes.txt", ".tmp-mywork/x", ".old-mine/x", "step_notes/x", "step_00000001.bak/x"]
@@ -116,7 +116,7 @@ class Run:
     def __init__(self, folder, way, seed):
         self.folder, self.rng, self.one = folder, random.Random(seed), jax.process_count() == 1
         self.index, self.epoch, self.calls, self.synced = jax.process_index(), newest_epoch(folder), 100, 0
-        arrays.SMALL_BYTES = self.rng.choice(SMALL)
+        saving.SMALL_BYTES = self.rng.choice(SMALL)
         self.preempted, self.devices = False, () if self.one else [device.id for device in jax.local_devices()]
         self.faults = FAULTS if self.one else OF_SEVERAL
         if way in ("disk", "params") and not self.one:  # a process whose state is lost ends alone

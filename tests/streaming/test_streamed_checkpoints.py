@@ -1,5 +1,7 @@
 """Offloaded state in checkpoints: into any other way of offloading; and its files."""
 
+import asyncio
+import collections
 import os
 import random
 
@@ -10,9 +12,10 @@ import pytest
 from checkpoints import assert_same, logical_leaves
 from conftest import mesh_of
 from models import awkward_batches, awkward_loss, awkward_params
+from orbax.checkpoint._src.serialization import limits
 
 from zerojax import Offload, Precision, Tuning, zero_shard
-from zerojax.checkpoint import Checkpointer, arrays, export
+from zerojax.checkpoint import Checkpointer, export, saving
 from zerojax.layout.leaf import is_chunked
 from zerojax.offload import close
 from zerojax.offload.folder import DiskError
@@ -39,8 +42,8 @@ def trained(tx):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("way", ["disk", "none", "host"])
 def test_every_way_of_offloading_restores_into_every_other(way, precision, tmp_path, monkeypatch):
-    if precision == "fp32":  # each shard is a piece; in the other, each leaf
-        monkeypatch.setattr(arrays, "SMALL_BYTES", 0)
+    if precision == "fp32":  # no leaf is packed; in the other all are
+        monkeypatch.setattr(saving, "SMALL_BYTES", 0)
     state = trained(transformation(way, tmp_path, precision=PRECISIONS[precision]))
     expected = logical_leaves(state)
     with Checkpointer(tmp_path / "checkpoints") as checkpoints:
@@ -55,6 +58,22 @@ def test_every_way_of_offloading_restores_into_every_other(way, precision, tmp_p
                 shapes = like.create(jax.eval_shape(awkward_params))
                 del found
                 assert_same(logical_leaves(checkpoints.restore(shapes).state), expected)
+
+
+@pytest.mark.slow
+def test_writes_share_no_lock(tmp_path, monkeypatch):
+    # asyncio's locks are of one event loop, and orbax writes the leaves of each `serialize` in a loop of their own.
+    loops = collections.defaultdict(set)
+
+    async def wait_for_bytes(limiter, _):
+        loops[limiter].add(asyncio.get_running_loop())
+
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
+    monkeypatch.setattr(limits.LimitInFlightBytes, "wait_for_bytes", wait_for_bytes)
+    monkeypatch.setattr(limits.LimitInFlightBytes, "release_bytes", wait_for_bytes)
+    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
+        checkpoints.save(transformation("host", tmp_path).create(awkward_params()), step=0)
+    assert all(len(used) == 1 for used in loops.values())
 
 
 @pytest.mark.slow

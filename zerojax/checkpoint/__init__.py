@@ -3,7 +3,7 @@
 Each task has a main file. Read that file first, then the files named after it:
 
 save      `saving.py` runs one save. `directory.py` names the folders and commits them atomically, and `arrays.py`
-          writes the leaves.
+          writes large leaves through orbax.
 restore   `restoring.py` compares a verified checkpoint with the target state, and reads each leaf into its new layout.
 verify    `manifest.py` describes a checkpoint, and checks every file against its digest.
 export    `export.py` writes parameters. `safetensors.py` reads and writes the files, and `mapping.py` renames leaves.

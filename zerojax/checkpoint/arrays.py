@@ -1,17 +1,20 @@
-"""Write the leaves of a state, in one file per process, and read any box of a leaf into any layout.
+"""Write large leaves through orbax, one folder per leaf and one file per shard, and read large and small leaves.
 
-A box has one range of indices per dim of a leaf's storage. Each process writes boxes that its devices hold, one after
-the other, and a `Piece` of the manifest records where each box is.
+Each process writes its own shards. The folder is an ordinary orbax checkpoint, which stock orbax can read. It has the
+zarr format without OCDBT, so that every file belongs to one leaf. `saving.py` writes the small leaves.
 """
 
 from __future__ import annotations
 
-import collections
+import asyncio
+import contextlib
 import dataclasses
 import functools
-import hashlib
+import itertools
+import json
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -19,204 +22,194 @@ from typing import IO, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+import orbax.checkpoint as ocp
+import tensorstore
+from etils import epath
+from jax.sharding import NamedSharding, Sharding
+from orbax.checkpoint import type_handlers
 
 from zerojax.checkpoint.errors import CheckpointError, in_one_line
-from zerojax.checkpoint.manifest import Piece, SavedLeaf
-from zerojax.layout.leaf import Leaf, is_chunked
-from zerojax.offload.chunked import THREADS, Chunked, assembled, boxes_of, joined, parts_of, read_ahead
+from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf, read_verified
+from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, parts_of, read_ahead
 from zerojax.offload.disk import aligned_zeros
-from zerojax.offload.folder import sync
 
-# An array of at most this many bytes is copied, written and read as a whole, because each box costs some 10
-# microseconds. The limit is low, because the copy delays training, and because each device reads the whole leaf.
-SMALL_BYTES = 64 << 10
-# Processes that hold the same box each write a part of it, if the box has at least this many bytes.
-SHARED_BYTES = 16 << 20
+# Minimum bytes of the slices of a replicated array that hosts write in parallel. Every slice is compiled.
+MIN_SLICE_BYTES = 16 << 20
 # Parts of arrays are read ahead: a share of all bytes that a process reads, between two bounds.
 SHARES_AHEAD, LEAST_AHEAD, MOST_AHEAD = 32, 16 << 20, 2 << 30
-BLOCK_BYTES = 4 << 20  # bytes of a file that are read or written at once
-SPARSE_BYTES = 64 << 10  # of a longer row, only the wanted part is read if that is less than half of it
-
-
-class LeavesFile:
-    """The file of one process with its boxes of all leaves.
-
-    First `add` copies values to host memory while training waits. Then `write` runs in the thread of the save.
-    """
-
-    def __init__(self, path: Path):
-        self._path, self._end = path, 0
-        self._boxes: collections.deque[tuple[str, Piece, np.ndarray]] = collections.deque()
-        self._copies: list[Future[None]] = []
-        self._pieces: list[tuple[str, Piece]] = []  # what was written
-
-    def add(self, arrays: Mapping[str, jax.Array | Chunked]) -> None:
-        """Copy this process's boxes of named leaves to host memory, and begin to copy the leaves that are on disk.
-
-        On CPU, device memory is host memory. So a large array is not copied, but its buffer is kept alive, and a later
-        step cannot reuse it. An offloaded leaf in host memory is first joined on the devices, one leaf at a time to
-        save device memory.
-        """
-        self._path.touch()
-        jax.copy_to_host_async([x for x in arrays.values() if not is_chunked(x)])
-        for name, x in arrays.items():
-            if isinstance(x, Chunked) and x.store is not None:
-                self._begin_copies(name, x)
-                continue
-            for start, values in boxes_in(joined(x) if isinstance(x, Chunked) else x):
-                self._boxes.append((name, self._place(start, values.shape, values.itemsize), values))
-
-    def write(self) -> list[tuple[str, Piece]]:
-        """Write all boxes, and block until they are on disk. Return the pieces, each with the name of its leaf."""
-        with ThreadPoolExecutor(THREADS) as pool:  # `popleft` frees each box when it is written
-            writes = [pool.submit(self._write_box, *self._boxes.popleft()) for _ in range(len(self._boxes))]
-        for write in (*writes, *self._copies):
-            write.result()
-        sync(self._path)
-        return sorted(self._pieces, key=lambda pair: pair[1].offset)
-
-    def _begin_copies(self, name: str, node: Chunked) -> None:
-        """Begin to copy a leaf on disk, without the devices, as it is at this call.
-
-        A later step that overwrites a chunk waits until it is copied. Links to the files of the chunks would be wrong,
-        because a step overwrites them in place. A copy inside the kernel would not verify their checksums, so a damaged
-        chunk would get a valid digest.
-        """
-        places: list[list[tuple[Piece, slice]]] = []
-        for n, shape in enumerate(node.chunking.chunk_shapes(node.leaf)):
-            shares = shares_of(shape, node.sharding, node.dtype.itemsize)
-            places.append([])
-            for (first, *others), rows in zip(boxes_of(node, n), shares, strict=True):
-                start = (first.start + rows.start, *(one.start for one in others))
-                size = (rows.stop - rows.start, *(one.stop - one.start for one in others))
-                places[n].append((self._place(start, size, node.dtype.itemsize), rows))
-
-        def put(n: int, shards: Sequence[np.ndarray]) -> None:
-            for (piece, rows), shard in zip(places[n], shards, strict=True):
-                self._write_box(name, piece, shard[rows])
-
-        self._copies += node.store.copy(*node.chunks, put)
-
-    def _place(self, start: tuple[int, ...], shape: tuple[int, ...], itemsize: int) -> Piece:
-        """Return the piece of the next box, which follows the boxes before it in the file."""
-        piece = Piece(self._path.name, self._end, math.prod(shape) * itemsize, start, shape, sha256="")
-        self._end += piece.size
-        return piece
-
-    def _write_box(self, name: str, piece: Piece, values: np.ndarray) -> None:
-        if not values.size:
-            return
-        content = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-        sha256 = hashlib.sha256()
-        # Not "wb": if the save failed and its folder was removed, nothing may create the file again.
-        with self._path.open("r+b") as file:
-            file.seek(piece.offset)
-            for at in range(0, len(content), BLOCK_BYTES):
-                sha256.update(content[at : at + BLOCK_BYTES])
-                file.write(content[at : at + BLOCK_BYTES])
-        self._pieces.append((name, dataclasses.replace(piece, sha256=sha256.hexdigest())))
-
-
-def boxes_in(x: jax.Array) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Return the boxes of an array that this process writes: the index of the first element, and the values."""
-    x = jax.random.key_data(x) if is_key(x) else x
-    if x.is_fully_addressable and x.nbytes <= SMALL_BYTES:
-        return [((0,) * x.ndim, np.array(x))]
-    shards = {shard.device: shard.data for shard in x.addressable_shards}
-    parts, boxes = parts_of(x.shape, x.sharding), []
-    shares = shares_of(x.shape, x.sharding, x.dtype.itemsize)
-    for (part, (device, *_)), rows in zip(parts.items(), shares, strict=True):
-        if rows.stop > rows.start:
-            start, values = tuple(first for first, _ in part), np.asarray(shards[device])
-            boxes.append(((start[0] + rows.start, *start[1:]), values[rows]) if start else (start, values))
-    return boxes
-
-
-@functools.lru_cache(maxsize=256)
-def shares_of(shape: tuple[int, ...], sharding: Sharding, itemsize: int) -> list[slice]:
-    """Return, for each part in `parts_of`, the rows that this process writes. A scalar has one row."""
-    holders: dict[tuple, set[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        part = tuple(one.indices(size)[:2] for one, size in zip(index or (), shape, strict=True))
-        holders.setdefault(part, set()).add(device.process_index)
-    shares = []
-    for part in parts_of(shape, sharding):
-        sizes = [end - start for start, end in part] or [1]
-        is_shared = math.prod(sizes) * itemsize >= SHARED_BYTES
-        writers = sorted(holders[part])[: None if is_shared else 1]
-        bounds = [sizes[0] * k // len(writers) for k in range(len(writers) + 1)]
-        ours = [k for k, process in enumerate(writers) if process == jax.process_index()]
-        shares.append(slice(bounds[ours[0]], bounds[ours[0] + 1]) if ours else slice(0, 0))
-    return shares
+BLOCK_BYTES = 4 << 20  # bytes of a file that are read at once
 
 
 class ReadRequest(NamedTuple):
-    """A leaf to read, and the wanted layout, type and sharding. `leaf` may be flat where `saved` is not."""
+    """A leaf to read, and its wanted shape and sharding. Reading trims or zero-pads the saved dims to `shape`."""
 
     saved: SavedLeaf
-    leaf: Leaf
-    shape: tuple[int, ...]  # the storage shape of `leaf`; for PRNG keys, that of their data
+    shape: tuple[int, ...]  # for PRNG keys, the shape of their data
     sharding: Sharding
 
-    @property
-    def dtype(self) -> Any:
-        return self.leaf.dtype if self.saved.key is None else self.saved.storage_dtype
 
-    @property
-    def is_small(self) -> bool:
-        return math.prod(self.shape) * self.dtype.itemsize <= SMALL_BYTES
+@dataclasses.dataclass(frozen=True)
+class ChunkedSource:
+    """Wrapper that makes an offloaded leaf one leaf for orbax. `Chunked` itself is a pytree node with many leaves."""
 
-    @property
-    def parts(self) -> list[tuple[slice, ...]]:
-        """Return the boxes to read: the whole leaf if it is small, otherwise the shards of this process."""
-        boxes = [tuple((0, size) for size in self.shape)] if self.is_small else parts_of(self.shape, self.sharding)
-        return [tuple(slice(*span) for span in box) for box in boxes]
+    node: Chunked
+
+
+class ArrayHandler(type_handlers.ArrayHandler):
+    """orbax's array handler, extended to write offloaded leaves.
+
+    Leaves in host memory are written one at a time, because device memory may be too small for all of them. Leaves on
+    disk are copied from file to file, without the devices.
+    """
+
+    def __init__(self):
+        """Choose orbax's options. Several processes divide the writing of each replicated array."""
+        super().__init__(
+            use_replica_parallel=jax.process_count() > 1,
+            min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES,
+            enable_write_sharding_file=False,
+        )
+        self.copies: list[Future[None]] = []  # not given to orbax, which logs errors of its futures
+
+    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+        """Copy the values to host memory and begin to write them. Return futures that end when all are on disk."""
+        infos = [info.replace(byte_limiter=None) for info in infos]  # a limiter works only in its own event loop
+        entries = list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
+        arrays = [entry for entry in entries if not isinstance(entry[0], ChunkedSource)]
+        futures = list(await super().serialize(*zip(*arrays, strict=True))) if arrays else []
+        try:
+            for source, info, arg in entries:
+                if isinstance(source, ChunkedSource) and source.node.store is not None:
+                    self.copies += begin_copy(source.node, Path(info.parent_dir) / info.name)
+                elif isinstance(source, ChunkedSource):
+                    futures += await super().serialize([joined(source.node)], [info], [arg])
+        except BaseException:
+            with contextlib.suppress(Exception):
+                wait_for([*futures, *self.copies])
+            raise
+        return futures
+
+
+def write_leaves(directory: Path, arrays: Mapping[str, jax.Array | Chunked]) -> Callable[[], None]:
+    """Begin to write arrays into an empty folder. Return a function that waits for the writes of this process.
+
+    The values are copied to host memory before this function returns. (On CPU, the buffers are kept alive instead, so
+    that later donations cannot reuse them.) Leaves on disk are copied later, before a step overwrites them. `arrays`
+    maps folder names to arrays, none of which is empty.
+    """
+    if not arrays:
+        return lambda: None
+    handler = ArrayHandler()
+    registry = type_handlers.create_type_handler_registry((jax.Array, handler), (ChunkedSource, handler))
+    tree = {folder: ChunkedSource(x) if isinstance(x, Chunked) else x for folder, x in arrays.items()}
+    orbax = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False, type_handler_registry=registry)
+    saving = orbax.async_save(epath.Path(directory), args=ocp.args.PyTreeSave(tree))
+    with ThreadPoolExecutor(1) as pool:  # this thread may have an event loop, as in a notebook
+        futures = pool.submit(asyncio.run, saving).result() or ()
+    return lambda: wait_for([*futures, *handler.copies])
+
+
+def begin_copy(node: Chunked, folder: Path) -> list[Future[None]]:
+    """Begin to copy a leaf on disk into a folder of a checkpoint. Return futures of this process's copies.
+
+    The folder gets the leaf as it is at this call, even if a later step begins before the copies end. Each chunk is
+    read into one buffer, where its checksum is verified, and then written into each shard's file. Links to the chunks'
+    files would be wrong, because a step overwrites the files in place. A copy inside the kernel would not verify the
+    checksum, so a damaged chunk would get a valid digest.
+    """
+    local = node.sharding.shard_shape(node.shape)
+    folder.mkdir(exist_ok=True)
+    if jax.process_index() == 0:
+        metadata = {"shape": node.shape, "chunks": local, "compressor": None}
+        store = {"driver": "file", "path": f"{folder}/"}
+        spec = {"driver": "zarr", "kvstore": store, "metadata": metadata, "dtype": np.dtype(node.dtype).name}
+        tensorstore.open(spec, create=True).result()
+    files = [folder / name if name else None for name in files_of_shards(node.sharding, node.shape)]
+    for file in files:
+        if file is not None:
+            file.touch()
+            os.truncate(file, math.prod(local) * node.dtype.itemsize)
+    return node.store.copy(*node.chunks, functools.partial(write_chunk, files, local, node.chunking))
+
+
+def files_of_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> list[str]:
+    """Return the name of the zarr file of each shard of this process, or "" if another process writes the shard.
+
+    If several processes have a shard, the process of the shard's first device writes it.
+    """
+    indices, local = sharding.devices_indices_map(shape), sharding.shard_shape(shape)
+    writers: dict[str, jax.Device] = {}
+    for device, index in indices.items():
+        writers.setdefault(str(index), device)
+    names = []
+    for device, *_ in parts_of(shape, sharding).values():
+        index = indices[device] or ()
+        grid = [one.indices(size)[0] // part for one, size, part in zip(index, shape, local, strict=True)]
+        is_ours = writers[str(indices[device])].process_index == jax.process_index()
+        names.append(".".join(map(str, grid)) if is_ours else "")
+    return names
+
+
+def write_chunk(
+    files: Sequence[Path | None], local: tuple[int, ...], chunking: Chunking, n: int, shards: Sequence[np.ndarray]
+) -> None:
+    """Write chunk `n` of each shard to its place in the shard's file. `local` is the shape of one shard."""
+    dim, (start, _) = chunking.dim, chunking.chunks[n]
+    for file, shard in zip(files, shards, strict=True):
+        if file is not None:
+            rows = shard.reshape(math.prod(local[:dim]), -1)  # each row is contiguous in the file
+            row_bytes = math.prod(local[dim:]) * shard.itemsize
+            with file.open("r+b") as out:
+                for i, row in enumerate(rows):
+                    out.seek(i * row_bytes + start * (row_bytes // local[dim]))
+                    out.write(row.view(np.uint8).data)
+
+
+def wait_for(futures: Sequence[Any]) -> None:
+    """Block until every future has ended, then raise the first error.
+
+    The caller removes the folder after an error, so all writes must have ended by then.
+    """
+    failures = []
+    for future in futures:
+        try:
+            future.result()
+        except Exception as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def read_arrays(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read leaves of a checkpoint into their shardings, each large leaf shard by shard, and few parts at a time.
+    """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
+    large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
+    with opener() as open_once:
+        # Each process reads packed leaves in full, because they are small.
+        whole = lambda one: place_stored(read_packed(directory, one.saved, open_once), one)
+        arrays = [whole(one) if one.saved.pieces else next(large) for one in requests]
+    return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
 
-    Raise a `CheckpointError` if a leaf cannot be read.
+
+def place_stored(stored: np.ndarray, one: ReadRequest) -> jax.Array:
+    """Place a leaf's storage that this process has in full in host memory."""
+    fitted = np.zeros(one.shape, stored.dtype)
+    common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))
+    fitted[common] = stored[common]
+    return jax.make_array_from_callback(one.shape, one.sharding, lambda index: fitted[index if index else ...])
+
+
+def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.Array]:
+    """Read leaves that have a folder each, shard by shard. Raise a `CheckpointError` if a leaf cannot be read.
+
+    orbax would read all shards of many leaves before it copies the first one to a device. So host memory would hold
+    them twice if the devices are in host memory, too.
     """
-    parts = [(directory, one.saved, one.leaf, box) for one in requests for box in one.parts]
-    sizes = [math.prod(span.stop - span.start for span in box) * leaf.dtype.itemsize for *_, leaf, box in parts]
-    values = read_ahead(read_part, parts, sizes, min(MOST_AHEAD, max(LEAST_AHEAD, sum(sizes) // SHARES_AHEAD)))
-
-    def placed(one: ReadRequest) -> Any:
-        if one.is_small:
-            x = place_whole(next(values), one.sharding)
-        else:
-            x = assembled(one.shape, one.sharding, one.dtype, values)
-        return x if one.saved.key is None else as_keys(x, one)
-
-    return [placed(one) for one in requests]
-
-
-def place_whole(values: np.ndarray, sharding: Sharding) -> jax.Array:
-    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index if index else ...])
-
-
-def read_part(directory: Path, saved: SavedLeaf, leaf: Leaf, box: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a leaf, and return it as `leaf` stores it. `box` is a part of the storage of `leaf`."""
-    if (saved.kind == "flat") == (leaf.kind == "flat"):
-        return as_type(read_box(directory, saved, box), saved, leaf)
-    # One of the two is flat, so the leaf is small.
-    whole = read_box(directory, saved, tuple(slice(0, size) for size in saved.data_shape))
-    return as_stored(whole, saved, leaf, leaf.storage_shape)[box]
-
-
-def as_stored(values: np.ndarray, saved: SavedLeaf, leaf: Leaf, shape: tuple[int, ...]) -> np.ndarray:
-    """Return all values of a leaf, without padding, as `leaf` stores them, padded to `shape`."""
-    if saved.key is None:
-        values = values.reshape(-1 if leaf.kind == "flat" else leaf.shape)
-    stored = np.zeros(shape, values.dtype)
-    stored[tuple(map(slice, values.shape))] = values
-    return as_type(stored, saved, leaf)
-
-
-def as_type(values: np.ndarray, saved: SavedLeaf, leaf: Leaf) -> np.ndarray:
-    return values if saved.key is not None else values.astype(leaf.dtype, copy=False)
+    parts = [(one.saved, box) for one in requests for box in parts_of(one.shape, one.sharding)]
+    sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box in parts]
+    every = [(directory, saved, tuple(slice(*span) for span in box)) for saved, box in parts]
+    limit = min(MOST_AHEAD, max(LEAST_AHEAD, sum(sizes) // SHARES_AHEAD))
+    values = read_ahead(read_box, every, sizes, limit)
+    return [assembled(one.shape, one.sharding, one.saved.storage_dtype, values) for one in requests]
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
@@ -243,29 +236,62 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
     if sizes and min(sizes) <= 0:
         return part
     target = part[(*map(slice, sizes), ...)]
-    missing = target.size
+    if saved.pieces:
+        with opener() as open_once:
+            target[...] = read_packed(directory, saved, open_once)[inside]
+        return part
     try:
-        for piece in saved.pieces:
-            missing -= read_piece(directory, piece, inside, target)
-    except (OSError, EOFError) as error:
+        read_files(directory / ARRAYS / saved.folder, inside, target)
+    except MemoryError:
+        raise
+    except Exception as error:
         raise CheckpointError(f"{saved.name} in {directory} cannot be read: {in_one_line(error)}") from error
-    if missing:
-        raise CheckpointError(f"{saved.name} in {directory} lacks {missing} elements.")
     return part
 
 
-def read_piece(directory: Path, piece: Piece, box: tuple[slice, ...], out: np.ndarray) -> int:
-    """Read what a piece has of a box into an array of the box's shape. Return the number of elements."""
-    dims = list(zip(box, piece.start, piece.shape, strict=True))
-    if any(one.start >= first + size or one.stop <= first for one, first, size in dims):
-        return 0
-    spans = [(max(one.start, first), min(one.stop, first + size)) for one, first, size in dims]
-    part = out[tuple(slice(low - one.start, high - one.start) for (low, high), one in zip(spans, box, strict=True))]
-    local = [(low - first, high - first) for (low, high), first in zip(spans, piece.start, strict=True)]
-    with (directory / piece.file).open("rb") as file:
-        # A scalar is read as a vector.
-        copy_rows(file, piece.offset, piece.shape or (1,), local or [(0, 1)], part if box else out.reshape(1))
-    return part.size
+@contextlib.contextmanager
+def opener() -> Iterator[Callable[[Path], IO[bytes]]]:
+    """Yield a function that opens each file once, because a file of packed leaves has thousands of them."""
+    with contextlib.ExitStack() as files:
+        yield functools.cache(lambda path: files.enter_context(path.open("rb")))
+
+
+def read_packed(directory: Path, leaf: SavedLeaf, open_once: Callable[[Path], IO[bytes]]) -> np.ndarray:
+    """Read and verify the storage of a packed leaf, all of which its pieces cover."""
+    ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
+    storage = np.empty([max(dim) for dim in zip(*ends, strict=True)], leaf.storage_dtype)
+    for piece, end in zip(leaf.pieces, ends, strict=True):
+        path = directory / piece.file
+        try:
+            values = read_verified(open_once(path), leaf, piece)
+        except OSError as error:
+            raise CheckpointError(f"{leaf.name} in {path} cannot be read: {in_one_line(error)}") from error
+        if values is None:
+            raise CheckpointError(f"{leaf.name} in {path} has other contents than were written.")
+        storage[tuple(map(slice, piece.start, end))] = values
+    return storage
+
+
+def read_files(folder: Path, box: tuple[slice, ...], out: np.ndarray) -> None:
+    """Read a box of a large leaf from its files, which are uncompressed zarr, into an array of the box's shape.
+
+    TensorStore reads every file as a whole, even for a small part of it. So a leaf that is read in chunks would be read
+    many times, and host memory would hold a whole shard in addition to each chunk. `manifest.py` has checked the form
+    and the size of all files.
+    """
+    chunks = tuple(json.loads((folder / ".zarray").read_text())["chunks"])
+    if not box:  # zarr stores a scalar as a vector
+        box, chunks, out = (slice(0, 1),), (1,), out.reshape(1)
+    for cell in itertools.product(
+        *(range(one.start // n, -(-one.stop // n)) for one, n in zip(box, chunks, strict=True))
+    ):
+        origin = [i * n for i, n in zip(cell, chunks, strict=True)]
+        edges = zip(box, origin, chunks, strict=True)
+        inside = [(max(one.start, at), min(one.stop, at + n)) for one, at, n in edges]
+        part = out[tuple(slice(a - one.start, b - one.start) for (a, b), one in zip(inside, box, strict=True))]
+        local = [(a - at, b - at) for (a, b), at in zip(inside, origin, strict=True)]
+        with (folder / ".".join(map(str, cell))).open("rb") as file:
+            copy_rows(file, 0, chunks, local, part)
 
 
 def copy_rows(
@@ -273,8 +299,7 @@ def copy_rows(
 ) -> None:
     """Copy a box of an array that begins at `offset` of a file. `box` has a start and an end for each dim."""
     row_bytes, (start, stop) = math.prod(shape[1:]) * out.itemsize, box[0]
-    is_sparse = 2 * out[0].nbytes < row_bytes and row_bytes > SPARSE_BYTES
-    if (row_bytes > BLOCK_BYTES or is_sparse) and len(shape) > 1:
+    if row_bytes > BLOCK_BYTES and len(shape) > 1:
         for i in range(start, stop):
             copy_rows(file, offset + i * row_bytes, shape[1:], box[1:], out[i - start])
         return
@@ -284,7 +309,7 @@ def copy_rows(
         file.seek(offset + i * row_bytes)
         content = file.read(count * row_bytes)
         if len(content) < count * row_bytes:
-            raise EOFError("a file is shorter than was written")
+            raise EOFError("a file is shorter than its shard")
         block = np.frombuffer(content, out.dtype).reshape(count, *shape[1:])
         out[i - start : i - start + count] = block[(slice(None), *(slice(*span) for span in box[1:]))]
 

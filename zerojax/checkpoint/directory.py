@@ -16,6 +16,8 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +78,9 @@ def clean(directory: Path) -> None:
             elif is_locked(entry):
                 outcome = "may be another run's that is writing it: it stays"
             else:
-                shutil.rmtree(entry)
+                remove(entry)
+                if entry.exists():
+                    shutil.rmtree(entry)  # raises the error that `remove` ignored
                 outcome = "was removed"
         except OSError as error:
             outcome = f"cannot be removed ({error.strerror}): it stays"
@@ -84,7 +88,10 @@ def clean(directory: Path) -> None:
 
 
 def temporary_name(step: int) -> str:
-    """Return the name of a new folder to write a checkpoint into. No save takes over the folder of another one."""
+    """Return the name of a new folder to write a checkpoint into.
+
+    Every save uses a new name, because late writes of a failed save may create its folder again.
+    """
     return f"{TEMPORARY}{step_name(step)}-{secrets.token_hex(4)}"
 
 
@@ -107,7 +114,7 @@ def commit(temporary: Path, step: int) -> None:
         shutil.rmtree(old, ignore_errors=True)
         os.rename(final, old if is_removable(final) else directory / free_aside(directory, step))
     os.rename(temporary, final)
-    folder.sync(directory)
+    sync_all([directory])
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -116,9 +123,12 @@ def is_removable(path: Path) -> bool:
 
 
 def free_aside(directory: Path, step: int) -> str:
-    """Return an unused name, `step_….aside` or `step_….aside-<time>`, to which a step's folder can be renamed."""
-    name = f"{step_name(step)}.aside"
-    return f"{name}-{time.time_ns()}" if os.path.lexists(directory / name) else name
+    """Return an unused name, `step_….aside` or `step_….aside-<number>`, to which a step's folder can be renamed."""
+    name, n = f"{step_name(step)}.aside", int(time.time())
+    free = name
+    while os.path.lexists(directory / free):
+        free, n = f"{name}-{n}", n + 1
+    return free
 
 
 def rename_later_steps(directory: Path, step: int) -> None:
@@ -147,6 +157,26 @@ def prune(directory: Path, keep: int | None) -> None:
         if is_removable(directory / name):
             os.rename(directory / name, doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, ignoring errors. Retry, because writes that are still in progress may create it again."""
+    away = 0
+    for _ in range(20):
+        shutil.rmtree(path, ignore_errors=True)
+        away = 0 if path.exists() else away + 1
+        if away == 4:
+            return
+        time.sleep(0.05)
+
+
+def files_in(path: Path) -> list[str]:
+    return sorted(os.path.relpath(os.path.join(base, name), path) for base, _, names in os.walk(path) for name in names)
+
+
+def sync_all(paths: Iterable[Path]) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(folder.sync, paths))
 
 
 def write_synced(path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import secrets
 import shutil
@@ -24,7 +25,7 @@ from zerojax.checkpoint import arrays
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
-from zerojax.checkpoint.mapping import Names, Section, listed, resolve
+from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write_tensors
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.comm.mesh import on_auto_mesh
@@ -138,9 +139,14 @@ def check_dtype(dtype: Any) -> None:
 def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
     """Read `saved[index]`, where `index` selects along leading dims, and return it in logical shape."""
     shape = saved.shape[len(index) :]
-    box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
-    leaf = Leaf("", saved.shape, jnp.dtype(saved.dtype), (), 1)
-    return arrays.read_part(folder, saved, leaf, box).reshape(shape)
+    if saved.is_empty:
+        return np.zeros(shape, jnp.dtype(saved.dtype))
+    if saved.kind == "flat":
+        start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
+        box = (slice(start, start + math.prod(shape)),)
+    else:
+        box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
+    return arrays.read_box(folder, saved, box).reshape(shape)
 
 
 def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
@@ -191,17 +197,14 @@ def tensor_of(
     target = jnp.dtype(target)
 
     def fetch() -> np.ndarray:
-        tensor = np.empty(shape, target)
-        for k, one in enumerate(sections):
-            view = one.pattern.view(tensor, one.shape, one.start)
-            values = sources[one.leaf].fetch(one.index).astype(target, copy=False)
-            if k and one.pattern.divided is None and values.tobytes() != view.tobytes():
-                names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
-                raise ValueError(
-                    f"The mapping makes {names} the same tensor {name!r}, but they are not equal. Give each a name."
-                )
-            view[...] = values
-        return tensor
+        leaves = [sources[one.leaf].fetch(one.index) for one in sections]
+        copies = tensors_from(sections, leaves)
+        if any(copy.tobytes() != copies[0].tobytes() for copy in copies[1:]):
+            names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
+            raise ValueError(
+                f"The mapping makes {names} the same tensor {name!r}, but they are not equal. Give each a name."
+            )
+        return copies[0].astype(target)
 
     return Tensor(name, shape, target, fetch)
 

@@ -1,8 +1,9 @@
 """Describe a checkpoint in `manifest.json`, find a checkpoint, and verify it.
 
-The manifest lists the leaves, where each piece of a leaf is, and the sha256 of everything that was written.
-`manifest.sha256` has the digest of `manifest.json` itself, in the format of the command `sha256sum`. Every file is read
-and digested before the checkpoint is used: `damage_in` finds bytes that differ from those that were written.
+The manifest lists the leaves, and the size and sha256 of every other file. `manifest.sha256` has the digest of
+`manifest.json` itself, in the format of the command `sha256sum`. Every file is read and digested before the checkpoint
+is used: `damage_in` checks that each file of the manifest has the bytes that were written. Before a checkpoint is
+committed, `lacking` checks that the manifest lists all files that its leaves need.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import hashlib
+import itertools
 import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 from zerojax.checkpoint.directory import MANIFEST, MANIFEST_DIGEST, step_name, step_number, steps_in, write_synced
 from zerojax.checkpoint.errors import CheckpointError, DamagedError, ReplacedError
@@ -31,8 +34,8 @@ from zerojax.comm.processes import Processes
 from zerojax.optim.description import Description
 from zerojax.version import version
 
-VERSION = 3
-BUFFER_BYTES = 256 << 10  # bytes that are read and digested at once, while a processor's cache holds them
+ARRAYS = "arrays"
+VERSION = 2
 # (leaf, file, problem). The name of the leaf is empty if the file belongs to no leaf.
 Damage = tuple[str, str, str]
 NAMED = 5
@@ -46,15 +49,14 @@ def data_file(process: int) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Bytes with a digest: a box of a leaf's storage (one range per dim), row-major and little-endian, or a file."""
+class PackedPiece:
+    """A box of a leaf's storage (one range per dim), and its place in a file. Bytes are row-major and little-endian."""
 
     file: str  # name of the file in the checkpoint
-    offset: int  # offset of the first byte in the file
-    size: int  # in bytes
+    offset: int  # offset of the box's first byte in the file
     start: tuple[int, ...]  # index of the box's first element in the storage
     shape: tuple[int, ...]  # shape of the box
-    sha256: str
+    sha256: str  # digest of the box's bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +68,9 @@ class SavedLeaf:
     shape: tuple[int, ...]  # logical shape
     dtype: str  # name of the element type
     kind: str  # layout of the storage: "replicated", "sharded" or "flat"
+    folder: str  # name of the leaf's folder in `arrays/`; empty if the leaf has no elements, or is packed
     key: str | None = None  # name of the PRNG implementation, if the leaf holds PRNG keys
-    pieces: tuple[Piece, ...] = ()  # where the storage is
+    pieces: tuple[PackedPiece, ...] = ()  # where a packed leaf is in the files of packed leaves
 
     @property
     def is_empty(self) -> bool:
@@ -94,29 +97,39 @@ class Manifest:
 
     step: int
     leaves: tuple[SavedLeaf, ...]
-    data: tuple[Piece, ...]  # the file of each process with its data
+    files: dict[str, tuple[int, str]]  # size and sha256 of every file except the manifest and its digest, by path
     made_by: dict[str, Any]  # versions of the libraries, and the number of processes that wrote
-    transformation: Description  # the optimizer's description
+    transformation: Description | None = None  # the optimizer's description; None if an early zerojax saved it
 
-    def pieces(self) -> list[tuple[str, Piece]]:
-        """Return every piece with the name of its leaf, or "". The pieces of a file cover all of it."""
-        of_leaves = [(leaf.name, one) for leaf in self.leaves for one in leaf.pieces]
-        return [*(("", one) for one in self.data), *of_leaves]
+    def leaf_of(self, file: str) -> str:
+        arrays, _, rest = file.partition("/")
+        folder, separator, _ = rest.partition("/")
+        names = [leaf.name for leaf in self.leaves if leaf.folder == folder]
+        return names[0] if arrays == ARRAYS and separator and names else ""
+
+    def packed(self) -> dict[str, list[tuple[SavedLeaf, PackedPiece]]]:
+        """Return the pieces of each file of packed leaves, in the order of their places in the file."""
+        files: dict[str, list[tuple[SavedLeaf, PackedPiece]]] = {}
+        for leaf in self.leaves:
+            for one in leaf.pieces:
+                files.setdefault(one.file, []).append((leaf, one))
+        return {name: sorted(pieces, key=lambda pair: pair[1].offset) for name, pieces in files.items()}
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:
     body = {"version": VERSION, **dataclasses.asdict(manifest)}
-    text = json.dumps(body) + "\n"
+    text = json.dumps(body, indent=1) + "\n"
     write_synced(directory / MANIFEST, text)
     write_synced(directory / MANIFEST_DIGEST, digest_line(text.encode()))
 
 
 def made_by(processes: int) -> dict[str, Any]:
-    return {"zerojax": version(), "jax": jax.__version__, "optax": optax.__version__, "processes": processes}
+    versions = {"zerojax": version(), "jax": jax.__version__, "optax": optax.__version__}
+    return {**versions, "orbax-checkpoint": ocp.__version__, "processes": processes}
 
 
 def read_manifest(directory: Path) -> Manifest | list[Damage]:
-    """Return the manifest, or the damage found in it. Raise a `ValueError` if another version of zerojax wrote it."""
+    """Return the manifest, or the damage found in it. Raise a `ValueError` if a later version of zerojax wrote it."""
     name = MANIFEST
     try:
         text = plain_file(directory, name).read_bytes()
@@ -127,31 +140,29 @@ def read_manifest(directory: Path) -> Manifest | list[Damage]:
         return [("", f"{MANIFEST} or {MANIFEST_DIGEST}", "the digest is of another manifest")]
     try:
         body = json.loads(text)
-        if (made := int(body.pop("version"))) == VERSION:
+        if (made := body.pop("version")) <= VERSION:
             return manifest_of(body)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         return [("", MANIFEST, f"is no manifest ({type(error).__name__}: {error})")]
     raise ValueError(
-        f"{directory} was written by another version of zerojax, in format {made}, and this version reads only format "
-        f"{VERSION}. Restore the checkpoint with that version, and export its parameters."
+        f"{directory} was written by a later version of zerojax, in format {made}. Restore it with that version."
     )
 
 
 def manifest_of(body: dict[str, Any]) -> Manifest:
     """Build a manifest from its JSON. Any error means that the JSON is not a manifest."""
     leaves = tuple(map(leaf_of, body["leaves"]))
-    made = body["transformation"]
-    described = Description(made["structure"], tuple(made["operations"]), made["program"])
-    return Manifest(body["step"], leaves, tuple(map(piece_of, body["data"])), body["made_by"], described)
+    files = {name: (size, sha256) for name, (size, sha256) in body["files"].items()}
+    found = body.get("transformation")
+    described = found and Description(found["structure"], tuple(found["operations"]), found["program"])
+    return Manifest(body["step"], leaves, files, body["made_by"], described)
 
 
 def leaf_of(body: dict[str, Any]) -> SavedLeaf:
-    pieces = tuple(map(piece_of, body["pieces"]))
+    """Build a leaf from its JSON. Leaves of format 1 have no pieces."""
+    pieces = (one | {"start": tuple(one["start"]), "shape": tuple(one["shape"])} for one in body.get("pieces", ()))
+    pieces = tuple(PackedPiece(**one) for one in pieces)
     return SavedLeaf(**{**body, "path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces})
-
-
-def piece_of(body: dict[str, Any]) -> Piece:
-    return Piece(**{**body, "start": tuple(body["start"]), "shape": tuple(body["shape"])})
 
 
 def plain_file(directory: Path, name: str) -> Path:
@@ -167,14 +178,19 @@ def digest_line(text: bytes) -> str:
     return f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n"
 
 
-def digest(path: Path, piece: Piece) -> str:
-    left, sha256, buffer = piece.size, hashlib.sha256(), memoryview(bytearray(min(piece.size, BUFFER_BYTES)))
-    with path.open("rb", buffering=0) as file:
-        file.seek(piece.offset)
-        while count := file.readinto(buffer[:left]):
-            sha256.update(buffer[:count])
-            left -= count
-    return sha256.hexdigest()
+def digest(path: Path) -> tuple[int, str]:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        return file.tell(), sha256
+
+
+def read_verified(file: IO[bytes], leaf: SavedLeaf, piece: PackedPiece) -> np.ndarray | None:
+    """Return the values of a piece, or None if the file has other bytes than were written."""
+    file.seek(piece.offset)
+    content = file.read(math.prod(piece.shape) * leaf.storage_dtype.itemsize)
+    if hashlib.sha256(content).hexdigest() != piece.sha256:
+        return None
+    return np.frombuffer(content, leaf.storage_dtype).reshape(piece.shape)
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
@@ -200,22 +216,21 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
     # The first process decides: a shared file system may show an older list to other processes.
     listed = processes.exchange("list the checkpoints", json.dumps([existing_step(root, step), *steps_in(root)]))
     wanted, *steps = json.loads(listed[0])
-    damaged: DamagedError | None = None
-    for one in [wanted, *sorted(set(steps) - {wanted}, reverse=True)]:
-        try:
-            intact = verified(root, one, processes)
-        except DamagedError as error:
-            damaged = damaged or error
-            continue
-        if damaged is None:
-            return intact
-        if fallback:
-            warnings.warn(f"{damaged} Taking that of step {one} instead.", stacklevel=3)
-            return intact
-        remedy = f"The newest intact one is that of step {one}: pass step={one}, or fallback=True."
-        raise DamagedError(f"{damaged} {remedy}", step=wanted, damage=damaged.damage, intact=one)
-    assert damaged is not None
-    raise DamagedError(f"{damaged} No other checkpoint is intact.", step=wanted, damage=damaged.damage)
+    try:
+        return verified(root, wanted, processes)
+    except DamagedError as error:
+        damaged = error
+    for other in sorted(set(steps) - {wanted}, reverse=True):
+        with contextlib.suppress(DamagedError):
+            intact = verified(root, other, processes)
+            break
+    else:
+        raise DamagedError(f"{damaged} No other checkpoint is intact.", step=wanted, damage=damaged.damage)
+    if not fallback:
+        remedy = f"The newest intact one is that of step {other}: pass step={other}, or fallback=True."
+        raise DamagedError(f"{damaged} {remedy}", step=wanted, damage=damaged.damage, intact=other)
+    warnings.warn(f"{damaged} Taking that of step {other} instead.", stacklevel=3)
+    return intact
 
 
 def existing_step(root: Path, step: int | None) -> int:
@@ -230,7 +245,7 @@ def existing_step(root: Path, step: int | None) -> int:
 
 
 def verified(root: Path, step: int, processes: Processes | None = None) -> Manifest:
-    """Return the manifest of a checkpoint, or raise a `DamagedError`. Each process verifies its share."""
+    """Return the manifest of a checkpoint, or raise a `DamagedError`. Each process verifies its share of the files."""
     folder = root / step_name(step)
     manifest = read_manifest(folder)
     index, count = (0, 1) if processes is None else (processes.index, processes.count)
@@ -239,7 +254,7 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
     elif manifest.step != step:
         damage = [("", MANIFEST, f"is of step {manifest.step}: rename the folder to {step_name(manifest.step)}")]
     else:
-        damage = damage_in(folder, manifest.pieces(), index, count)
+        damage = damage_in(folder, manifest, list(manifest.files)[index::count])
     if processes is not None:
         messages = processes.exchange("verify a checkpoint", json.dumps(damage[:NAMED]))
         damage = [tuple(one) for text in messages for one in json.loads(text)]
@@ -254,49 +269,77 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
 def reading(root: Path, manifest: Manifest) -> Iterator[None]:
     """Enter a context in which a verified checkpoint is read. At its end, raise an error if another run replaced it.
 
-    Without this check, a replaced checkpoint could restore a mixture of two.
+    Without this check, a replaced checkpoint could restore zeros, because zarr reads missing files as zeros.
     """
     try:
         yield
-    finally:  # also after an error, which a replaced file may have caused
-        require_unchanged(root, manifest.step, manifest)
+    except Exception as error:
+        require_unchanged(root, manifest.step, manifest, error)
+        raise
+    require_unchanged(root, manifest.step, manifest)
 
 
-def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage]) -> None:
+def require_unchanged(root: Path, step: int, manifest: Manifest | list[Damage], cause: Exception | None = None) -> None:
     """Read the manifest of `step` again, and raise a `ReplacedError` if the result differs from `manifest`."""
     folder = root / step_name(step)
     if not folder.is_dir() or read_manifest(folder) != manifest:
         raise ReplacedError(
             f"The checkpoint of step {step} in {root} was removed or replaced while it was read, as a run that writes "
             f"there does. Restore again, or give that run's Checkpointer a larger keep=."
-        )
+        ) from cause
 
 
-def damage_in(directory: Path, pieces: Sequence[tuple[str, Piece]], index: int = 0, count: int = 1) -> list[Damage]:
-    """Return the damage found by process `index` of `count`, which share the reading of named `pieces`."""
-    sizes: dict[str, int] = {}
-    for _, one in pieces:
-        sizes[one.file] = max(sizes.get(one.file, 0), one.offset + one.size)
+def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mapping[str, object]) -> list[Damage]:
+    """Return the damaged files among `names`. A file of packed leaves has one entry per damaged leaf."""
+    packed = manifest.packed()
 
-    checked = functools.cache(functools.partial(plain_file, directory))
-
-    def problem_of(one: Piece) -> str:
+    def damage_of(name: str) -> list[Damage]:
+        pieces, (expected, sha256) = packed.get(name, []), manifest.files[name]
         try:
-            path, expected = checked(one.file), sizes[one.file]
+            path = plain_file(directory, name)
             size = path.stat().st_size
-            is_long = size > expected == one.offset + one.size  # the last piece of a file says so
-            if digest(path, one) == one.sha256 and not is_long:
-                return ""
-            return OTHER if size == expected else f"has {size} bytes instead of {expected}"
+            problem = "" if size == expected else f"has {size} bytes instead of {expected}"
+            if not problem and digest(path) != (expected, sha256):
+                problem = OTHER
+            with path.open("rb") as file:
+                leaves = [leaf.name for leaf, one in pieces if read_verified(file, leaf, one) is None]
         except FileNotFoundError:
-            return "is missing"
+            problem, leaves = "is missing", [leaf.name for leaf, _ in pieces]
         except (OSError, ValueError) as error:
-            return f"cannot be read: {getattr(error, 'strerror', error)}"
+            problem, leaves = f"cannot be read: {getattr(error, 'strerror', error)}", []
+        # A leaf can be damaged although the file's digest is right: the leaf's digest is computed before it is written.
+        problem = problem or (OTHER if leaves else "")
+        return [(leaf, name, problem) for leaf in dict.fromkeys(leaves) or [manifest.leaf_of(name)] if problem]
 
-    names, ours = zip(*pieces[index::count], strict=True) if pieces[index::count] else ((), ())
     with ThreadPoolExecutor(8) as pool:
-        problems = pool.map(problem_of, ours)
-        return [(name, one.file, what) for name, one, what in zip(names, ours, problems, strict=True) if what]
+        return [damage for found in pool.map(damage_of, names) for damage in found]
+
+
+def lacking(directory: Path, manifest: Manifest) -> list[Damage]:
+    """Return the files that the leaves and processes of a checkpoint need, and that it lacks or has in another size."""
+    damage = [("", data_file(i), "is missing") for i in range(manifest.made_by["processes"])]
+    damage += [(leaf.name, one.file, "is missing") for leaf in manifest.leaves for one in leaf.pieces]
+    damage = [one for one in damage if one[1] not in manifest.files]
+    for leaf in manifest.leaves:
+        if leaf.folder:
+            damage += damage_of_folder(directory, leaf, manifest.files)
+    return damage
+
+
+def damage_of_folder(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, str]]) -> Iterator[Damage]:
+    prefix = f"{ARRAYS}/{leaf.folder}/"
+    try:
+        described = json.loads((directory / f"{prefix}.zarray").read_text())
+    except FileNotFoundError:
+        yield leaf.name, f"{prefix}.zarray", "is missing"
+        return
+    grid = [-(-n // extent) for n, extent in zip(described["shape"], described["chunks"], strict=True)]
+    expected = math.prod(described["chunks"]) * leaf.storage_dtype.itemsize
+    for index in itertools.product(*map(range, grid)):
+        name = prefix + (".".join(map(str, index)) or "0")
+        size = files[name][0] if name in files else None
+        if size != expected:
+            yield leaf.name, name, "is missing" if size is None else f"has {size} bytes instead of {expected}"
 
 
 def damage_in_words(damage: Sequence[Damage]) -> str:

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
-from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import on_auto_mesh
 from zerojax.comm.processes import Processes
 from zerojax.compat import common_dtype
@@ -101,28 +102,65 @@ def read_state(
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read each leaf into the place, the layout and the type in which the state keeps it. Return them by name."""
-    read = lambda pairs: arrays.read_arrays(folder, [read_request(saved, wanted) for saved, wanted in pairs])
-    on_devices = [pair for pair in pairs if not is_chunked(pair[1].array)]
-    restored = dict(zip((wanted.name for _, wanted in on_devices), read(on_devices), strict=True))
+    restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
     for saved, wanted in pairs:
-        if is_chunked(wanted.array) and wanted_leaf(saved, wanted).dtype == wanted.array.dtype:
-            part = functools.partial(arrays.read_part, folder, saved, wanted.leaf)
-            restored[wanted.name] = filled(wanted.array, part)
-        elif is_chunked(wanted.array):  # chunks of another type than those of the wanted state
-            restored[wanted.name] = replaced(wanted.array, *read([(saved, wanted)]))
+        if not is_chunked(wanted.array):
+            continue
+        if saved.dtype == wanted.dtype and "flat" not in (saved.kind, wanted.leaf.kind) and not saved.is_empty:
+            restored[wanted.name] = filled(wanted.array, functools.partial(arrays.read_box, folder, saved))
+        else:  # one leaf at a time, because device memory may be too small for all
+            restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
     return restored
 
 
-def read_request(saved: SavedLeaf, wanted: StateLeaf) -> arrays.ReadRequest:
-    array, shape = wanted.array, tuple(wanted.array.shape)
+def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
+    """Read leaves into device memory in storage shape. Return them by name.
+
+    Leaves that must be converted are read one by one, so that only one of them is in memory in both forms.
+    """
+    loaded = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
+    plain = {}
+    for saved, wanted in pairs:
+        if saved.is_empty:
+            continue
+        target = target_layout(saved, wanted)
+        request, source = read_request(saved, target, wanted.array)
+        if source == target:
+            plain[wanted.name] = request
+        else:
+            [x] = arrays.read_arrays(folder, [request])
+            loaded[wanted.name] = jax.block_until_ready(convert(x, source, target, wanted.array.sharding))
+    return loaded | dict(zip(plain, arrays.read_arrays(folder, list(plain.values())), strict=True))
+
+
+def read_request(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[arrays.ReadRequest, Leaf]:
+    """Return the request to read a saved leaf, and the layout in which it is read, from which it may be converted.
+
+    Sharded and replicated storage differ only in padding, which reading adds and trims. A leaf is converted on the
+    devices if its type changes, or if exactly one of the two layouts is flat. `array` is an array, or a shape, with the
+    wanted storage shape and sharding.
+    """
+    shape = tuple(array.shape)
     if saved.key is not None:
-        shape = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype)).shape
-    return arrays.ReadRequest(saved, wanted_leaf(saved, wanted), shape, array.sharding)
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype))
+        return arrays.ReadRequest(saved, tuple(data.shape), array.sharding), leaf
+    source, sharding = dataclasses.replace(leaf, dtype=jnp.dtype(saved.dtype)), array.sharding
+    if (saved.kind == "flat") != (leaf.kind == "flat"):  # flat leaves are small, so every device reads all of it
+        kind = "flat" if saved.kind == "flat" else "replicated"
+        source = dataclasses.replace(source, kind=kind, dim=None, shards=1)
+        mesh = getattr(sharding, "mesh", None)
+        sharding = sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
+        shape = source.storage_shape
+    return arrays.ReadRequest(saved, shape, sharding), source
+
+
+def zeros_of(array: Any) -> jax.Array:
+    return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
-    count, same = len(manifest.data), len({one.sha256 for one in manifest.data}) == 1
+    count = manifest.made_by["processes"]
+    same = len({manifest.files[data_file(i)] for i in range(count)}) == 1
     if count != processes.count and not same:
         warnings.warn(
             f"The data was saved by {count} processes, each with a position that differs, and there are "
@@ -201,7 +239,7 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
     return f"{saved.described} is there, {needed} is wanted, which cannot represent every value"
 
 
-def wanted_leaf(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
+def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
     """Return the layout of `wanted`, with the type of `saved` if `wanted` accepts any type."""
     dtype = jnp.dtype(saved.dtype) if saved.key is None and takes_any_dtype(wanted) else wanted.array.dtype
     return dataclasses.replace(wanted.leaf, dtype=dtype)
@@ -228,9 +266,11 @@ def other_optimizer(manifest: Manifest, plan: ShardingPlan, where: str, remedy: 
 
     Different transformations may have the same leaves. If another version of JAX or optax saved the checkpoint, another
     structure only causes a warning, and programs are not compared, because they may differ for the same update. Return
-    the warning, or an empty string.
+    the warning, or an empty string. An early zerojax saved no description.
     """
     saved = manifest.transformation
+    if saved is None:
+        return ""
     wanted, now = description_of(plan.tx, plan.trained), made_by(1)
     others = ((name, manifest.made_by.get(name)) for name in ("jax", "optax"))
     old = ", ".join(f"{name} {made}" for name, made in others if made != now[name])

@@ -1,7 +1,6 @@
-"""All leaves of a process are in one file, and any layout is read from it."""
+"""Small leaves are packed: few files, each leaf with a digest, and nothing that a checkpoint of folders has is lost."""
 
 import json
-from collections import namedtuple
 
 import jax
 import numpy as np
@@ -14,20 +13,34 @@ from jax.sharding import AxisType, Mesh
 from safetensors.numpy import load_file
 
 from zerojax import Tuning, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export_checkpoint
-from zerojax.checkpoint.manifest import read_manifest
+from zerojax.checkpoint import Checkpointer, CheckpointError, arrays, export_checkpoint, saving
+from zerojax.checkpoint.arrays import ArrayHandler, type_handlers
+from zerojax.checkpoint.manifest import SavedLeaf, read_manifest
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=64))
 MUTABLE = {"keys": jax.random.split(jax.random.key(4), 3)}
 
 
-KINDS = {"bits": "int4", "codes": "uint4", "flags": "bool", "half": "float16", "eighth": "float8_e4m3fn"}
+def test_many_small_leaves_make_few_files(tmp_path):
+    """AdamW has three leaves for each; a large leaf has its folder beside them."""
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((16, 8 + i % 9), "float32") for i in range(60)}
+    shapes["large"] = jax.ShapeDtypeStruct((256, 256), "float32")
+    tx = zero_shard(optax.adamw(1e-3), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=64))
+    state = filled(tx, shapes)
+    checkpoints, files = saved(tmp_path, state, step=2), files_of(tmp_path / NEWEST)
+    assert len(files) <= 60
+    assert "packed.0.bin" in files
+    assert "arrays/params.large/7.0" in files
+    assert_same(checkpoints.restore(tx.create(shapes)).state, state)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch, whole):
-    monkeypatch.setattr(arrays, "SMALL_BYTES", 1 << 16 if whole else 0)
-    shapes = SHAPES | {name: jax.ShapeDtypeStruct((33,), dtype) for name, dtype in KINDS.items()}
+KINDS = {"bits": (5, "int4"), "flags": (9, "bool"), "eighth": (33, "float8_e4m3fn"), "half": (70, "float16")}
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(saving, "SMALL_BYTES", 1 << 16 if packed else 0)
+    shapes = SHAPES | {name: jax.ShapeDtypeStruct((size,), dtype) for name, (size, dtype) in KINDS.items()}
 
     def make(stage, count):
         trained = {"tuning": Tuning(persist_below=64), "trainable": lambda path, _: path in SHAPES}
@@ -35,21 +48,28 @@ def test_every_type_comes_back_on_other_devices_and_stages(tmp_path, monkeypatch
 
     state = filled(make(3, 4), shapes).replace(mutable=MUTABLE)
     checkpoints = saved(tmp_path, state, step=2)
-    assert files_of(tmp_path / NEWEST) == ["data.0.json", "leaves.0.bin", "manifest.json", "manifest.sha256"]
+    assert ("packed.0.bin" in files_of(tmp_path / NEWEST)) == packed
     for stage, count in ((3, 4), (0, 1), (1, 3), (2, 8)):
         like = make(stage, count).create(shapes, mutable=KEYS)
         assert_same(checkpoints.restore(like).state, state)
 
 
-@pytest.mark.parametrize("version", [2, 4])
-def test_a_checkpoint_of_another_format_is_refused(tmp_path, version):
-    checkpoints = saved(tmp_path, filled(TX, SHAPES), step=2)
-    rewrite_manifest(tmp_path / NEWEST, lambda body: body.update(version=version))
-    with pytest.raises(ValueError, match=rf"in format {version}, and this version reads only format 3"):
-        checkpoints.verify()
+def test_a_checkpoint_of_format_1_is_restored(tmp_path, monkeypatch):
+    """It has a folder per leaf, and its manifest no pieces."""
+    monkeypatch.setattr(saving, "SMALL_BYTES", 0)
+    state = filled(TX, SHAPES)
+    checkpoints = saved(tmp_path, state, step=2)
+
+    def older(body):
+        body["version"] = 1
+        assert all(leaf.pop("pieces") == [] for leaf in body["leaves"])
+
+    rewrite_manifest(tmp_path / NEWEST, older)
+    assert checkpoints.verify() == [2]
+    assert_same(checkpoints.restore(TX.create(SHAPES)).state, state)
 
 
-def test_a_leaf_is_read_with_numpy_and_exported(tmp_path):
+def test_a_packed_leaf_is_read_with_numpy_and_exported(tmp_path):
     """As docs/checkpoint.md says."""
     folder, state = tmp_path / NEWEST, filled(TX, SHAPES, 2)
     saved(tmp_path, state, step=2)
@@ -75,8 +95,19 @@ def test_keys_of_another_implementation_are_named(tmp_path):
 # --- several processes -------------------------------------------------------------------------------------------
 
 
+def test_blocks_of_several_processes_are_one_leaf(tmp_path):
+    """Also where those of a process do not follow one another."""
+    whole, pieces = np.arange(48, dtype=np.int16).reshape(8, 6), []
+    for process, rows in enumerate(([0, 2], [3], [1], [])):
+        boxes = {"x": [((2 * i, 0), whole[2 * i : 2 * i + 2]) for i in rows]}
+        pieces += saving.write_packed(tmp_path / f"packed.{process}.bin", boxes).get("x", [])
+    assert len(files_of(tmp_path)) == 3
+    leaf = SavedLeaf("x", ("x",), whole.shape, "int16", "replicated", "", pieces=tuple(pieces))
+    with arrays.opener() as open_once:
+        assert np.array_equal(arrays.read_packed(tmp_path, leaf, open_once), whole)
+
+
 def save_again(source, target):
-    arrays.SHARED_BYTES = 16  # the processes share the writing of leaves that each of them has
     devices = sorted(jax.devices(), key=lambda one: (one.id % 2, one.id))  # a process has shards that do not adjoin
     mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     tx = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh, tuning=Tuning(persist_below=64))
@@ -94,38 +125,18 @@ def test_any_number_of_processes_restores_what_any_other_saved(tmp_path):
         target = tmp_path / str(count)
         several.run(save_again, tmp_path / source, target, processes=count)
         files = files_of(target / NEWEST)
-        assert len([name for name in files if name.startswith("leaves")]) == count
+        assert len([name for name in files if name.startswith("packed")]) == count
         pieces = {leaf.name: len(leaf.pieces) for leaf in read_manifest(target / NEWEST).leaves}
-        assert pieces["params['w']"] == 2 * count  # a process has two shards
-        assert pieces["params['b']"] == count  # each process has it, and writes a part
+        assert pieces["params['w']"] == 2 * count  # a process' two shards do not adjoin
         checkpoints = Checkpointer(target, read_only=True)
         assert checkpoints.verify() == [2]
         assert_same(checkpoints.restore(TX.create(SHAPES, mutable=KEYS)).state, state)
 
 
-Device = namedtuple("Device", "process_index")
-
-
-class OfHosts:
-    """A sharding of arrays that each of some processes has in full."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def devices_indices_map(self, shape):
-        return {Device(i): tuple(slice(None) for _ in shape) for i in range(self.count)}
-
-    def addressable_devices_indices_map(self, shape):
-        return dict([next(iter(self.devices_indices_map(shape).items()))])
-
-
-def test_hosts_share_the_writing_of_what_all_of_them_have(monkeypatch):
-    sharding = OfHosts(3)
-    given = []
-    for host in range(3):
-        monkeypatch.setattr(jax, "process_index", lambda host=host: host)
-        arrays.shares_of.cache_clear()
-        given.append([arrays.shares_of(shape, sharding, 4)[0] for shape in ((8, 1 << 20), (8, 8), ())])
-    assert [rows for rows, _, _ in given] == [slice(0, 2), slice(2, 5), slice(5, 8)]
-    assert [rows for _, rows, _ in given] == [slice(0, 8), slice(0, 0), slice(0, 0)]
-    assert [rows for _, _, rows in given] == [slice(0, 1), slice(0, 0), slice(0, 0)]
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_hosts_share_the_writing_of_what_all_of_them_have(hosts, monkeypatch):
+    given = {}
+    monkeypatch.setattr(type_handlers.ArrayHandler, "__init__", lambda self, **options: given.update(options))
+    monkeypatch.setattr(jax, "process_count", lambda: hosts)
+    ArrayHandler()
+    assert given["use_replica_parallel"] == (hosts > 1)
