@@ -306,7 +306,7 @@ def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherSc
     grads.add_scattered(before, state.scattered, numbers[: len(before)])
     shared = [loop.shared[i] for i in passes.active_params if i < len(loop.shared)]
     sum_dtype = gathers.options.comm.sum_dtype
-    sums = [c.astype(sum_dtype(p.cotangent_dtype or p.leaf.dtype)) for p, c in zip(shared, state.shared, strict=True)]
+    sums = [c.astype(sum_dtype(p.cotangent_dtype)) for p, c in zip(shared, state.shared, strict=True)]
     stacks = {param.key: number for param, number in zip(left, numbers, strict=False)}
     exposed = not gathers.is_hidden_after
     grads.add_params([*shared, *left], [*sums, *state.pending], exposed=exposed, stacks=stacks)

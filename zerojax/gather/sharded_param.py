@@ -46,9 +46,8 @@ class ShardedParam:
     computed: bool = False
 
     @property
-    def cotangent_dtype(self) -> np.dtype | None:
-        """Return the type of the cotangent if it differs from the type in which the value is gathered, or None."""
-        return self.wide if self.computed and self.is_cast else None
+    def cotangent_dtype(self) -> np.dtype:
+        return self.wide if self.computed else self.leaf.dtype
 
     @property
     def operands(self) -> tuple:
@@ -112,14 +111,11 @@ class ShardedParam:
 
     def sliced(self, env: Mapping) -> jax.Array:
         """Return the parameter's shard after its slices. A shard in host memory stays there if the slices allow it."""
-        return self._slice(env[self.root], {v: env[v] for v in self.operands})
-
-    def _slice(self, shard: jax.Array, operands: Mapping) -> jax.Array:
         if not self.slices:
-            return shard
+            return env[self.root]
         from zerojax.gather.sliced import sliced_shard
 
-        return sliced_shard(shard, self.slices, operands)
+        return sliced_shard(env[self.root], self.slices, env)
 
     def root_grad(self, grad: jax.Array, env: Mapping, shape: tuple[int, ...]) -> jax.Array:
         """Return the gradient of the parameter's shard, given `grad`, the gradient of the sliced shard.
@@ -131,9 +127,8 @@ class ShardedParam:
             return grad
         if grad.ndim > len(self.leaf.shape):
             return jax.vmap(lambda grad: self.root_grad(grad, env, shape[1:]))(grad)
-        operands = {v: env[v] for v in self.operands}
         like = jax.ShapeDtypeStruct(shape, self.root.aval.dtype)
-        return jax.linear_transpose(lambda root: self._slice(root, operands), like)(grad)[0]
+        return jax.linear_transpose(lambda root: self.sliced({**env, self.root: root}), like)(grad)[0]
 
 
 def root_param(var, leaf: Leaf) -> ShardedParam:
@@ -145,8 +140,7 @@ def root_param(var, leaf: Leaf) -> ShardedParam:
 
 def carried_by(params: Sequence[ShardedParam]) -> dict[int, np.dtype]:
     """Return the type of a parameter's cotangent, by its index in `params`, where it is not the gathered type."""
-    dtypes = (param.cotangent_dtype for param in params)
-    return {i: dtype for i, dtype in enumerate(dtypes) if dtype is not None}
+    return {i: p.cotangent_dtype for i, p in enumerate(params) if p.cotangent_dtype != p.leaf.dtype}
 
 
 def bytes_of(params: Iterable[ShardedParam]) -> int:
