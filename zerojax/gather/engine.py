@@ -136,7 +136,8 @@ def _gathers(
     program: Program, env: dict, options: Options, gathering: Sequence[Segment], params: Sequence
 ) -> GatherScheduler:
     computes, groups = [s.computes for s in gathering], groups_of(gathering, options.comm.shared_bytes)
-    return GatherScheduler(env, options, params, computes, groups, frozenset(program.given), program.rows)
+    given = {*program.invars, *(v for computation in program.shardwise for v in computation.scales)}
+    return GatherScheduler(env, options, params, computes, groups, given, program.rows)
 
 
 def _env(program: Program, args: Sequence, options: Options) -> dict:

@@ -34,7 +34,7 @@ class Narrow:
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
 
-def as_gathered(value: jax.Array | Narrow, param: ShardedParam) -> jax.Array | Narrow:
+def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
     return value if value.dtype == param.wide else Narrow(value, param.wide)
 
 

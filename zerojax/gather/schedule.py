@@ -65,7 +65,7 @@ class GatherScheduler:
     params: Sequence[Sequence[ShardedParam]]  # for each use, in order, the parameters that it needs when it starts
     computes: Sequence[bool]  # for each use, whether it has work that hides communication (`Segment.computes`)
     groups: Sequence[int]  # for each use, the number of its group, from 0
-    arguments: Collection  # the program's arguments, and the scales of quantised weights (`Program.given`)
+    arguments: Collection  # the program's arguments, and the scales of quantised weights
     rows: Mapping[Any, State]  # for each variable of the program, which dims hold the rows of the batch
     position: int = 0  # the use that runs now
     frontier: Sequence = ()  # variables that depend on the use before it, and that a later segment still reads

@@ -320,8 +320,3 @@ class Program:
             found.update(segment.live_sources(found))
         found.update(v for c in self.shardwise if c.param.root in found for v in jaxprs.variables_in(c.eqn.invars))
         return forward & found
-
-    @property
-    def given(self) -> list:
-        """Return the variables of the arguments, and of the scales that are computed at the start of each pass."""
-        return [*self.invars, *(v for computation in self.shardwise for v in computation.scales)]
