@@ -83,7 +83,7 @@ class Layer(Division):
 class Split(NamedTuple):
     """How an argument or a result is divided."""
 
-    dim: int
+    dim: Any  # the index of the divided dim
     division: Division
 
 
@@ -196,7 +196,7 @@ class _Evaluation:
             return [self._combined(eqn, operands, own, division)]
         return _on_parts(eqn, operands, own, after, division)
 
-    def _combined(self, eqn: Any, operands: Sequence, own: Sequence[int | None], division: Division) -> jax.Array:
+    def _combined(self, eqn: Any, operands: Sequence, own: Sequence[Dim], division: Division) -> jax.Array:
         """Return a reduction or an inner product over devices. XLA combines independent ones in one collective."""
         name, axes = eqn.primitive.name, division.axes
         identity = 0 if name == "dot_general" else _identity_of(name, operands[0].dtype)
@@ -224,7 +224,7 @@ def _extremum_jvp(name: str, dims: tuple, axes: tuple, label: str, primals: tupl
     return found, lax.psum((moving * is_equal).sum(dims), axes) / lax.psum(is_equal.sum(dims), axes)
 
 
-def _dims_beside(eqn: Any, own: Sequence[int | None], after: int | None) -> list[int | None]:
+def _dims_beside(eqn: Any, own: Sequence[Dim], after: Dim) -> list[Dim]:
     """Return the dim in which each operand of an equation on parts has to be divided, or None.
 
     `own` has the dims in which the operands are divided, and `after` is the divided dim of the first result.
@@ -235,10 +235,10 @@ def _dims_beside(eqn: Any, own: Sequence[int | None], after: int | None) -> list
         return [next(dim for dim in own if dim is not None)] * 2
     if eqn.primitive.name == "dot_general":
         _, batch = eqn.params["dimension_numbers"]
-        is_batch = after is not None and after in range(len(batch[0]))
+        is_batch = isinstance(after, int) and after < len(batch[0])
         return [int(batch[k][after]) if is_batch else own[k] for k in range(2)]
-    if eqn.primitive.name == "triangular_solve":
-        return [after if dim is None and after < eqn.outvars[0].aval.ndim - 2 else dim for dim in own]
+    if eqn.primitive.name == "triangular_solve" and isinstance(after, int) and after < eqn.outvars[0].aval.ndim - 2:
+        return [after if dim is None else dim for dim in own]
     return list(own)
 
 

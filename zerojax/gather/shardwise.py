@@ -107,7 +107,7 @@ class Shardwise:
         """
         leaves = tuple(layouts.get(v) for v in eqn.invars)
         first = next(leaf for leaf in leaves if leaf is not None)
-        same = {(x.axes, x.shards, x.shape[x.dim]) for x in leaves if x is not None}
+        same = {(x.axes, x.shards, x.shape[x.dim]) for x in leaves if x is not None and x.dim is not None}
         shape = eqn.outvars[0].aval.shape
         others = first.others[len(first.others) - len(shape) :] if first.others else ()
         leaf = dataclasses.replace(first, shape=shape, dtype=np.dtype(eqn.outvars[0].aval.dtype), others=others)
