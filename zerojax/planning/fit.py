@@ -198,18 +198,26 @@ def estimate_candidate(
         return candidate
     cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
     device, spared = space.device(row.devices), 0.0
-    row = dataclasses.replace(row, activations=cost.activations, gathered=cost.gathered)
+    peak = peak_of(row, cost.activations, cost.gathered)
     if space.recompute:
         candidate = dataclasses.replace(candidate, memory="auto")
-        more, spared = cost.saved(space.usable(row.devices) - (row.peak or 0), device)
-        row = dataclasses.replace(row, activations=cost.activations + more)
-    assert row.peak is not None
+        more, spared = cost.saved(space.usable(row.devices) - peak, device)
+        peak = peak_of(row, cost.activations + more, cost.gathered)
     kernels, sending = cost.seconds(device) - spared, sending_seconds(config, layout, device)
     passes = max(kernels, sending) if row.stage == 3 else kernels + sending
     update = 2 * row.resident / device.bandwidth
     transfers = (row.host + row.disk) / device.host_link
     seconds = passes + update + transfers
-    return dataclasses.replace(candidate, peak=row.peak, seconds=seconds / rows)
+    return dataclasses.replace(candidate, peak=peak, seconds=seconds / rows)
+
+
+def peak_of(row: StageEstimate, activations: int, gathered: int) -> int:
+    """Return the peak bytes per device in a step: the model states, and the backward pass or the update.
+
+    For unrolled layers at stages 1 and 2, this is an upper bound, because their gradients may be reduced one by one.
+    Chunks of an offloaded update are not included.
+    """
+    return row.resident + max(row.backward + activations + gathered, row.update)
 
 
 def rejection(candidate: Candidate, usable: float) -> str:

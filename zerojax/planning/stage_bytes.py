@@ -48,7 +48,6 @@ class StageEstimate:
     across: float | None  # the part of `sent` in collectives over several hosts. None if the hosts are unknown
     backward: int  # gradients during the backward pass
     update: int  # gradients in the optimizer's type, and equally many bytes for the updates
-    activations: int | None = None  # one device's rows, and the memory of their plain gradient. None without a loss
     read: int = 0  # bytes that a step reads from disk, at most
     written: int = 0  # bytes that a step writes to disk
 
@@ -56,18 +55,6 @@ class StageEstimate:
     def resident(self) -> int:
         """Return the bytes on a device between steps, which are the model states without gradients."""
         return self.params + self.master + self.opt_state
-
-    @property
-    def peak(self) -> int | None:
-        """Return the peak bytes per device in a step, or None if `activations` is None.
-
-        This is `resident` plus the memory of the backward pass (gradients, activations and gathered parameters) or of
-        the update, whichever is larger. For unrolled layers at stages 1 and 2, this is an upper bound, because their
-        gradients may be reduced one by one. Chunks of an offloaded update are not included.
-        """
-        if self.activations is None:
-            return None
-        return self.resident + max(self.backward + self.activations + (self.gathered or 0), self.update)
 
     @property
     def total(self) -> int:
