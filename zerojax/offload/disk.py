@@ -274,7 +274,7 @@ class DiskStore:
         if index not in self._checksums:
             raise DiskStateError(path, "was not written")
         buffer = self._lent_buffer()
-        content = memoryview(buffer)[: spec.bytes]
+        content = buffer.data[: spec.bytes]
         try:
             size = transfer(path, content, write=False, direct=self.direct)
         except OSError as error:

@@ -86,8 +86,8 @@ class Offload:
                 f"Offload(fraction={fraction!r}) is not valid. Give a number from 0 to 1, or device_bytes= instead."
             )
         for name, least in (("chunk_bytes", 1), ("host_bytes", 1), ("device_bytes", 0)):
-            if (size := getattr(self, name)) is not None or name == "chunk_bytes":
-                object.__setattr__(self, name, parse_bytes(f"Offload({name}=)", size, least=least))
+            if name == "chunk_bytes" or getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_bytes(f"Offload({name}=)", getattr(self, name), least=least))
         self._check_together()
         if self.path is not None:
             object.__setattr__(self, "path", os.fspath(self.path))
