@@ -40,18 +40,7 @@ def with_auto_axes(mesh: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A transformation and the options of `zero_shard` and of `Tuning`, which describe the fields not listed here.
-
-    Attributes:
-        tx: The wrapped optax transformation.
-        user_mesh: The mesh that the caller gave.
-        axis: The mesh axes that divide the rows of the batch.
-        shard_axis: The axes over which the stage shards. Empty: all of `axis`.
-        params_axis: The axes over which parameters are sharded. Empty: the axes of gradients and optimizer state.
-        expert_axis: The axes over which experts stay divided. Empty: none.
-        trainable: `trainable(path, leaf) -> bool` chooses the leaves that are trained. None: every leaf.
-        overwrite: `overwrite(path, leaf) -> bool` chooses leaves that take their gradient as their new value. None:
-            only leaves with the name `_overwrite_with_gradient` in their path or NNX class.
+    """A transformation and the options of `zero_shard` and of `Tuning`, which describe them.
 
     Raises:
         TypeError: If `tx` is not an optax transformation, or an option has a wrong type.
@@ -60,10 +49,10 @@ class Config:
 
     tx: optax.GradientTransformation
     stage: int
-    user_mesh: Mesh
+    user_mesh: Mesh  # the mesh that the caller gave
     axis: tuple[str, ...] = ("data",)
-    shard_axis: tuple[str, ...] = ()
-    params_axis: tuple[str, ...] = ()
+    shard_axis: tuple[str, ...] = ()  # empty: all of `axis`
+    params_axis: tuple[str, ...] = ()  # empty: the axes of gradients and optimizer state
     expert_axis: tuple[str, ...] = ()
     persist_below: int = PERSIST_BELOW
     prefetch: int = 1
