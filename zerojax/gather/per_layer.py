@@ -34,17 +34,20 @@ def moved_into_loops(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[
     changed = {id(eqn): found for eqn, loop in loops if (found := of_length[loop.length].changed(stacks_of(eqn, loop)))}
     if not changed or signatures.has_effects(jaxpr):
         return jaxpr, ()
-    known: dict = {}  # the values of variables that equations read
 
-    def rule(eqn, values):
-        known.update((v, x) for v, x in zip(eqn.invars, values, strict=True) if not compat.is_literal(v))
-        if id(eqn) not in changed:
-            return None
-        loop = compat.loop_of(eqn)
-        assert loop is not None
-        return of_length[loop.length].run(eqn, loop, changed[id(eqn)], values, known)
+    def run(*args):
+        known: dict = {}  # the values of variables that equations read; tracers, which must not outlive the trace
 
-    run = lambda *args: jaxprs.evaluate(jaxpr, (), args, rule)
+        def rule(eqn, values):
+            known.update((v, x) for v, x in zip(eqn.invars, values, strict=True) if not compat.is_literal(v))
+            if id(eqn) not in changed:
+                return None
+            loop = compat.loop_of(eqn)
+            assert loop is not None
+            return of_length[loop.length].run(eqn, loop, changed[id(eqn)], values, known)
+
+        return jaxprs.evaluate(jaxpr, (), args, rule)
+
     return compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
 
 
