@@ -6,7 +6,6 @@ unchanged, and a loss can return batch statistics with `has_aux`.
 
 import dataclasses
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
@@ -277,7 +276,8 @@ def check_assigned(assigned: Collection, after: Sequence[nnx.State], averaged: n
     assigns its own value, and integers have no mean.
     """
     chosen = lambda state: [(path, x) for path, x in nnx.to_flat_state(state) if path in assigned]
-    for path, x in itertools.chain(*map(chosen, after)):
+    if lost := [pair for state in after for pair in chosen(state)]:
+        path, x = lost[0]
         raise TypeError(
             f"The loss function assigns to {variable_in_words(path)}, a {type(x).__name__}, which is not written back. "
             f"Make it a variable of another type, or assign to it outside of the loss."

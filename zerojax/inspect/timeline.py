@@ -5,7 +5,7 @@ collectives in order on another. The compute stream waits if the program reads t
 If the device has a slowdown, matrix products run slower while a collective runs, because both use the same processors.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -97,7 +97,7 @@ class Timeline:
     loops: list[LoopSpan] = field(default_factory=list)
     # Seconds that kernels wait for each collective, and by which products take longer because collectives run, in all
     # iterations of loops. A loop of unknown trip count counts as one iteration.
-    waits: Counter[Collective] = field(default_factory=Counter)
+    waits: defaultdict[Collective, float] = field(default_factory=lambda: defaultdict(float))
     slowed: float = 0.0
     times: int = 1  # how often the computation that is simulated runs
     now: float = 0.0  # the time that the compute stream has reached
@@ -150,7 +150,7 @@ class Timeline:
 
     def wait(self, span: Span, collective: Collective) -> None:
         if span.end > self.now:
-            self.waits[collective] += (span.end - self.now) * self.times  # pyright: ignore[reportArgumentType]
+            self.waits[collective] += (span.end - self.now) * self.times
             self.compute("waiting", span.end - self.now, span.name)
         span.done = self.now
 

@@ -82,10 +82,11 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
     def compile_step(batch: Any) -> CompiledStep:
         given = shapes, abstract(batch), *abstract(args)
         with kernels_for(config.mesh):
-            # Without `memory=`, a step is traced before anything is compiled.
-            lowering = lowered(moved.under(config).trace(*given), config.mesh)
+            # The meshes are checked before anything is compiled, and a step with `memory=` compiles to be traced.
+            traced = moved.under(config).trace(*given)
+            check_meshes(traced, config.mesh)
             fit = None if options.memory is None else moved.memory_fit(*given)
-            program = (moved.lower(*given) if fit else lowering).compile()
+            program = (moved if fit else traced).lower(*(given if fit else ())).compile()
         notes = (*([str(fit)] if fit else []), *moved.compiled_with)
         return CompiledStep(
             program,
@@ -179,10 +180,11 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
             try:
                 lowering = lowered(f.trace(placed(state), placed(batch), *placed(args)), mesh)
             except ValueError as error:
-                raise ValueError(
-                    f"The function cannot be lowered for {topology!r}: {error} If it names a mesh in in_shardings= or "
-                    f"out_shardings=, leave them out: its arguments have shardings."
-                ) from error
+                error.add_note(
+                    "If the function names a mesh in in_shardings= or out_shardings=, leave them out: its arguments "
+                    "have shardings."
+                )
+                raise
             return CompiledStep(lowering.compile())
 
     sharded = filter(None, map(named_sharding, jax.tree.leaves(batch)))
@@ -190,12 +192,10 @@ def program_of_function(f: Any, state: Any, batch: Any, args: tuple, topology: s
     return compile_function, math.lcm(*shards)
 
 
-def lowered(traced: Any, mesh: Mesh) -> Any:
-    """Lower a traced program for `mesh`.
+def check_meshes(traced: Any, mesh: Mesh) -> None:
+    """Raise a ValueError if a traced program names devices that `mesh` does not have, or another number of devices.
 
-    Raises:
-        ValueError: If the program names other devices, or another number of devices. XLA's compiler for GPUs ends the
-            process if a sharding has another number of devices than the program.
+    XLA's compiler for GPUs ends the process if a sharding has another number of devices than the program.
     """
     here = set(mesh.devices.flat)
     for eqn in jaxprs.equations(compat.opened(traced.jaxpr)[0]):
@@ -212,6 +212,10 @@ def lowered(traced: Any, mesh: Mesh) -> Any:
                     f"{mesh.size} devices, or make the loss and zero_shard on zerojax.gpus.devices.absent_mesh. "
                     f"plan.fit computes the rows of one device: give it the loss without the mesh."
                 )
+
+
+def lowered(traced: Any, mesh: Mesh) -> Any:
+    check_meshes(traced, mesh)
     return traced.lower()
 
 
@@ -262,7 +266,7 @@ def kernels_for(mesh: Mesh) -> Iterator[None]:
     thread = threading.get_ident()
 
     def in_this_thread(before: Callable, answer: Callable) -> Callable:
-        return lambda *args: (answer if threading.get_ident() == thread else before)(*args)
+        return lambda *args, **named: (answer if threading.get_ident() == thread else before)(*args, **named)
 
     with _ONE_AT_A_TIME, contextlib.ExitStack() as stack:
         for module, name, make in answers:

@@ -66,16 +66,21 @@ class PlainGradient:
         self.loss, self._recompute = loss, recompute
         self.args = abstract(packed(args))
         self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
+        self._gathered: dict[Any, WorkingSet] = {}
         self._costs: dict[Any, GradientCost] = {}
 
     def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
         """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time.
 
-        Stages and meshes that accumulate the same gradients share one program.
+        Stages and meshes that accumulate the same gradients share one program, and those that shard the same dims one
+        trace.
         """
         types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
+        traced = layout.compute, layout.trained, tuple((leaf.kind, leaf.dim) for leaf in layout.params), types
         with kernels_for(self._mesh):
-            gathered = program_of(config, layout, self.loss, rows, self.args)
+            if traced not in self._gathered:
+                self._gathered[traced] = program_of(config, layout, self.loss, rows, self.args)
+            gathered = self._gathered[traced]
             sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
             accumulated = frozenset(sharded - gathered.stacks)
             key = layout.compute, layout.trained, accumulated, types

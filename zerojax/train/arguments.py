@@ -130,7 +130,10 @@ def _name(path: tuple) -> str:
 
 
 def is_even(batch: PyTree, parts: int) -> bool:
-    """Return whether the leaves are plain arrays of numbers that have equally many rows, a multiple of `parts`."""
+    """Return whether a batch is surely right: arrays with equally many rows, a multiple of `parts`.
+
+    Otherwise `check_batch` decides, which a plain step does not import.
+    """
     leaves = jax.tree.leaves(batch)
     others = [x for x in leaves if not isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
     if not all(isinstance(x, np.ndarray) and x.dtype.kind in "biufc" for x in others):
