@@ -310,3 +310,24 @@ def test_a_value_of_a_parameter_and_of_a_constant_is_read_before_its_block():
     tx = sharded("global")
     grads = jax.jit(tx.value_and_grad(loss))(tx.shard(w), X)[1]
     assert_gradient(tx.unshard(grads), jax.jit(jax.grad(loss))(w, X))
+
+
+FLAT = {
+    "sum": lambda w: jnp.sum(w.ravel()[128:256]),
+    "squares": lambda w: jnp.sum(w.ravel()[:128] ** 2),
+    "constant": lambda w: lax.stop_gradient(jnp.mean(jnp.abs(w.ravel()[128:256]))),
+    "maximum": lambda w: jnp.max(w.ravel()[384:]),
+    "shaped": lambda w: jnp.sum(w.reshape(-1)[128:256].reshape(16, 8) ** 3),
+    "padded": lambda w: jnp.sum(jnp.pad(w.ravel(), (128, 256), constant_values=2.0) ** 2),
+}
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_part_of_a_flattened_parameter_is_that_of_one_device(name):
+    """One block of the flattened parameter: the rows of a divided dim, and no device has a part of every block."""
+    params = {"w": jax.random.normal(jax.random.key(0), (4, 128))}
+    loss = lambda params, x: jnp.mean((x @ params["w"]) ** 2) + FLAT[name](params["w"])
+    found, grads = jax.jit(sharded("global").value_and_grad(loss))(sharded("global").shard(params), X[:, :4])
+    expected, gradient = jax.value_and_grad(loss)(params, X[:, :4])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)  # the devices add up their rows in another order
+    assert_gradient(grads, gradient)

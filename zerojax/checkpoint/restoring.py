@@ -27,7 +27,7 @@ from zerojax.comm.mesh import on_auto_mesh
 from zerojax.comm.processes import Processes
 from zerojax.compat import common_dtype
 from zerojax.layout.leaf import Leaf, is_chunked
-from zerojax.offload.chunked import filled, joined, replaced
+from zerojax.offload.chunked import filled, kept, replaced
 from zerojax.optim.description import Description, description_of
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.train.state import ZeroState
@@ -97,7 +97,7 @@ def read_state(
         array = wanted[name].array
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
             raise ValueError(f"{name} was not saved, and like= has only its shape. Give live arrays to keep its value.")
-        restored[name] = replaced(array, joined(array)) if is_chunked(array) else jnp.copy(array)
+        restored[name] = kept(array) if is_chunked(array) else jnp.copy(array)
     return with_leaves(like, restored), matched
 
 

@@ -106,6 +106,8 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
     if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
         return result_dims(body, given, layers)
     first = dims[divided[0]]
+    if isinstance(first, Flat) and name in ("pad", "slice"):  # a part of a flattened array is no part of each shard
+        return unknown
     count = first.length if isinstance(first, Flat) else divided[0].aval.shape[first]
     if count == 1 or not (name in _OF_LAYERS if layers else name in OF_SHARDS or _is_product_of_shards(eqn)):
         return unknown

@@ -275,6 +275,13 @@ def replaced(node: Chunked, x: Shaped[Array, "*storage"]) -> Chunked:
     return dataclasses.replace(node, chunks=moved)
 
 
+def kept(node: Chunked) -> Chunked:
+    """Return a copy of an offloaded leaf. A leaf on disk stays where it is, and belongs to the new state alone."""
+    if node.store is None:
+        return replaced(node, joined(node))
+    return dataclasses.replace(node, chunks=(node.store.keep(*node.chunks),))
+
+
 def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> Iterator[Shaped[Array, "*chunk"]]:
     """Yield the chunks of an array on the devices, one at a time. `split_chunks` makes all chunks at once."""
     sharding = x.sharding

@@ -58,6 +58,7 @@ class StateFiles:
         self._index: dict[tuple[int, int], int] = {}
         self._version, self._is_whole = 0, True
         self._every, self._saved = frozenset(leaves), set[int]()  # the leaves of a version, and those written so far
+        self._before: int | None = None  # the version of leaves that `writing` has not changed yet
         self.writes = 0  # a count of the chunks that were written, or are waiting to be
         self._specs: list[ChunkSpec] = []
         self._in_memory: set[int] = set()
@@ -152,7 +153,11 @@ class StateFiles:
 
         Until all leaves are written, no leaf can be read.
         """
-        if self._is_whole or k in self._saved:  # in the second case, earlier writing of all leaves failed
+        if self._is_whole:
+            before = self._version
+            self.abandon_version()
+            self._before = before
+        elif k in self._saved:  # earlier writing of all leaves failed
             self.abandon_version()
         yield np.array(self._version, np.int32)
         self._saved.add(k)
@@ -160,7 +165,15 @@ class StateFiles:
             self.flush()
             self._is_whole = True
 
+    def keep(self, k: int, version: Any) -> Int[np.ndarray, ""]:
+        """Keep the values of leaf `k` while other leaves are written. Return the version that the leaf will have."""
+        if self._is_whole or number_of(version, self.path) != self._before:
+            self.require(version)
+        with self.writing(k) as new:
+            return new
+
     def abandon_version(self) -> None:
+        self._before = None
         self._copying.clear()
         self._saved.clear()
         self._version, self._is_whole = self._version + 1, False
@@ -220,6 +233,9 @@ class LeafFiles:
             wait(copies)
             raise
         return copies
+
+    def keep(self, version: Any) -> Int[np.ndarray, ""]:
+        return self.files.keep(self.k, version)
 
     def write(self, chunks: Iterable[Sequence[np.ndarray]]) -> Int[np.ndarray, ""]:
         """Write the shards of each chunk, and return the new version. It is complete when every leaf is written."""
