@@ -256,8 +256,11 @@ def test_in_bfloat16_the_cotangent_has_the_type_of_the_wide_weight(view):
     assert found["int8"] == pytest.approx(usual["bfloat16"] / 2, rel=0.02)
 
 
-def quantised_product(reads_weight):
-    """A product that quantises the weight itself. Its backward pass reads the quantised weight, or also the weight."""
+def quantised_product(reads_weight, *, counts=False):
+    """A product that quantises the weight itself. Its backward pass reads the quantised weight, or also the weight.
+
+    With `counts`, it also returns how many values are clipped.
+    """
 
     @jax.custom_vjp
     def product(x, w):
@@ -266,10 +269,11 @@ def quantised_product(reads_weight):
     def forward(x, w):
         scale = jnp.max(jnp.abs(w), axis=0, keepdims=True) / 128
         q = jnp.clip(jnp.round(w / scale), -127, 127).astype(jnp.int8)
-        return (x @ q.astype(x.dtype)) * scale, (x, w, q, scale)
+        y = (x @ q.astype(x.dtype)) * scale
+        return (y, jnp.sum(jnp.abs(q) == 127)) if counts else y, (x, w, q, scale)
 
     def backward(kept, g):
-        x, w, q, scale = kept
+        (x, w, q, scale), g = kept, g[0] if counts else g
         of_x = g @ w.T if reads_weight else (g * scale) @ q.astype(g.dtype).T
         return of_x, x.T @ g
 
@@ -301,6 +305,19 @@ def test_a_product_that_quantises_a_weight_itself(style, view, reads_weight):
     assert found == {"float32": usual} if reads_weight else found["int8"] == pytest.approx(usual / 4)
     assert reads_weight or found.get("float32", 0) <= 0.03  # the scales
     assert_same_gradient(loss, params, view)
+
+
+def test_a_quantised_product_may_also_return_an_integer():
+    """A count of clipped values has no cotangent."""
+    product = quantised_product(reads_weight=False, counts=True)
+
+    def loss(layers, x):
+        results = [product(x, w["up"]) for w in layers]
+        return sum(jnp.mean(y**2) + 0 * count for y, count in results)
+
+    found = passes(loss, parameters("unrolled", PADDED))
+    assert found["int8"] > 0
+    assert found.get("float32", 0) <= 0.03  # the scales
 
 
 @pytest.mark.quick(1)

@@ -141,22 +141,23 @@ def _is_product_of_shards(eqn: Any) -> bool:
     return not batch and (is_inner or any(not atom.aval.shape for atom in eqn.invars))
 
 
-def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: Mapping) -> Any:
+def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: Mapping, *, others: bool = False) -> Any:
     """Return the closed jaxpr of a function `run(values)` and its derivative.
 
-    The jaxpr is `(*operands, *cotangents) -> (*active results, *cotangents of the operands `moving`)`. `atoms` have the
-    types of the operands. `active` maps the indices of the results that have cotangents to variables of their types.
+    The jaxpr is `(*operands, *cotangents) -> (*active results, *other results, *cotangents of the operands `moving`)`,
+    where the other results need `others`. `run` returns None for a result that is dropped. `atoms` have the types of
+    the operands. `active` maps the indices of the results that have cotangents to variables of their types.
     """
 
     def both(*args):
         values = args[: len(atoms)]
 
         def of_moving(*some):
-            results = run(replace_items(values, moving, some))
-            return [results[k] for k in active]
+            found = run(replace_items(values, moving, some))
+            return [found[k] for k in active], [x for k, x in enumerate(found) if others and k not in active]
 
-        found, pull = jax.vjp(of_moving, *(values[i] for i in moving))
-        return *found, *pull(list(args[len(atoms) :]))
+        found, pull, rest = jax.vjp(of_moving, *(values[i] for i in moving), has_aux=True)
+        return *found, *jax.tree.leaves(rest), *pull(list(args[len(atoms) :]))
 
     return jax.make_jaxpr(both)(*map(bare, [*atoms, *active.values()]))
 

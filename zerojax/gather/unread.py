@@ -48,8 +48,6 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
     results = [dims.get(v, -1) for v in eqn.outvars if not compat.is_dropped(v)]
     if not divided or (-1 not in results and None not in results):
         return None
-    if not all(jaxprs.differentiable(v.aval.dtype) for v in eqn.outvars if not compat.is_dropped(v)):
-        return None
     # Zero cotangents of Flax's extended types are -inf, which must not be added to the cotangents of the shards.
     if any(jax.dtypes.issubdtype(a.aval.dtype, jax.dtypes.extended) for a in eqn.invars):
         return None
@@ -75,11 +73,13 @@ class _Call:
 
     def __init__(self, eqn: Any):
         self.eqn, self.moving = eqn, _moving_operands(eqn)
-        active = {k: v for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)}
-        run, self.active = functools.partial(compat.evaluate_one, eqn), [*active]
+        kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
+        self.active = [k for k in kept if jaxprs.differentiable(eqn.outvars[k].aval.dtype)]  # they have cotangents
+        self.order = [*self.active, *(k for k in kept if k not in self.active)]  # of the results in `passes`
+        run, active = functools.partial(compat.evaluate_one, eqn), {k: eqn.outvars[k] for k in self.active}
         # `(*operands, *cotangents) -> (*results, *cotangents of the operands)`
-        self.passes, self.consts = compat.opened(flat(both_passes(run, eqn.invars, self.moving, active)))
-        count, first = len(eqn.invars), len(active)
+        self.passes, self.consts = compat.opened(flat(both_passes(run, eqn.invars, self.moving, active, others=True)))
+        count, first = len(eqn.invars), len(self.order)
         self.operands, self.cotangents = list(self.passes.invars[:count]), list(self.passes.invars[count:])
         self.results = list(self.passes.outvars[:first])
         self.pulled = dict(zip(self.moving, self.passes.outvars[first:], strict=True))
@@ -146,21 +146,23 @@ class _Call:
             return both(*args)[0]
 
         def backward_pass(kept, cotangents):
-            pulled = dict(zip(self.moving, second(*kept, *cotangents), strict=True))
+            pulled = second(*kept, *cotangents[: len(self.active)])
+            pulled = dict(zip(self.moving, pulled, strict=True))
             return (pulled[i], *[None] * len(scales), *(pulled.get(k) for k in others))
 
         product.defvjp(both, backward_pass)
         weight = straight_through(values[i], copy)
         scales = [lax.stop_gradient(x) for x in scales]
         found = product(weight, *scales, *(values[k] for k in others))
-        by_place = dict(zip(self.active, found, strict=True))
+        by_place = dict(zip(self.order, found, strict=True))
         return [by_place.get(k) for k in range(len(self.eqn.outvars))]
 
     def apart(self, k: int, operands: Collection[int], values: Sequence) -> jax.Array | None:
         """Compute result `k` alone. Return None if it needs `operands`, or if a cotangent depends on its cotangent."""
-        result, cotangent = (of[self.active.index(k)] for of in (self.results, self.cotangents))
+        result = self.results[self.order.index(k)]
         _, moved = jaxprs.needed_for(self.passes.eqns, list(self.pulled.values()))
         _, reads = jaxprs.needed_for(self.passes.eqns, [result])
-        if cotangent in moved or not reads.isdisjoint(self.operands[i] for i in operands):
+        is_moving = k in self.active and self.cotangents[self.active.index(k)] in moved
+        if is_moving or not reads.isdisjoint(self.operands[i] for i in operands):
             return None
         return lax.stop_gradient(part(self.passes, (), self.operands, [result])(*values)[0])
