@@ -150,3 +150,19 @@ def test_device_view():
         np.testing.assert_allclose(found, expected, rtol=1e-5)
         with pytest.raises(ValueError, match="Manual"):  # what JAX says: docs/troubleshooting.md
             tx.value_and_grad(model.loss)(stored, batch)
+
+
+def test_types_of_a_batch_with_fewer_rows_on_a_device_than_devices():
+    """In device view, `batch_spec` divides one device's part over the other axes."""
+    mesh = mesh_of(EXPLICIT, EXPLICIT)
+    seen = []
+
+    def loss(params, batch):
+        seen.append(jax.typeof(batch).sharding.spec)
+        return jnp.mean(jnp.einsum("rsi,ij->rsj", batch, params["w"]) ** 2)
+
+    axes = mesh.axis_names
+    tx = zero(mesh, 3, view="device", batch_spec=P(*axes))
+    rows = mesh.shape[axes[0]]
+    tx.train_step(loss)(tx.create({"w": jnp.ones((8, 8))}), np.ones((rows, 4 * mesh.shape[axes[1]], 8), np.float32))
+    assert {spec[1] for spec in seen} == {axes[1]}

@@ -150,6 +150,13 @@ def test_flops_are_counted_along_the_dim_that_is_sharded():
     assert (work.summed, work.sums) == (4 * 8 * 8, 1)
 
 
+def cheap_branch_sums(x):
+    """The cheaper branch of a cond sums over the stack."""
+    costly = lambda y: y @ y.transpose(0, 2, 1) @ y
+    y = x @ x.transpose(0, 2, 1) @ x
+    return jax.lax.cond(jnp.zeros(()) > 1, costly, lambda y: y / jnp.sum(jnp.abs(y), 0, keepdims=True), y)
+
+
 @pytest.mark.parametrize(
     ("stacked", "matrices"),
     [
@@ -162,8 +169,9 @@ def test_flops_are_counted_along_the_dim_that_is_sharded():
         (lambda x: x.reshape(12, 8, 24).reshape(6, 16, 24) @ x.transpose(0, 2, 1) @ x, 1),
         (lambda x: jax.lax.scan(lambda c, m: (c + m, c @ m.T @ m), x[0], x)[1], 1),
         (lambda x: x @ x.transpose(0, 2, 1) * jnp.arange(len(x))[:, None, None] @ x, 1),
+        (cheap_branch_sums, 1),
     ],
-    ids=["batch", "vmap", "norm of all", "mean", "reversed", "cumulated", "reshaped", "scanned", "a factor for each"],
+    ids="batch vmap norm_of_all mean reversed cumulated reshaped scanned a_factor_for_each cheap_branch".split(),
 )
 def test_a_stack_is_owned_layer_by_layer_only_if_its_layers_do_not_meet(stacked, matrices):
     scale = optax.stateless(lambda grads, _: jax.tree.map(lambda x: -1e-2 * stacked(x), grads))

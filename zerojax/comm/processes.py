@@ -29,7 +29,7 @@ from jax.sharding import Mesh
 
 from zerojax.internals import coordination_client
 
-TICK_S = 0.05
+TICK_S, LONGEST_TICK_S = 0.05, 1.0
 PERIOD_S = 1.0  # between two publications of one process, if there are few
 MOST_PER_SECOND = 64  # messages to the coordinator from all processes together
 REMEMBERED = 32  # how many of the last calls a process publishes
@@ -160,12 +160,15 @@ class Events:
 
     def _watch(self) -> None:
         """Watch calls, publish them, and read notices of others, until the process ends. Runs in a thread."""
-        waited, slept = 0.0, 0.0  # Time in which a debugger or the machine stopped the process does not count.
+        waited, slept, before = 0.0, 0.0, time.monotonic()
         while not self._at_end.wait(TICK_S):
+            now = time.monotonic()
+            # Time in which a debugger or the machine stopped the process does not count.
+            passed, before = min(now - before, LONGEST_TICK_S), now
             while self._limited and self._limited[0].has_ended:
                 self._limited.popleft()
                 waited = 0.0
-            waited, slept = waited + TICK_S if self._limited else 0.0, slept + TICK_S
+            waited, slept = waited + passed if self._limited else 0.0, slept + passed
             if self._limited and waited > self._limited[0].limit:
                 self._say_late(self._limited[0])
             if rank()[1] > 1 and slept > period():
@@ -210,7 +213,8 @@ class Events:
         call = self._calls[-1] if self._calls else None
         if call is None or call.has_ended or time.monotonic() - call.begun < STUCK_S:
             return
-        for other, notice in failed.items():
+        if failed:
+            other, notice = next(iter(failed.items()))
             text = notice["text"]
             why = text if text.startswith("process") else f"process {other} ended after: {text}"
             leave(notice["status"], say(f"process {index} cannot end {call.name}: {why}"))

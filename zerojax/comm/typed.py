@@ -26,7 +26,6 @@ from zerojax import compat, jaxprs
 from zerojax.comm import rebinding
 from zerojax.comm.mesh import Typed, explicit_part, is_typed, to_auto, without_types
 from zerojax.config import Config, with_auto_axes
-from zerojax.config.batch_dims import is_divisible
 from zerojax.config.data_mesh import axes_of, entry_axes, is_spec, spec_entry
 from zerojax.jaxprs import ARRAYS, split_arrays
 from zerojax.layout.tree import Layout
@@ -84,7 +83,8 @@ class TypedLoss:
         rows = PartitionSpec(spec_entry(config.data.batch))
         specs = jax.tree.map(lambda _: rows, batch) if config.batch_spec is None else config.batch_spec.over(batch)
         specs = jax.tree.map(named, specs, is_leaf=is_spec)
-        if not is_divisible(batch, config.data, config.batch_spec):
+        divided = jax.tree.map(lambda spec, x: is_divided(config, spec, x), specs, batch, is_leaf=is_spec)
+        if not all(jax.tree.leaves(divided)):
             specs = full(batch)
         of_args = jax.tree.map(lambda x: named(x.spec) if is_typed(x) else PartitionSpec(), args, is_leaf=is_typed)
         return of_params, full(mutable), specs, of_args
@@ -97,6 +97,12 @@ def on_one_device(config: Config) -> Config:
         return config
     one = mesh.devices.ravel()[:1].reshape((1,) * mesh.devices.ndim)
     return dataclasses.replace(config, user_mesh=Mesh(one, mesh.axis_names, axis_types=mesh.axis_types))
+
+
+def is_divided(config: Config, spec: PartitionSpec, x: Any) -> bool:
+    """Return whether the mesh axes of a spec divide the dims of an array, in device view of one device's part."""
+    parts = [config.data.size(entry_axes(entry)) for entry in spec]
+    return len(parts) <= np.ndim(x) and all(n % k == 0 for n, k in zip(np.shape(x), parts, strict=False))
 
 
 def typed_mesh(mesh: Mesh) -> AbstractMesh:

@@ -279,12 +279,14 @@ class Costs:
         return carry
 
     def _cond(self, eqn: Any, dims: list[int | None]) -> list[int | None]:
-        """Follow the dim through branches, which must agree. Count the costliest branch."""
+        """Follow the dim through branches, which must agree. Count the costliest branch, and the sums of any branch."""
         branches = [(Costs(), compat.opened(branch)[0]) for branch in eqn.params["branches"]]
         found = [inside.follow(body, dims[1:]) for inside, body in branches]
         if any(outs != found[0] for outs in found):
             raise LostError(eqn)
-        self.add(max((inside for inside, _ in branches), key=lambda inside: inside.flops))
+        costliest = max((inside for inside, _ in branches), key=lambda inside: inside.flops)
+        costliest.sums = max(inside.sums for inside, _ in branches)  # `_is_stack` asks whether there is one
+        self.add(costliest)
         return found[0]
 
     def _dot(self, eqn: Any, lhs: int | None, rhs: int | None) -> int | None:
@@ -331,6 +333,8 @@ class Costs:
         """Follow the dim through an equation without products, by the rules of `zerojax.dims`."""
         sizes = {atom.aval.shape[d] for atom, d in zip(eqn.invars, dims, strict=True) if d is not None}
         if not sizes:
+            for body in compat.inner_jaxprs(eqn):  # such as those of a linear solve
+                self._inside(body, [None] * len(body.invars))
             return [None] * len(eqn.outvars)
         if len(sizes) > 1:
             raise LostError(eqn)

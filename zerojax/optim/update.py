@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
@@ -154,7 +155,8 @@ def update(
     keep = lambda values, leaves: [to_storage(config.mesh, x, leaf) for x, leaf in zip(values, leaves, strict=True)]
     types = [part.dtype for part in plan.grads]
     wide = [common_dtype(x.dtype, dtype) for x, dtype in zip(grads, types, strict=True)]
-    run: Callable = plan.update(config, applies=applies)
+    run: Callable = plan.update(config, applies=False)
+    params = None if params is None else [to_device(x) for x in params]
     if plan.may_have_owners:
         from zerojax.optim.equations import update_by_owners
 
@@ -162,14 +164,19 @@ def update(
     results, new_state = run(
         views(cast(grads, wide), plan.grads),
         views(jax.tree.leaves(state), plan.state),
-        None if params is None else views(cast([to_device(x) for x in params], types), plan.grads),
+        None if params is None else views(cast(params, types), plan.grads),
         extra,
     )
     if wide != types and plan.offloaded:
         from zerojax.optim.mismatch import check_state_dtypes
 
         check_state_dtypes(new_state, plan.state)
-    return keep(results, plan.grads), jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
+    results = keep(results, plan.grads)
+    if applies:  # to storage: XLA would pad both a wide and a narrow copy of new logical parameters
+        assert params is not None
+        moved: Any = results if config.has_master_weights else optax.apply_updates(params, results)
+        results = cast(moved, [leaf.dtype for leaf in plan.trained.params])
+    return results, jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
 
 
 @jax.named_scope(UPDATE)

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 NAMED = 3
 
 
-ON_ONE_DEVICE = "on one device"
-
-
 def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> str:
     """Describe the placement of a real (not traced) array if it differs from the plan. Otherwise, return "".
 
@@ -32,17 +29,21 @@ def misplaced(leaf: Leaf, x: Any, data: Sequence[str]) -> str:
     x = x.storage if is_padded(x) else x
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or is_chunked(x) or leaf.shards == 1:
         return ""
-    planned, sharding, one_device = over(leaf.spec, data), x.sharding, False
+    planned, sharding = over(leaf.spec, data), x.sharding
     if isinstance(sharding, NamedSharding) and set(data) <= set(sharding.mesh.axis_names):
         found = over(sharding.spec, data)
     elif sharding.is_fully_replicated:
-        found, one_device = (), len(sharding.device_set) == 1
+        found = ()
     else:
         return ""  # a sharding without mesh axes, such as the compiler's, may equal the plan
     if found == planned:
         return ""
     wanted, instead = placements_in_words(planned, found)
-    return f"planned: {wanted}; found: {ON_ONE_DEVICE if one_device else instead}"
+    return f"planned: {wanted}; found: {'on one device' if is_on_one_device(x) else instead}"
+
+
+def is_on_one_device(x: Any) -> bool:
+    return not isinstance(x.sharding, NamedSharding) and len(x.sharding.device_set) == 1
 
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -78,8 +79,10 @@ def warn_of_misplaced(
     for name, tree, leaves in trees:
         nodes = jax.tree.leaves(tree, is_leaf=is_stored_node)
         placed = zip(leaves, nodes, strict=True) if len(leaves) == len(nodes) else ()  # other checks refuse it
-        how = {f"{name}{leaf.path}": misplaced(leaf, x, data) for leaf, x in placed if leaf.kind != "replicated"}
-        found |= {path: text for path, text in how.items() if text and not text.endswith(ON_ONE_DEVICE)}
+        for leaf, node in placed:
+            x = node.storage if is_padded(node) else node
+            if leaf.kind != "replicated" and (text := misplaced(leaf, x, data)) and not is_on_one_device(x):
+                found[f"{name}{leaf.path}"] = text
     if found:
         first = ", ".join(f"{path} ({text})" for path, text in list(found.items())[:NAMED])
         more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""

@@ -7,14 +7,13 @@ call.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from jax.sharding import Mesh
 
 from zerojax.comm.processes import EVENTS, Call, is_of_all
-from zerojax.train.arguments import place_batch
 from zerojax.train.protocol import Executor
 from zerojax.train.same_run import SameCalls, require_same_programs
 from zerojax.train.state import ZeroState
@@ -42,8 +41,12 @@ class Guard:
         self._limit, self._ends = limit_of(program.options.timeout, program.config.mesh), bool(program.options.timeout)
 
     @contextmanager
-    def around(self, number: int, state: ZeroState, batch: Any, args: tuple) -> Iterator[Call]:
+    def around(
+        self, number: int, state: ZeroState, batch: Any, place: Callable[[], Any], args: tuple
+    ) -> Iterator[Call]:
         """Compare a call and its program before the step runs. A call that compiles is watched only after it.
+
+        `place` returns the batch on the devices.
 
         Yield the call that the other processes see. The caller sets its `result` when the step is dispatched.
         """
@@ -51,8 +54,7 @@ class Guard:
         is_new = self._same.is_new(state.plan, batch, args, state.step)
         with EVENTS.calling(f"step {number} with {program.name}", config.mesh) as event:
             if is_new and not config.params_on_disk:
-                rows = lambda: place_batch(config, batch, program.options.accumulate)
-                lower = lambda: self._executor.trace(state, rows(), args).lower()
+                lower = lambda: self._executor.trace(state, place(), args).lower()
                 require_same_programs(config, self._what, [lower])
             if not is_new:
                 EVENTS.limit(event, self._limit, ends=self._ends)

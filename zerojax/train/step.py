@@ -170,15 +170,15 @@ class Step(AheadOfTime):
         number = next(self._calls)  # `state.step` is not read, because that would wait for the devices
         if number == 0:
             self._warn_of_misplaced(state)
+        place = functools.cache(lambda: place_batch(config, batch, self.options.accumulate))
         if self._guard is None:
-            return self._run(number, state, batch, args)
-        with self._guard.around(number, state, batch, args) as event:
-            state, metrics = self._run(number, state, batch, args)
+            return self._run(number, state, place(), args)
+        with self._guard.around(number, state, batch, place, args) as event:
+            state, metrics = self._run(number, state, place(), args)
             event.result = metrics["loss"]
         return state, metrics
 
-    def _run(self, number: int, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, Metrics]:
-        rows = place_batch(self.config, batch, self.options.accumulate)
+    def _run(self, number: int, state: ZeroState, rows: Any, args: tuple) -> tuple[ZeroState, Metrics]:
         wait_if_simulated(self.config.mesh, state)
         try:
             with jax.profiler.StepTraceAnnotation("train", step_num=number):
