@@ -181,11 +181,9 @@ class Events:
         """Print what is known about a call that takes too long, and end the process if the call `ends` it."""
         (index, count), name = rank(), call.name.partition(" with ")[0]
         within = f"{'timeout=' if call.ends else ''}{call.limit:g} s"
-        said = [f"{name} did not end within {within} on process {index} of {count}."]
+        said = [say(f"{name} did not end within {within} on process {index} of {count}.")]
         with suppress(Exception):  # the coordination service may be gone
-            said += self._behind() if count > 1 else []
-        for line in said:
-            say(line)
+            said += [say(line) for line in self._behind()] if count > 1 else []
         faulthandler.dump_traceback(sys.stderr)
         if call.ends:
             leave(AGAIN, " ".join(said))
