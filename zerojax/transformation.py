@@ -29,13 +29,13 @@ Given = TypeVarTuple("Given")
 def init(config: Config, params: Any) -> Any:
     from zerojax.train import tree_api
 
-    return tree_api.init(config, params)
+    return tree_api.create_opt_state(config, params)
 
 
 def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     from zerojax.train import tree_api
 
-    return tree_api.update(config, updates, state, params, **extra)
+    return tree_api.update_tree(config, updates, state, params, **extra)
 
 
 class TreeTransformation(optax.GradientTransformationExtraArgs):
@@ -234,7 +234,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         """
         check_count("accumulate", accumulate, "microbatches", least=1)
         loss = Loss(loss_fn, has_aux, weighted, mutable, reduction)
-        return self._trees.value_and_grad(self.config, loss, accumulate=accumulate)
+        return self._trees.differentiate_tree(self.config, loss, accumulate=accumulate)
 
     def shardings(self, params: Any) -> Shardings:
         """Return trees of the `NamedSharding`s of parameters, gradients and optimizer state, one for each `Padded`.

@@ -8,7 +8,7 @@ import pytest
 
 from zerojax.config import DataMesh, LayoutPolicy
 from zerojax.layout.tree import lay_out
-from zerojax.optim.description import description_of, in_words
+from zerojax.optim.description import describe_constant, description_of
 
 PARAMS = {"w": jax.ShapeDtypeStruct((4, 3), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
 
@@ -25,15 +25,17 @@ PARAMS = {"w": jax.ShapeDtypeStruct((4, 3), jnp.float32), "b": jax.ShapeDtypeStr
     ],
 )
 def test_a_constant_is_a_number_or_a_digest(value, text):
-    assert in_words(value) == text
-    ones = in_words(np.ones(2, np.float32))
+    assert describe_constant(value) == text
+    ones = describe_constant(np.ones(2, np.float32))
     assert ones.startswith("float32[2] ")
-    assert ones == in_words(jnp.ones(2)) != in_words(np.array([1, 2], np.float32))
+    assert ones == describe_constant(jnp.ones(2)) != describe_constant(np.array([1, 2], np.float32))
 
 
 def test_a_key_is_described_by_its_data():
     assert (
-        in_words(jax.random.key(1)) == in_words(jax.random.key_data(jax.random.key(1))) != in_words(jax.random.key(2))
+        describe_constant(jax.random.key(1))
+        == describe_constant(jax.random.key_data(jax.random.key(1)))
+        != describe_constant(jax.random.key(2))
     )
 
 

@@ -17,7 +17,7 @@ from models import awkward_params
 from zerojax import Tuning, zero_shard
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.optim import logical_state
-from zerojax.optim.transformation import with_extra_args
+from zerojax.optim.wrapped import with_extra_args
 from zerojax.train import eval_step
 from zerojax.train import step as train_step
 

@@ -7,13 +7,12 @@ import sys
 import pytest
 
 OPTIONAL = {
+    "attachments",
     "eval_step",
     "fitting",
-    "guard",
-    "leaf_norms",
     "moved_state",
+    "optional_outputs",
     "params",
-    "protocol",
     "same_run",
     "staged_step",
     "streamed_step",
@@ -59,8 +58,8 @@ def test_a_step_without_options_loads_no_code_of_options():
     [
         ("zerojax.Offload(optimizer='host'), {}", {"streamed_step"}),
         ("None, {'memory': '1 GB'}", {"fitting", "same_run"}),
-        ("None, {'timeout': 600}", {"guard", "protocol", "same_run"}),
-        ("None, {'leaf_norms': True}", {"leaf_norms"}),
+        ("None, {'timeout': 600}", {"attachments", "same_run"}),
+        ("None, {'leaf_norms': True}", {"optional_outputs"}),
     ],
 )
 def test_an_option_loads_its_own_code_alone(given, more):

@@ -9,7 +9,15 @@ import pytest
 from conftest import mesh_of
 
 from zerojax import Offload, Tuning, zero_shard
-from zerojax.train.same_run import SameCalls, checksum, checksums, environment, in_words, run_record, signature_of
+from zerojax.train.same_run import (
+    SameCalls,
+    checksum_of_array,
+    checksums,
+    comparable,
+    environment,
+    run_record,
+    signature_of,
+)
 
 PARAMS = {"w": jnp.ones((16, 8)), "b": jnp.ones(3)}
 
@@ -46,8 +54,8 @@ def test_a_record_of_a_run_names_options_and_leaves():
 
 
 def test_options_in_words_are_the_same_on_every_process():
-    assert in_words((1, [print, "a"])) == [1, ["a function", "a"]]
-    assert in_words(Offload(optimizer="host", where=print))["where"] == "a function"
+    assert comparable((1, [print, "a"])) == [1, ["a function", "a"]]
+    assert comparable(Offload(optimizer="host", where=print))["where"] == "a function"
 
 
 def test_a_call_is_new_once_for_each_signature():
@@ -78,14 +86,14 @@ def test_a_checksum_depends_on_each_element_and_its_place(dtype):
     x = np.arange(24).reshape(4, 6).astype(getattr(ml_dtypes, dtype, dtype))
     other = x.copy()
     other[3, 5] = not other[3, 5] if dtype == "bool" else other[3, 5] + 1
-    found = {int(checksum(jnp.asarray(y))) for y in (x, other, x[::-1].copy())}
+    found = {int(checksum_of_array(jnp.asarray(y))) for y in (x, other, x[::-1].copy())}
     assert len(found) == 3
-    assert int(checksum(jnp.asarray(x))) == int(checksum(jnp.asarray(x.copy())))
+    assert int(checksum_of_array(jnp.asarray(x))) == int(checksum_of_array(jnp.asarray(x.copy())))
 
 
 def test_each_bit_counts():
     bits = 1 << np.arange(32, dtype=np.uint32)
-    assert len({int(checksum(jnp.asarray(bit)[None])) for bit in (*bits, np.uint32(0))}) == 33
+    assert len({int(checksum_of_array(jnp.asarray(bit)[None])) for bit in (*bits, np.uint32(0))}) == 33
 
 
 def test_keys_and_numbers_have_checksums_and_words_have_none():

@@ -16,9 +16,9 @@ import several
 from test_same_run import begin, loss
 
 from zerojax.comm.processes import AGAIN, EVENTS
-from zerojax.train import guard
+from zerojax.train import attachments
 from zerojax.train import step as train_step
-from zerojax.train.guard import limit_of
+from zerojax.train.attachments import limit_of
 
 ROWS = np.ones((8, 4), np.float32)
 
@@ -46,8 +46,8 @@ def hang():
 
 def be_late_without_a_limit():
     """As with several processes, where a step waits for the others."""
-    guard.DEFAULT_S, guard.is_of_all = 1.0, lambda mesh: True
-    train_step.guard_of = guard.Guard
+    attachments.DEFAULT_S, attachments.is_of_all = 1.0, lambda mesh: True
+    train_step.guard_of = attachments.Guard
     take_steps(calling(lambda x: time.sleep(4 * (x == 1))))
 
 
@@ -132,8 +132,8 @@ def test_a_limit_is_set_where_processes_would_wait_for_each_other(monkeypatch):
     mesh = jax.make_mesh((8,), ("data",))
     assert limit_of(None, mesh) is None
     assert limit_of(5, mesh) == 5
-    monkeypatch.setattr(guard, "is_of_all", lambda mesh: True)
-    assert limit_of(None, mesh) == guard.DEFAULT_S >= 600
+    monkeypatch.setattr(attachments, "is_of_all", lambda mesh: True)
+    assert limit_of(None, mesh) == attachments.DEFAULT_S >= 600
     assert limit_of(float("inf"), mesh) is None
 
 

@@ -2,18 +2,18 @@
 
 The core is four files:
 
-1. `transformation` calls the wrapped transformation.
+1. `wrapped` calls the wrapped transformation.
 2. `elementwise` finds the leaves whose update is elementwise. These leaves may be flat, or be updated in chunks.
 3. `sharding_plan` plans from shapes how parameters, gradients and state are sharded.
 4. `update` makes the first state, and runs the update in the program of a step.
 
 The other files are loaded when an option or an update needs them:
 
-- `traced`, `planned_update`: the update as equations, and what a plan says of it.
+- `traced`: the update as equations.
 - `cores` finds the core of each leaf's update, which is the part that needs the full leaf. `owned` decides which cores
   owners compute: an owner is a device, or a few neighbouring devices. `equations` stacks equal cores, and
   `zerojax.comm.owners` sends them to their owners and back.
-- `partition`: offloaded state, and the groups of the update, which `zerojax.streaming` runs.
+- `partition`: offloaded state, the groups of the update, which `zerojax.streaming` runs, and what a plan says of both.
 - `master_weights`: wide copies of narrow parameters.
 - `returned_state`, `logical_state`: the state outside of a step. `description`: the transformation in a checkpoint.
 - `mismatch`: why a state does not fit a step.

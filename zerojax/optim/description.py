@@ -18,7 +18,7 @@ import optax
 
 from zerojax import compat
 from zerojax.layout.tree import Layout
-from zerojax.optim.transformation import TransformationError, guarded, with_extra_args
+from zerojax.optim.wrapped import TransformationError, guarded, with_extra_args
 from zerojax.placement.storage import shapes
 
 PARAMS, LEAF = "params", "*"  # in the structure of a state
@@ -54,7 +54,7 @@ def description_of(tx: optax.GradientTransformation, trained: Layout) -> Descrip
         found: list[tuple[str, tuple]] = []
     else:
         jaxpr, consts = compat.opened(traced)
-        found = [(f"constant {in_words(x)}", ()) for x in consts] + list(operations_in(jaxpr))
+        found = [(f"constant {describe_constant(x)}", ()) for x in consts] + list(operations_in(jaxpr))
     structure = structure_of(jax.tree.structure(state), jax.tree.structure(params))
     program = hashlib.sha256("\n".join(f"{name} {reads}" for name, reads in found).encode()).hexdigest()
     return Description(structure, tuple(sorted({name for name, _ in found})), program)
@@ -79,7 +79,7 @@ def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
     for var in (*compat.constvars_of(jaxpr), *jaxpr.invars):
         numbers[var] = len(numbers)
     for eqn in jaxpr.eqns:
-        literals = [in_words(atom.val) for atom in eqn.invars if compat.is_literal(atom)]
+        literals = [describe_constant(atom.val) for atom in eqn.invars if compat.is_literal(atom)]
         literals += [f"{name}={x}" for name, x in sorted(eqn.params.items()) if name == "y" and isinstance(x, int)]
         reads = tuple(numbers[atom] for atom in eqn.invars if not compat.is_literal(atom))
         yield " ".join([eqn.primitive.name, *literals]), reads
@@ -88,7 +88,7 @@ def operations_in(jaxpr: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield from operations_in(inner)
 
 
-def in_words(x: Any) -> str:
+def describe_constant(x: Any) -> str:
     """Return a number as text, or the type, shape and digest of an array."""
     if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
         x = jax.random.key_data(x)

@@ -20,7 +20,7 @@ import optax
 
 from zerojax import compat, jaxprs
 from zerojax.layout.tree import Layout
-from zerojax.optim.transformation import TransformationError, guarded
+from zerojax.optim.wrapped import TransformationError, guarded
 from zerojax.primitives import Kind
 
 SHAPE_ONLY = frozenset(("shape", "broadcast_dimensions", "sharding", "out_sharding", "axes"))

@@ -31,7 +31,7 @@ from zerojax.optim.traced import (
     layouts_of_item,
     trace_update,
 )
-from zerojax.optim.transformation import FlatUpdate, TransformationError
+from zerojax.optim.wrapped import FlatUpdate, TransformationError
 from zerojax.placement.storage import to_device, unpadded
 
 if TYPE_CHECKING:

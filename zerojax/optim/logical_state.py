@@ -27,8 +27,8 @@ from zerojax.offload.chunked import joined
 from zerojax.optim.master_weights import MasterState, current_weight, is_copy, narrow_leaves
 from zerojax.optim.returned_state import Annotated, as_planned, rechunked, seen_in
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout
-from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import check_state, unshard_after_update
+from zerojax.optim.wrapped import tree_difference
 from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, named_tree, storage_leaves, to_device
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def unshard_state(config: Config, tree: PyTree, params: PyTree = None) -> Any:
     if len({tuple(leaf.shape for leaf in leaves) for _, leaves in described}) == 1:
         return gathered(config, *described[0])
     if described or may_be_part:
-        refuse(tree, len(described), with_params=params is not None)
+        raise_unknown_shapes(tree, len(described), with_params=params is not None)
     return None
 
 
@@ -69,7 +69,7 @@ def plan_for(config: Config, params: PyTree, opt_state: PyTree) -> ShardingPlan:
         return config.plans.get(layout) or plan_of_layout(config, layout)
 
 
-def refuse(tree: PyTree, count: int, *, with_params: bool) -> None:
+def raise_unknown_shapes(tree: PyTree, count: int, *, with_params: bool) -> None:
     """Raise a `ValueError` that says why the logical shapes of `tree` are not known, unless it has no arrays."""
     keyed = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_stored_node)
     if not keyed:
@@ -121,11 +121,11 @@ def gathered(config: Config, tree: PyTree, leaves: tuple[Leaf, ...]) -> Any:
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nodes)):
         wait_if_simulated(config.mesh, nodes)
     arrays = [on_device(x) if is_chunked(x) or isinstance(x, jax.Array) else x for x in nodes]
-    return treedef.unflatten(gathering(config.user_mesh, leaves)(arrays))
+    return treedef.unflatten(gather_program(config.user_mesh, leaves)(arrays))
 
 
 @functools.lru_cache(maxsize=16)
-def gathering(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
+def gather_program(mesh: Mesh, leaves: tuple[Leaf, ...]) -> Any:
     """Return a jitted function that gathers arrays in storage shape into replicated logical arrays."""
     all_logical = lambda arrays: list(map(in_logical_shape, arrays, leaves))
     return jax.jit(functools.partial(on_auto_mesh, mesh, all_logical), out_shardings=replicated(mesh))

@@ -26,7 +26,7 @@ from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.moves import free_dims
 from zerojax.optim.cores import CoreFinder, equations_after
 from zerojax.optim.traced import Core, Given, OwnedCores, TracedUpdate, layouts_of_item, trace_update
-from zerojax.optim.transformation import FlatUpdate, TransformationError
+from zerojax.optim.wrapped import FlatUpdate, TransformationError
 from zerojax.primitives import Kind
 
 # TF32 FLOPs per second and NVLink bytes per second of an H200, and the shortest time of a collective in seconds. Only

@@ -19,7 +19,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import CachedHash, Leaf
 from zerojax.layout.tree import Layout, lay_out_state, layout_of, params_of_state
 from zerojax.optim.elementwise import elementwise_leaves, has_products
-from zerojax.optim.transformation import (
+from zerojax.optim.wrapped import (
     NO_MESH,
     FlatUpdate,
     TransformationError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from zerojax.offload.chunked import Chunking
-    from zerojax.optim.planned_update import PlannedUpdate
+    from zerojax.optim.partition import PlannedUpdate
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +67,7 @@ class ShardingPlan(CachedHash):
 
     def analysis(self, config: Config) -> PlannedUpdate:
         """Return the groups of a training step's update, and the matrices that owners compute."""
-        from zerojax.optim.planned_update import planned_update
+        from zerojax.optim.partition import planned_update
 
         return planned_update(self.update(config, applies=True))
 
@@ -163,17 +163,20 @@ def multiplies_matrices(update: FlatUpdate) -> bool:
 
 def check_choices(config: Config, layout: Layout) -> None:
     """Raise a ValueError for an option that was given to choose parameters, and chooses none."""
-    choices: dict[str, Any] = {"trainable=": config.trainable, "overwrite=": config.overwrite}
-    options = {"Precision(keep=)": config.precision, "Offload(where=)": config.offload, "Wire(where=)": config.wire}
-    for name, option in options.items():
-        choices[name] = getattr(option, "keep" if name == "Precision(keep=)" else "where", None)
+    choices = {
+        "trainable=": config.trainable,
+        "overwrite=": config.overwrite,
+        "Precision(keep=)": config.precision and config.precision.keep,
+        "Offload(where=)": config.offload and config.offload.where,
+        "Wire(where=)": config.wire and config.wire.where,
+    }
     if any(where is not None for where in choices.values()):
         from zerojax.config.chosen import LeafMask, check_chosen
 
-        if isinstance(config.overwrite, LeafMask):  # it names every leaf, so a mask that chooses none is meant
-            del choices["overwrite="]
         for option, where in choices.items():
-            check_chosen(option, where, layout.paths, shapes(layout.grads))
+            # A mask of overwritten leaves names every leaf, so a mask that chooses none is meant.
+            if not (where is config.overwrite and isinstance(where, LeafMask)):
+                check_chosen(option, where, layout.paths, shapes(layout.grads))
 
 
 def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:

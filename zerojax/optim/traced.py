@@ -14,7 +14,7 @@ import jax
 
 from zerojax import compat, jaxprs
 from zerojax.layout.leaf import Leaf
-from zerojax.optim.transformation import NO_MESH, FlatUpdate, UpdatedLeaves, guarded
+from zerojax.optim.wrapped import NO_MESH, FlatUpdate, UpdatedLeaves, guarded
 
 # Each input of an update is named by its kind, and by its index among the inputs of this kind.
 GRAD, STATE, PARAM, EXTRA, CONST, SHARED, CUT = "grad", "state", "param", "extra", "const", "shared", "cut"

@@ -26,7 +26,7 @@ from zerojax.compat import common_dtype
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_padded, replace_items
 from zerojax.optim.sharding_plan import ShardingPlan, state_shardings
-from zerojax.optim.transformation import wrapped_tx
+from zerojax.optim.wrapped import wrapped_tx
 from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical, to_device, unpadded
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def unshard_after_update(
     return replace_items(frozen, plan.layout.trained, map(arrays.get, range(len(leaves))))
 
 
-def update(
+def update_shards(
     config: Config,
     plan: ShardingPlan,
     grads: Sequence[Shaped[Array, "*storage"]],
@@ -226,5 +226,5 @@ def resident_update(
 
         return ResidentResults(*update_first_group(config, plan, grads, state, params, value))
     tree = jax.tree.unflatten(plan.state_def, state)
-    updated, tree = update(config, plan, grads, tree, params, {"value": value}, applies=True)
+    updated, tree = update_shards(config, plan, grads, tree, params, {"value": value}, applies=True)
     return ResidentResults(dict(enumerate(updated)), jax.tree.leaves(tree), [], ())

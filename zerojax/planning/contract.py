@@ -23,7 +23,7 @@ from zerojax.inspect.hlo import Module, memory_analysis, read
 from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.optim.transformation import wrapped_tx
+from zerojax.optim.wrapped import wrapped_tx
 from zerojax.planning.absent_program import rows_of, shape_of
 from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.stage_bytes import backward_bytes

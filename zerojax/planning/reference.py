@@ -20,7 +20,7 @@ from zerojax.comm.mesh import without_types
 from zerojax.comm.typed import TypedLoss, on_one_device
 from zerojax.layout.leaf import replace_items
 from zerojax.layout.tree import Layout, is_numeric, layout_of
-from zerojax.optim.transformation import with_extra_args
+from zerojax.optim.wrapped import with_extra_args
 from zerojax.placement.storage import cast
 from zerojax.train.arguments import cast_inputs
 from zerojax.train.gradients import unscale

@@ -29,8 +29,8 @@ from zerojax.optim.master_weights import narrow_leaves
 from zerojax.optim.returned_state import is_on_disk
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
 from zerojax.optim.traced import trace_inlined
-from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import first_leaves, state_to_host
+from zerojax.optim.wrapped import tree_difference
 from zerojax.placement.storage import leaves_of, logical, named, place_array, to_device
 from zerojax.streaming.stores import abandoned_on_error, disk_nodes, kept_on_device, store_for
 

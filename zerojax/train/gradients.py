@@ -83,11 +83,11 @@ def combined(
         grads = comm.reduce_across(grads, [view.reduced(k) for k in range(len(grads))])
     grads = unscale(grads, factor)
     if view.loss.has_aux:
-        from zerojax.train.combined_aux import combine
+        from zerojax.train.optional_outputs import combine
 
         aux, rows = combine(view, aux, returned.weight, weight)
     if view.loss.mutable:
-        from zerojax.train.combined_aux import mean_mutable
+        from zerojax.train.optional_outputs import mean_mutable
 
         mutable = mean_mutable(mutable, comm)
     squares = sums_of_squares(grads, view.grads, comm)

@@ -16,7 +16,7 @@ from zerojax.placement.storage import is_placed, to_device
 from zerojax.train.state import ZeroState
 
 
-def refuse(state: Any, mutable: bool) -> None:
+def raise_unusable_state(state: Any, mutable: bool) -> None:
     """Raise an error, because `state` is no state of a step whose loss has mutable state or not, as `mutable` says."""
     if not isinstance(state, ZeroState):
         raise TypeError(

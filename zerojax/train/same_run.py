@@ -37,16 +37,29 @@ OF_XLA = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 OF_ONE_HOST = ("dump", "device_count", "cache", "dir")  # XLA flags with one of these words may differ
 
 
-def require_same(topic: str, record: Mapping[str, object], *, partial: bool = False, **options: Any) -> None:
+def require_same(
+    topic: str,
+    record: Mapping[str, object],
+    *,
+    partial: bool = False,
+    timeout: float | None = None,
+    error: type[Exception] = TimeoutError,
+) -> None:
     """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
-    `record` has values that must be the same on all processes, by name. If `partial` is true, a name may be missing on
-    some. If a value differs, every process raises a `ValueError`. `topic` and other errors are as in `exchange`.
-    `options` are for `Processes`.
+    Args:
+        topic: A verb that says what this process is about to do.
+        record: Values that must be the same on all processes, by name.
+        partial: Whether a name may be missing on some processes.
+        timeout: Seconds to wait for the other processes. None: the default of `Processes`.
+        error: The error that is raised if a process does not answer.
+
+    Raises:
+        ValueError: If a value differs, or another process makes a different call.
     """
     if jax.process_count() == 1:
         return
-    processes = Processes(topic, call=EVENTS.begin(topic), **options)
+    processes = Processes(topic, timeout, call=EVENTS.begin(topic), error=error)
     mine = json.dumps({name: str(value) for name, value in record.items()})
     records = [json.loads(text) for text in processes.exchange(topic, mine)]
     if difference := first_difference(records, partial=partial):
@@ -107,15 +120,15 @@ def run_record(config: Config, plan: ShardingPlan) -> dict[str, str]:
     leaves |= {f"opt_state{leaf.path}": leaf for leaf in plan.state}
     of = lambda leaf: ", ".join(filter(None, (f"{leaf.dtype}{list(leaf.shape)}", leaf.kind, leaf.sent)))
     described = {path: of(leaf) for path, leaf in leaves.items()}
-    return {"jax": jax.__version__} | {name: str(in_words(value)) for name, value in options.items()} | described
+    return {"jax": jax.__version__} | {name: str(comparable(value)) for name, value in options.items()} | described
 
 
-def in_words(value: Any) -> Any:
-    """Return the value of an option in a form that processes can compare. A function becomes `"a function"`."""
+def comparable(value: Any) -> Any:
+    """Convert the value of an option to a form that processes can compare. A function becomes `"a function"`."""
     if dataclasses.is_dataclass(value):
-        return {field.name: in_words(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: comparable(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, list | tuple):
-        return [in_words(one) for one in value]
+        return [comparable(one) for one in value]
     return "a function" if callable(value) else value
 
 
@@ -164,20 +177,19 @@ class SameCalls:
         """
         if compat.is_tracing():
             return False
-        leaves, structure = jax.tree_util.tree_flatten_with_path({"batch": batch, "args": args})
-        record = {
-            jax.tree_util.keystr(path): f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
-            for path, x in leaves
-        }
-        key = (known, structure, *record.values(), *(getattr(x, "weak_type", False) for _, x in leaves))
+        key = known, signature_of((batch, args))
         if key in self._seen:
             return False
         self._seen.add(key)
         if self.is_needed:
-            at = {} if step is None else {"step": str(np.asarray(step.addressable_data(0)))}
-            flags = [x.value for x in jax.tree.leaves(args, is_leaf=is_constant) if is_constant(x)]
-            constant = {"constant arguments": str(in_words(flags))} if flags else {}
-            require_same(self._what, {"options": self._options} | at | record | constant)
+            record = {"options": self._options}
+            if step is not None:
+                record["step"] = str(np.asarray(step.addressable_data(0)))
+            for path, x in jax.tree_util.tree_leaves_with_path({"batch": batch, "args": args}):
+                record[jax.tree_util.keystr(path)] = f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+            if flags := [x.value for x in jax.tree.leaves(args, is_leaf=is_constant) if is_constant(x)]:
+                record["constant arguments"] = str(comparable(flags))
+            require_same(self._what, record)
             require_same_values(self._config, self._what, args=args)
         return True
 
@@ -196,8 +208,9 @@ class SameCalls:
 
 
 def signature_of(tree: Any) -> Hashable:
+    """Return a key of what `jax.jit` compiles a program for: the structure, and the shapes and types of the leaves."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure, *((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    return structure, *((np.shape(x), getattr(x, "dtype", type(x)), getattr(x, "weak_type", False)) for x in leaves)
 
 
 FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)  # primes of xxHash
@@ -213,7 +226,7 @@ def checksums(tree: Any) -> dict[str, str]:
         name = jax.tree_util.keystr(path).replace("']", "", 1).removeprefix("['")
         if is_chunked(x) or not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
             continue
-        pending += [(f"the checksum of {name}{part}", checksum(to_device(array))) for part, array in parts(x)]
+        pending += [(f"the checksum of {name}{part}", checksum_of_array(to_device(array))) for part, array in parts(x)]
     return {name: f"{int(value):08x}" for name, value in pending}
 
 
@@ -235,7 +248,7 @@ def parts(x: Any) -> list[tuple[str, Any]]:
 
 
 @jax.jit
-def checksum(x: jax.Array) -> jax.Array:
+def checksum_of_array(x: jax.Array) -> jax.Array:
     """Return a 32-bit checksum of an array. The checksum depends on every bit, and on the order of elements."""
     bits = jnp.ravel(as_bits(x)).astype(jnp.uint32)
     place = jax.lax.iota(jnp.uint32, bits.size)

@@ -33,9 +33,10 @@ from zerojax.streaming.stores import StateStore, store_for
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.arguments import batch_shardings
 from zerojax.train.checked import fold_keys
-from zerojax.train.combined_aux import combine, mean_mutable, whole_aux
 from zerojax.train.gradients import StepGradients, mean_loss, unscale
 from zerojax.train.loss import OF_ROWS, LossInputs, Returned, View, at_least_float32
+from zerojax.train.optional_outputs import combine, mean_mutable, whole_aux
+from zerojax.train.same_run import signature_of
 from zerojax.train.several_losses import check_reduction
 from zerojax.train.state import ZeroState
 from zerojax.train.step_program import Differentiated, StepProgram
@@ -226,12 +227,12 @@ class StagedLoss:
         self._reduce = jax.jit(self._reduced)
 
     def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
-        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace it once per `type_key`.
+        """Return the stages of the loss for `inputs = (mutable, batch, args)`, traced once per `signature_of` these.
 
         `stored` has the parameters on the devices, by index.
         """
         arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
-        key = type_key(arrays)
+        key = signature_of(arrays)
         if key not in self._traced:
             if self.view.accumulate > 1:
                 check_reduction(self.view, LossInputs((), *inputs))
@@ -331,12 +332,6 @@ def trace_stages(
     return Traced(StagedProgram(program, disk, active, options, view.config.mesh), consts, structure)
 
 
-def type_key(arrays: tuple) -> Any:
-    """Return a key of structure, shapes and types. A loss is traced once per key."""
-    leaves, structure = jax.tree.flatten(arrays)
-    return structure, tuple((x.shape, x.dtype, x.weak_type) for x in leaves)
-
-
 class StagedFunction:
     """A function of logical parameters and a batch. Each call reads the parameters from disk, stage by stage.
 
@@ -368,7 +363,7 @@ class StagedFunction:
         }
         inputs = self._on_devices(None, batch, *args)
         view = View(self._config, layout, (), self._function, 1)
-        key = layout, tuple(of.leaf.dtype for of in kept.values()), type_key(inputs)
+        key = layout, tuple(of.leaf.dtype for of in kept.values()), signature_of(inputs)
         if key not in self._traced:
             self._traced[key] = trace_stages(view, kept, stored, inputs)
         found = self._traced[key]

@@ -119,9 +119,9 @@ class StepProgram:
     def check_state(self, state: Any) -> None:
         """Raise an error if `state` is no `ZeroState`, or only one of state and loss has mutable state."""
         if not (isinstance(state, ZeroState) and (state.mutable is not None) == self.loss.mutable):
-            from zerojax.train.moved_state import refuse
+            from zerojax.train.moved_state import raise_unusable_state
 
-            refuse(state, self.loss.mutable)
+            raise_unusable_state(state, self.loss.mutable)
 
     def step(self, state: ZeroState, batch: Any, *args: Any) -> tuple[ZeroState, dict]:
         """Run a whole step. Differentiate, update, and gather the parameters that the stage replicates."""
@@ -157,7 +157,7 @@ class StepProgram:
             old = ({i: to_device(done.old[i]) for i in updated}, state.opt_state, state.mutable)
             updated, leaves, mutable = roll_back(~done.skipped, (updated, leaves, mutable), old)
         if self.options.leaf_norms and len(updated) == len(plan.grads):
-            from zerojax.train.leaf_norms import norms_of_update
+            from zerojax.train.optional_outputs import norms_of_update
 
             metrics |= norms_of_update(plan, done.old, updated)
         on_host = return_to_host(config, updated, plan.trained.params)
@@ -230,7 +230,7 @@ def loss_and_grads(view: View, given: LossInputs, scale: Float[Array, ""] | floa
 
         found = gradients_of_several(view, given, scale)
     if view.loss.has_aux:
-        from zerojax.train.combined_aux import whole_aux
+        from zerojax.train.optional_outputs import whole_aux
 
         found = found._replace(aux=whole_aux(found.aux, found.rows))
     if config.view == "device":

@@ -33,15 +33,15 @@ from zerojax.layout.tree import Layout, has_gradient, layout_of
 from zerojax.offload.chunked import joined
 from zerojax.optim.returned_state import as_planned, as_returned, rechunked, seen_in
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout, state_shardings
-from zerojax.optim.transformation import tree_difference
 from zerojax.optim.update import (
     check_state,
     shard_for_update,
     state_to_device,
     state_to_host,
     unshard_after_update,
+    update_shards,
 )
-from zerojax.optim.update import update as update_shards
+from zerojax.optim.wrapped import tree_difference
 from zerojax.placement.problems import PlacementCheck, unusable_named
 from zerojax.placement.storage import (
     Form,
@@ -137,7 +137,7 @@ class TreeForm:
         return returned, unflatten_params(grads, layout, self.grads, self.forms)
 
 
-def value_and_grad(config: Config, loss: Loss, *, accumulate: int) -> Callable:
+def differentiate_tree(config: Config, loss: Loss, *, accumulate: int) -> Callable:
     """Return the function that differentiates a loss; see `ZeroTransformation.value_and_grad`."""
 
     @functools.partial(jax.jit, static_argnames="form")
@@ -247,7 +247,7 @@ def check_grads(grads: Any, layout: Layout) -> None:
             )
 
 
-def init(config: Config, params: Any) -> Any:
+def create_opt_state(config: Config, params: Any) -> Any:
     """Return the initial optimizer state of the wrapped transformation, sharded for the stage."""
     plan = make_plan(config, params)
     make = lambda params: as_returned(config, plan, init_opt_state(config, plan, storage_of(params, plan.layout)))
@@ -301,7 +301,7 @@ def init_shardings(config: Config, plan: ShardingPlan) -> Any:
     return as_returned(config, plan, state_shardings(config, plan))
 
 
-def update(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+def update_tree(config: Config, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
     """Return updates with the structure and shardings of the parameters, and the new optimizer state."""
     check_context(config)
     like = updates if params is None else params

@@ -1,21 +1,26 @@
-"""Combine what a loss returns besides its value: auxiliary results (aux) and mutable state."""
+"""Compute what a step returns only on request: auxiliary results (aux), mutable state, and norms per parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+import numpy as np
+from jax import Array, lax
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
 from zerojax.compat import common_dtype
+from zerojax.layout.leaf import Leaf
 from zerojax.metrics import Mean, PerRow, Replicated, Sum, is_marker, unmarked
-from zerojax.train.loss import View
+from zerojax.optim.sharding_plan import ShardingPlan
+from zerojax.placement.storage import to_device
+from zerojax.train.loss import View, at_least_float32
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, PyTree
+    from jaxtyping import PyTree, Shaped
 
 
 @jax.named_scope(names.MEAN)
@@ -98,3 +103,27 @@ def mean_mutable(mutable: PyTree, comm: Collectives) -> Any:
         return comm.over_workers(lax.pmean, x.astype(common_dtype(x.dtype, jnp.float32))).astype(x.dtype)
 
     return jax.tree.map(mean, mutable)
+
+
+@jax.named_scope(names.GRAD_NORM)
+def norms_of_update(plan: ShardingPlan, old: Sequence[Array], updated: Mapping[int, Array]) -> dict[str, Any]:
+    """Return the norms of the trained parameters before their update, and of the change of each."""
+    before = [at_least_float32(to_device(x)) for x in old]
+    changes = [at_least_float32(updated[i]) - x for i, x in enumerate(before)]
+    norms = lambda arrays: plan.trained.treedef.unflatten(
+        [norm(*pair) for pair in zip(arrays, plan.grads, strict=True)]
+    )
+    return {"param_norms": norms(before), "update_norms": norms(changes)}
+
+
+def norm(x: Shaped[Array, "*storage"], leaf: Leaf) -> Array:
+    """Return the norm of a stored array without its padding.
+
+    A mask hides the padding, because a slice may move elements between devices.
+    """
+    shape = leaf.shape if x.ndim == len(leaf.shape) else (leaf.size,)  # a flat array has another rank
+    squares = jnp.square(at_least_float32(jnp.abs(x)))
+    for d, n in enumerate(shape):
+        if n < x.shape[d]:
+            squares = jnp.where(lax.broadcasted_iota(np.uint32, x.shape, d) < n, squares, 0)
+    return jnp.sqrt(jnp.sum(squares))
