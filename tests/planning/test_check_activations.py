@@ -11,9 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import Tuning, check, collectives, zero_shard
 from zerojax.inspect.pieces import operations
 from zerojax.planning.check import check_program
-from zerojax.planning.contract import Checked
 from zerojax.train.arguments import place_batch
-from zerojax.train.loss import Loss
 
 WIDTH, ROWS, TIME = 64, 64, 16
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.float32)
@@ -101,8 +99,7 @@ def test_what_the_compiler_moves_is_named_by_kind_and_line_unless_plain_jit_move
     compiled = tx.train_step(moving).lower(state, BATCH).compile()
 
     def held_against(loss):
-        rows = place_batch(tx.config, BATCH)
-        return check_program(compiled, Checked(tx.config, state.plan, Loss(loss), rows, ()))
+        return check_program(compiled, tx.train_step(loss), state, place_batch(tx.config, BATCH), ())
 
     still, beyond = held_against(one_layer), held_against(moving)
     assert still.activations_formula == 0 < still.activations

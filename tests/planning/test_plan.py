@@ -490,6 +490,8 @@ def test_what_cannot_be_planned_says_why(mesh, monkeypatch):
     monkeypatch.setattr(gpu_devices, "installed", lambda: False)
     with pytest.raises(ModuleNotFoundError, match=r"zerojax\[aot\]"):
         plan(step, state, rows(64))
+    with pytest.raises(ValueError, match="this plan is for h200"):  # before anything is compiled
+        plan(step, state, rows(64), rates={"device": "NVIDIA A100"})
 
 
 @aot

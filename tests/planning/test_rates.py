@@ -78,7 +78,7 @@ def test_a_fit_compares_at_peak_rates_or_at_those_that_were_measured():
         (MEASURED | {"device": 200}, "device must be a name such as 'NVIDIA H200', not 200"),
         (MEASURED | {"link": 0}, "link must be a number above 0, per second, not 0"),
         (MEASURED | {"products": 7e14}, "products must be FLOP/s by type"),
-        (MEASURED | {"products": {"bf16": -1}}, "products must be FLOP/s by type, above 0, .*not {'bf16': -1}"),
+        (MEASURED | {"products": {"f32": 1, "bf16": -1}}, "products bf16 must be a number above 0, per second, not -1"),
         (MEASURED | {"products": {"bfloat16": 7e14}}, "products name bfloat16, a type without .*Known are .*bf16"),
         (MEASURED | {"slowdown": -0.1}, "slowdown must be a share of a product's time, such as 0.35, not -0.1"),
         (MEASURED | {"device": "cpu"}, "measured on 'cpu', and this plan is for h200"),

@@ -380,7 +380,7 @@ def test_plan_and_report_say_where_state_is(tmp_path):
         there = {"host": found.host, "disk": found.disk}
         assert there.pop(where) == {"opt_state": sum(node.leaf.local_bytes for node in chunks(state))}
         assert not any(there.values())
-        assert [row.place for row in found.rows if row.path == "[0].mu['layer']['w']"] == [where]
+        assert [next(iter(row.stored)) for row in found.rows if row.path == "[0].mu['layer']['w']"] == [where]
         assert re.search("one group with .* leaves of the state on the device$", on_device)
         text = {"host": "in host memory", "disk": "on disk"}[where]
         assert all(f"2 leaves of the state {text}" in line for line in others)

@@ -165,46 +165,21 @@ class Blocks:
             is_active = [not compat.is_literal(atom) and atom in moved for atom in eqn.invars]
             if not any(is_active):
                 continue
-            body, loop = self._body(eqn), compat.loop_of(eqn)
+            (part, inner), loop = part_of_loss(eqn), compat.loop_of(eqn)
             is_data = [not compat.is_literal(atom) and atom in of_data for atom in eqn.invars]
             times = calls if loop is None else calls * loop.length
-            if body is not None:
+            if part is Block:
                 # The arguments of the loss and the slices of a loop are in memory anyway.
                 in_loop = () if loop is None else eqn.invars[loop.consts : loop.consts + loop.carry]
                 given = jaxpr.invars if loop is None else [v for v in eqn.invars if not any(v is c for c in in_loop)]
                 inputs = [v for v, on in zip(eqn.invars, is_data, strict=True) if on and not any(v is g for g in given)]
                 sizes = [jaxprs.nbytes(var) for var in inputs if jaxprs.differentiable(var.aval.dtype)]
-                yield Block(compat.line_of(eqn), times, body, self._graph(body), loop is not None, sum(sizes))
-            elif (decided := self._decided(eqn)) is not None:
-                yield UsersBlock(compat.line_of(eqn), times, decided)
-            elif (inner := self._inlined(eqn)) is not None:
+                yield Block(compat.line_of(eqn), times, inner, self._graph(inner), loop is not None, sum(sizes))
+            elif part is UsersBlock:
+                yield UsersBlock(compat.line_of(eqn), times, inner)
+            elif inner is not None:
                 chosen = lambda flags, inner=inner: [v for v, on in zip(inner.invars, flags, strict=True) if on]
                 yield from self._find(inner, calls, chosen(is_active), chosen(is_data))
-
-    def _decided(self, eqn: Any) -> Any:
-        """Return the open jaxpr of a block that stays as it is, or None. Blocks with refs cannot be described."""
-        if compat.is_remat(eqn):
-            inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
-            jaxpr = compat.part_of(compat.inlined_body(eqn), [eqn], inputs, eqn.outvars)
-        elif compat.loop_of(eqn) is not None or names.is_block(eqn):
-            jaxpr, _ = _opened_body(eqn)
-        else:
-            return None
-        return None if _has_refs(jaxpr) else jaxpr
-
-    def _inlined(self, eqn: Any) -> Any:
-        """Return the open jaxpr of a call that may be inlined: it is no marked block, and constrains no sharding."""
-        called = compat.called(eqn)
-        shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-        if called is None or names.is_block(eqn) or any(isinstance(s, jax.sharding.Sharding) for s in shardings):
-            return None
-        return compat.opened(called)[0]
-
-    def _body(self, eqn: Any) -> Any:
-        if compat.loop_of(eqn) is None and not names.is_block(eqn):
-            return None
-        jaxpr, _ = _opened_body(eqn)
-        return None if _has_refs(jaxpr) or any(map(compat.is_remat, jaxprs.equations(jaxpr))) else jaxpr
 
     def _graph(self, jaxpr: Any) -> Graph:
         key = signatures.signature(jaxpr)
@@ -219,17 +194,14 @@ class Blocks:
         """Evaluate a jaxpr whose blocks save `share` of their bytes."""
         blocks = {id(block.jaxpr): block for block in self.found}
 
-        def holds(jaxpr: Any) -> bool:
-            return any(
-                id(self._body(e)) in blocks or ((inner := self._inlined(e)) is not None and holds(inner))
-                for e in jaxpr.eqns
-            )
+        def is_changed(eqn: Any) -> bool:
+            part, inner = part_of_loss(eqn)
+            return id(inner) in blocks or (part is None and inner is not None and any(map(is_changed, inner.eqns)))
 
         def rule(eqn, values):
-            block, inner = blocks.get(id(self._body(eqn))), self._inlined(eqn)
-            if share == 1 or (block is None and (inner is None or not holds(inner))):
+            if share == 1 or not is_changed(eqn):
                 return None
-            if block is None:
+            if (block := blocks.get(id(part_of_loss(eqn)[1]))) is None:
                 return jaxprs.evaluate_call(eqn, values, rule)
             loop, (body, consts) = compat.loop_of(eqn), _opened_body(eqn)
             run = functools.partial(run_named, body)
@@ -245,8 +217,25 @@ def _opened_body(eqn: Any) -> tuple[Any, Sequence]:
     return compat.opened(compat.called(eqn) if loop is None else loop.body)
 
 
-def _has_refs(jaxpr: Any) -> bool:
-    return any(compat.is_ref(atom) for eqn in jaxprs.equations(jaxpr) for atom in [*eqn.invars, *eqn.outvars])
+def part_of_loss(eqn: Any) -> tuple[type | None, Any]:
+    """Return whether an equation is a `Block`, a `UsersBlock` or neither, and the open jaxpr inside it.
+
+    If it is neither, the jaxpr is that of a call that may be inlined, because it constrains no sharding. Otherwise the
+    jaxpr is None. Blocks with refs cannot be described.
+    """
+    if compat.is_remat(eqn):
+        inputs = list(dict.fromkeys(jaxprs.variables_in(eqn.invars)))
+        part, jaxpr = UsersBlock, compat.part_of(compat.inlined_body(eqn), [eqn], inputs, eqn.outvars)
+    elif compat.loop_of(eqn) is not None or names.is_block(eqn):
+        jaxpr, _ = _opened_body(eqn)
+        part = UsersBlock if any(map(compat.is_remat, jaxprs.equations(jaxpr))) else Block
+    else:
+        shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+        is_constrained = any(isinstance(s, jax.sharding.Sharding) for s in shardings)
+        called = None if is_constrained else compat.called(eqn)
+        return None, None if called is None else compat.opened(called)[0]
+    has_refs = any(compat.is_ref(atom) for e in jaxprs.equations(jaxpr) for atom in [*e.invars, *e.outvars])
+    return (None, None) if has_refs else (part, jaxpr)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,6 @@ LINKS = {
 PRODUCTS = {"a100-80": 271.2 / 312, "b200": 1745 / 2250, "h100": 794.5 / 989, "h200": 794.5 / 989}
 LINK_SHARE = 0.8
 SLOWDOWN = 0.35
-POSITIVE = ("memory", "link", "network", "host_link", "disk")  # bytes per second
 EXCESS = 1.05  # clocks above the data sheet's are no reason to refuse a measurement
 MEASURE = "Write the file with `zerojax doctor --json` on a machine with the GPUs"
 
@@ -258,16 +257,17 @@ class Rates:
             known = ", ".join(cls.__annotations__)
             raise ValueError(f"{where} has an unknown rate: {', '.join(unknown)}. Known are {known}.")
         number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
-        positive = lambda x: number(x) and x > 0
-        of_type = lambda x: isinstance(x, Mapping) and all(map(positive, x.values()))
-        checks = dict.fromkeys(POSITIVE, (positive, "a number above 0, per second")) | {
+        positive = lambda x: number(x) and x > 0, "a number above 0, per second"
+        checks = {
             "device": (lambda x: isinstance(x, str), "a name such as 'NVIDIA H200'"),
-            "products": (of_type, "FLOP/s by type, above 0, such as {'bf16': 7.9e14}"),
+            "products": (lambda x: isinstance(x, Mapping), "FLOP/s by type, such as {'bf16': 7.9e14}"),
             "slowdown": (lambda x: number(x) and 0 <= x < 10, "a share of a product's time, such as 0.35"),
         }
         values = {name: x for name, x in values.items() if x is not None}
-        for name, x in values.items():
-            is_valid, what = checks[name]
+        products = values.get("products")
+        by_type = {f"products {dtype}": x for dtype, x in products.items()} if isinstance(products, Mapping) else {}
+        for name, x in (values | by_type).items():
+            is_valid, what = checks.get(name, positive)
             if not is_valid(x):
                 raise ValueError(f"{where}: {name} must be {what}, not {x!r}.")
         return cls(**values)

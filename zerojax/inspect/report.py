@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,20 +36,12 @@ class Row:
     keys: tuple[str, ...]  # the leaf's path in the report: its part, or "master", then one key per level
     shape: tuple[int, ...]  # the logical shape if it is known, otherwise the storage shape
     dtype: Any  # element type
-    place: str  # `"device"`, `"host"` or `"disk"`
-    device_bytes: dict[jax.Device, int]  # for each device, the bytes in this place, with padding
-    kept: dict[jax.Device, int]  # for each device, the bytes of an offloaded leaf's chunks that are on the device
+    # For `"device"`, `"host"` or `"disk"`, the bytes of each device there, with padding. The first is the leaf's place.
+    # `Offload(device_bytes=)` keeps chunks of an offloaded leaf on the device.
+    stored: dict[str, dict[jax.Device, int]]
     total: int  # bytes of the global array in storage
     sharding: str  # the `PartitionSpec` and the memory kind. A sharding without a spec is described in words
     note: str  # why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding
-
-    @property
-    def bytes(self) -> int:
-        return max(self.device_bytes.values(), default=0)
-
-    def by_place(self) -> Iterator[tuple[str, dict[jax.Device, int]]]:
-        yield self.place, self.device_bytes
-        yield "device", self.kept
 
     def __str__(self) -> str:
         text = f"{self.dtype}{list(self.shape)}  {self.sharding}"
@@ -90,7 +82,7 @@ class Report:
         return self._by_part("disk")
 
     def _by_part(self, place: str) -> dict[str, int]:
-        parts = dict.fromkeys(row.part for row in self.rows for at, sizes in row.by_place() if sizes and at == place)
+        parts = dict.fromkeys(row.part for row in self.rows if row.stored.get(place))
         return {part: bytes_by_place([row for row in self.rows if row.part == part])[place] for part in parts}
 
     @property
@@ -98,7 +90,7 @@ class Report:
         """Return, for each device, the bytes of all parts."""
         totals = Counter[jax.Device]()
         for row in self.rows:
-            for place, sizes in row.by_place():
+            for place, sizes in row.stored.items():
                 totals.update(sizes if place == "device" else dict.fromkeys(sizes, 0))
         return dict(totals)
 
@@ -155,8 +147,7 @@ def report(state: Any, tx: Any = None) -> Report:
         state: A `ZeroState`, a Flax `TrainState`, or any pytree of arrays. The parts are its fields, or the keys of its
             topmost node.
         tx: The transformation that made `state`, if `state` is parameters or an optimizer state. Or the step that
-            trains `state`. Then the report also says which rules took the loss's equations on parameters, and with
-            which compiler options the step was compiled.
+            trains `state`. Then the report also says with which compiler options the step is compiled.
 
     Returns:
         The bytes per device of each part, and a row for each leaf. A row has the leaf's sharding, the reason if it is
@@ -198,27 +189,23 @@ def measured(state: Any, tx: Any) -> Report:
             elsewhere[whole] = found
             note = "; ".join(filter(None, (note, found)))
         texts = array_in_words(array), note or note_from_array(x, array)
-        rows.append(Row(part, inner, keys, shape, x.dtype, *stored_bytes(array), global_bytes(array), *texts))
+        rows.append(Row(part, inner, keys, shape, x.dtype, stored_bytes(array), global_bytes(array), *texts))
     of_state = getattr(state, "plan", None)
     matrices, groups = (str(getattr(of_state, name, "")) for name in ("matrices", "groups"))
     return Report(tuple(rows), matrices, groups, elsewhere, getattr(tx, "compiled_with", ()))
 
 
-def stored_bytes(array: jax.Array | Chunked) -> tuple[str, dict[jax.Device, int], dict[jax.Device, int]]:
-    """Return where an array is, and its bytes by device of this process: those there, and those of chunks kept here.
-
-    `Offload(device_bytes=)` keeps chunks of an offloaded leaf on the device.
-    """
-    sizes, kept = Counter[jax.Device](), Counter[jax.Device]()
+def stored_bytes(array: jax.Array | Chunked) -> dict[str, dict[jax.Device, int]]:
+    """Return the bytes of an array by place and by device of this process, as in `Row`."""
+    sizes = Counter[jax.Device]()
     if isinstance(array, Chunked):
         for chunk in array.chunks if array.store is None else ():
-            place, on_device, _ = stored_bytes(chunk)
-            kept.update(on_device if place == "device" else {})
-        there = {x: array.leaf.local_bytes - kept[x] for x in array.sharding.addressable_devices}
-        return "host" if array.store is None else "disk", there, dict(kept)
+            sizes.update(stored_bytes(chunk).get("device", {}))
+        there = {x: array.leaf.local_bytes - sizes[x] for x in array.sharding.addressable_devices}
+        return {"host" if array.store is None else "disk": there, "device": dict(sizes)}
     for shard in array.addressable_shards:
         sizes[shard.device] += math.prod(shard.data.shape) * itemsize(array)
-    return "device" if array.sharding.memory_kind in (None, "device") else "host", dict(sizes), {}
+    return {"device" if array.sharding.memory_kind in (None, "device") else "host": dict(sizes)}
 
 
 def global_bytes(array: jax.Array | Chunked) -> int:
@@ -238,7 +225,7 @@ def note_from_array(x: Any, array: jax.Array | Chunked) -> str:
         return f"dim {x.dim} padded from {x.shape[x.dim]} to {x.storage.shape[x.dim]}"
     if isinstance(array, Chunked):
         return ""
-    _, sizes, _ = stored_bytes(array)
+    (sizes,) = stored_bytes(array).values()
     return "replicated" if len(sizes) > 1 and max(sizes.values()) == global_bytes(array) else ""
 
 
@@ -247,7 +234,7 @@ def array_in_words(array: jax.Array | Chunked) -> str:
     spec = getattr(sharding, "spec", None)
     if isinstance(array, Chunked):
         memory, count = "on disk" if array.store is not None else "in host memory", len(array.chunking.extents)
-        kept = sum(stored_bytes(chunk)[0] == "device" for chunk in array.chunks) if array.store is None else 0
+        kept = sum("device" in stored_bytes(chunk) for chunk in array.chunks) if array.store is None else 0
         text = f"{spec} {memory}, {count} chunk{'s' * (count > 1)}"
         return f"{text}, of which {kept} on the device" if kept else text
     kind = sharding.memory_kind
@@ -318,7 +305,7 @@ def bytes_by_place(rows: Sequence[Row]) -> dict[str, int]:
     """Return the bytes of the device with the most bytes in each place."""
     totals: dict[str, Counter] = {place: Counter() for place in TITLES}
     for row in rows:
-        for place, sizes in row.by_place():
+        for place, sizes in row.stored.items():
             totals[place].update(sizes)
     return {place: max(total.values(), default=0) for place, total in totals.items()}
 
@@ -328,8 +315,8 @@ def as_text(rows: Sequence[Row]) -> str:
     places = [place for place in TITLES if place == "device" or used[place]]
     sections: dict[str, dict[tuple, list[Row]]] = {}
     for row in rows:
-        devices = tuple(row.device_bytes.items()), tuple(row.kept.items())
-        alike = NUMBER.sub("#", "/".join(row.keys)), str(row), devices
+        stored = tuple((place, *sizes.items()) for place, sizes in row.stored.items())
+        alike = NUMBER.sub("#", "/".join(row.keys)), str(row), stored
         sections.setdefault(row.keys[0], {}).setdefault(alike, []).append(row)
     lines = [("", *(TITLES[place] for place in places), "")]
     for part, groups in sections.items():

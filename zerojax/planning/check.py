@@ -23,7 +23,7 @@ from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
 from zerojax.inspect.pieces import FREE, CollectivePiece, pieces
 from zerojax.inspect.roofline import kernels, overlap, product_flops
 from zerojax.planning.absent_program import abstract, kernels_for, lowered, moved_to
-from zerojax.planning.contract import Checked, Contract, contract_of
+from zerojax.planning.contract import Contract, contract_of
 from zerojax.train.arguments import packed, place_batch
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
@@ -150,18 +150,16 @@ def check(step: Step, state: ZeroState, batch: Any, *args: Any, topology: str | 
     if not isinstance(step, Step):
         raise TypeError(f"check takes (step, state, batch), with a step of tx.train_step, not {type(step).__name__}.")
     config, shapes = moved_to(topology, step, state)
-    moved, accumulate = step.under(config), step.options.accumulate
-    rows, given = to_auto(place_batch(config, abstract(batch), accumulate)), to_auto(with_types(packed(args)))
+    moved, placed = step.under(config), place_batch(config, abstract(batch), step.options.accumulate)
+    rows, given = to_auto(placed), to_auto(with_types(packed(args)))
     with kernels_for(config.mesh):
         compiled = lowered(moved.trace(shapes, abstract(batch), *abstract(args)), config.mesh).compile()
-        mutable = abstract(shapes.mutable)
-        checked = Checked(config, shapes.plan, moved.program.loss, rows, abstract(given), accumulate, mutable)
-        return check_program(compiled, checked)
+        return check_program(compiled, moved, shapes, rows, abstract(given))
 
 
-def check_program(compiled: Any, checked: Checked) -> Check:
-    config = checked.config
-    peak, contract = peak_bytes(compiled), contract_of(checked)
+def check_program(compiled: Any, step: Step, state: ZeroState, rows: Any, args: tuple) -> Check:
+    config = step.config
+    peak, contract = peak_bytes(compiled), contract_of(step, state, rows, args)
     floor = peak - memory_analysis(compiled).temp_size_in_bytes + contract.temporary
     module = read(compiled)
     hiding, flops = overlap(module), product_flops(kernels(module))
@@ -180,7 +178,7 @@ def check_program(compiled: Any, checked: Checked) -> Check:
         *volume_findings("reduced", reduced, contract.reduced, reductions),
         *activation_findings(config, moved, plain, contract),
         *sum_findings(moved, contract),
-        *checked.loss.undivided,
+        *step.program.loss.undivided,
         *update_findings(moved, contract),
         *flops_findings(sum(flops.values()), contract),
         *([] if on_cpu else overlap_findings(hiding, module)),

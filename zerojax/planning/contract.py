@@ -24,23 +24,11 @@ from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.wrapped import wrapped_tx
-from zerojax.planning.absent_program import rows_of, shape_of
+from zerojax.planning.absent_program import abstract, rows_of, shape_of
 from zerojax.planning.activations import plain_gradient, program_of
 from zerojax.planning.stage_bytes import backward_bytes
-from zerojax.train.loss import Loss
-
-
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """The step that is checked."""
-
-    config: Config
-    plan: ShardingPlan
-    loss: Loss
-    batch: Any  # shapes with shardings
-    args: tuple
-    accumulate: int = 1
-    mutable: Any = None  # shapes of the loss's mutable state
+from zerojax.train.state import ZeroState
+from zerojax.train.step import Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,38 +51,42 @@ class Contract:
     program: WorkingSet  # the parameters that stage 3 gathers for the loss
 
 
-def contract_of(checked: Checked) -> Contract:
-    """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs."""
-    config, plan, layout = checked.config, checked.plan, checked.plan.layout
-    microbatch = lambda x: x.update(shape=(x.shape[0] // checked.accumulate, *x.shape[1:]))
-    rows = checked.batch if checked.accumulate == 1 else jax.tree.map(microbatch, checked.batch)
-    typed, mutable = TypedLoss(config, layout, checked.loss), checked.mutable
+def contract_of(step: Step, state: ZeroState, batch: Any, args: tuple) -> Contract:
+    """Return the cost of the loss's gradient by plain jit, plus the memory and communication that the stage needs.
+
+    The shapes in `batch` have shardings.
+    """
+    config, plan, layout = step.config, state.plan, state.plan.layout
+    loss, accumulate, mutable = step.program.loss, step.options.accumulate, abstract(state.mutable)
+    microbatch = lambda x: x.update(shape=(x.shape[0] // accumulate, *x.shape[1:]))
+    rows = batch if accumulate == 1 else jax.tree.map(microbatch, batch)
+    typed = TypedLoss(config, layout, loss)
     try:
-        plain = plain_gradient(layout, typed, rows, checked.args, mesh=config.mesh, mutable=mutable)
+        plain = plain_gradient(layout, typed, rows, args, mesh=config.mesh, mutable=mutable)
     except NameError as error:
         raise ValueError(
             "The loss function names a mesh axis, as in lax.pmean. check compares it with plain jit, which has no mesh "
             "axes. Check it without that collective."
         ) from error
     trained = [leaf for leaf in layout.trained_only().params if is_float_leaf(leaf)]
-    program = program_of(config, layout, checked.loss, rows, checked.args, mutable)
+    program = program_of(config, layout, loss, rows, args, mutable)
     temporary = memory_analysis(plain).temp_size_in_bytes + 3 * program.layer
     plain_module = read(plain)
     flops = sum(product_flops(kernels(plain_module)).values())
     compiled = plain_update(plan, config)
     products = sum(product_flops(kernels(read(compiled))).values())
-    flops = checked.accumulate * flops + products
+    flops = accumulate * flops + products
     analysis = plan.analysis(config)
     update = bool(products) and not (analysis.has_owners and not analysis.owned.left)
     of_update = 2 * sum(grad.local_bytes for grad in plan.grads)
     if products:  # a matrix optimizer, whose owners hold whole matrices
         of_update += memory_analysis(compiled).temp_size_in_bytes
-    temporary = max(temporary, of_update) + backward_bytes(config, plan, checked.accumulate)
-    reduced, replicated = reduced_elements(checked)
+    temporary = max(temporary, of_update) + backward_bytes(config, plan, accumulate)
+    reduced, replicated = reduced_elements(config, plan, accumulate)
     count = rows_of(rows)
     return Contract(
         temporary=temporary,
-        gathered=gathered_elements(checked),
+        gathered=gathered_elements(config, plan, accumulate),
         reduced=reduced,
         replicated=replicated,
         gradients=sum(leaf.size for leaf in trained),
@@ -102,7 +94,7 @@ def contract_of(checked: Checked) -> Contract:
         is_even=count is None or count % config.data.workers == 0,
         flops=flops,
         plain=plain_module,
-        times=checked.accumulate,
+        times=accumulate,
         update=update,
         program=program,
     )
@@ -117,27 +109,26 @@ def size_of(leaf: Leaf, config: Config) -> int:
     return leaf.along_others(dict(config.data.sizes)).size
 
 
-def gathered_elements(checked: Checked) -> int:
+def gathered_elements(config: Config, plan: ShardingPlan, accumulate: int) -> int:
     """Return how many elements of parameters are gathered on use, and after the update.
 
     After the update, a parameter is gathered in full, or up to its own shard if its gradient has smaller shards.
     """
-    config, plan, passes = checked.config, checked.plan, 2 if checked.config.reshard_after_forward else 1
+    passes = 2 if config.reshard_after_forward else 1
     sharded = [leaf for leaf in plan.layout.params if is_float_leaf(leaf) and leaf.dim is not None]
     updated = [
         grad.size if leaf.dim is None else grad.size // leaf.shards
         for leaf, grad in zip(plan.trained.params, plan.grads, strict=True)
         if grad.kind != "replicated" and (leaf.dim is None or leaf.further > 1)
     ]
-    return checked.accumulate * passes * sum(size_of(leaf, config) for leaf in sharded) + sum(updated)
+    return accumulate * passes * sum(size_of(leaf, config) for leaf in sharded) + sum(updated)
 
 
-def reduced_elements(checked: Checked) -> tuple[int, int]:
+def reduced_elements(config: Config, plan: ShardingPlan, accumulate: int) -> tuple[int, int]:
     """Return how many gradient elements are reduced, and how many of them belong to gradients that stay replicated."""
-    config, trained = checked.config, checked.plan.layout.trained_only()
-    each = 1 if config.stage < 2 else checked.accumulate
+    trained, each = plan.layout.trained_only(), 1 if config.stage < 2 else accumulate
     total = replicated = 0
-    for param, grad in zip(trained.params, checked.plan.grads, strict=True):
+    for param, grad in zip(trained.params, plan.grads, strict=True):
         if not is_float_leaf(param) or set(config.data.batch) <= set(axes_of(param.others)):
             continue  # The gradient of experts on all data axes is not reduced.
         leaf = grad if param.dim is None else param

@@ -101,6 +101,7 @@ class Planner:
         gpus = Topology.parse(topology)
         rates, device, rows = Rates.parse(rates), Device.of(gpus), rows_of(batch)
         most = parse_memory(memory)
+        rates.of(gpus)  # raises for rates of another GPU before anything is compiled
         usable = device.usable(most)
         if largest_batch and not rows:
             raise ValueError(UNEVEN_ROWS.format("The largest batch"))
