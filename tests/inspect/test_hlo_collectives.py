@@ -11,7 +11,8 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zerojax.inspect.compiled_collectives import KINDS, Array, Collective, CompiledCollectives, collectives
+from zerojax.inspect.compiled_collectives import KINDS, Collective, CompiledCollectives, collectives
+from zerojax.inspect.hlo import HloArray
 from zerojax.inspect.roofline import overlap
 
 CUT, WHOLE = P("data"), P()
@@ -154,9 +155,11 @@ RING = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_sent_are_those_of_a_ring(kind):
-    c = Collective(kind, (Array("bf16", (64,)), Array("bf16", (0, 3))), (*range(8),), 1, 1, False, "main", "c", "", ())
+    c = Collective(
+        kind, (HloArray("bf16", (64,)), HloArray("bf16", (0, 3))), (*range(8),), 1, 1, False, "main", "c", "", ()
+    )
     assert (c.sent, c.sent_elements) == (128 * RING[kind], 64 * RING[kind])
-    alone = Collective(kind, (Array("bf16", (64,)),), (0,), 1, 1, False, "main", "c", "", ())
+    alone = Collective(kind, (HloArray("bf16", (64,)),), (0,), 1, 1, False, "main", "c", "", ())
     assert alone.sent == 0
 
 
@@ -165,12 +168,12 @@ DTYPES = {"f32": 4, "bf16": 2, "s64": 8, "c128": 16, "pred": 1, "f8e4m3fn": 1, "
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_of_every_dtype(dtype):
-    assert Array(dtype, (3, 5)).bytes == math.ceil(15 * DTYPES[dtype])
+    assert HloArray(dtype, (3, 5)).bytes == math.ceil(15 * DTYPES[dtype])
 
 
 def test_a_dtype_that_is_not_known_is_not_guessed():
     with pytest.raises(ValueError, match="'floaty'"):
-        Array("floaty", (3,)).bytes  # noqa: B018
+        HloArray("floaty", (3,)).bytes  # noqa: B018
 
 
 def hlo(body, *computations, header="is_scheduled=true, num_partitions=8"):

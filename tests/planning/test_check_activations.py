@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import Tuning, check, collectives, zero_shard
-from zerojax.inspect.pieces import operations
+from zerojax.inspect.compiled_collectives import operations
 from zerojax.planning.check import check_program
 from zerojax.train.arguments import place_batch
 

@@ -1,18 +1,23 @@
-"""List the collectives of a compiled program, with their kinds, arrays and bytes, and how often each executes."""
+"""List the collectives of a compiled program, with their kinds, arrays and bytes, and how often each executes.
 
+`pieces` separates collectives that XLA has combined, by operation.
+"""
+
+import itertools
 import math
 import re
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zerojax import compat
-from zerojax.comm.collectives import LABEL
-from zerojax.inspect.hlo import HloComputation, Instruction, Module, read
+from zerojax.comm.collectives import LABEL, UPDATE
+from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, arrays_of, read
 
 KINDS = (
     "all-gather",
@@ -23,30 +28,9 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
-
-_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
-
-
-@dataclass(frozen=True)
-class Array:
-    """One array that a collective moves, with its full shape, which is the shape before a scatter or after a gather."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def elements(self) -> int:
-        """Return the size in elements."""
-        return math.prod(self.shape)
-
-    @property
-    def bytes(self) -> int:
-        """Return the size in bytes. Elements of less than eight bits are packed."""
-        bits = re.match(r"[a-z]+(\d+)", self.dtype)
-        width = int(bits.group(1)) if bits else {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
-        if width is None:
-            raise ValueError(f"Cannot size an array of HLO type {self.dtype!r}: zerojax does not know this dtype.")
-        return -(-self.elements * width // 8)
+# A piece of at most this many elements per operation counts as free. Losses, norms and counts are below this size.
+FREE = 64
+_NESTED = "\0"  # marks the place of a label in a name
 
 
 @dataclass(frozen=True)
@@ -58,7 +42,8 @@ class Collective:
 
     Attributes:
         kind: One of `KINDS`. A start and its done are one collective.
-        arrays: The arrays that the collective moves. XLA may combine several tensors into one collective.
+        arrays: The arrays that the collective moves, in full shapes: the shape before a scatter, or after a gather.
+            XLA may combine several tensors into one collective.
         group: The devices of the first group that communicates, by their number in the mesh. For a permute, the devices
             that its pairs name.
         times: How often one run of the program executes the collective. None: the collective is in a loop whose trip
@@ -74,7 +59,7 @@ class Collective:
     """
 
     kind: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[HloArray, ...]
     group: tuple[int, ...]
     times: int | None
     times_if_once: int
@@ -278,14 +263,7 @@ def lines_of_model(frames: Sequence[str]) -> list[str]:
     return [frame for frame in frames if compat.is_users(frame) and frame.rsplit(" in ", 1)[0] not in callers]
 
 
-def arrays_of(shape: str) -> list[Array]:
-    return [
-        Array(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
-        for dtype, dims in _ARRAY.findall(shape)
-    ]
-
-
-def _full_arrays(kind: str, computation: HloComputation, i: Instruction) -> tuple[Array, ...]:
+def _full_arrays(kind: str, computation: HloComputation, i: Instruction) -> tuple[HloArray, ...]:
     operands = i.operands[:1] if kind == "ragged-all-to-all" else i.operands
     if kind == "all-gather":
         arrays = arrays_of(i.shape)
@@ -321,3 +299,87 @@ def _group(module: Module, i: Instruction) -> tuple[int, ...]:
         return tuple(int(n) for n in listed[1].split(","))
     header = module.text.partition("\n")[0]  # no groups: all devices
     return tuple(range(math.prod(int(n) for n in re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header))))
+
+
+@dataclass(frozen=True)
+class CollectivePiece:
+    """The part of a collective that one JAX operation moves.
+
+    XLA combines several collectives into one, and joins the names of their operations. So one collective may move a
+    parameter's gradient, a loss and an activation. The joined name usually tells which operation moves which array.
+    """
+
+    collective: Collective  # the collective, which may move other pieces, too
+    op_name: str  # the JAX operation that the piece came from, or ""
+    elements: int  # the number of elements of the full tensors, in all executions
+    bytes: int  # the number of bytes of the full tensors, in all executions
+    once: int  # the number of elements of the full tensors, in one execution
+    is_free: bool  # whether the piece has so few elements that its cost does not count
+
+    @property
+    def kind(self) -> str:
+        return self.collective.kind
+
+    @property
+    def label(self) -> str:
+        """Return `"gather"`, `"reduce_scatter"` or `"all_reduce"` for a collective of zerojax, otherwise `""`."""
+        found = LABEL.search(self.op_name)
+        return found[1] if found else ""
+
+    @property
+    def is_of_update(self) -> bool:
+        return UPDATE in self.op_name
+
+    @property
+    def cause(self) -> str:
+        return leaves_in(self.op_name) or self.line
+
+    @cached_property
+    def line(self) -> str:
+        """Return the line of the model that caused the collective, or else the operation."""
+        return next(iter(lines_of_model(self.collective.frames)), self.op_name or self.collective.name)
+
+
+def pieces(module: Module, only: Iterable[Collective] | None = None) -> Iterator[CollectivePiece]:
+    for c in collectives_of(module) if only is None else only:
+        names = operations(c.op_name)
+        if len(names) == len(c.arrays):
+            parts = [(name, array.elements, array.bytes) for name, array in zip(names, c.arrays, strict=True)]
+        else:  # if names and arrays do not match, keep one piece, and prefer a name with a label
+            name = next((name for name in names if LABEL.search(name)), names[0])
+            parts = [(name, c.elements, c.bytes)]
+        free, times = FREE * max(1, len(names) // len(parts)), c.times_if_once
+        for name, elements, size in parts:
+            yield CollectivePiece(c, name, times * elements, times * size, elements, elements <= free)
+
+
+def operations(op_name: str) -> list[str]:
+    """Return the names of operations that XLA joined into `prefix/(a:b:c)`. Return any other name as the only item."""
+    labels: list[str] = []
+
+    def keep(label: re.Match) -> str:
+        labels.append(label.group())
+        return f"{_NESTED}{len(labels) - 1}{_NESTED}{label.group()[-1]}"
+
+    hidden = LABEL.sub(keep, op_name)  # a label may contain colons and brackets
+    before, inside = _split_names(hidden)
+    shown = lambda name: re.sub(f"{_NESTED}(\\d+){_NESTED}.", lambda at: labels[int(at[1])], name)
+    return [shown(before + part) for part in inside]
+
+
+def _split_names(name: str) -> tuple[str, list[str]]:
+    """Split `prefix/(a:b:c)` into the prefix and the names. Any other name has an empty prefix."""
+    depth, start, ends = 0, None, []
+    for at, char in enumerate(name):
+        if char == "(":
+            depth += 1
+            if depth == 1 and name[at - 1 : at] in ("/", ""):
+                start = at
+        elif char == ")":
+            depth -= 1
+        elif char == ":" and depth == 1 and start is not None:
+            ends.append(at)
+    if start is None or not ends:
+        return "", [name]
+    bounds = [start, *ends, len(name) - 1 if name.endswith(")") else len(name)]
+    return name[:start], [name[a + 1 : b] for a, b in itertools.pairwise(bounds)]

@@ -3,6 +3,7 @@
 `read` scans the lines once. An instruction's operands, attributes and callees are parsed when they are used.
 """
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,7 +20,37 @@ _CALLEES = re.compile(
 )
 # Other instructions also name computations, such as the sum of an all-reduce, but do not run them as programs.
 _CALLERS = frozenset({"fusion", "call", "while", "conditional", "custom-call"})
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=? ]*)\]")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\s*\{\s*"n":\s*"?(\d+)')
+
+
+@dataclass(frozen=True)
+class HloArray:
+    """One array of an HLO shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Return the size in elements."""
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Return the size in bytes. Elements of less than eight bits are packed."""
+        bits = re.match(r"[a-z]+(\d+)", self.dtype)
+        width = int(bits.group(1)) if bits else {"pred": 8, "token": 0, "opaque": 0}.get(self.dtype)
+        if width is None:
+            raise ValueError(f"Cannot size an array of HLO type {self.dtype!r}: zerojax does not know this dtype.")
+        return -(-self.elements * width // 8)
+
+
+def arrays_of(shape: str) -> list[HloArray]:
+    return [
+        HloArray(dtype, tuple(int(d.strip(" <=")) for d in dims.split(",") if d.strip()))
+        for dtype, dims in _ARRAY.findall(shape)
+    ]
 
 
 class Instruction(NamedTuple):

@@ -15,15 +15,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from zerojax.gpus.devices import Device
-from zerojax.inspect.compiled_collectives import (
-    KINDS,
-    Array,
-    Collective,
-    CompiledCollectives,
-    arrays_of,
-    collectives_of,
-)
-from zerojax.inspect.hlo import HloComputation, Instruction, Module, read
+from zerojax.inspect.compiled_collectives import KINDS, Collective, CompiledCollectives, collectives_of
+from zerojax.inspect.hlo import HloArray, HloComputation, Instruction, Module, arrays_of, read
 
 HIGHEST = "f32 highest"
 CONTROL = frozenset({"while", "conditional", "call", "async-start"})
@@ -139,14 +132,14 @@ def _operations(module: Module, c: HloComputation, i: Instruction) -> tuple[Coun
     return Counter(), name if target else ""
 
 
-def _dot_flops(i: Instruction, operands: list[Array]) -> Counter[str]:
+def _dot_flops(i: Instruction, operands: list[HloArray]) -> Counter[str]:
     contracting = re.search(r"lhs_contracting_dim(?:s=\{|ensions\":\[)([\d,\"]*)", i.rest)
     dims = re.findall(r"\d+", contracting[1]) if contracting else ()
     contracted = math.prod(operands[0].shape[int(d)] for d in dims)
     return Counter({_rate_dtype(i, operands[0]): 2 * arrays_of(i.shape)[0].elements * contracted})
 
 
-def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[str]:
+def _convolution(i: Instruction, name: str, operands: list[HloArray]) -> Counter[str]:
     """Return the FLOPs of a convolution, two for each kernel element that each forward output element reads."""
     kernel, output = operands[1], arrays_of(i.shape)[0]
     if "BackwardFilter" in name:
@@ -158,7 +151,7 @@ def _convolution(i: Instruction, name: str, operands: list[Array]) -> Counter[st
     return Counter({_rate_dtype(i, operands[0]): 2 * output.elements * kernel.elements // max(features, 1)})
 
 
-def _rate_dtype(i: Instruction, operand: Array) -> str:
+def _rate_dtype(i: Instruction, operand: HloArray) -> str:
     highest = operand.dtype == "f32" and re.search(r'operand_precision(?:=\{|":\[")highest', i.rest, re.IGNORECASE)
     return HIGHEST if highest else operand.dtype
 
@@ -211,7 +204,7 @@ def _update_bytes(c: HloComputation, i: Instruction) -> int:
     return _operand(c, i.operands[1 if i.opcode == "dynamic-update-slice" else -1]).bytes
 
 
-def _operand(c: HloComputation, name: str) -> Array:
+def _operand(c: HloComputation, name: str) -> HloArray:
     return arrays_of(c.by_name[name].shape)[0]
 
 

@@ -18,9 +18,8 @@ from zerojax.comm.partial_sums import ROWS_UNKNOWN
 from zerojax.comm.quantised import Codec
 from zerojax.config import Config
 from zerojax.config.wire import Wire
-from zerojax.inspect.compiled_collectives import CompiledCollectives
+from zerojax.inspect.compiled_collectives import FREE, CollectivePiece, CompiledCollectives, pieces
 from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
-from zerojax.inspect.pieces import FREE, CollectivePiece, pieces
 from zerojax.inspect.roofline import kernels, overlap, product_flops
 from zerojax.planning.absent_program import abstract, kernels_for, lowered, moved_to
 from zerojax.planning.contract import Contract, contract_of

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from zerojax.budget.blocks import BlockMemory, table_lines
 from zerojax.gpus.devices import GPUS_PER_HOST, SCHEDULED, USABLE, Device, Rates, Topology
-from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, arrays_of, cause_of
-from zerojax.inspect.hlo import Module, memory_analysis, peak_bytes, read
+from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, cause_of
+from zerojax.inspect.hlo import Module, arrays_of, memory_analysis, peak_bytes, read
 from zerojax.inspect.roofline import Roofline, overlap, roofline
 from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.stage_bytes import StageEstimate
