@@ -13,7 +13,9 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from zerojax import costs, primitives
+from zerojax import primitives
+from zerojax.budget import graph
+from zerojax.optim import owned
 from zerojax.primitives import Kind
 
 # Scripts, and what needs another package.
@@ -76,9 +78,9 @@ def test_each_primitive_has_one_kind():
 
 
 def test_every_fact_is_about_a_known_primitive():
-    facts = [*primitives._FLAGS.values(), *primitives._JOINTLY, *costs.DECOMPOSITION_FLOPS, *costs._FREE]
+    facts = [*primitives._FLAGS.values(), *primitives._JOINTLY, *owned.DECOMPOSITION_FLOPS, *graph._FREE]
     assert {name for names in facts for name in names.split()} <= primitives.TABLE.keys()
-    assert primitives.of_kind(Kind.DECOMPOSITION) == costs.DECOMPOSITION_FLOPS.keys()
+    assert primitives.of_kind(Kind.DECOMPOSITION) == owned.DECOMPOSITION_FLOPS.keys()
 
 
 def test_nothing_is_known_of_other_primitives():

@@ -22,7 +22,7 @@ FLOORS = [
     {"names"},
     {"compilations", "config", "jaxprs", "signatures"},
     {"layout"},
-    {"dims", "costs"},
+    {"dims"},
     {"comm"},
     {"placement"},
     {"gather"},

@@ -307,7 +307,8 @@ def _figures(jaxpr: Any) -> tuple[int, ...]:
     """
     whole, avals = without_consts(jaxpr)
     own = functools.partial(jaxprs.inline_calls, whole, ())
-    plain = functools.partial(_without_remat, whole, ())
+    inlined = lambda eqn, values: jaxprs.evaluate_call(eqn, values, inlined) if compat.inlined_body(eqn) else None
+    plain = lambda *args: jaxprs.evaluate(whole, (), args, inlined)
 
     def residuals(*args):
         return jax.tree.leaves(jax.vjp(own, *args)[1])
@@ -318,13 +319,6 @@ def _figures(jaxpr: Any) -> tuple[int, ...]:
     graph = graph_of(*compat.opened(jax.make_jaxpr(plain)(*avals)), avals)
     flops = _flops_of_gradient(own, avals) - _flops_of_gradient(plain, avals)
     return sum(map(jaxprs.nbytes, kept)) - host, host, graph.bytes, max(flops, 0), sum(e.flops for e in graph.equations)
-
-
-def _without_remat(jaxpr: Any, consts: Sequence, *args: Any) -> list:
-    def rule(eqn, values):
-        return None if compat.inlined_body(eqn) is None else jaxprs.evaluate_call(eqn, values, rule)
-
-    return jaxprs.evaluate(jaxpr, consts, args, rule)
 
 
 def _flops_of_gradient(fn: Any, avals: Sequence) -> int:

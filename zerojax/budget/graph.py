@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,13 +22,19 @@ import jax
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from zerojax import compat, costs, jaxprs
+from zerojax import compat, jaxprs
 from zerojax.primitives import Kind
 
 PREFIX = "zerojax_value_"
 CALLED_BACK = "zerojax_called_back"  # the name of values that the user is shown, as by `jax.debug.print`
 # A byte costs a millionth of a FLOP, so that bytes decide only between values that cost equally many FLOPs.
 _FLOPS_PER_BYTE = 1e-6
+# What costs no FLOPs: elements are only moved or renamed.
+_FREE_KINDS = frozenset({Kind.IDENTITY, Kind.LAYOUT, Kind.JOIN, Kind.INDEXING})
+_FREE = frozenset(
+    "bitcast_convert_type convert_element_type copy random_clone random_seed random_unwrap random_wrap "
+    "stop_gradient".split()
+)
 # FLOPs of the Threefry rounds per 32-bit word of random bits.
 _RANDOM_BITS = 100
 # The sum of all costs in the objective. The solver ends its search within 1e-6 of the least objective, so that a larger
@@ -187,7 +194,7 @@ def flops_of(eqn: Any) -> int:
     """
     name, facts = compat.name_of(eqn), jaxprs.facts(eqn)
     if name == "dot_general":
-        return costs.dot_flops(eqn)
+        return dot_flops(eqn)
     if name == "conv_general_dilated":
         features = eqn.params["dimension_numbers"].rhs_spec[0]
         kernel = eqn.invars[1].aval
@@ -198,13 +205,18 @@ def flops_of(eqn: Any) -> int:
         return loop.length * _flops_inside(compat.opened(loop.body)[0])
     if inner := compat.inner_jaxprs(eqn):
         return sum(map(_flops_inside, inner))
-    if costs.is_free(eqn):
+    if facts.kind in _FREE_KINDS or name in _FREE:
         return 0
     if facts.draws:
         return _RANDOM_BITS * sum(map(_elements, eqn.outvars))
     if facts.kind in (Kind.REDUCTION, Kind.ALONG, Kind.WINDOW):
         return sum(_elements(atom) for atom in eqn.invars)
     return sum(map(_elements, eqn.outvars))
+
+
+def dot_flops(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[dim] for dim in contracted)
 
 
 def bytes_written(eqn: Any) -> int:

@@ -20,7 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from zerojax import compat, costs, jaxprs, signatures
+from zerojax import compat, jaxprs, signatures
+from zerojax.budget.graph import dot_flops
 from zerojax.config import Config
 from zerojax.dims import NOWHERE, Context, Follower, at
 from zerojax.dims.moves import free_dims
@@ -34,6 +35,21 @@ from zerojax.primitives import Kind
 FLOPS, LINK, LATENCY = 495e12, 450e9, 10e-6
 # Bytes of the largest matrix that one device may update. The device then holds several arrays of this size.
 LARGEST = 1 << 30
+# A decomposition of an (m, n) matrix with m >= n takes this factor times m * n^2 FLOPs.
+# Source: Golub and Van Loan 2013, sections 4.2 to 8.6.
+DECOMPOSITION_FLOPS: Mapping[str, float] = {
+    "cholesky": 1 / 3,
+    "eig": 25.0,
+    "eigh": 9.0,
+    "geqrf": 2.0,
+    "householder_product": 2.0,
+    "lu": 1.0,
+    "qr": 4.0,
+    "schur": 25.0,
+    "svd": 14.0,
+    "triangular_solve": 1.0,
+    "tridiagonal": 4 / 3,
+}
 
 
 class OwnedUpdate(NamedTuple):
@@ -293,9 +309,9 @@ class Costs:
         """Return the index of the dim in the result of a `dot_general`, or None if the dim is contracted."""
         (contracted, batch), free = eqn.params["dimension_numbers"], free_dims(eqn)
         if lhs is None and rhs is None:
-            self.repeated += costs.dot_flops(eqn)
+            self.repeated += dot_flops(eqn)
             return None
-        self.divided += costs.dot_flops(eqn)
+        self.divided += dot_flops(eqn)
         pairs = [*zip(*batch, strict=True), *zip(*contracted, strict=True)]
         if lhs is not None and rhs is not None and (lhs, rhs) not in pairs:
             # It has another role in the second operand. Gathering this operand sends half the bytes of an all-reduce.
@@ -319,7 +335,7 @@ class Costs:
         *batch, m, n = shape if len(shape) > 1 else (1, *shape)
         if eqn.primitive.name == "triangular_solve":
             m, n = math.prod(eqn.invars[1].aval.shape[-2:]) // n, n
-        flops = costs.DECOMPOSITION_FLOPS[eqn.primitive.name] * math.prod(batch) * max(m, n) * min(m, n) ** 2
+        flops = DECOMPOSITION_FLOPS[eqn.primitive.name] * math.prod(batch) * max(m, n) * min(m, n) ** 2
         dim = dims[0]
         if any(d != dim for d in dims) or (dim is not None and dim >= len(batch)):
             raise LostError(eqn)
