@@ -60,7 +60,7 @@ class Collectives(ManualCollectives):
 
     @property
     def losses(self) -> int:
-        """Return the number of losses that a program computes, of which a step uses the mean."""
+        """Return the number of losses that a program computes: 1 here, and one per worker in device view."""
         return 1  # from all rows
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class Collectives(ManualCollectives):
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*storage"]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*logical"]]:
-        inside = super()
+        inside = super()  # of one device, for the body of the `shard_map`
 
         def gather(*shards):
             return inside.all_gather(shards, self._along_others(leaves), exposed=exposed)

@@ -39,8 +39,9 @@ def trace_loss(
     The parameters have the layouts `leaves`, and the arrays or shapes `full`. In global view, `comm.follower` finds
     which dims of each value hold the rows of the batch. A parameter's gradient is a sum over such a dim, which
     `Collectives` divides into one partial sum per worker (`comm.partial_sums`). The total is the same for any dim, so a
-    wrong dim costs time and not correctness. If `differing` is None, parameters are neither reduced nor quantised on
-    shards. Scans over the parameters `by_row` are unrolled.
+    wrong dim costs time and not correctness. `differing` has the indices of `args` that may differ between devices, as
+    the batch does in device view. If it is None, parameters are neither reduced nor quantised on shards. Scans over the
+    parameters `by_row` are unrolled.
 
     Returns:
         The program, the arrays among `args`, the arrays that the loss closes over, and the structure of the loss's

@@ -44,7 +44,7 @@ class Options:
     """The options for gathering parameters and reducing gradients in a pass."""
 
     comm: Collectives
-    prefetch: int  # how many uses ahead a gather may start; 0 disables prefetch
+    prefetch: int  # how many groups ahead a gather may start; 0 disables prefetch
     reshard_after_forward: bool  # whether gathered parameters are dropped after the forward pass
 
 
@@ -78,8 +78,8 @@ class GatherScheduler:
 
     def take(self, *anchors: Sequence[jax.Array], **options: Any) -> tuple[list, list[list[jax.Array]]]:
         """Call `start` with the same arguments, and return `(gathered parameters of this segment, anchors)`."""
-        behind = self.start(*anchors, **options)
-        return self._gathered.pop(self.position), behind
+        waited = self.start(*anchors, **options)
+        return self._gathered.pop(self.position), waited
 
     @jax.named_scope(names.SHARDS)
     def start(
@@ -92,19 +92,20 @@ class GatherScheduler:
         """Start the gathers that may run during this segment. Return the anchors, as the barrier returns them.
 
         `rows` are of the arrays of the first anchor. If `ahead`, the gathers of the next `prefetch` groups start, too;
-        a loop starts them during its last iteration instead. `beside` maps variables to values, and is given if the
-        first anchor does not depend on the previous segment that gathered. The gathers then also wait for a variable of
-        the `frontier`, whose value in `beside` is replaced. The segment itself does not wait for this variable, so
-        independent branches stay independent.
+        a loop starts them during its last iteration instead.
+
+        `beside` is given only to a segment on an independent branch, which does not depend on the previous segment that
+        gathered. It maps variables to values. The gathers then also wait for one variable of the `frontier`, and
+        `beside` gets this variable's value after the barrier. The segment itself does not wait for it.
         """
         due, last = [], self.groups[self.position] + ahead * self.options.prefetch
-        for place in range(self._next, bisect.bisect_right(self.groups, last)):
+        for use in range(self._next, bisect.bisect_right(self.groups, last)):
             # A later gather must wait if it reads a slice whose index is not computed yet.
-            if place > self.position and not all(v in self.env for p in self.params[place] for v in p.operands):
+            if use > self.position and not all(v in self.env for p in self.params[use] for v in p.operands):
                 break
-            due.append(place)
+            due.append(use)
         self._next += len(due)
-        roots = list(dict.fromkeys(p.root for place in due for p in self.params[place]))
+        roots = list(dict.fromkeys(p.root for use in due for p in self.params[use]))
         first, (*others, values) = barrier(anchors[0], *anchors[1:], [self.env[root] for root in roots])
         waited, rows_waited = [], []
         if beside is not None:
@@ -113,25 +114,25 @@ class GatherScheduler:
             waited, (values,) = barrier([beside[key] for key in keys], values)
             beside.update(zip(keys, waited, strict=True))
             rows_waited = self.rows_of(keys)
-        behind = {**self.env, **dict(zip(roots, values, strict=True))}
-        for _, places in itertools.groupby(due, self.groups.__getitem__):
-            self._gather([*places], behind, first or waited, rows if first else rows_waited)
+        after_barrier = {**self.env, **dict(zip(roots, values, strict=True))}
+        for _, uses in itertools.groupby(due, self.groups.__getitem__):
+            self._gather([*uses], after_barrier, first or waited, rows if first else rows_waited)
         return [first, *others]
 
-    def _gather(self, places: Sequence[int], env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> None:
+    def _gather(self, uses: Sequence[int], env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> None:
         """Gather the parameters of some uses of one group."""
-        unique = {p.key: p for place in places for p in self.params[place]}
+        unique = {p.key: p for use in uses for p in self.params[use]}
         params = list(unique.values())
         # The shards passed a barrier, but XLA:CPU removes barriers. It would then slice a layer at a constant index
         # early. So the index depends on the anchor.
         zero = self.options.comm.zero_after(anchor, rows) if any(p.layer is not None for p in params) else None
         shards = [p.shard(env, zero) for p in params]
         # If no work hides this gather, its buckets are smaller, so that the use can start on the first of them.
-        start = bisect.bisect_left(self.groups, self.groups[places[0]] - self.options.prefetch)
-        exposed = not any(self.computes[start : places[0]])
+        start = bisect.bisect_left(self.groups, self.groups[uses[0]] - self.options.prefetch)
+        exposed = not any(self.computes[start : uses[0]])
         full = self.options.comm.all_gather(shards, [p.leaf for p in params], exposed=exposed)
         gathered = dict(zip(unique, full, strict=True))
-        self._gathered |= {place: [gathered[p.key] for p in self.params[place]] for place in places}
+        self._gathered |= {use: [gathered[p.key] for p in self.params[use]] for use in uses}
 
     @property
     def is_last(self) -> bool:
@@ -141,8 +142,8 @@ class GatherScheduler:
     def ends_group(self) -> bool:
         return self.position + 1 not in self._group(self.position)
 
-    def _group(self, place: int) -> range:
-        number = self.groups[place]
+    def _group(self, use: int) -> range:
+        number = self.groups[use]
         return range(bisect.bisect_left(self.groups, number), bisect.bisect_right(self.groups, number))
 
     @property
@@ -153,12 +154,12 @@ class GatherScheduler:
         """Return this segment's results. The last results of a group are delayed until the next group's gathers end."""
         if self.position + 1 == len(self.params) or not self.ends_group:
             return list(results)
-        following = [place for place in self._group(self.position + 1) if place in self._gathered]
+        following = [use for use in self._group(self.position + 1) if use in self._gathered]
         # Without the barrier, XLA moves the gather down to its use. But a segment without products does not hide the
         # gather, so there the barrier would only delay the results.
-        if not any(self.computes[place] for place in self._group(self.position)):
+        if not any(self.computes[use] for use in self._group(self.position)):
             return list(results)
-        results, gathered = barrier(results, *(self._gathered[place] for place in following))
+        results, gathered = barrier(results, *(self._gathered[use] for use in following))
         self._gathered |= dict(zip(following, gathered, strict=True))
         return results
 
@@ -277,8 +278,8 @@ class GradScheduler:
             for key, (param, total) in totals.items()
         ]
         if exposed:
-            # Otherwise XLA may reduce the previous block's gradients after these, when nothing is left to compute.
-            # The reductions across hosts, which follow, use another link.
+            # These gradients wait until the previous block's are reduced. Otherwise XLA may reduce those later, when
+            # nothing is left to compute. Reductions across hosts use another link, so they are not waited for.
             sent = [x.value for x in self._queue if isinstance(x.key, ShardedParam) and x.state is self._after(x.key)]
             computed = [dataclasses.replace(x, value=barrier([x.value], sent)[0][0]) for x in computed]
         if not waits and (exposed or not self.options.prefetch):

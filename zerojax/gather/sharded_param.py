@@ -29,7 +29,7 @@ OF_SHARDS = OF_STACKS | {"slice", "dynamic_slice", "squeeze", "convert_element_t
 
 @dataclasses.dataclass(frozen=True)
 class ShardedParam:
-    """A sharded parameter that is not gathered yet, or a slice or a cast of such a parameter."""
+    """What one use of a sharded parameter gathers: the parameter, or a slice or a cast of it. `shard` computes it."""
 
     root: Any  # the variable of the parameter
     stored: Leaf  # the layout of the parameter

@@ -75,8 +75,9 @@ class Leaf:
             are axes of the compiler, and data axes over which experts stay divided.
         reason: Why the leaf is replicated or flat. Empty for a sharded leaf. A label.
         host: Whether the array is kept in host memory.
-        further: Factor by which a parameter's gradient and optimizer state are sharded more than the parameter, over
-            data axes that are not in `axes`. The parameter is padded so that this factor divides its shards.
+        further: Number of parts into which each shard of a parameter is divided in its gradient and optimizer state,
+            over data axes that are not in `axes`. For example 4, if parameters are sharded over the 8 devices of each
+            of 4 hosts, and gradients over all devices. The parameter is padded so that these parts are equal.
         is_quantised: Whether collectives quantise the leaf.
         unquantised: In a run that quantises some leaves, why collectives do not quantise this leaf. A label.
     """
@@ -138,7 +139,7 @@ class Leaf:
         return dataclasses.replace(self, shape=self.local_shape, axes=rest, shards=self.further, further=1)
 
     def along_others(self, sizes: Mapping[str, int]) -> Leaf:
-        """Return the layout of the part of this leaf that one index along the `others` axes has. `sizes` is by axis."""
+        """Return the layout that the compiler leaves of this leaf on one device along `others`. `sizes` is by axis."""
         if self.kind == "flat" or not any(self.others):
             return self
         parts = [math.prod(sizes[axis] for axis in entry_axes(entry)) for entry in self.others]

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from zerojax import names
 from zerojax.comm.collectives import UPDATE
@@ -26,7 +25,7 @@ from zerojax.compat import common_dtype
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_padded, replace_items
 from zerojax.optim.sharding_plan import ShardingPlan, state_shardings
-from zerojax.optim.wrapped import wrapped_tx
+from zerojax.optim.wrapped import new_params, wrapped_tx
 from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical, to_device, unpadded
 
 if TYPE_CHECKING:
@@ -173,9 +172,7 @@ def update_shards(
         check_state_dtypes(new_state, plan.state)
     results = keep(results, plan.grads)
     if applies:  # to storage: XLA would pad both a wide and a narrow copy of new logical parameters
-        assert params is not None
-        moved: Any = results if config.has_master_weights else optax.apply_updates(params, results)
-        results = cast(moved, [leaf.dtype for leaf in plan.trained.params])
+        results = new_params(config, plan.trained, results, params)
     return results, jax.tree.unflatten(plan.state_def, keep(new_state, plan.state))
 
 

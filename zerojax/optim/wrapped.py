@@ -113,6 +113,12 @@ def wrapped_tx(config: Config, trained: Layout) -> optax.GradientTransformationE
     return with_master_weights(inner, trained)
 
 
+def new_params(config: Config, trained: Layout, results: list, params: Any) -> list:
+    """Return new parameters, in their stored types, from the results of an update of `params`."""
+    moved: Any = results if config.has_master_weights else optax.apply_updates(params, results)
+    return cast(moved, [leaf.dtype for leaf in trained.params])
+
+
 class UpdatedLeaves(NamedTuple):
     """The layouts of an update's gradients and state."""
 
@@ -143,10 +149,10 @@ class FlatUpdate:
             jax.tree.unflatten(tree, grads), jax.tree.unflatten(self.state_def, state), old, **extra
         )
         check_new_state(self.leaves.state, new)
+        leaves = jax.tree.leaves(updates)
         if self.applies:
-            moved = updates if self.config.has_master_weights else optax.apply_updates(old, updates)
-            updates = cast(jax.tree.leaves(moved), [leaf.dtype for leaf in self.trained.params])
-        return jax.tree.leaves(updates), jax.tree.leaves(new)
+            leaves = new_params(self.config, self.trained, leaves, params)
+        return leaves, jax.tree.leaves(new)
 
     @property
     def may_have_owners(self) -> bool:

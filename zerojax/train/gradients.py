@@ -147,12 +147,13 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     on_leaves = lambda full, *further: loss(layout.treedef.unflatten(full), *further)
     program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, further, OF_ROWS, comm, DIFFERING)
     options = Options(comm, view.config.prefetch, view.config.reshard_after_forward)
-    values, wanted = [*stored, *arrays, *consts], {*layout.trained, *overwritten}
-    active = [i in wanted for i in range(len(values))]
+    values, differentiated = [*stored, *arrays, *consts], {*layout.trained, *overwritten}
+    active = [i in differentiated for i in range(len(values))]
     results, residuals = run_forward(program, values, active, options)
     whole = {*overwritten, *(i for i in comm.experts(leaves) if leaves[i].kind != "sharded")}
 
     def in_form(i: int, grad: Array | None) -> Array:
+        """Return parameter i's gradient in the form that is promised above, with zeros if the loss does not use it."""
         x, leaf = stored[i], leaves[i]
         if i in whole:
             summed = jnp.zeros(x.shape, x.dtype) if grad is None else grad
