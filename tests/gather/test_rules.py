@@ -180,7 +180,7 @@ CASES = {
 
 
 def test_every_rule_has_a_case_and_a_row_in_the_documentation():
-    page = (pathlib.Path(zerojax.__file__).parents[1] / "docs" / "stage3.md").read_text()
+    page = (pathlib.Path(zerojax.__file__).parents[1] / "docs" / "engine.md").read_text()
     assert list(CASES) == [rule.name for rule in RULES]
     assert [rule.name for rule in RULES if f"| {rule.name} | `{rule.example}` |" not in page] == []
 

@@ -12,7 +12,7 @@ view, where a gradient that is not reduced yet may have one more dim in front: `
 per worker. With hybrid sharding, a reduce-scattered gradient may have `(groups, *shape)` in the same way. In device
 view, no gradient has this dim.
 
-Read docs/stage3.md first, from "The rewrite" to "The schedule". Then read the files in this order.
+Read docs/engine.md first. Then read the files in this order.
 
 A loss becomes a program:
     engine          `trace_loss` makes the program, which `run_forward` and `run_backward` run

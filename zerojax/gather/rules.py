@@ -300,7 +300,7 @@ class Decisions:
 class Rule:
     """A rule by which the planner handles equations of one kind."""
 
-    name: str  # as in docs/stage3.md
+    name: str  # as in docs/engine.md
     example: str  # a line of a loss that falls under the rule, where `w` is a parameter
     matches: Callable[[Decisions, Site], Any]  # returns the last argument of `act`; None or False: no match
     act: Callable[[Decisions, Site, Any], None]  # records the decision
