@@ -95,6 +95,19 @@ def test_every_transformation_trains_the_same(tmp_path, name):
     assert_trains_the_same(tmp_path, LOSSES["remat_loop"], tx, devices=3 if name != "muon" else 8)
 
 
+def scaled(grad):
+    """Divided by scalars that padding would change."""
+    return grad * jnp.max(-grad) / (jnp.sum(jnp.exp(-grad)) + jnp.min(-jnp.cos(grad)) + jnp.any(grad == 0))
+
+
+def test_padding_is_in_no_reduction(tmp_path):
+    """A vector is divided into chunks along its sharded dim, so the padding of the last shard is in several chunks."""
+    loss = lambda params, batch: jnp.mean((batch @ jnp.exp(params["w"])) ** 2)
+    given = {"params": lambda: {"w": -jnp.arange(70.0) / 70}, "batch": lambda seed: jnp.ones((8, 70)) + seed}
+    tx = lambda: optax.chain(optax.stateless(lambda tree, _: jax.tree.map(scaled, tree)), optax.trace(0.9))
+    assert_trains_the_same(tmp_path, loss, tx, devices=8, chunk_bytes=8, **given)
+
+
 def noisy(params, batch, key):
     by = jax.random.uniform(key, (48 if batch["tokens"].shape[0] == 48 else 24,))
     return LOSSES["loop"](params, batch) * (1 + by.mean())

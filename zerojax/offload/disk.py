@@ -19,7 +19,7 @@ import queue
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class ChunkSpec:
         size = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.arrays)
         return max(1, -(-size // BLOCK)) * BLOCK
 
-    def views(self, buffer: memoryview | np.ndarray) -> tuple[np.ndarray, ...]:
+    def views(self, buffer: np.ndarray) -> tuple[np.ndarray, ...]:
         """Return the chunk's arrays as views of a buffer."""
         views, start = [], 0
         for shape, dtype in self.arrays:
@@ -175,11 +175,9 @@ class DiskStore:
             on_error.callback(self._lock.release)
             # Whether files are read and written without the page cache.
             self.direct = supports_direct(folder.chunk_file(self.path, 0))
-            self._largest, self._in_flight = max(sizes, default=BLOCK), in_flight
-            self._to_read, self._to_write = queue.SimpleQueue[memoryview](), queue.SimpleQueue[memoryview]()
-            for _ in range(in_flight):
-                self._to_write.put(aligned_buffer(self._largest))
             on_error.pop_all()
+        self._largest, self._in_flight = max(sizes, default=BLOCK), in_flight
+        self._free = queue.SimpleQueue[memoryview]()
         self.bytes_read = self.bytes_written = 0
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="zerojax-disk")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="zerojax-disk-copy")
@@ -202,7 +200,7 @@ class DiskStore:
         return self._begin(self._read, index)
 
     def write(self, index: int, arrays: Sequence[np.ndarray]) -> None:
-        """Block until a buffer is free, copy a chunk's new state to the buffer, and begin to write the chunk."""
+        """Copy a chunk's new state to a buffer, and begin to write the chunk. Block while too many chunks wait."""
         self._raise_failure()
         spec = self._specs[index]
         assert [(x.shape, x.dtype) for x in arrays] == list(spec.arrays), spec.name
@@ -211,7 +209,9 @@ class DiskStore:
             return
         # Wait here and not in a thread. Otherwise a few such writes would keep all threads from reading.
         wait(list(self._copies[index]))
-        buffer = self._to_write.get()
+        if len(self._writes) >= self._in_flight:
+            wait(self._writes, return_when=FIRST_COMPLETED)
+        buffer = self._lent_buffer()
         for array, view in zip(arrays, spec.views(buffer), strict=True):
             np.copyto(view, array)
         self._writes.append(self._begin(self._write, index, buffer))
@@ -288,24 +288,23 @@ class DiskStore:
     def _lent_buffer(self) -> np.ndarray:
         """Return a buffer that is used again when nothing refers to it. New memory would cost as much as a copy."""
         try:
-            memory = self._to_read.get_nowait()
+            memory = self._free.get_nowait()
         except queue.Empty:
             memory = aligned_buffer(self._largest)
         buffer = np.frombuffer(memory, np.uint8)
-        weakref.finalize(buffer, give_back, self._to_read, memory, self._in_flight).atexit = False
+        weakref.finalize(buffer, give_back, self._free, memory, 2 * self._in_flight).atexit = False
         return buffer
 
-    def _write(self, before: list[Future], index: int, buffer: memoryview) -> None:
+    def _write(self, before: list[Future], index: int, buffer: np.ndarray) -> None:
         wait(before)
         path, spec = folder.chunk_file(self.path, index), self._specs[index]
+        content = buffer.data[: spec.bytes]
         self._checksums.pop(index, None)
         try:
-            transfer(path, buffer[: spec.bytes], write=True, direct=self.direct)
-            self._checksums[index] = checksum(buffer[: spec.bytes])
+            transfer(path, content, write=True, direct=self.direct)
+            self._checksums[index] = checksum(content)
         except OSError as error:
             raise DiskError(
                 f"Writing chunk {index} ({spec.name!r}, {spec.bytes} bytes) to {path} failed: {error.strerror}. Make "
                 f"room or repair the disk, then restore the run from its last checkpoint."
             ) from error
-        finally:
-            self._to_write.put(buffer)

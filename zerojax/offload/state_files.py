@@ -58,7 +58,9 @@ class StateFiles:
         self._index: dict[tuple[int, int], int] = {}
         self._version, self._is_whole = 0, True
         self._every, self._saved = frozenset(leaves), set[int]()  # the leaves of a version, and those written so far
-        self._before: int | None = None  # the version of leaves that `writing` has not changed yet
+        # While leaves are written outside of a step: the version before, and the leaves that no longer have its values.
+        self._before: int | None = None
+        self._changed = set[int]()
         self.writes = 0  # a count of the chunks that were written, or are waiting to be
         self._specs: list[ChunkSpec] = []
         self._in_memory: set[int] = set()
@@ -79,7 +81,7 @@ class StateFiles:
             with folder.writable(parent):
                 parent.mkdir(exist_ok=True)
         store = DiskStore(self.path, self._specs, in_memory=self._in_memory, in_flight=self._in_flight)
-        weakref.finalize(self, close_store, store)
+        self._close = weakref.finalize(self, close_store, store)
         return store
 
     def open(self) -> None:
@@ -148,17 +150,17 @@ class StateFiles:
         self._version += 1
 
     @contextlib.contextmanager
-    def writing(self, k: int) -> Iterator[Int[np.ndarray, ""]]:
+    def writing(self, k: int, *, changes: bool = True) -> Iterator[Int[np.ndarray, ""]]:
         """Enter a context that writes leaf `k` outside of a step. Yield the version that the leaf will have.
 
-        Until all leaves are written, no leaf can be read.
+        Until all leaves are written, no leaf can be read. If an error ends the writing, it may begin again.
         """
         if self._is_whole:
-            before = self._version
-            self.abandon_version()
-            self._before = before
-        elif k in self._saved:  # earlier writing of all leaves failed
-            self.abandon_version()
+            self._before, self._changed = self._version, set()
+        if self._is_whole or k in self._saved:  # in the second case, earlier writing of all leaves failed
+            self._begin_version()
+        if changes:  # before the first chunk is written, because an error may follow
+            self._changed.add(k)
         yield np.array(self._version, np.int32)
         self._saved.add(k)
         if self._saved == self._every:
@@ -167,13 +169,12 @@ class StateFiles:
 
     def keep(self, k: int, version: Any) -> Int[np.ndarray, ""]:
         """Keep the values of leaf `k` while other leaves are written. Return the version that the leaf will have."""
-        if self._is_whole or number_of(version, self.path) != self._before:
+        if self._is_whole or k in self._changed or number_of(version, self.path) != self._before:
             self.require(version)
-        with self.writing(k) as new:
+        with self.writing(k, changes=False) as new:
             return new
 
-    def abandon_version(self) -> None:
-        self._before = None
+    def _begin_version(self) -> None:
         self._copying.clear()
         self._saved.clear()
         self._version, self._is_whole = self._version + 1, False
@@ -195,9 +196,10 @@ class StateFiles:
 
     def abandon(self) -> None:
         """Give up the files after an interrupted step, and unlock their folder. Writing all leaves makes them again."""
-        self.abandon_version()
-        if store := self.__dict__.pop("_store", None):
-            close_store(store)
+        self._begin_version()
+        self._before = None
+        if self.__dict__.pop("_store", None) is not None:
+            self._close()  # which drops its reference to the store, and so the chunks in host memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,12 +60,15 @@ class Cut:
     reduce: Callable  # the function that reduces a chunk
     combine: Callable  # the function that joins the values of two chunks
 
-    def of_chunk(self, chunk: Array) -> Array:
-        """Return the scalar of one chunk without padding."""
+    def of_chunk(self, chunk: Array, is_padding: Array | None) -> Array:
+        """Return the scalar of one chunk. `is_padding` says which elements are padding; None: none is."""
         *eqns, last = self.jaxpr.eqns
         before = compat.part_of(self.jaxpr, eqns, self.jaxpr.invars, last.invars)
         (x,) = evaluate_as(before, (), [chunk.astype(self.jaxpr.invars[0].aval.dtype)], chunk.shape)
-        return self.reduce(jnp.broadcast_to(x, chunk.shape))
+        x = jnp.broadcast_to(x, chunk.shape)
+        if is_padding is not None:  # the first element is of the first shard, which has no padding
+            x = jnp.where(is_padding, 0 if self.reduce is jnp.sum else x[(0,) * x.ndim], x)
+        return self.reduce(x)
 
 
 class Reductions:
@@ -96,9 +99,10 @@ class Reductions:
         return [cut for cut in self.cuts if cut.grad == grad]
 
     def finishing(self, grad: int, of: OnDisk) -> Any:
-        """Return a program `f(chunk, factor) -> (chunk, [sum of squares, cuts...])` for the chunks of a gradient.
+        """Return a program `f(chunk, start, factor) -> (chunk, [sum of squares, cuts...])` for chunks of a gradient.
 
-        It multiplies a chunk by `factor`, and reduces it to scalars. Chunks of equal layout share a program.
+        It multiplies the chunk that begins at `start` by `factor`, and reduces it to scalars. Chunks of equal layout
+        share a program.
         """
         cuts, leaf, dim = self.of(grad), of.leaf, of.chunking.dim
         key = leaf.shape, leaf.dim, leaf.dtype, dim, tuple(signatures.signature(cut.jaxpr) for cut in cuts)
@@ -124,10 +128,14 @@ class Reductions:
         return Cut(last.outvars[0], grad, part, *_REDUCTIONS[last.primitive.name])
 
 
-def _finished(leaf: Leaf, dim: int, cuts: list[Cut], grad: Array, factor: Array) -> tuple[Array, list[Array]]:
+def _finished(leaf: Leaf, dim: int, cuts: list[Cut], grad: Array, start: Array, factor: Array) -> tuple[Array, list]:
     grad = grad * factor.astype(grad.dtype)
-    logical = grad if dim == leaf.dim else unpadded(grad, leaf)  # chunks along the sharded dim have no padding
-    return grad, [jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.float32))), *(cut.of_chunk(logical) for cut in cuts)]
+    chunk, is_padding = grad if dim == leaf.dim else unpadded(grad, leaf), None
+    if dim == leaf.dim and leaf.padding:
+        shard, index = jnp.divmod(jax.lax.broadcasted_iota(jnp.int32, grad.shape, dim), grad.shape[dim] // leaf.shards)
+        is_padding = shard * leaf.local_shape[dim] + start + index >= leaf.shape[dim]
+    squares = jnp.sum(jnp.square(jnp.abs(grad).astype(jnp.float32)))
+    return grad, [squares, *(cut.of_chunk(chunk, is_padding) for cut in cuts)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -223,7 +231,8 @@ class ChunkGradients:
             self._finish(k, of, n, grad)
 
     def _finish(self, k: int, of: OnDisk, n: int, grad: Array) -> None:
-        grad, scalars = wait_if_simulated(self._mesh, self._reductions.finishing(k, of)(grad, self._factor))
+        start = np.int32(of.chunking.chunks[n][0])
+        grad, scalars = wait_if_simulated(self._mesh, self._reductions.finishing(k, of)(grad, start, self._factor))
         self._scalars[k].append(scalars)
         self._ready.append((of.index, n, grad))
 

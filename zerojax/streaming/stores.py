@@ -50,8 +50,8 @@ class StoredNodes:
 class HostStateStore(StoredNodes):
     """Keep state in host memory, in `Chunked` nodes.
 
-    A first state has no nodes yet. The chunks in `kept_on_device` stay on the device instead. A chunk that is not there
-    yet, because the state was restored or is new, stays there from its first update on.
+    A first state has no nodes yet. The chunks in `kept_on_device` stay on the device instead. Chunks of a restored
+    state, which are in host memory, stay on the device from their first update on.
     """
 
     def __init__(self, config: Config, plan: ShardingPlan, nodes: Sequence[Any] = ()):
