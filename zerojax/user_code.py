@@ -125,25 +125,26 @@ def load_model(text: str) -> Any:
 
 def load_transformation(text: str) -> optax.GradientTransformation:
     """Load an optimizer from optax by a name such as `"adamw"`, or from a file by text such as `"train.py:tx"`."""
+    remedy = "Give one that needs only a learning rate, such as adamw, lion or adafactor, or FILE.py:NAME."
     if REFERENCE.fullmatch(text):
-        given: Any = load_object(text)
-        if hasattr(given, "update"):
-            return given
-        with running(split_reference(text)[0]):
-            return call_user_code(given, text)
+        made: Any = load_object(text)
+        if callable(made) and not hasattr(made, "update"):
+            with running(split_reference(text)[0]):
+                made = call_user_code(made, text)
+        if not (hasattr(made, "init") and hasattr(made, "update")):
+            raise ValueError(
+                f"{text} is a {type(made).__name__}, which lacks the init and update of an optax transformation. Give "
+                f"one, or a function without arguments that returns one."
+            )
+        return made
     make = getattr(optax, text, None) or getattr(optax.contrib, text, None)
     if not callable(make):
-        raise ValueError(
-            f"optax has no optimizer {text!r}. Give one such as adamw, lion or adafactor, or FILE.py:NAME."
-        )
+        raise ValueError(f"optax has no optimizer {text!r}. {remedy}")
     try:
-        made: Any = make(1e-3)
+        made = make(1e-3)
         jax.eval_shape(made.init, {"w": jax.ShapeDtypeStruct((2, 2), "float32")})
     except Exception as error:  # optax.chain accepts the learning rate as a transformation, and only `init` fails
-        raise ValueError(
-            f"optax.{text} is not made of a learning rate alone, or is no optimizer. Give one such as adamw, lion or "
-            f"adafactor, or FILE.py:NAME."
-        ) from error
+        raise ValueError(f"optax.{text}(1e-3) is no optimizer: {type(error).__name__}: {error}. {remedy}") from error
     return made
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from conftest import mesh_of
@@ -41,3 +42,32 @@ def test_a_state_leaf_belongs_to_the_one_parameter_that_it_depends_on(mix):
     cores, refused = finder.find()
     assert sorted(cores) == [0, 1]
     assert not refused
+
+
+def factored(joint):
+    """A transformation that decomposes each gradient. With `joint`, one branch doubles all gradients before."""
+
+    def update(grads, state, params=None):
+        leaves, tree = jax.tree.flatten(grads)
+        if joint:
+            leaves = jax.lax.cond(state < 2, lambda xs: [2 * x for x in xs], lambda xs: xs, leaves)
+        factors = [jnp.linalg.qr(g) for g in leaves]
+        return jax.tree.unflatten(tree, [q @ (r - 1) for q, r in factors]), state + 1
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_two_matrices_of_one_equation_are_told_apart(joint):
+    """The factors of a decomposition belong to one parameter. The results of a branch depend on all its operands."""
+    tx = zero_shard(factored(joint), stage=3, mesh=mesh_of(8), tuning=Tuning(persist_below=1, matrix_updates="owner"))
+    plan = tx.create(PARAMS).plan
+    cores, refused = CoreFinder(plan.analysis(tx.config).traced, *plan.leaves).find()
+    assert (sorted(cores), sorted(refused)) == (([], [0, 1]) if joint else ([0, 1], []))
+    params = {name: jax.random.normal(jax.random.key(n), x.shape) for n, (name, x) in enumerate(PARAMS.items())}
+    loss = lambda params, batch: batch.mean() * sum(jnp.sum(jnp.sin(x)) for x in params.values())
+    state, _ = tx.train_step(loss, reduction="mean")(tx.create(params), jnp.ones((8, 1)))
+    updates, _ = factored(joint).update(jax.grad(loss)(params, jnp.ones(1)), jnp.zeros(()))
+    wanted = optax.apply_updates(params, updates)
+    for name, x in tx.unshard(state.params).items():
+        np.testing.assert_allclose(x, wanted[name], rtol=1e-4, atol=1e-4)  # float32 decompositions of other programs

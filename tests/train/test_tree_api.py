@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from zerojax import Tuning, zero_shard
 from zerojax.layout.tree import layout_of
-from zerojax.train.tree_api import returned_grads
+from zerojax.train.tree_api import TreeForm
 
 
 @pytest.mark.parametrize(("stage", "sharded"), [(0, set()), (1, set()), (2, {"even"}), (3, {"even", "odd"})])
@@ -34,5 +34,5 @@ def test_gradients_are_sharded_like_the_optimizer_state_over_all_axes(sizes):
         optax.sgd(1.0), stage=3, mesh=mesh, axis=("host", "gpu"), tuning=Tuning(params_axis="gpu", persist_below=1)
     )
     layout = layout_of(tx.config, {"w": jnp.ones((16, 3))})
-    (grad,) = returned_grads(tx.config, layout, [False])
+    (grad,) = TreeForm(tx.config, layout, (None,)).grads
     assert (grad.axes, grad.shards, grad.dim) == (layout.grads[0].axes, 8, 0)

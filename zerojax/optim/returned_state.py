@@ -67,10 +67,8 @@ def as_planned(plan: ShardingPlan, state: PyTree) -> PyTree:
     if len(leaves) != plan.state_def.num_leaves:
         return state
     planned = jax.tree.unflatten(plan.state_def, leaves)
-    same = jax.tree.structure(relabelled(plan, planned), is_leaf=is_chunked) == jax.tree.structure(
-        state, is_leaf=is_chunked
-    )
-    return planned if same else state
+    structure = functools.partial(jax.tree.structure, is_leaf=is_chunked)
+    return planned if structure(relabelled(plan, planned)) == structure(state) else state
 
 
 def relabelled(plan: ShardingPlan, state: PyTree) -> PyTree:

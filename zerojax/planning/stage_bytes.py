@@ -23,7 +23,7 @@ from zerojax.layout.tree import Layout
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.placement.storage import storage_forms
 from zerojax.streaming.stores import kept_on_device
-from zerojax.train.tree_api import returned_grads
+from zerojax.train.tree_api import TreeForm
 
 HOST = "host"  # the mesh axis of the hosts, if a topology has several
 
@@ -68,7 +68,7 @@ def estimate_stage(config: Config, plan: ShardingPlan, accumulate: int) -> Stage
     chunks_kept = sum(kept_on_device(config, plan).values())
     plan = plan.along_others(config.user_mesh.shape)
     layout = plan.layout
-    grads = zip(returned_grads(config, layout, storage_forms(layout.params)), layout.params, strict=True)
+    grads = zip(TreeForm(config, layout, storage_forms(layout.params)).grads, layout.params, strict=True)
     state = list(zip(plan.state, plan.chunkings, strict=True))
     on_device = [leaf for leaf, chunking in state if chunking is None]
     chunked = sum(leaf.local_bytes for leaf, chunking in state if chunking is not None)

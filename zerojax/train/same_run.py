@@ -47,15 +47,9 @@ def require_same(
 ) -> None:
     """Check that all processes are about to do the same thing, so that no process waits for another in vain.
 
-    Args:
-        topic: A verb that says what this process is about to do.
-        record: Values that must be the same on all processes, by name.
-        partial: Whether a name may be missing on some processes.
-        timeout: Seconds to wait for the other processes. None: the default of `Processes`.
-        error: The error that is raised if a process does not answer.
-
-    Raises:
-        ValueError: If a value differs, or another process makes a different call.
+    `record` has values that must be the same on all processes, by name. If `partial` is true, a name may be missing on
+    some. If a value differs, every process raises a `ValueError`. `topic` and other errors are as in `exchange`.
+    `timeout` and `error` are as in `Processes`.
     """
     if jax.process_count() == 1:
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -84,23 +84,6 @@ class NewValue:
         return self.value
 
 
-def returned_grads(config: Config, layout: Layout, forms: Sequence[Form | bool]) -> tuple[Leaf, ...]:
-    """Return the layout in which `value_and_grad` returns each gradient.
-
-    At stages 2 and 3, a gradient is sharded if its shards form an array, or a `Padded`, like its parameter. Otherwise
-    it is replicated.
-    """
-
-    def one(param: Leaf, grad: Leaf, form: Form | bool) -> Leaf:
-        if param.dim is not None:
-            return dataclasses.replace(grad if param.further > 1 else param, dtype=param.dtype, host=False)
-        if config.stage >= 2 and grad.kind == "sharded" and (grad.padding == 0 or form):
-            return grad
-        return dataclasses.replace(grad, kind="replicated", dim=None)
-
-    return tuple(map(one, layout.params, layout.grads, forms))
-
-
 @dataclasses.dataclass(frozen=True)
 class TreeForm:
     """The form of a caller's trees. Gradients and updates have the structure and logical shapes of the parameters.
@@ -114,7 +97,20 @@ class TreeForm:
 
     @functools.cached_property
     def grads(self) -> tuple[Leaf, ...]:
-        return returned_grads(self.config, self.layout, self.forms)
+        """Return the layout in which `value_and_grad` returns each gradient.
+
+        At stages 2 and 3, a gradient is sharded if its shards form an array, or a `Padded`, like its parameter.
+        Otherwise it is replicated.
+        """
+
+        def one(param: Leaf, grad: Leaf, form: Form) -> Leaf:
+            if param.dim is not None:
+                return dataclasses.replace(grad if param.further > 1 else param, dtype=param.dtype, host=False)
+            if self.config.stage >= 2 and grad.kind == "sharded" and (grad.padding == 0 or form):
+                return grad
+            return dataclasses.replace(grad, kind="replicated", dim=None)
+
+        return tuple(map(one, self.layout.params, self.layout.grads, self.forms))
 
     @property
     def grad_shardings(self) -> Any:
