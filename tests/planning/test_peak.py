@@ -14,8 +14,7 @@ from gpt import GPT, next_byte_loss
 
 from zerojax import Precision, block, estimate, zero_shard
 from zerojax.optim.sharding_plan import make_plan
-from zerojax.planning.activations import PlainGradient
-from zerojax.planning.fit import peak_of
+from zerojax.planning.fit import PlainGradient, peak_of
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.train.arguments import cast_inputs
 from zerojax.train.loss import Loss

@@ -23,18 +23,22 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from zerojax import compat, jaxprs
 from zerojax.budget.blocks import Blocks, memory_of_blocks
 from zerojax.comm.mesh import auto_context
+from zerojax.comm.typed import TypedLoss, on_one_device
 from zerojax.config import Config
 from zerojax.config.data_mesh import axes_of
+from zerojax.gather.working_set import WorkingSet, working_set
 from zerojax.gpus.devices import Topology, absent_mesh, absent_mesh_like
 from zerojax.inspect.hlo import peak_bytes
-from zerojax.layout.leaf import is_padded
-from zerojax.layout.tree import canonical
+from zerojax.layout.leaf import is_padded, replace_items
+from zerojax.layout.tree import Layout, canonical
 from zerojax.offload.host import pinned_limit
+from zerojax.placement.storage import cast
 from zerojax.planning.compiled_plan import CompiledStep
 from zerojax.planning.stage_bytes import estimate_stage
 from zerojax.streaming.stores import kept_on_device
 from zerojax.streaming.stream import StreamedUpdate
 from zerojax.train.fitting import devices_of_a_block
+from zerojax.train.loss import Loss
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step
 from zerojax.units import format_bytes
@@ -217,6 +221,60 @@ def check_meshes(traced: Any, mesh: Mesh) -> None:
 def lowered(traced: Any, mesh: Mesh) -> Any:
     check_meshes(traced, mesh)
     return traced.lower()
+
+
+def program_of(config: Config, layout: Layout, loss: Loss, batch: Any, args: tuple, mutable: Any = None) -> WorkingSet:
+    """Trace `loss`, and return the parameters that stage 3 gathers to compute `loss`. Empty at other stages."""
+    if config.stage < 3:
+        return WorkingSet()
+
+    def value(params, batch, mutable, *args):
+        params = jax.tree.unflatten(layout.treedef, cast(jax.tree.leaves(params), layout.compute))
+        return typed.call(params, mutable, batch, args)
+
+    tree, typed = jax.tree.unflatten(layout.treedef, layout.params), TypedLoss(on_one_device(config), layout, loss)
+    return working_set(value, tree, batch, mutable, *args, prefetch=config.prefetch, shared_bytes=config.shared_bytes)
+
+
+def plain_gradient(
+    layout: Layout,
+    loss: Loss | TypedLoss,
+    batch: Any,
+    args: tuple,
+    *,
+    mesh: Mesh,
+    accumulated: frozenset[int] = frozenset(),
+    mutable: Any = None,
+) -> Any:
+    """Compile the gradient by plain jit with replicated parameters. Its temporary memory holds the activations.
+
+    XLA puts activations into the buffers of gradients that are not computed yet. At stage 3, a sharded gradient has no
+    full buffer. So here the gradient is added to an input, whose buffer XLA cannot use for activations. A stacked leaf
+    needs no such input, because a loop fills the gradient, which occupies its buffer throughout the loop.
+
+    `accumulated` has the indices of the parameters whose gradients are added to inputs. Rows without a sharding are
+    replicated.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=replicated)
+        for leaf, dtype in zip(layout.params, layout.compute, strict=True)
+    ]
+    differentiated = [i for i in layout.trained if jnp.issubdtype(leaves[i].dtype, jnp.inexact)]
+
+    def value(values, leaves, mutable, batch, *args):
+        params = jax.tree.unflatten(layout.treedef, replace_items(leaves, differentiated, values))
+        returned = loss.call(params, mutable, batch, args)
+        return returned.total / returned.weight
+
+    def gradient(buffers, *args):
+        loss, grads = jax.value_and_grad(value)(*args)
+        return loss, [buffers[i] + g if i in buffers else g for i, g in zip(differentiated, grads, strict=True)]
+
+    buffers = {i: leaves[i] for i in differentiated if i in accumulated}
+    values = [leaves[i] for i in differentiated]
+    traced = jax.jit(gradient, donate_argnums=0).trace(buffers, values, leaves, mutable, batch, *args)
+    return lowered(traced, mesh).compile()
 
 
 @contextlib.contextmanager

@@ -24,8 +24,7 @@ from zerojax.inspect.roofline import kernels, product_flops
 from zerojax.layout.leaf import Leaf
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.wrapped import wrapped_tx
-from zerojax.planning.absent_program import abstract, rows_of, shape_of
-from zerojax.planning.activations import plain_gradient, program_of
+from zerojax.planning.absent_program import abstract, plain_gradient, program_of, rows_of, shape_of
 from zerojax.planning.stage_bytes import backward_bytes
 from zerojax.train.state import ZeroState
 from zerojax.train.step import Step

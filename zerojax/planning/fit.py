@@ -13,18 +13,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from zerojax.budget.blocks import Blocks
 from zerojax.config import Config, check_count
-from zerojax.gpus.devices import Device, Rates, Topology, abstract_mesh
+from zerojax.gather.working_set import WorkingSet
+from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh, abstract_mesh
+from zerojax.inspect.hlo import memory_analysis, read
+from zerojax.inspect.roofline import Kernel, kernels, product_flops
 from zerojax.layout.tree import Layout
 from zerojax.offload.options import Offload
 from zerojax.optim.sharding_plan import make_plan
-from zerojax.planning.absent_program import MANY_PROGRAMS, abstract, with_rows
-from zerojax.planning.activations import PlainGradient
+from zerojax.planning.absent_program import MANY_PROGRAMS, abstract, kernels_for, plain_gradient, program_of, with_rows
 from zerojax.planning.compiled_plan import Plan
 from zerojax.planning.stage_bytes import StageEstimate, estimate_stage, sent_bytes
-from zerojax.train.fitting import DoesNotFit
+from zerojax.train.arguments import packed
+from zerojax.train.fitting import DoesNotFit, largest_share
+from zerojax.train.loss import Loss
 from zerojax.units import format_bytes, format_seconds
 
 # If the layers of a model differ, the estimated peak is too high by at most this share. So compile a candidate if
@@ -155,6 +162,74 @@ class SearchSpace:
         ]
 
 
+@dataclasses.dataclass(frozen=True)
+class GradientCost:
+    """The cost of the plain gradient of a loss at a stage."""
+
+    activations: int  # bytes of temporary memory and of one device's rows
+    gathered: int  # bytes of parameters that are gathered at the same time
+    kernels: tuple[Kernel, ...]
+    blocks: Blocks | None = None  # the blocks of the loss, if they save as little as possible in the program
+
+    def seconds(self, device: Device) -> float:
+        return sum(kernel.times * kernel.seconds(device) for kernel in self.kernels)
+
+    def saved(self, room: float, device: Device) -> tuple[int, float]:
+        """Return how many more bytes the blocks save if they may take `room` bytes, and the seconds that this spares.
+
+        The seconds are those of the products that the backward pass then does not repeat.
+        """
+        blocks = self.blocks
+        assert blocks is not None, "the loss recomputes"
+        more = lambda share: blocks.held_bytes(share) - blocks.held_bytes(0.0)
+        repeated = lambda share: sum(block.calls * blocks.choice(block, share).flops for block in blocks.found)
+        share, by_type = largest_share(0, more, room), product_flops(self.kernels)
+        rate = device.rate(max(by_type, key=lambda dtype: by_type[dtype], default="f32"))
+        return int(more(share)), (repeated(0.0) - repeated(share)) / rate
+
+
+class PlainGradient:
+    """The gradient of a loss by plain jit on one device, with full parameters and one device's rows.
+
+    The temporary memory of this program is the memory of activations per device, on any number of devices. It includes
+    the effects of remat and loops, but not the gradients, which are results of the program. The program is smaller than
+    a step, and is compiled once for stages 0 to 2 and once for stage 3.
+    """
+
+    def __init__(self, loss: Loss, args: tuple, gpu: str | None, *, recompute: bool = False):
+        """Compile for the first local device if `gpu` is None. With `recompute`, blocks save as little as possible."""
+        self.loss, self._recompute = loss, recompute
+        self.args = abstract(packed(args))
+        self._mesh = Mesh(jax.devices()[:1], ("data",)) if gpu is None else absent_mesh(f"{gpu}:1")
+        self._gathered: dict[Any, WorkingSet] = {}
+        self._costs: dict[Any, GradientCost] = {}
+
+    def cost(self, config: Config, layout: Layout, rows: Any) -> GradientCost:
+        """Return the cost at the stage of `config`. `rows` has the shapes of the rows that one device has at a time.
+
+        Stages and meshes that accumulate the same gradients share one program, and those that shard the same dims one
+        trace.
+        """
+        types = tuple((x.shape, x.dtype) for x in jax.tree.leaves(rows))
+        traced = layout.compute, layout.trained, tuple((leaf.kind, leaf.dim) for leaf in layout.params), types
+        with kernels_for(self._mesh):
+            if traced not in self._gathered:
+                self._gathered[traced] = program_of(config, layout, self.loss, rows, self.args)
+            gathered = self._gathered[traced]
+            sharded = {i for i, leaf in enumerate(layout.params) if leaf.kind == "sharded"}
+            accumulated = frozenset(sharded - gathered.stacks)
+            key = layout.compute, layout.trained, accumulated, types
+            if key not in self._costs:
+                blocks = Blocks() if self._recompute else None
+                fn = self.loss.fn if blocks is None else blocks.rematerialised(self.loss.fn, 0.0)
+                loss = dataclasses.replace(self.loss, fn=fn)
+                compiled = plain_gradient(layout, loss, rows, self.args, mesh=self._mesh, accumulated=accumulated)
+                row_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in types)
+                temporary = memory_analysis(compiled).temp_size_in_bytes
+                self._costs[key] = GradientCost(temporary + row_bytes, 0, tuple(kernels(read(compiled))), blocks)
+            return dataclasses.replace(self._costs[key], gathered=gathered.bytes)
+
+
 # The configuration, layout and estimate of a candidate, which do not depend on the loss and the batch.
 Setup = tuple[Config, Layout, StageEstimate]
 
@@ -166,8 +241,8 @@ def candidates(
     setups: list[Setup] = []
     for stage, offload in space.combinations:
         chosen = dataclasses.replace(config, user_mesh=mesh, stage=stage, offload=offload)
-        plan = make_plan(chosen, params)
-        setups.append((chosen, plan.layout, estimate_stage(chosen, plan, accumulate=1)))
+        sharding = make_plan(chosen, params)
+        setups.append((chosen, sharding.layout, estimate_stage(chosen, sharding, accumulate=1)))
     for name, loss in losses.items():
         estimated = functools.partial(estimate_candidate, name, loss, batch, space)
         if space.rows is not None:

@@ -12,16 +12,9 @@ from zerojax.comm.mesh import auto_context
 from zerojax.config import STAGES, Config, check_count
 from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh
 from zerojax.offload.options import Offload
-from zerojax.planning.absent_program import (
-    logical_shapes,
-    program_of_function,
-    program_of_step,
-    rows_of,
-    with_rows,
-)
-from zerojax.planning.activations import PlainGradient
+from zerojax.planning.absent_program import logical_shapes, program_of_function, program_of_step, rows_of, with_rows
 from zerojax.planning.compiled_plan import Plan, read_plan
-from zerojax.planning.fit import Candidate, Fit, SearchSpace, search
+from zerojax.planning.fit import Candidate, Fit, PlainGradient, SearchSpace, search
 from zerojax.train.loss import Loss
 from zerojax.train.step import Step
 from zerojax.units import parse_bytes
