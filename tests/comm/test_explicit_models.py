@@ -20,7 +20,7 @@ from explicit_models import (
 )
 
 from zerojax import compat
-from zerojax.dims import NOWHERE, Follower, at
+from zerojax.dims import NOWHERE, Follower, on_dim
 from zerojax.inspect.compiled_collectives import collectives
 from zerojax.metrics import PerRow
 
@@ -100,8 +100,8 @@ def test_rows_are_followed_to_where_types_have_the_data_axis(kind):
     params, batch = model.params(scanned=False), model.batch()
     with jax.set_mesh(mesh):
         jaxpr, _ = compat.opened(jax.make_jaxpr(jax.grad(model.loss))(params, batch))
-    rows = len(jax.tree.leaves(params)) * [NOWHERE] + len(jax.tree.leaves(batch)) * [at(0)]
-    found, typed = Follower(mesh.shape["data"]).states(jaxpr, rows), 0
+    rows = len(jax.tree.leaves(params)) * [NOWHERE] + len(jax.tree.leaves(batch)) * [on_dim(0)]
+    found, typed = Follower(mesh.shape["data"]).row_dims(jaxpr, rows), 0
     for var in (var for eqn in jaxpr.eqns for var in eqn.outvars):
         spec = var.aval.sharding.spec
         dims = {dim for dim, names in enumerate(spec) if "data" in (names if isinstance(names, tuple) else (names,))}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.experimental.sparse import BCOO
 
-from zerojax.comm.partial_sums import Evaluation, PartialSum, as_rows, evaluate
+from zerojax.comm.partial_sums import BackwardOptions, PartialSum, as_summands, evaluate_backward
 from zerojax.dims import NOWHERE, Place, Places
 
 WORKERS = 4
@@ -47,7 +47,9 @@ def test_operations_on_a_partial_sum(operation):
     fn = {**KEPT, **SUMMED}[operation]
     rows = jnp.arange(WORKERS * 6.0).reshape(WORKERS, 2, 3) / 16 + 1
     closed = jax.make_jaxpr(fn)(rows[0])
-    (found,) = evaluate(closed, [PartialSum(rows)], Evaluation(WORKERS, lambda *_: rows), grads=[0], rows=[NOWHERE])
+    (found,) = evaluate_backward(
+        closed, [PartialSum(rows)], BackwardOptions(WORKERS, lambda *_: rows), grads=[0], rows=[NOWHERE]
+    )
     expected = fn(rows.sum(0))
     assert found.ndim == expected.ndim + (operation in KEPT)
     total = found.astype(jnp.float32).sum(0) if operation in KEPT else found.astype(jnp.float32)
@@ -55,8 +57,8 @@ def test_operations_on_a_partial_sum(operation):
     np.testing.assert_allclose(total, expected.astype(jnp.float32), rtol=2e-2 if operation == "narrow" else 1e-6)
 
 
-def test_as_rows_gives_the_sum_to_the_first_worker():
-    rows = as_rows(OTHER, WORKERS)
+def test_as_summands_gives_the_sum_to_the_first_worker():
+    rows = as_summands(OTHER, WORKERS)
     assert rows.shape == (WORKERS, 2, 3)
     np.testing.assert_array_equal(rows[0], OTHER)
     assert not rows[1:].any()
@@ -67,10 +69,10 @@ def test_the_gradient_of_a_sparse_weight_is_a_partial_sum():
     places = jnp.array([[0, 1], [2, 0], [1, 3], [2, 2]])
     loss = lambda values, x: jnp.sum((x @ BCOO((values, places), shape=(3, 4))) ** 2)
     given = jnp.arange(4.0) - 1, jnp.arange(24.0).reshape(8, 3) / 9
-    each = lambda eqn, divided, values: as_rows(eqn.primitive.bind(*values, **eqn.params), WORKERS)
+    each = lambda eqn, divided, values: as_summands(eqn.primitive.bind(*values, **eqn.params), WORKERS)
     rows = [NOWHERE, Places(frozenset({Place(0)}))]
     closed = jax.make_jaxpr(jax.grad(loss))(*given)
-    (found,) = evaluate(closed, given, Evaluation(WORKERS, each), grads=[0], rows=rows)
+    (found,) = evaluate_backward(closed, given, BackwardOptions(WORKERS, each), grads=[0], rows=rows)
     assert found.shape == (WORKERS, 4)
     np.testing.assert_allclose(found.sum(0), jax.grad(loss)(*given), rtol=1e-6)  # products in another order
 
@@ -81,10 +83,12 @@ def test_a_sum_over_rows_that_every_row_reads_again_is_no_partial_sum():
     def backward(given, hidden):  # of `(h @ w) - (h @ w).mean(0)`
         return hidden.T @ (given - jnp.mean(given, 0))
 
-    def island(eqn, *_):
+    def sum_per_worker(eqn, *_):
         summed.append(eqn.primitive.name)
         return jnp.zeros((WORKERS, *eqn.outvars[0].aval.shape))
 
     args, rows = [jnp.ones((8, 3)), jnp.ones((8, 5))], [Places(frozenset({Place(0)}))] * 2
-    evaluate(jax.make_jaxpr(backward)(*args), args, Evaluation(WORKERS, island), grads=[0], rows=rows)
+    evaluate_backward(
+        jax.make_jaxpr(backward)(*args), args, BackwardOptions(WORKERS, sum_per_worker), grads=[0], rows=rows
+    )
     assert summed == ["dot_general"]

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zerojax import compat, rows
-from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, at
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, on_dim
 
 ROWS, WIDTH = 6, 5
 
@@ -146,7 +146,7 @@ def test_a_dim_holds_rows_if_permuting_the_batch_permutes_it(seed, float64):
         result, pull = jax.vjp(fn, batch)
         return result, pull(jnp.tanh(result))[0]
 
-    found = states(both, [at(dim)], batch)
+    found = states(both, [on_dim(dim)], batch)
     assert [places(state) for state in found] == [((out, 1),), ((dim, 1),)]
     run = jax.jit(both)
     permuted = run(jnp.take(batch, order, dim))
@@ -160,7 +160,7 @@ def test_blocks_of_rows_are_followed_alike(seed):
     """As the devices hold them: two rows each."""
     fn, dim, out = random_program(seed)
     batch = jnp.zeros(np.insert((3, 4), dim, ROWS))
-    assert places(states(fn, [at(dim)], batch, count=ROWS // 2)[0]) == ((out, 1),)
+    assert places(states(fn, [on_dim(dim)], batch, count=ROWS // 2)[0]) == ((out, 1),)
 
 
 def cases():
@@ -236,7 +236,7 @@ def cases():
 def test_the_table(name):
     fn, args, wanted, *count = cases()[name]
     (count,) = count or [ROWS]
-    given = [at(0) if x.shape[0] == ROWS and x.shape != (6, 3, 3) else NOWHERE for x in args]
+    given = [on_dim(0) if x.shape[0] == ROWS and x.shape != (6, 3, 3) else NOWHERE for x in args]
     (found,) = states(fn, given, *args, count=count)
     if isinstance(wanted, set):
         assert found.places == wanted
@@ -292,7 +292,7 @@ def guesses():
 def test_guesses(name):
     fn, args, wanted = guesses()[name]
     jaxpr, _ = compat.opened(jax.make_jaxpr(fn)(*args))
-    given = [*[NOWHERE] * (len(jaxpr.invars) - len(args)), *[at(0)] * len(args)]
+    given = [*[NOWHERE] * (len(jaxpr.invars) - len(args)), *[on_dim(0)] * len(args)]
     (found,) = Follower(2, guesses=True, axes=("data",)).results(jaxpr, given)
     assert places(found) == (UNKNOWN if wanted is UNKNOWN else tuple((dim, 1) for dim in wanted))
 
@@ -300,4 +300,4 @@ def test_guesses(name):
 @pytest.mark.parametrize("name", ["sorted rows", "a callback", "a shard_map", "lost, then declared"])
 def test_a_proof_does_not_guess(name):
     fn, args, _ = guesses()[name]
-    assert states(fn, [at(0)], *args, count=2) == [UNKNOWN]
+    assert states(fn, [on_dim(0)], *args, count=2) == [UNKNOWN]

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import compat, zero_shard
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.own_rows import on_own_rows
-from zerojax.dims import NOWHERE, at
+from zerojax.dims import NOWHERE, on_dim
 from zerojax.dims.kernels import own_rows
 
 WORKERS, ROWS = 2, 8
@@ -72,7 +72,7 @@ REFUSED = {
 
 def split_of(fn):
     (eqn,) = [eqn for eqn in compat.opened(jax.make_jaxpr(fn)(X, W))[0].eqns if eqn.primitive.name == "pallas_call"]
-    return eqn, own_rows(eqn, [at(0) if atom.aval.shape == X.shape else NOWHERE for atom in eqn.invars], WORKERS)
+    return eqn, own_rows(eqn, [on_dim(0) if atom.aval.shape == X.shape else NOWHERE for atom in eqn.invars], WORKERS)
 
 
 @pytest.mark.quick(4)
@@ -124,5 +124,5 @@ def test_a_kernel_is_divided_in_a_forward_pass_that_calls_its_own_derivative_rul
             return [values[0]]
 
     comm = Recording(("data",), mesh=jax.make_mesh((WORKERS,), ("data",)))
-    on_own_rows(closed, [at(0), NOWHERE], comm)
+    on_own_rows(closed, [on_dim(0), NOWHERE], comm)
     assert divided == [(0,)]

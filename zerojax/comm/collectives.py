@@ -25,13 +25,13 @@ from zerojax.comm import partial_sums
 from zerojax.comm.manual import ManualCollectives
 from zerojax.comm.mesh import mapped, to_storage
 from zerojax.config.data_mesh import axes_of, dim_spec, spec_entry
-from zerojax.dims import Follower, State
+from zerojax.dims import Follower, RowDims
 from zerojax.layout.leaf import Leaf, pad, replace_items
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree, Shaped
 
-Rows = Sequence[State]  # for each value, which dims hold the rows of the batch
+Rows = Sequence[RowDims]  # for each value, which dims hold the rows of the batch
 # Matches the name scope of a collective in an operation's name. The groups are the collective's kind and leaves.
 LABEL = re.compile(r"zerojax_(gather|reduce_scatter|all_reduce)\[(.*?)\][/)]")
 UPDATE = "zerojax_update"  # the name scope of the optimizer's update
@@ -49,14 +49,14 @@ class Collectives(ManualCollectives):
     - `(*storage)`: reduced.
 
     Attributes:
-        mesh: The mesh, with Auto axes. None in device view.
+        mesh: The mesh, with Auto axes. None if all values are of one worker, as in device view.
     """
 
     mesh: Any = dataclasses.field(default=None, kw_only=True)
 
     @property
     def _workers(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def losses(self) -> int:
@@ -65,7 +65,7 @@ class Collectives(ManualCollectives):
 
     @functools.cached_property
     def follower(self) -> Any:
-        """Return the `Follower` that finds the rows of the batch in each value. None in device view."""
+        """Return the `Follower` that finds the rows of the batch in each value. None without a mesh."""
         return None if self.mesh is None else Follower(self._workers, guesses=True, axes=self.axes)
 
     @jax.named_scope(names.SHARDS)
@@ -180,13 +180,13 @@ class Collectives(ManualCollectives):
         zero: Array | None,
         experts: Mapping[int, tuple[str, ...]],
     ) -> list:
-        """Run a backward pass, a closed jaxpr, on residuals and cotangents; see `partial_sums.evaluate`.
+        """Run a backward pass, a closed jaxpr, on residuals and cotangents; see `evaluate_backward`.
 
         If `zero` is given, arrays of zeros are made from it, so that XLA cannot make them before it.
         """
-        how = partial_sums.Evaluation(self._workers, self._summands, self._alike, zero, self.axes)
-        divided = self.on_own_rows(closed, rows)
-        return partial_sums.evaluate(divided, values, how, grads=grads, rows=rows, experts=experts)
+        options = partial_sums.BackwardOptions(self._workers, self._sum_per_worker, self._replicate, zero, self.axes)
+        closed = self.on_own_rows(closed, rows)
+        return partial_sums.evaluate_backward(closed, values, options, grads=grads, rows=rows, experts=experts)
 
     def on_own_rows(self, closed: Any, rows: Rows) -> Any:
         """Return a jaxpr whose kernels run on each device's rows. `rows` says which dim of each argument holds rows."""
@@ -209,7 +209,7 @@ class Collectives(ManualCollectives):
         pairs = list(zip(cotangents, shapes, strict=True))
         if all(x.ndim == len(shape) for x, shape in pairs):
             return None
-        return [x if x.ndim > len(shape) else partial_sums.as_rows(x, self._workers) for x, shape in pairs]
+        return [x if x.ndim > len(shape) else partial_sums.as_summands(x, self._workers) for x, shape in pairs]
 
     def zeros(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         if self._workers == 1:
@@ -219,7 +219,7 @@ class Collectives(ManualCollectives):
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
         """Return a gradient in the form of `other`, which may have partial sums."""
-        return partial_sums.as_rows(grad, other.shape[0]) if grad.ndim < other.ndim else grad
+        return partial_sums.as_summands(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
     def add(self, a: Array, b: Array) -> Array:
         """Add two unreduced gradients. If one has partial sums, so does the result."""
@@ -232,7 +232,7 @@ class Collectives(ManualCollectives):
         wide = self.sum_dtype(grad.dtype)
         return self.add(total.astype(wide), grad.astype(wide))
 
-    def element(self, x: Array, rows: State) -> Array:
+    def element(self, x: Array, rows: RowDims) -> Array:
         """Return any one element of an array. If `rows` says which dim holds rows, this needs no communication."""
         known = () if rows is None or self._workers == 1 else sorted(rows.places)
         place = next((p for p in known if p.outer == 1), None)
@@ -258,8 +258,8 @@ class Collectives(ManualCollectives):
         """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
         return tree  # A value of all rows is already a global sum, mean or maximum.
 
-    def _summands(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
-        """Return the partial sums, one per worker, of an equation that sums over rows."""
+    def _sum_per_worker(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
+        """Return one partial sum per worker of an equation that sums over rows."""
         # A transposed product names the sharding of its result. `jax.vmap` would check it against the mesh, whose axes
         # are Manual in this `shard_map`.
         params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
@@ -281,7 +281,7 @@ class Collectives(ManualCollectives):
         specs = [dim_spec(None if p is None else p.dim + p.is_split, self.axes) for p in divided]
         return self._mapped(row, specs, dim_spec(0, self.axes))(*values)
 
-    def _alike(self, grad: Array) -> Array:
+    def _replicate(self, grad: Array) -> Array:
         """Replicate `grad`, which is equal on all workers, over the workers. Other mesh axes stay unconstrained.
 
         Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are

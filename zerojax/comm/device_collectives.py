@@ -21,15 +21,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCollectives(Collectives):
-    """The collectives of one device. `Collectives` describes the methods, and has those that suit a single worker."""
+    """The collectives of one device. `Collectives` describes the methods, and has those of a single worker."""
 
     all_gather = ManualCollectives.all_gather
     reduce_scatter = ManualCollectives.reduce_scatter
     reduce_across = ManualCollectives.reduce_across
-
-    @property
-    def _workers(self) -> int:
-        return 1  # this device
 
     @property
     def losses(self) -> int:
@@ -55,9 +51,3 @@ class DeviceCollectives(Collectives):
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
         padded = pad(x, dim, extent * lax.axis_size(axes))
         return lax.dynamic_slice_in_dim(padded, lax.axis_index(axes) * extent, extent, dim)
-
-
-def of_one_worker(comm: Collectives) -> DeviceCollectives:
-    """Return the collectives of `comm` for code that runs once per worker, under `jax.vmap` over partial sums."""
-    options = comm.reduce_dtype, comm.wire, comm.defers, comm.shared_bytes
-    return DeviceCollectives(comm.axes, comm.bucket_bytes, *options)

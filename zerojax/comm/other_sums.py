@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from zerojax import compat, jaxprs, names
 from zerojax.comm import rebinding
 from zerojax.config.data_mesh import axes_of, spec_entry
-from zerojax.dims import NOWHERE, Place, Places, State, at
+from zerojax.dims import NOWHERE, Place, Places, RowDims, on_dim
 from zerojax.primitives import Kind
 
 
@@ -37,9 +37,9 @@ def contracted(eqn: Any) -> list[tuple[int, int]]:
     return []
 
 
-def scattered(eqn: Any, states: Sequence[Places]) -> tuple[Place | None, ...] | None:
+def scattered(eqn: Any, row_dims: Sequence[Places]) -> tuple[Place | None, ...] | None:
     """Return the places of the rows in a scatter-add into zeros, or None. The indices may have no rows."""
-    _, indices, updates = states
+    _, indices, updates = row_dims
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.places} or {*updates.places}), None)
     if place is None or place.is_split or getattr(numbers, "operand_batching_dims", ()):
@@ -50,15 +50,15 @@ def scattered(eqn: Any, states: Sequence[Places]) -> tuple[Place | None, ...] | 
     return (None, place.to(summed.index(place.dim)), place) if place.dim in summed else None
 
 
-def assumed(eqn: Any, states: Sequence[State]) -> Iterator[list[Places]]:
-    """Yield states to assume for the operands of an equation that sums over unknown dims, the most likely first."""
+def assumed(eqn: Any, row_dims: Sequence[RowDims]) -> Iterator[list[Places]]:
+    """Yield row dims to assume for the operands of an equation that sums over unknown dims, the most likely first."""
     if eqn.primitive.name == "reduce_sum":
-        yield [at(0)]
+        yield [on_dim(0)]
     elif eqn.primitive.name == "scatter-add":
-        yield [NOWHERE, NOWHERE, at(0)]
+        yield [NOWHERE, NOWHERE, on_dim(0)]
     else:
-        yield [NOWHERE if state is None else state for state in states[:2]]
-        yield from ([at(int(i)), at(int(j))] for i, j in contracted(eqn))
+        yield [NOWHERE if rows is None else rows for rows in row_dims[:2]]
+        yield from ([on_dim(int(i)), on_dim(int(j))] for i, j in contracted(eqn))
 
 
 def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]]) -> tuple[list, frozenset[int]] | None:

@@ -6,7 +6,6 @@ kernel. Warnings name the user's line, so Python shows each of them once.
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import jax
 
 from zerojax import compat, jaxprs
 from zerojax.comm import rebinding
-from zerojax.dims import State, states_of
+from zerojax.dims import RowDims, row_dims_of
 from zerojax.dims.kernels import OwnRows, own_rows
 from zerojax.dims.loops import into_loop
 
@@ -23,57 +22,48 @@ from zerojax.dims.loops import into_loop
 _BODIES = ("jaxpr", "branches", "call_jaxpr")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rewrite:
-    """Rewrites jaxprs. A divided kernel runs on each device's part of its operands."""
+def on_own_rows(closed: Any, given: Sequence[RowDims], comm: Any) -> Any:
+    """Return a jaxpr whose kernels run on each device's rows where that is proved, given the arguments' row dims.
 
-    comm: Any  # the `Collectives`, which import this module
+    It is open or closed, as `closed` is. `comm` is a `Collectives`, which imports this module.
+    """
+    jaxpr, consts = compat.opened(closed)
+    found = comm.follower.row_dims(jaxpr, given)
 
-    def evaluate(self, jaxpr: Any, consts: Sequence, given: Sequence[State], values: Sequence) -> list:
-        found = self.comm.follower.states(jaxpr, given)
-
-        def rule(eqn, values):
-            if not jaxprs.calls_kernel(eqn):
-                return None
-            states = states_of(eqn.invars, found)
-            if (split := own_rows(eqn, states, self.comm.follower.count)) is not None:
-                with eqn.ctx.manager:
-                    return self._on_parts(split, eqn.primitive, values)
-            again = self._with_bodies(eqn, states)
-            return None if again is None else compat.evaluate_one(again, values)
-
-        return jaxprs.evaluate(jaxpr, consts, values, rule)
-
-    def _on_parts(self, split: OwnRows, primitive: Any, values: Sequence) -> list:
-        def kernel(*values):
-            # JAX's interpreter of kernels evaluates the body here, on the mesh of the `shard_map`.
-            body = rebinding.all_in_force(split.params["jaxpr"])
-            return primitive.bind(*values, **{**split.params, "jaxpr": body})
-
-        return self.comm.per_shard(kernel, values, split.dims, split.out_dims, self.comm.axes)
-
-    def _with_bodies(self, eqn: Any, states: Sequence[State]) -> Any:
-        if (loop := compat.loop_of(eqn)) is not None:
-            inside = into_loop(self.comm.follower, loop, states)
-        elif eqn.primitive.name == "cond":
-            inside = states[1:]
-        elif compat.evaluated_body(eqn) is not None:  # also of a custom derivative whose forward pass calls it again
-            inside = states
-        else:
+    def rule(eqn, values):
+        if not jaxprs.calls_kernel(eqn):
             return None
-        again = lambda x: tuple(map(again, x)) if isinstance(x, tuple) else self.rewritten(x, inside)
-        return eqn.replace(params={**eqn.params, **{k: again(eqn.params[k]) for k in _BODIES if k in eqn.params}})
+        row_dims = row_dims_of(eqn.invars, found)
+        if (split := own_rows(eqn, row_dims, comm.follower.count)) is not None:
+            with eqn.ctx.manager:
+                return _on_parts(comm, split, eqn.primitive, values)
+        again = _with_bodies(comm, eqn, row_dims)
+        return None if again is None else compat.evaluate_one(again, values)
 
-    def rewritten(self, closed: Any, given: Sequence[State]) -> Any:
-        """Return a jaxpr in which kernels run on each device's rows. It is open or closed, as `closed` is."""
-        jaxpr, consts = compat.opened(closed)
-        run = lambda *values: self.evaluate(jaxpr, consts, given, values)
-        return rebinding.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
+    run = lambda *values: jaxprs.evaluate(jaxpr, consts, values, rule)
+    return rebinding.like(jax.make_jaxpr(run)(*(var.aval for var in jaxpr.invars)), closed)
 
 
-def on_own_rows(closed: Any, given: Sequence[State], comm: Any) -> Any:
-    """Return a jaxpr whose kernels run on each device's rows where that is proved, given the arguments' states."""
-    return _Rewrite(comm).rewritten(closed, given)
+def _on_parts(comm: Any, split: OwnRows, primitive: Any, values: Sequence) -> list:
+    def kernel(*values):
+        # JAX's interpreter of kernels evaluates the body here, on the mesh of the `shard_map`.
+        body = rebinding.all_in_force(split.params["jaxpr"])
+        return primitive.bind(*values, **{**split.params, "jaxpr": body})
+
+    return comm.per_shard(kernel, values, split.dims, split.out_dims, comm.axes)
+
+
+def _with_bodies(comm: Any, eqn: Any, row_dims: Sequence[RowDims]) -> Any:
+    if (loop := compat.loop_of(eqn)) is not None:
+        inside = into_loop(comm.follower, loop, row_dims)
+    elif eqn.primitive.name == "cond":
+        inside = row_dims[1:]
+    elif compat.evaluated_body(eqn) is not None:  # also of a custom derivative whose forward pass calls it again
+        inside = row_dims
+    else:
+        return None
+    again = lambda x: tuple(map(again, x)) if isinstance(x, tuple) else on_own_rows(x, inside, comm)
+    return eqn.replace(params={**eqn.params, **{k: again(eqn.params[k]) for k in _BODIES if k in eqn.params}})
 
 
 def warn_of_kernels(eqns: Iterable) -> list[str]:

@@ -20,9 +20,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.comm.mesh import mapped
+from zerojax.comm.mesh import in_storage_shape, mapped
 from zerojax.config.data_mesh import dim_spec, spec_entry
-from zerojax.layout.leaf import Leaf, pad, trim
+from zerojax.layout.leaf import Leaf, trim
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Shaped
@@ -83,9 +83,9 @@ class Owners:
         small = [_repeated(x, slots * self.count) for x in small]
 
         def whole(*values):
-            taken = [trim(x, at(leaf), leaf.shape[at(leaf)]) for x, leaf in zip(values, leaves, strict=False)]
+            taken = [trim(x, dim_of(leaf), leaf.shape[dim_of(leaf)]) for x, leaf in zip(values, leaves, strict=False)]
             results = fn(*taken, *values[len(leaves) :])
-            padded = [pad(x, at(leaf), leaf.storage_shape[at(leaf)]) for x, leaf in zip(results, outs, strict=False)]
+            padded = [in_storage_shape(x, leaf) for x, leaf in zip(results, outs, strict=False)]
             return [*padded, *results[len(outs) :]]
 
         def local(stacked, shared):
@@ -108,7 +108,7 @@ class Owners:
     def _bring(self, arrays: Sequence[Sequence[Array]], leaves: Sequence[Leaf], slots: int) -> list[Array]:
         def local(arrays):
             rows = [_repeated(jnp.concatenate(stacks), slots) for stacks in arrays]
-            return [_merged(x, at(leaf)) for x, leaf in zip(self._exchange(rows, back=False), leaves, strict=True)]
+            return [_merged(x, dim_of(leaf)) for x, leaf in zip(self._exchange(rows, back=False), leaves, strict=True)]
 
         specs = [self._stored(leaf) for leaf in leaves]
         return self._everywhere(
@@ -117,7 +117,7 @@ class Owners:
 
     def _take_back(self, results: Sequence[Array], leaves: Sequence[Leaf], items: int) -> list[Array]:
         def local(results):
-            split = [_split(x, at(leaf), self.count) for x, leaf in zip(results, leaves, strict=True)]
+            split = [_split(x, dim_of(leaf), self.count) for x, leaf in zip(results, leaves, strict=True)]
             return [x.reshape(-1, *x.shape[2:])[:items] for x in self._exchange(split, back=True)]
 
         return self._everywhere(local, (self._owned(leaves),), [self._stored(leaf) for leaf in leaves])(list(results))
@@ -151,18 +151,18 @@ class Owners:
         return lax.ppermute(x, (*self.axes, *self.within), [(b, a) for a, b in pairs] if back else pairs)
 
     def _stored(self, leaf: Leaf) -> PartitionSpec:
-        return dim_spec(at(leaf) + 1, (*self.axes, *self.within))
+        return dim_spec(dim_of(leaf) + 1, (*self.axes, *self.within))
 
     def _owned(self, leaves: Sequence[Leaf]) -> list[PartitionSpec]:
         within = spec_entry(self.within) if self.within else None
-        return [PartitionSpec(spec_entry(self.axes), *[None] * at(leaf), within) for leaf in leaves]
+        return [PartitionSpec(spec_entry(self.axes), *[None] * dim_of(leaf), within) for leaf in leaves]
 
     def _everywhere(self, local: Callable, in_specs: tuple, out_specs: list) -> Callable:
         axes = {*self.axes, *self.within}
         return mapped(local, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
-def at(leaf: Leaf) -> int:
+def dim_of(leaf: Leaf) -> int:
     assert leaf.dim is not None
     return leaf.dim
 

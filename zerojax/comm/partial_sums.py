@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, State, fits, states_of
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, RowDims, fits, row_dims_of
 from zerojax.dims.place import LARGE
 from zerojax.primitives import Kind
 
@@ -39,35 +39,35 @@ Divided = tuple[Place | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class PartialSum:
-    """A value that is the sum of one array per worker. `rows` is `(workers, *shape)`, divided on dim 0."""
+    """A value that is the sum of one array per worker. `summands` is `(workers, *shape)`, divided on dim 0."""
 
-    rows: jax.Array
+    summands: jax.Array
 
     @property
     def shape(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(self.rows.shape[1:], self.rows.dtype)
+        return jax.ShapeDtypeStruct(self.summands.shape[1:], self.summands.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """The options of `evaluate`."""
+class BackwardOptions:
+    """The options of `evaluate_backward`."""
 
     workers: int  # the number of data-parallel workers
-    # `island(eqn, divided, values)` computes an equation that sums over rows, and returns its partial sums
-    island: Callable[[Any, Divided, Sequence], jax.Array]
-    # constrains a gradient that is computed from parameters alone; if None, the compiler decides
-    alike: Callable[[jax.Array], jax.Array] | None = None
+    # `sum_per_worker(eqn, divided, values)` computes an equation that sums over rows, and returns one sum per worker
+    sum_per_worker: Callable[[Any, Divided, Sequence], jax.Array]
+    # replicates a gradient that is computed from parameters alone; if None, the compiler decides
+    replicate: Callable[[jax.Array], jax.Array] | None = None
     zero: jax.Array | None = None  # a zero from which arrays of zeros are made, if given
     axes: tuple[str, ...] = ()  # the mesh axes of the workers; if empty, what a `shard_map` sums over them stays summed
 
 
-def evaluate(
+def evaluate_backward(
     backward: Any,
     args: Sequence,
-    how: Evaluation,
+    how: BackwardOptions,
     *,
     grads: Sequence[int],
-    rows: Sequence[State],
+    rows: Sequence[RowDims],
     experts: Mapping[int, tuple[str, ...]] = MappingProxyType({}),
 ) -> list:
     """Evaluate a backward pass, a closed jaxpr, and leave gradients as partial sums `(workers, *shape)` where possible.
@@ -83,8 +83,8 @@ def evaluate(
     closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), shapes)
     flat, more = compat.opened(closed)
     follower = Follower(how.workers, guesses=True, axes=how.axes)
-    found = follower.states(flat, [*[NOWHERE] * len(consts), *rows])
-    has_rows = lambda var: bool((state := found.get(var)) and state.places)
+    found = follower.row_dims(flat, [*[NOWHERE] * len(consts), *rows])
+    has_rows = lambda var: bool((rows := found.get(var)) and rows.places)
     only_grads = _only_of(flat, grads, has_rows)
     summed = {var: axes for i, axes in experts.items() for var in _only_of(flat, [i], has_rows)}
     summed |= dict.fromkeys(only_grads, how.axes)
@@ -92,7 +92,7 @@ def evaluate(
 
     def partial_rule(eqn, values):
         out = eqn.outvars[0] if len(eqn.outvars) == 1 else None
-        if eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]:
+        if _makes_zeros(eqn, values):
             zeros.add(out)
         if any(isinstance(x, PartialSum) for x in values):
             return _linear(eqn, values)
@@ -101,19 +101,17 @@ def evaluate(
             # A carry that holds rows is the cotangent of an activation, which is divided along its rows already.
             holds_rows = lambda i, var: i < loop.carry and has_rows(var)
             wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads and not holds_rows(i, var)]
-            # `alike` constrains the loop's results, after the loop.
-            in_body = dataclasses.replace(how, alike=None, zero=None)
+            in_body = dataclasses.replace(how, replicate=None, zero=None)  # The loop's results are replicated later.
             from zerojax.dims.loops import into_loop
 
-            body_rows = into_loop(follower, loop, states_of(eqn.invars, found))
-            inside = lambda args, grads: evaluate(loop.body, args, in_body, grads=grads, rows=body_rows)
+            body_rows = into_loop(follower, loop, row_dims_of(eqn.invars, found))
+            inside = lambda args, grads: evaluate_backward(loop.body, args, in_body, grads=grads, rows=body_rows)
             return _loop(eqn, loop, values, wanted, inside, how.workers)
         if out in only_grads and _sums(eqn):
-            states = states_of(eqn.invars, found)
-            divided = _divided(eqn, states, found[out], zeros) or _assumed(eqn, states, found[out], zeros, how.workers)
-            if divided is not None:
-                return [PartialSum(how.island(eqn, divided, values))]
-            if UNKNOWN in states:
+            row_dims = row_dims_of(eqn.invars, found)
+            if (divided := _divided(eqn, row_dims, found[out], zeros, how.workers)) is not None:
+                return [PartialSum(how.sum_per_worker(eqn, divided, values))]
+            if UNKNOWN in row_dims:
                 with jax.named_scope(ROWS_UNKNOWN):
                     return compat.evaluate_one(eqn, values)
         if eqn.primitive.name == "shard_map" and not summed.keys().isdisjoint(eqn.outvars):
@@ -122,18 +120,21 @@ def evaluate(
 
             if (sums := other_sums.unreduced(eqn, values, wanted)) is not None:
                 return [PartialSum(x) if i in sums[1] else x for i, x in enumerate(sums[0])]
-        return None if how.zero is None else zeros_from(how.zero, eqn, values)
+        return zeros_from(how.zero, eqn, values)
 
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
-    if how.alike is not None:
-        _constrain_sums(flat, results, grads, states_of(flat.outvars, found), how.alike)
-    return [x.rows if isinstance(x, PartialSum) else x for x in results]
+    if how.replicate is not None:
+        _replicate_sums(flat, results, grads, row_dims_of(flat.outvars, found), how.replicate)
+    return [x.summands if isinstance(x, PartialSum) else x for x in results]
 
 
-def _constrain_sums(jaxpr: Any, results: list, grads: Sequence[int], states: Sequence[State], alike: Callable) -> None:
+def _replicate_sums(
+    jaxpr: Any, results: list, grads: Sequence[int], row_dims: Sequence[RowDims], replicate: Callable
+) -> None:
+    """Replicate the gradients that are computed from parameters alone. Warn about those whose rows are not found."""
     for i in (i for i in grads if not isinstance(results[i], PartialSum)):
-        state, shape = states[i], results[i].shape
-        if state is None and math.prod(shape) >= LARGE:
+        rows, shape = row_dims[i], results[i].shape
+        if rows is None and math.prod(shape) >= LARGE:
             eqn = next(eqn for eqn in jaxpr.eqns if jaxpr.outvars[i] in eqn.outvars)
             warnings.warn(  # It names the user's line, so Python shows it once.
                 f"The compiler all-reduces a gradient of shape {shape}, computed at "
@@ -142,8 +143,8 @@ def _constrain_sums(jaxpr: Any, results: list, grads: Sequence[int], states: Seq
                 "zerojax.rows(x, dim) on the activations that the parameter is multiplied with.",
                 stacklevel=2,
             )
-        elif state is not None and not state.places:
-            results[i] = alike(results[i])
+        elif rows is not None and not rows.places:
+            results[i] = replicate(results[i])
 
 
 def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
@@ -169,12 +170,12 @@ def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], ins
     `inside(args, grads)` evaluates the body.
     """
     summed = _added_up(loop, grads)
-    rows = [*summed, *(i for i in grads if i >= loop.carry)]
+    partial = [*summed, *(i for i in grads if i >= loop.carry)]
     is_sum = lambda i: i - loop.consts in summed
-    values = [as_rows(x, workers) if is_sum(i) else x for i, x in enumerate(values)]
-    run = lambda xs: inside([PartialSum(x) if is_sum(i) else x for i, x in enumerate(xs)], rows)
+    values = [as_summands(x, workers) if is_sum(i) else x for i, x in enumerate(values)]
+    run = lambda xs: inside([PartialSum(x) if is_sum(i) else x for i, x in enumerate(xs)], partial)
     results = loop.evaluate(run, values)
-    for i in rows:
+    for i in partial:
         if results[i].ndim > len(eqn.outvars[i].aval.shape):
             results[i] = PartialSum(results[i] if i < loop.carry else jnp.moveaxis(results[i], 1, 0))
     return results
@@ -219,55 +220,74 @@ def _sums(eqn) -> bool:
 
 
 def _linear(eqn, values: Sequence) -> list:
-    workers = next(x.rows.shape[0] for x in values if isinstance(x, PartialSum))
-    rows = [x.rows if isinstance(x, PartialSum) else x for x in values]
+    workers = next(x.summands.shape[0] for x in values if isinstance(x, PartialSum))
+    arrays = [x.summands if isinstance(x, PartialSum) else x for x in values]
     partial = [isinstance(x, PartialSum) for x in values]
 
-    def of_rows(batched):
-        one_row = lambda *xs: compat.evaluate_one(eqn, xs)
-        results = jax.vmap(one_row, in_axes=[0 if on else None for on in batched])(*rows)
+    def per_worker(batched):
+        of_one = lambda *xs: compat.evaluate_one(eqn, xs)
+        results = jax.vmap(of_one, in_axes=[0 if on else None for on in batched])(*arrays)
         return [None if x is None else PartialSum(x) for x in results]
 
-    joint = range(len(rows))[jaxprs.facts(eqn).jointly_linear]
+    joint = range(len(arrays))[jaxprs.facts(eqn).jointly_linear]
     if joint and not any(on and i not in joint for i, on in enumerate(partial)):
-        # A literal zero is broadcast to every row, because it adds nothing.
+        # A literal zero is the same for every worker, because it adds nothing.
         zero = [compat.is_literal(atom) and not np.any(atom.val) for atom in eqn.invars]
-        batched = [i in joint and not zero[i] for i in range(len(rows))]
-        rows = [as_rows(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(rows)]
-        return of_rows(batched)
+        batched = [i in joint and not zero[i] for i in range(len(arrays))]
+        arrays = [as_summands(x, workers) if batched[i] and not partial[i] else x for i, x in enumerate(arrays)]
+        return per_worker(batched)
     is_linear = jaxprs.facts(eqn).linear and jaxprs.is_linear(eqn)
     if is_linear and sum(partial) == 1 and (eqn.primitive.name != "div" or partial[0]):
-        return of_rows(partial)
-    return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(rows, partial, strict=True)])
+        return per_worker(partial)
+    return compat.evaluate_one(eqn, [x.sum(0) if on else x for x, on in zip(arrays, partial, strict=True)])
+
+
+def _makes_zeros(eqn: Any, values: Sequence) -> bool:
+    return eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]
 
 
 def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | None:
     """Make the array of zeros that `eqn` makes from `zero` instead. Return None for another equation, or no `zero`."""
-    makes_zeros = eqn.primitive.name == "broadcast_in_dim" and compat.is_literal(eqn.invars[0]) and not values[0]
-    if zero is None or not makes_zeros:
+    if zero is None or not _makes_zeros(eqn, values):
         return None
     out = eqn.outvars[0].aval
     return [lax.broadcast(zero.astype(out.dtype), out.shape)]
 
 
-def as_rows(value: jax.Array, workers: int) -> jax.Array:
+def as_summands(value: jax.Array, workers: int) -> jax.Array:
     """Return partial sums that add up to `value`. The first worker has `value`, and all other workers have zeros."""
     first = lax.broadcasted_iota(jnp.int32, (workers, *value.shape), 0) == 0
     return jnp.where(first, value[None], 0)
 
 
-def _divided(eqn, states: Sequence[State], result: State, zeros: set) -> Divided | None:
-    """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None."""
-    states = states[:2] if eqn.primitive.name == "ragged_dot_general" else states  # the group sizes count all rows
-    if UNKNOWN in states or result is None or result.places:
-        return None  # If the result still holds rows, as in a batched product, a later equation sums over them.
-    return _summed(eqn, [state for state in states if state is not None], zeros)
+def _divided(eqn, row_dims: Sequence[RowDims], result: RowDims, zeros: set, workers: int) -> Divided | None:
+    """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None.
+
+    If the places are not known, assume dims that are known, or the first that fits. If these do not hold the rows, the
+    compiler moves the operands. Without partial sums, it would all-reduce the gradient, in the gradient's type and once
+    per microbatch.
+    """
+    # The group sizes of a `ragged_dot` count all rows.
+    operands = row_dims[:2] if eqn.primitive.name == "ragged_dot_general" else row_dims
+    known = [rows for rows in operands if rows is not None]
+    # If the result still holds rows, as in a batched product, a later equation sums over them.
+    is_known = len(known) == len(operands) and result is not None and not result.places
+    if is_known and (divided := _summed(eqn, known, zeros)) is not None:
+        return divided
+    if UNKNOWN not in (*row_dims, result):
+        return None
+    from zerojax.comm import other_sums
+
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    found = (_summed(eqn, assumed, zeros) for assumed in other_sums.assumed(eqn, row_dims))
+    fit = lambda divided: all(p is None or fits(p, x, workers) for p, x in zip(divided, shapes, strict=True))
+    return next((divided for divided in found if divided is not None and fit(divided)), None)
 
 
-def _summed(eqn, states: Sequence[Places], zeros: set) -> Divided | None:
+def _summed(eqn, row_dims: Sequence[Places], zeros: set) -> Divided | None:
     name = eqn.primitive.name
     if name == "reduce_sum":
-        place = states[0].only
+        place = row_dims[0].only
         return (place,) if place is not None and place.dim in eqn.params["axes"] else None
     if name == "dot_general":
         pairs = zip(*eqn.params["dimension_numbers"][0], strict=True)
@@ -275,28 +295,12 @@ def _summed(eqn, states: Sequence[Places], zeros: set) -> Divided | None:
         from zerojax.comm import other_sums
 
         if name == "scatter-add":
-            return other_sums.scattered(eqn, states) if eqn.invars[0] in zeros else None
+            return other_sums.scattered(eqn, row_dims) if eqn.invars[0] in zeros else None
         pairs = other_sums.contracted(eqn)
-    lhs, rhs = states
+    lhs, rhs = row_dims
     for i, j in pairs:
         if (place := lhs.along(int(i)) or rhs.along(int(j))) is not None:  # One of the dims may be uniform.
             # The groups of a `ragged_dot` (a third operand) are sorted, so that a worker's rows must be contiguous.
             place = place if len(eqn.invars) == 2 else Place(place.dim)
             return place.to(int(i)), place.to(int(j)), *[None] * (len(eqn.invars) - 2)
     return None
-
-
-def _assumed(eqn, states: Sequence[State], result: State, zeros: set, workers: int) -> Divided | None:
-    """Return places for an equation that sums over unknown dims: dims that are known, or the first that fits.
-
-    If the dim does not hold the rows, the compiler moves the operands. Without partial sums, it would all-reduce the
-    gradient, in the gradient's type and once per microbatch.
-    """
-    if UNKNOWN not in (*states, result):
-        return None
-    from zerojax.comm import other_sums
-
-    shapes = [atom.aval.shape for atom in eqn.invars]
-    found = (_summed(eqn, assumed, zeros) for assumed in other_sums.assumed(eqn, states))
-    fit = lambda divided: all(p is None or fits(p, x, workers) for p, x in zip(divided, shapes, strict=True))
-    return next((divided for divided in found if divided is not None and fit(divided)), None)

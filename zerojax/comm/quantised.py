@@ -41,7 +41,7 @@ class Codec:
     format: str  # one of `FORMATS`
     block: int  # the number of elements that share a scale; even
     stochastic: bool = False  # whether integers are rounded up or down at random, so that rounding is unbiased
-    over: tuple[str, ...] = ()  # the mesh axes over which values are sent quantised; over others they are not
+    over: tuple[str, ...] = ()  # the mesh axes over which a reduction sends quantised values
 
     def bytes(self, size: int) -> int:
         return -(-size // self.block) * (self.block * FORMATS[self.format] // 8 + SCALE_BYTES)
@@ -68,18 +68,13 @@ class Codec:
     def all_gather(
         self, shards: Sequence[Shaped[Array, "*local"]], axes: tuple[str, ...]
     ) -> list[Shaped[Array, "shards elements"]]:
-        """Gather one bucket, and return the shards of each leaf as rows."""
-        sizes = [shard.size for shard in shards]
-        plain = tuple(axis for axis in axes if axis not in self.over)
+        """Gather one bucket, and return the shards of each leaf as rows.
+
+        Bytes are sent over axes outside of `over`, too. The values are the same as if those axes sent decoded values.
+        """
         payload = jnp.concatenate([self.encode(shard.ravel()) for shard in shards])
-        rows = _split(lax.all_gather(payload, self.over), [self.bytes(size) for size in sizes])
-        rows = [self.decode(x, n).astype(shard.dtype) for x, n, shard in zip(rows, sizes, shards, strict=True)]
-        if plain:
-            rows = _split(lax.all_gather(jnp.concatenate(rows, axis=-1), plain), sizes)
-        order = [(*plain, *self.over).index(axis) for axis in axes]
-        counts = [lax.axis_size(axis) for axis in (*plain, *self.over)]
-        in_order = lambda x: jnp.moveaxis(x.reshape(*counts, -1), order, range(len(order))).reshape(-1, x.shape[-1])
-        return list(map(in_order, rows))
+        rows = _split(lax.all_gather(payload, axes), [self.bytes(shard.size) for shard in shards])
+        return [self.decode(x, shard.size).astype(shard.dtype) for x, shard in zip(rows, shards, strict=True)]
 
     def reduce_scatter(
         self, rows: Sequence[Shaped[Array, "shards elements"]], axes: tuple[str, ...]

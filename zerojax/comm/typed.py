@@ -124,7 +124,7 @@ class TypedFunction:
         self._jaxpr, self._consts = compat.opened(closed)
         self.out_specs = [spec_of(atom.aval) for atom in self._jaxpr.outvars]
         constrains = any(map(_names_sharding, jaxprs.equations(self._jaxpr)))
-        self._evaluation = _Evaluation(mesh, frozenset(axes), constrains, {})
+        self._evaluation = _TypedEvaluation(mesh, frozenset(axes), constrains, {})
 
     def __call__(self, *values: Array) -> list[Array]:
         # Axes that were Manual in the trace are Manual, others Auto.
@@ -132,7 +132,7 @@ class TypedFunction:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Evaluation:
+class _TypedEvaluation:
     """One evaluation of a jaxpr with Explicit types."""
 
     mesh: AbstractMesh  # the mesh that the types name
@@ -234,12 +234,12 @@ class _Evaluation:
 
 
 _RULES = {
-    "shard_map": _Evaluation._shard_map,
+    "shard_map": _TypedEvaluation._shard_map,
     # The parameter of `jax_remat3` is an object whose jaxpr cannot be replaced.
     "checkpoint": lambda self, eqn, values: jaxprs.evaluate_remat(eqn, values, self.evaluate),
     "name": lambda self, eqn, values: [checkpoint_name(values[0], compat.params_of(eqn)["name"])],
-    "custom_jvp_call": _Evaluation._custom_rule,
-    "custom_vjp_call": _Evaluation._custom_rule,
+    "custom_jvp_call": _TypedEvaluation._custom_rule,
+    "custom_vjp_call": _TypedEvaluation._custom_rule,
 }
 
 
@@ -249,7 +249,7 @@ class _DerivativeRule:
     `consts`, the equation's first operands, are values that the function closes over. They have no derivative.
     """
 
-    def __init__(self, evaluation: _Evaluation, eqn: Any, consts: Sequence):
+    def __init__(self, evaluation: _TypedEvaluation, eqn: Any, consts: Sequence):
         self.evaluation, self.eqn, self.consts = evaluation, eqn, consts
         self.types, self.outs = [atom.aval for atom in eqn.invars], [var.aval for var in eqn.outvars]
         self.args = self.types[len(consts) :]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
@@ -117,10 +118,8 @@ class Config:
 
     def __getstate__(self) -> dict:
         """Return the fields, and a record of the mesh, which is rebuilt at its first use: loading starts no backend."""
-        from zerojax.config.mesh_record import described
-
         names = (field.name for field in dataclasses.fields(self) if field.name != "user_mesh")
-        return {name: getattr(self, name) for name in names} | {"_mesh_record": described(self.user_mesh)}
+        return {name: getattr(self, name) for name in names} | {"_mesh_record": mesh_record(self.user_mesh)}
 
     if not TYPE_CHECKING:  # otherwise the type checker would accept every misspelled attribute
 
@@ -128,9 +127,7 @@ class Config:
             """Rebuild the mesh of a configuration that was pickled."""
             if name != "user_mesh" or "_mesh_record" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            from zerojax.config.mesh_record import rebuilt
-
-            self.__dict__["user_mesh"] = mesh = rebuilt(*self.__dict__["_mesh_record"])
+            self.__dict__["user_mesh"] = mesh = rebuilt_mesh(*self.__dict__["_mesh_record"])
             return mesh
 
     @functools.cached_property
@@ -182,3 +179,30 @@ class Config:
     @functools.cached_property
     def layout_policy(self) -> LayoutPolicy:
         return LayoutPolicy(self.stage, self.data, self.persist_below, self.stores_compute_dtype, self.params_on_host)
+
+
+def mesh_record(mesh: Mesh) -> tuple:
+    """Return the arguments with which `rebuilt_mesh` makes an equal mesh."""
+    devices = list(mesh.devices.flat)
+    ids = tuple(device.id for device in devices)
+    return mesh.devices.shape, mesh.axis_names, tuple(mesh.axis_types), devices[0].platform, ids
+
+
+def rebuilt_mesh(
+    shape: tuple[int, ...], names: tuple[str, ...], types: tuple[AxisType, ...], platform: str, ids: tuple[int, ...]
+) -> Mesh:
+    """Rebuild a mesh from the devices of this process. Raise a ValueError if a device is missing."""
+    try:
+        devices = {device.id: device for device in jax.devices(platform)}
+    except RuntimeError:  # this process has no such platform
+        devices = {}
+    if missing := [i for i in ids if i not in devices]:
+        axes = dict(zip(names, shape, strict=True))
+        raise ValueError(
+            f"A pickled transformation has a mesh {axes} with the {platform} devices {list(ids)}, "
+            f"and this process has no device {missing[0]}, only {sorted(devices) or 'devices of other platforms'}. "
+            f"A mesh is rebuilt from device ids: load the transformation where JAX sees the same devices (after "
+            f"jax.distributed.initialize), or make it there with zero_shard."
+        )
+    found = np.array([devices[i] for i in ids]).reshape(shape)
+    return Mesh(found, names, axis_types=types)

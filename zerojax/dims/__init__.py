@@ -4,7 +4,7 @@ This dim of the inputs is called the followed dim. Its entries may be the rows o
 place is a dim of a value that holds these entries. A table has one rule per primitive, which finds the places in an
 equation's results, given the places in its operands. Without a rule the answer is "unknown", which is always safe.
 
-place      describes where the followed dim is in one value
+place      describes where the followed dim is in one value (`RowDims`; "the rows" for short)
 moves      has rules for the primitives of a dense model
 follow     finds the places in a jaxpr and its calls
 
@@ -19,6 +19,6 @@ declared   defines `zerojax.rows`, which declares a place
 """
 
 from zerojax.dims.follow import Follower
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, at, fits, states_of
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, RowDims, fits, on_dim, row_dims_of
 
-__all__ = ["NOWHERE", "UNKNOWN", "Context", "Follower", "Place", "Places", "State", "at", "fits", "states_of"]
+__all__ = ["NOWHERE", "UNKNOWN", "Context", "Follower", "Place", "Places", "RowDims", "fits", "on_dim", "row_dims_of"]

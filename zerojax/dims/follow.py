@@ -1,4 +1,4 @@
-"""Find the `State` of each value in a jaxpr and its calls, loops and branches. A state says where the followed dim is.
+"""Find the `RowDims` of each value in a jaxpr and its calls, loops and branches.
 
 In the engine and `comm.partial_sums`, the followed dim has the rows of a batch, and each trace has one `Follower`. A
 gradient is a sum over any dim, so a wrong dim costs time there and not correctness. So the `Follower` guesses where the
@@ -12,19 +12,19 @@ import jax
 
 from zerojax import compat, jaxprs
 from zerojax.dims import moves
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, State, at, is_index, states_of
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, RowDims, is_index, on_dim, row_dims_of
 from zerojax.primitives import Kind
 
 _HAVE_BODIES = (Kind.CALL, Kind.REMAT, Kind.CUSTOM, Kind.CONTROL)
 
 
 class Follower:
-    """Finds the followed dim in the values of jaxprs. Each analysis makes one instance, which caches states of results.
+    """Finds the followed dim in the values of jaxprs. Each analysis makes one instance, which caches results.
 
     Attributes:
         count: The number of entries of the followed dim. It is the size of the dim or a divisor of the size, such as
             the number of devices over which the dim is divided.
-        guesses: Whether an unknown state is replaced by a guess from shapes and shardings.
+        guesses: Whether unknown row dims are replaced by a guess from shapes and shardings.
         axes: The mesh axes that divide the followed dim. Only a `Follower` that guesses reads them.
         undivided: For a `Follower` that guesses, the equations found so far that the compiler cannot divide although a
             large operand holds rows, by their line.
@@ -33,118 +33,120 @@ class Follower:
     def __init__(self, count: int, *, guesses: bool = False, axes: Collection[str] = ()):
         self.count, self.guesses, self.axes = count, guesses, frozenset(axes)
         self.undivided: dict[str, Any] = {}
-        self._results: dict[Any, tuple[Any, list[State]]] = {}
+        self._results: dict[Any, tuple[Any, list[RowDims]]] = {}
 
-    def states(self, jaxpr: Any, given: Sequence[State]) -> dict[Any, State]:
+    def row_dims(self, jaxpr: Any, given: Sequence[RowDims]) -> dict[Any, RowDims]:
         return self._followed(jaxpr, given)[0]
 
-    def _followed(self, jaxpr: Any, given: Sequence[State], drawn: Collection = ()) -> tuple[dict[Any, State], Context]:
-        """Return the states, and the context in which they were found. Dim 0 of the variables `drawn` holds rows."""
-        found: dict[Any, State] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
+    def _followed(
+        self, jaxpr: Any, given: Sequence[RowDims], drawn: Collection = ()
+    ) -> tuple[dict[Any, RowDims], Context]:
+        """Return the row dims, and the context in which they were found. Dim 0 of the variables `drawn` holds rows."""
+        found: dict[Any, RowDims] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
         context = Context(self.count, made, _known(jaxpr.invars, given), self.axes)
         for eqn in jaxpr.eqns:
-            states = states_of(eqn.invars, found)
-            for var, state in zip(eqn.outvars, self.through(eqn, states, context), strict=True):
+            row_dims = row_dims_of(eqn.invars, found)
+            for var, rows in zip(eqn.outvars, self.through(eqn, row_dims, context), strict=True):
                 shape = getattr(var.aval, "shape", None)
                 is_bare = shape == () or 0 in (shape or ())  # a scalar or an empty array cannot have one entry per row
-                found[var] = NOWHERE if state is None and is_bare else state
-                found[var] = at(0) if var in drawn else found[var]
+                found[var] = NOWHERE if rows is None and is_bare else rows
+                found[var] = on_dim(0) if var in drawn else found[var]
                 made[var] = eqn
         if self.guesses and not drawn and (drawn := _drawn(jaxpr, given, found)):
             again, context = self._followed(jaxpr, given, drawn)
             # Elsewhere, a size that equals the number of rows by chance must not hide the rows.
-            known = [(state, again[var]) for var, state in found.items() if state is not None and state.places]
-            if all(new is not None and new.places == state.places for state, new in known):
+            known = [(rows, again[var]) for var, rows in found.items() if rows is not None and rows.places]
+            if all(new is not None and new.places == rows.places for rows, new in known):
                 return again, context
         return found, context
 
-    def with_implied(self, jaxpr: Any, found: Mapping[Any, State]) -> dict[Any, State]:
+    def with_implied(self, jaxpr: Any, found: Mapping[Any, RowDims]) -> dict[Any, RowDims]:
         """Add places to values that have none, if they are combined element by element with values that have places.
 
         Examples are noise and learned positions with one entry per row. They do not depend on the batch, but their
-        cotangents hold rows. `found` is the result of `states`.
+        cotangents hold rows. `found` is the result of `row_dims`.
         """
         implied = dict(found)
         for eqn in reversed(jaxpr.eqns):
             if compat.name_of(eqn) not in moves.IMPLIES:
                 continue
-            state = implied[eqn.outvars[0]]
-            if state is None or not state.places:
+            rows = implied[eqn.outvars[0]]
+            if rows is None or not rows.places:
                 continue
             for atom in jaxprs.variables_in(eqn.invars):
                 given = implied[atom]
                 if given is not None and not given.places and atom.aval.shape:
-                    implied[atom] = moves.implied(eqn, state, atom, given)
+                    implied[atom] = moves.implied(eqn, rows, atom, given)
         return implied
 
-    def results(self, jaxpr: Any, given: Sequence[State]) -> list[State]:
+    def results(self, jaxpr: Any, given: Sequence[RowDims]) -> list[RowDims]:
         key = id(jaxpr), tuple(given)
         if key not in self._results:
             found, context = self._followed(jaxpr, given)
-            results = _noted(jaxpr.outvars, states_of(jaxpr.outvars, found), context)
+            results = _noted(jaxpr.outvars, row_dims_of(jaxpr.outvars, found), context)
             self._results[key] = jaxpr, results  # The jaxpr is kept, so that no other jaxpr gets its id.
         return self._results[key][1]
 
-    def through(self, eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-        if (rule := self._rule(eqn, states)) is not None:
-            found = rule(eqn, states, context)
+    def through(self, eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
+        if (rule := self._rule(eqn, row_dims)) is not None:
+            found = rule(eqn, row_dims, context)
             found = found if isinstance(found, list) else [found] * len(eqn.outvars)
         else:
-            found = self._inside(eqn, _noted(eqn.invars, states, context))
+            found = self._inside(eqn, _noted(eqn.invars, row_dims, context))
         if self.guesses and UNKNOWN in found:
             from zerojax.dims import guess
 
-            return guess.guessed(eqn, states, found, context)
+            return guess.guessed(eqn, row_dims, found, context)
         return found
 
-    def _rule(self, eqn: Any, states: Sequence[State]) -> moves.PlaceRule | None:
+    def _rule(self, eqn: Any, row_dims: Sequence[RowDims]) -> moves.PlaceRule | None:
         name = compat.name_of(eqn)
         if name in moves.RULES or jaxprs.facts(eqn).kind in _HAVE_BODIES:
             return moves.RULES.get(name)
         from zerojax.dims import guess, indexing, mixing
 
-        if self.guesses and self.count > 1 and guess.is_undivided(eqn, states, self.count):
+        if self.guesses and self.count > 1 and guess.is_undivided(eqn, row_dims, self.count):
             self.undivided.setdefault(compat.line_of(eqn), eqn)
         if self.guesses and name == "shard_map" and self.axes.isdisjoint(eqn.params["newly_manual_axes"]):
             return None
         tables = (*([guess] if self.guesses else []), mixing, indexing)
         return next((table.RULES[name] for table in tables if name in table.RULES), None)
 
-    def _inside(self, eqn: Any, states: Sequence[State]) -> list[State]:
+    def _inside(self, eqn: Any, row_dims: Sequence[RowDims]) -> list[RowDims]:
         if jaxprs.facts(eqn).kind is Kind.CONTROL:
             from zerojax.dims import loops
 
-            return loops.through(self, eqn, states)
+            return loops.through(self, eqn, row_dims)
         body = compat.evaluated_body(eqn)
         if body is None and self.guesses:
             from zerojax.dims import guess
 
             body = guess.body_of(eqn)
-        return moves.without_rule(eqn, states) if body is None else self.results(body, states)
+        return moves.without_rule(eqn, row_dims) if body is None else self.results(body, row_dims)
 
 
-def _known(variables: Sequence, states: Sequence[State]) -> Mapping[Any, Any]:
-    if not any(state.counting for state in states if state is not None):
+def _known(variables: Sequence, row_dims: Sequence[RowDims]) -> Mapping[Any, Any]:
+    if not any(rows.counting for rows in row_dims if rows is not None):
         return {}
     from zerojax.dims import indexing
 
-    return indexing.known(variables, states)
+    return indexing.known(variables, row_dims)
 
 
-def _noted(atoms: Sequence, states: Sequence[State], context: Context) -> list[State]:
-    """Add which indices count to the states of values that leave or enter a function; see `indexing.noted`."""
+def _noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
+    """Add which indices count to the row dims of values that leave or enter a function; see `indexing.noted`."""
     if not any(is_index(atom) for atom in atoms):
-        return list(states)
+        return list(row_dims)
     from zerojax.dims import indexing
 
-    return indexing.noted(atoms, states, context)
+    return indexing.noted(atoms, row_dims, context)
 
 
-def _drawn(jaxpr: Any, given: Sequence[State], found: Mapping[Any, State]) -> Collection:
+def _drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -> Collection:
     """Return the random numbers that a jaxpr draws for each row; see `guess.drawn`."""
-    is_bare = lambda var: (state := found[var]) is not None and not state.places
+    is_bare = lambda var: (rows := found[var]) is not None and not rows.places
     bare = (eqn for eqn in jaxpr.eqns if any(map(is_bare, eqn.outvars)))
     if not any(jaxprs.facts(inner).draws for eqn in bare for inner in jaxprs.with_inner(eqn)):
         return ()
@@ -153,17 +155,17 @@ def _drawn(jaxpr: Any, given: Sequence[State], found: Mapping[Any, State]) -> Co
     return guess.drawn(jaxpr, given, found)
 
 
-def param_states(params: Sequence, experts: Collection[int]) -> list[State]:
-    """Return the state of each parameter: no dim holds rows. It is unknown for experts, which a data axis divides."""
+def row_dims_of_params(params: Sequence, experts: Collection[int]) -> list[RowDims]:
+    """Return the row dims of each parameter: none. They are unknown for experts, which a data axis divides."""
     return [UNKNOWN if i in experts else NOWHERE for i in range(len(params))]
 
 
-def row_states(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[State]:
-    """Return the state of each array in `args`. Dim 0 holds the rows of the batch if the argument is in `of_rows`."""
+def row_dims_of_args(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[RowDims]:
+    """Return the row dims of each array in `args`: dim 0, if the argument is in `of_rows`, and otherwise none."""
     # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
     count = 1 if follower is None else follower.count
     return [
-        at(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE
+        on_dim(0) if i in of_rows and x.shape and x.shape[0] % count == 0 else NOWHERE
         for i, arg in enumerate(args)
         for x in jax.tree.leaves(arg)
         if isinstance(x, jaxprs.ARRAYS)

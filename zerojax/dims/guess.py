@@ -18,18 +18,18 @@ from zerojax import compat, jaxprs
 from zerojax.config.data_mesh import entry_axes
 from zerojax.dims.kernels import own_rows
 from zerojax.dims.moves import product, without_rule
-from zerojax.dims.place import LARGE, NOWHERE, UNKNOWN, Context, Place, Places, State, at, fits, one_per_dim
+from zerojax.dims.place import LARGE, NOWHERE, UNKNOWN, Context, Place, Places, RowDims, fits, on_dim, one_per_dim
 from zerojax.primitives import ROWS, Facts, Kind
 
 
-def guessed(eqn: Any, states: Sequence[State], found: Sequence[State], context: Context) -> list[State]:
-    """Replace each unknown state in `found`, the states of the results of `eqn`, by a guess where the shapes allow one.
+def guessed(eqn: Any, row_dims: Sequence[RowDims], found: Sequence[RowDims], context: Context) -> list[RowDims]:
+    """Replace unknown row dims in `found`, those of the results of `eqn`, by a guess where the shapes allow one.
 
-    `states` are the states of the operands.
+    `row_dims` has those of the operands.
     """
     return [
-        _guess(eqn, states, var, context) if state is UNKNOWN else state
-        for var, state in zip(eqn.outvars, found, strict=True)
+        _guess(eqn, row_dims, var, context) if rows is UNKNOWN else rows
+        for var, rows in zip(eqn.outvars, found, strict=True)
     ]
 
 
@@ -37,24 +37,24 @@ def divided_by(spec: Any, axes: frozenset[str]) -> list[int]:
     return [dim for dim, entry in enumerate(spec) if not axes.isdisjoint(entry_axes(entry))]
 
 
-def _constrained(eqn: Any, context: Context) -> State:
+def _constrained(eqn: Any, context: Context) -> RowDims:
     sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
     dims = divided_by(getattr(sharding, "spec", ()), context.axes)
-    return at(dims[0]) if dims and fits(Place(dims[0]), eqn.outvars[0].aval.shape, context.count) else UNKNOWN
+    return on_dim(dims[0]) if dims and fits(Place(dims[0]), eqn.outvars[0].aval.shape, context.count) else UNKNOWN
 
 
-def _guess(eqn: Any, states: Sequence[State], var: Any, context: Context) -> State:
+def _guess(eqn: Any, row_dims: Sequence[RowDims], var: Any, context: Context) -> RowDims:
     shape = getattr(var.aval, "shape", ())
     if not shape:
         return NOWHERE
-    if (state := _constrained(eqn, context)) is not UNKNOWN:
-        return state
-    if eqn.primitive.name == "dot_general" and UNKNOWN not in states:
+    if (rows := _constrained(eqn, context)) is not UNKNOWN:
+        return rows
+    if eqn.primitive.name == "dot_general" and UNKNOWN not in row_dims:
         # The operands have the rows on different dims, for example if a cotangent was joined from halves of the rows.
-        return product(eqn, states, lambda *_: True)
+        return product(eqn, row_dims, lambda *_: True)
     for candidates in (_of_equal_size, _of_other_size):
-        for atom, state in zip(eqn.invars, states, strict=True):
-            places = () if state is None else sorted(state.places)
+        for atom, rows in zip(eqn.invars, row_dims, strict=True):
+            places = () if rows is None else sorted(rows.places)
             found = [p for place in places for p in candidates(place, atom.aval.shape, shape)]
             if found and fits(found[0], shape, context.count):
                 return Places(frozenset(found[:1]))
@@ -85,20 +85,20 @@ def _of_other_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iter
         yield Place(dim)
 
 
-def drawn(jaxpr: Any, given: Sequence[State], found: Mapping[Any, State]) -> frozenset:
+def drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -> frozenset:
     """Return the random numbers that a jaxpr draws for each row, if it multiplies them before they meet other rows.
 
     An example is the noise from which a generator or a chain of Langevin steps starts. No operand says that dim 0 of
     the noise holds the rows, so its size decides. Noise that is only combined with values with rows needs no guess.
-    `given` has the states of the arguments, and `found` those of all variables.
+    `given` has the row dims of the arguments, and `found` those of all variables.
     """
     sizes = {
         var.aval.shape[place.dim]
-        for var, state in zip(jaxpr.invars, given, strict=True)
-        for place in (() if state is None else state.places)
+        for var, rows in zip(jaxpr.invars, given, strict=True)
+        for place in (() if rows is None else rows.places)
         if place.outer == 1
     }
-    is_bare = lambda var: (state := found[var]) is not None and not state.places
+    is_bare = lambda var: (rows := found[var]) is not None and not rows.places
     noise, derived, is_read = set(), set(), False
     for eqn in jaxpr.eqns if sizes else ():
         outs = [var for var in eqn.outvars if is_bare(var) and getattr(var.aval, "shape", ())]
@@ -115,13 +115,13 @@ def _contains(eqn: Any, wanted: Callable[[Facts], bool]) -> bool:
     return any(wanted(jaxprs.facts(one)) for one in jaxprs.with_inner(eqn))
 
 
-def is_undivided(eqn: Any, states: Sequence[State], workers: int) -> bool:
+def is_undivided(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> bool:
     """Return whether every worker runs `eqn` on all rows, and an operand with rows is large."""
     sizes = (
-        atom.aval.size for atom, state in zip(eqn.invars, states, strict=True) if state is not None and state.places
+        atom.aval.size for atom, rows in zip(eqn.invars, row_dims, strict=True) if rows is not None and rows.places
     )
     is_large = jaxprs.facts(eqn).is_opaque and any(size >= LARGE for size in sizes)
-    return is_large and own_rows(eqn, states, workers) is None
+    return is_large and own_rows(eqn, row_dims, workers) is None
 
 
 def body_of(eqn: Any) -> Any:
@@ -134,59 +134,59 @@ def body_of(eqn: Any) -> Any:
     return None if name is None else compat.opened(eqn.params[name])[0]
 
 
-def of_kernel(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
-    split = own_rows(eqn, states, context.count)
-    return without_rule(eqn, states) if split is None else [at(dim) for dim in split.out_dims]
+def kernel_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
+    split = own_rows(eqn, row_dims, context.count)
+    return without_rule(eqn, row_dims) if split is None else [on_dim(dim) for dim in split.out_dims]
 
 
-def declared(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def declared_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Return the dim that `zerojax.rows` declares. A declaration that cannot hold has no effect."""
     place = Place(eqn.params["dim"])
-    return [at(place.dim) if fits(place, eqn.outvars[0].aval.shape, context.count) else states[0]]
+    return [on_dim(place.dim) if fits(place, eqn.outvars[0].aval.shape, context.count) else row_dims[0]]
 
 
-def by_sharding_rule(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def partitioning_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     rule = eqn.params.get("sharding_rule")
     mappings = getattr(rule, "operand_mappings", None)
-    known = [state for state in states if state is not None]
-    if rule is None or mappings is None or len(known) < len(states):
+    known = [rows for rows in row_dims if rows is not None]
+    if rule is None or mappings is None or len(known) < len(row_dims):
         return [UNKNOWN] * len(eqn.outvars)
     # A mapping has one name of a factor per dim. A dim of several factors has a list, which begins with the major one.
     major = lambda factors: factors if isinstance(factors, str) else next(iter(factors), None)
     names = {
         major(mapping[place.dim])
-        for state, mapping in zip(known, mappings, strict=True)
-        for place in state.places
+        for rows, mapping in zip(known, mappings, strict=True)
+        for place in rows.places
         if place.outer == 1 and place.dim < len(mapping)
     }
-    if not names and any(state.places for state in known):
+    if not names and any(rows.places for rows in known):
         return [UNKNOWN] * len(eqn.outvars)
     found = [
         Places(frozenset(Place(dim) for dim, factors in enumerate(mapping) if major(factors) in names))
         for mapping in rule.result_mappings
     ]
-    fit = lambda state, var: all(fits(place, var.aval.shape, context.count) for place in state.places)
-    return [state if fit(state, var) else UNKNOWN for state, var in zip(found, eqn.outvars, strict=True)]
+    fit = lambda rows, var: all(fits(place, var.aval.shape, context.count) for place in rows.places)
+    return [rows if fit(rows, var) else UNKNOWN for rows, var in zip(found, eqn.outvars, strict=True)]
 
 
-def specified(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def shard_map_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Return the dims of the results of a `shard_map` that its `out_specs` divide over the data axes.
 
     A result that no data axis divides is a sum over the workers, or is the same on all of them: its dims are unknown.
     """
     specs = eqn.params["out_specs"]
-    if all(state is not None and not state.places for state in states):
+    if all(rows is not None and not rows.places for rows in row_dims):
         return [NOWHERE] * len(specs)
     found = [divided_by(spec, context.axes) for spec in specs]
-    return [at(dims[0]) if dims else UNKNOWN for dims in found]
+    return [on_dim(dims[0]) if dims else UNKNOWN for dims in found]
 
 
-def ragged_dot(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def ragged_dot_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Find the followed dim in a `ragged_dot_general`. The ragged dim of the operands may hold the rows of all groups.
 
-    The group sizes are counts over all rows, whatever their own state.
+    The group sizes are counts over all rows, whatever their own row dims.
     """
-    lhs, rhs = states[:2]
+    lhs, rhs = row_dims[:2]
     if lhs is None or rhs is None:
         return [UNKNOWN]
     numbers = eqn.params["ragged_dot_dimension_numbers"]
@@ -196,24 +196,19 @@ def ragged_dot(eqn: Any, states: Sequence[State], context: Context) -> list[Stat
         return [NOWHERE]
     # A ragged dim that is contracted becomes the groups, the first dim of the result.
     first = int(not set(numbers.lhs_ragged_dimensions).isdisjoint(contracted[0]))
-    batches = [(lhs, dim, i) for i, dim in enumerate(batch[0])] + [(rhs, dim, i) for i, dim in enumerate(batch[1])]
-    found = {place.to(first + i) for state, dim, i in batches if (place := state.along(int(dim)))}
-    at_dim = first + len(batch[0])
-    for n, state in ((0, lhs), (1, rhs)):
-        skipped = {*map(int, contracted[n]), *map(int, batch[n]), *(groups if n else ())}
-        for dim in range(len(eqn.invars[n].aval.shape)):
-            if dim in skipped:
-                continue
-            if (place := state.along(dim)) is not None:
-                found.add(place.to(at_dim))
-            at_dim += 1
+    found, remaining = set(), []  # the remaining dims of both operands follow the batch dims in the result
+    for n, rows in enumerate((lhs, rhs)):
+        found |= {place.to(first + i) for i, dim in enumerate(batch[n]) if (place := rows.along(int(dim)))}
+        skipped = {*map(int, (*contracted[n], *batch[n], *(groups if n else ())))}
+        remaining += [rows.along(dim) for dim in range(len(eqn.invars[n].aval.shape)) if dim not in skipped]
+    found |= {place.to(first + len(batch[0]) + i) for i, place in enumerate(remaining) if place is not None}
     return [one_per_dim(found)]
 
 
-RULES: dict[str, Callable[[Any, Sequence[State], Context], list[State]]] = {
-    ROWS: declared,
-    "custom_partitioning": by_sharding_rule,
-    "pallas_call": of_kernel,
-    "ragged_dot_general": ragged_dot,
-    "shard_map": specified,
+RULES: dict[str, Callable[[Any, Sequence[RowDims], Context], list[RowDims]]] = {
+    ROWS: declared_rule,
+    "custom_partitioning": partitioning_rule,
+    "pallas_call": kernel_rule,
+    "ragged_dot_general": ragged_dot_rule,
+    "shard_map": shard_map_rule,
 }

@@ -10,27 +10,27 @@ import numpy as np
 from zerojax import compat, jaxprs
 from zerojax.dims.mixing import cut
 from zerojax.dims.moves import PlaceRule
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, is_index, one_per_dim
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, RowDims, is_index, one_per_dim
 from zerojax.primitives import Kind, of_kind
 
 _MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are not computed.
 
 
-def dynamic_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
+def dynamic_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find which dims of the result of a `dynamic_slice` hold the followed dim.
 
     The answer is unknown if the slice has only a part of the followed dim, or if its start depends on the rows.
     """
-    operand, *starts = states
+    operand, *starts = row_dims
     if any(start is None or start.places for start in starts):
         return UNKNOWN
     old = eqn.invars[0].aval.shape
     return cut(operand, old, eqn.outvars[0].aval.shape, [None] * len(old))
 
 
-def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) -> State:
+def dynamic_update_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim after `dynamic_update_slice`. The dim is unknown if the update covers only a part of it."""
-    operand, update, *starts = states
+    operand, update, *starts = row_dims
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
     if operand is None or update is None or any(start is None or start.places for start in starts):
         return UNKNOWN
@@ -40,9 +40,9 @@ def dynamic_update_slice(eqn: Any, states: Sequence[State], context: Context) ->
     return Places(places) if whole and agree else UNKNOWN
 
 
-def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
+def gather_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim in the result of `gather`. It comes from the indices, or from a dim that is read whole."""
-    operand, indices = states
+    operand, indices = row_dims
     if operand is None or indices is None:
         return UNKNOWN
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -70,9 +70,9 @@ def gather(eqn: Any, states: Sequence[State], context: Context) -> State:
     return one_per_dim(found)
 
 
-def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
+def scatter_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim in the result of a scatter. A scatter that adds up its entries removes this dim."""
-    operand, indices, updates = states
+    operand, indices, updates = row_dims
     if operand is None or indices is None or updates is None:
         return UNKNOWN
     numbers, shapes = eqn.params["dimension_numbers"], [atom.aval.shape for atom in eqn.invars]
@@ -82,10 +82,10 @@ def scatter(eqn: Any, states: Sequence[State], context: Context) -> State:
     scattered = [d for d in range(len(shapes[2])) if d not in windows]
     paired = dict(zip(map(int, numbers.scatter_indices_batching_dims), batching, strict=True))
     found, summed = set(), False
-    rows = {place.to(scattered[place.dim]) for place in indices.places if place.dim < len(scattered)}
-    if len(rows) < len(indices.places):
+    of_indices = {place.to(scattered[place.dim]) for place in indices.places if place.dim < len(scattered)}
+    if len(of_indices) < len(indices.places):
         return UNKNOWN
-    for place in updates.places | rows:
+    for place in updates.places | of_indices:
         dim = place.dim
         if dim in windows:
             if shapes[2][dim] != shapes[0][windows[dim]]:
@@ -112,14 +112,14 @@ def _counted(eqn: Any, indices: Places, dim: int, shape: Sequence[int], context:
 
 
 def _counting(
-    indices: Any, state: Places, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context
+    indices: Any, rows: Places, dim: int, index_map: Sequence[int], shape: Sequence[int], context: Context
 ) -> int | None:
     """Return the dim of `indices` along which the index into the operand dim `dim` is 0, 1, 2, ..., or None."""
     if dim not in index_map or compat.is_literal(indices):
         return None
     if indices.aval.shape[-1] != len(index_map):
         return None
-    part, found = index_map.index(dim), state.counting or _count(indices, context)
+    part, found = index_map.index(dim), rows.counting or _count(indices, context)
     return next((at for of, at in found if of in (part, None) and indices.aval.shape[at] == shape[dim]), None)
 
 
@@ -145,28 +145,28 @@ def _dim_of(values: np.ndarray) -> int | None:
 
 
 def _counted_along(dim: int, shape: Sequence[int]) -> np.ndarray:
-    return np.broadcast_to(np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))]), shape)
+    return _broadcast(np.arange(shape[dim]), shape, [dim])
 
 
-def noted(atoms: Sequence, states: Sequence[State], context: Context) -> list[State]:
-    """Add `Places.counting` to the states of values that leave or enter a function.
+def noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
+    """Add `Places.counting` to the row dims of values that leave or enter a function.
 
     A derivative gets the indices of a gather as a residual, and does not see how they were computed.
     """
     return [
-        dataclasses.replace(state, counting=found)
-        if state is not None and not state.counting and is_index(atom) and (found := _count(atom, context))
-        else state
-        for atom, state in zip(atoms, states, strict=True)
+        dataclasses.replace(rows, counting=found)
+        if rows is not None and not rows.counting and is_index(atom) and (found := _count(atom, context))
+        else rows
+        for atom, rows in zip(atoms, row_dims, strict=True)
     ]
 
 
-def known(variables: Sequence, states: Sequence[State]) -> dict[Any, np.ndarray]:
+def known(variables: Sequence, row_dims: Sequence[RowDims]) -> dict[Any, np.ndarray]:
     """Return the values of the arguments of which `Places.counting` says that all entries count."""
     return {
         var: _counted_along(dim, var.aval.shape)
-        for var, state in zip(variables, states, strict=True)
-        for part, dim in (() if state is None else state.counting)
+        for var, rows in zip(variables, row_dims, strict=True)
+        for part, dim in (() if rows is None else rows.counting)
         if part is None
     }
 
@@ -190,10 +190,7 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
 
 
 def _broadcast(value: np.ndarray, shape: Sequence[int], dims: Sequence[int]) -> np.ndarray:
-    spread = [1] * len(shape)
-    for dim, size in zip(dims, value.shape, strict=True):
-        spread[dim] = size
-    return np.broadcast_to(value.reshape(spread), shape)
+    return np.broadcast_to(np.expand_dims(value, [dim for dim in range(len(shape)) if dim not in dims]), shape)
 
 
 _ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
@@ -202,11 +199,7 @@ _ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
         "broadcast_in_dim": lambda eqn, a: _broadcast(a, eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]),
         "convert_element_type": lambda eqn, a: a.astype(eqn.params["new_dtype"]),
         "ge": lambda eqn, a, b: a >= b,
-        "iota": lambda eqn: _broadcast(
-            np.arange(eqn.params["shape"][eqn.params["dimension"]], dtype=eqn.params["dtype"]),
-            eqn.params["shape"],
-            [eqn.params["dimension"]],
-        ),
+        "iota": lambda eqn: _counted_along(eqn.params["dimension"], eqn.params["shape"]).astype(eqn.params["dtype"]),
         "lt": lambda eqn, a, b: a < b,
         "mul": lambda eqn, a, b: a * b,
         "reshape": lambda eqn, a: a.reshape(eqn.outvars[0].aval.shape),
@@ -217,15 +210,15 @@ _ON_NUMPY: Mapping[str, Callable[..., np.ndarray]] = MappingProxyType(
 )
 
 
-def iota(eqn: Any, states: Sequence[State], context: Context) -> State:
+def iota_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     dims = set(range(len(eqn.outvars[0].aval.shape))) - {int(eqn.params["dimension"])}
     return Places(uniform=frozenset(dims)) if dims else NOWHERE
 
 
 RULES: dict[str, PlaceRule] = {
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "gather": gather,
-    "iota": iota,
-    **dict.fromkeys(of_kind(Kind.SCATTER), scatter),
+    "dynamic_slice": dynamic_slice_rule,
+    "dynamic_update_slice": dynamic_update_slice_rule,
+    "gather": gather_rule,
+    "iota": iota_rule,
+    **dict.fromkeys(of_kind(Kind.SCATTER), scatter_rule),
 }

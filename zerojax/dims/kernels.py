@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax import compat, jaxprs
-from zerojax.dims.place import Place, State
+from zerojax.dims.place import Place, RowDims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,7 @@ class OwnRows:
     out_dims: tuple[int, ...]  # the same for each result; all results are divided
 
 
-def own_rows(eqn: Any, states: Sequence[State], workers: int) -> OwnRows | None:
+def own_rows(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> OwnRows | None:
     """Divide a Pallas call over the workers, along a dim of its grid whose programs use only their own rows.
 
     Return None if there is no proof, or if no operand holds the rows of the batch along such a dim.
@@ -45,15 +45,15 @@ def own_rows(eqn: Any, states: Sequence[State], workers: int) -> OwnRows | None:
         dims = [_divided_dim(mapping, axis, programs) for mapping in grid.block_mappings]
         given, results = dims[: grid.num_inputs], dims[grid.num_inputs :]
         aliased = [given[i] == results[j] for i, j in eqn.params["input_output_aliases"]]
-        if "mixed" in dims or None in results or not all(aliased) or not _have_rows(given, states):
+        if "mixed" in dims or None in results or not all(aliased) or not _have_rows(given, row_dims):
             continue
         return OwnRows(_local(eqn, axis, dims, workers), tuple(given), tuple(results))
     return None
 
 
-def _have_rows(dims: Sequence[int | None], states: Sequence[State]) -> bool:
-    pairs = zip(dims, states, strict=True)
-    return any(state is not None and Place(dim) in state.places for dim, state in pairs if dim is not None)
+def _have_rows(dims: Sequence[int | None], row_dims: Sequence[RowDims]) -> bool:
+    pairs = zip(dims, row_dims, strict=True)
+    return any(rows is not None and Place(dim) in rows.places for dim, rows in pairs if dim is not None)
 
 
 def _divided_dim(mapping: Any, axis: int, programs: int) -> Any:

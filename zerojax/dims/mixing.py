@@ -4,128 +4,132 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerojax.dims.moves import PlaceRule, agree, without
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, State, moved, off, ragged, together, uncounted
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Place, Places, RowDims, off, ragged, renumbered, together
 from zerojax.primitives import ROWS, Kind, of_kind
 
 
-def slice_(eqn: Any, states: Sequence[State], context: Context) -> State:
-    params, state = eqn.params, states[0]
+def slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
+    params, rows = eqn.params, row_dims[0]
     old, new, strides = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, params["strides"]
-    if state is not None and strides and any(strides[place.dim] != 1 for place in state.places):
+    if rows is not None and strides and any(strides[place.dim] != 1 for place in rows.places):
         return UNKNOWN
-    return cut(state, old, new, params["start_indices"])
+    return cut(rows, old, new, params["start_indices"])
 
 
-def cut(state: State, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> State:
+def cut(rows: RowDims, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> RowDims:
     """Find the followed dim after a slice. A start that is not known is None.
 
     Return UNKNOWN if such a start matters, or the slice does not begin and end at whole blocks (`Place.outer`).
     """
-    for place in () if state is None else state.places:
-        dim = place.dim
-        if old[dim] == new[dim]:
-            continue
-        block, start = old[dim] // place.outer, starts[dim]
-        if start is None or start % block or new[dim] % block:
+    if rows is None:
+        return UNKNOWN
+    places = set()
+    for place in rows.places:
+        block, start, size = old[place.dim] // place.outer, starts[place.dim], new[place.dim]
+        is_whole = old[place.dim] == size
+        if not is_whole and (start is None or start % block or size % block):
             return UNKNOWN
-        assert state is not None
-        state = _replaced(state, place, new[dim] // block)
-    return uncounted(state)
+        places.add(place if is_whole else _with_blocks(place, size // block))
+    return Places(frozenset(places), rows.uniform)
 
 
-def concatenate(eqn: Any, states: Sequence[State], context: Context) -> State:
+def concatenate_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim after `concatenate`. Along this dim, all operands must have the same size and place."""
     dim = int(eqn.params["dimension"])
     sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
-    states = [state for state, size in zip(states, sizes, strict=True) if size] or [NOWHERE]
-    state = ragged(together(states), (dim,))
-    if state is None or len(states) == 1 or (place := state.along(dim)) is None:
-        return state
-    if len({*sizes} - {0}) > 1 or any(s is None or s.along(dim) != place for s in states):
+    row_dims = [rows for rows, size in zip(row_dims, sizes, strict=True) if size] or [NOWHERE]
+    rows = ragged(together(row_dims), (dim,))
+    if rows is None or len(row_dims) == 1 or (place := rows.along(dim)) is None:
+        return rows
+    if len({*sizes} - {0}) > 1 or any(s is None or s.along(dim) != place for s in row_dims):
         return UNKNOWN
-    return _replaced(state, place, place.outer * len(states))
+    return _replaced(rows, place, place.outer * len(row_dims))
 
 
-def pad(eqn: Any, states: Sequence[State], context: Context) -> State:
+def pad_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim after `pad`. It is unknown if the padding along this dim is not made of whole blocks."""
-    state = ragged(states[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
+    rows = ragged(row_dims[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
     for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
-        place = None if state is None else state.along(dim)
-        if state is not None and place is not None and (low or high or inside):
+        place = None if rows is None else rows.along(dim)
+        if rows is not None and place is not None and (low or high or inside):
             block = eqn.invars[0].aval.shape[dim] // place.outer
             if inside or low % block or high % block or low < 0 or high < 0:
                 return UNKNOWN
-            state = _replaced(state, place, place.outer + (low + high) // block)
-    return state
+            rows = _replaced(rows, place, place.outer + (low + high) // block)
+    return rows
 
 
-def _replaced(state: Places, place: Place, outer: int) -> Places:
-    return Places(state.places - {place} | {Place(place.dim, outer, joined=outer > 1)}, state.uniform)
+def _with_blocks(place: Place, blocks: int) -> Place:
+    return Place(place.dim, blocks, joined=blocks > 1)
 
 
-def split(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def _replaced(rows: Places, place: Place, blocks: int) -> Places:
+    return Places(rows.places - {place} | {_with_blocks(place, blocks)}, rows.uniform)
+
+
+def split_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     axis, start, slices = int(eqn.params["axis"]), 0, []
     old = eqn.invars[0].aval.shape
     for size in eqn.params["sizes"]:
         new = (*old[:axis], size, *old[axis + 1 :])
-        slices.append(cut(states[0], old, new, [start if dim == axis else 0 for dim in range(len(old))]))
+        slices.append(cut(row_dims[0], old, new, [start if dim == axis else 0 for dim in range(len(old))]))
         start += int(size)
     return slices
 
 
-def stack(eqn: Any, states: Sequence[State], context: Context) -> State:
+def stack_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     axis, ndim = int(eqn.params["axis"]), len(eqn.invars[0].aval.shape)
-    return moved(together(states), [dim + (dim >= axis) for dim in range(ndim)])
+    return renumbered(together(row_dims), [dim + (dim >= axis) for dim in range(ndim)])
 
 
-def unstack(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def unstack_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     axes, ndim = (eqn.params["axis"],), len(eqn.invars[0].aval.shape)
-    return [moved(off(axes, states[0]), without(axes, ndim))] * len(eqn.outvars)
+    return [renumbered(off(axes, row_dims[0]), without(axes, ndim))] * len(eqn.outvars)
 
 
-def tile(eqn: Any, states: Sequence[State], context: Context) -> State:
+def tile_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     repeated = [dim for dim, times in enumerate(eqn.params["reps"]) if times != 1]
     adds_dims = len(eqn.params["reps"]) != len(eqn.invars[0].aval.shape)
-    return UNKNOWN if adds_dims else ragged(off(repeated, states[0]), repeated)
+    return UNKNOWN if adds_dims else ragged(off(repeated, row_dims[0]), repeated)
 
 
-def along(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def along_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Find the followed dim after a sort, a reversal, a top-k or an accumulation along a dim, by default the last."""
     names, ndim = ("axis", "dimension", "reduction_dimension"), len(eqn.invars[0].aval.shape)
     axis = next((int(eqn.params[name]) for name in names if name in eqn.params), -1)
     dims = eqn.params.get("dimensions", (axis % ndim,))
-    return [ragged(off(dims, together(states)), dims)] * len(eqn.outvars)
+    return [ragged(off(dims, together(row_dims)), dims)] * len(eqn.outvars)
 
 
-def window(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
+def window_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims | list[RowDims]:
     slid = [dim for dim, size in enumerate(eqn.params["window_dimensions"]) if size != 1]
-    state = off(slid, _of_arrays(eqn, states))
-    return [state if state is None else Places(state.places)] * len(eqn.outvars)
+    rows = off(slid, _of_arrays(eqn, row_dims))
+    return [rows if rows is None else Places(rows.places)] * len(eqn.outvars)
 
 
-def batched(state: State, ndim: int) -> State:
-    """Return the state of a result that has the operand's first `ndim` dims, and mixes elements of all other dims."""
-    if state is None or any(place.dim >= ndim for place in state.places):
+def batched(rows: RowDims, ndim: int) -> RowDims:
+    """Return the row dims of a result that has the operand's first `ndim` dims, and mixes elements of all others."""
+    if rows is None or any(place.dim >= ndim for place in rows.places):
         return UNKNOWN
-    return Places(state.places)
+    return Places(rows.places)
 
 
-def _of_arrays(eqn: Any, states: Sequence[State]) -> State:
-    return together([s for s, atom in zip(states, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
+def _of_arrays(eqn: Any, row_dims: Sequence[RowDims]) -> RowDims:
+    return together([s for s, atom in zip(row_dims, eqn.invars, strict=True) if atom.aval.shape] or [NOWHERE])
 
 
-def convolution(eqn: Any, states: Sequence[State], context: Context) -> State:
+def convolution_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim after a convolution. It may be the batch or the output features, or be contracted."""
-    lhs, rhs = states
+    lhs, rhs = row_dims
     if lhs is None or rhs is None:
         return UNKNOWN
     params, numbers = eqn.params, eqn.params["dimension_numbers"]
-    (rows, features, *_), (out_features, in_features, *_) = numbers.lhs_spec, numbers.rhs_spec
+    (batch_of_lhs, features, *_), (out_features, in_features, *_) = numbers.lhs_spec, numbers.rhs_spec
     batch_of_out, features_of_out = numbers.out_spec[:2]
     grouped = params["feature_group_count"] > 1
     found = set()
     for place in lhs.places:
-        if place.dim == rows and params["batch_group_count"] == 1 and (not rhs.places or grouped):
+        if place.dim == batch_of_lhs and params["batch_group_count"] == 1 and (not rhs.places or grouped):
             found.add(place.to(batch_of_out))
         elif place.dim == features and not grouped and agree(lhs, rhs, features, in_features):
             continue
@@ -147,47 +151,47 @@ def _in_groups(lhs: Place, rhs: Place | None, params: Any, context: Context) -> 
     return lhs.outer == 1 and (rhs is None or rhs.outer == 1) and params["feature_group_count"] % context.count == 0
 
 
-def decomposition(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def decomposition_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     ndim = min(len(atom.aval.shape) for atom in eqn.invars)
-    state = batched(together(states), ndim - 2)
-    return [state] * len(eqn.outvars)
+    rows = batched(together(row_dims), ndim - 2)
+    return [rows] * len(eqn.outvars)
 
 
-def keys(eqn: Any, states: Sequence[State], context: Context) -> State:
-    return batched(_of_arrays(eqn, states), len(eqn.outvars[0].aval.shape))
+def keys_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
+    return batched(_of_arrays(eqn, row_dims), len(eqn.outvars[0].aval.shape))
 
 
-def attention(eqn: Any, states: Sequence[State], context: Context) -> State:
+def attention_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim after fused attention. Dim 0 of every operand and result is a batch dim."""
-    return batched(_of_arrays(eqn, states), 1)
+    return batched(_of_arrays(eqn, row_dims), 1)
 
 
-def fft(eqn: Any, states: Sequence[State], context: Context) -> State:
-    return batched(states[0], len(eqn.invars[0].aval.shape) - len(eqn.params["fft_lengths"]))
+def fft_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
+    return batched(row_dims[0], len(eqn.invars[0].aval.shape) - len(eqn.params["fft_lengths"]))
 
 
-def bitcast(eqn: Any, states: Sequence[State], context: Context) -> State:
+def bitcast_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     """Find the followed dim after a bitcast, which may add or remove a last dim."""
-    return batched(states[0], min(len(atom.aval.shape) for atom in (eqn.invars[0], eqn.outvars[0])))
+    return batched(row_dims[0], min(len(atom.aval.shape) for atom in (eqn.invars[0], eqn.outvars[0])))
 
 
 RULES: dict[str, PlaceRule] = {
-    **dict.fromkeys(of_kind(Kind.ALONG), along),
-    **dict.fromkeys(of_kind(Kind.DECOMPOSITION), decomposition),
-    **dict.fromkeys(of_kind(Kind.KEYS), keys),
-    **dict.fromkeys(of_kind(Kind.WINDOW), window),
-    "bitcast_convert_type": bitcast,
-    "concatenate": concatenate,
-    "conv_general_dilated": convolution,
-    "dot_product_attention_bwd_wrapper": attention,
-    "dot_product_attention_fwd_wrapper": attention,
-    "fft": fft,
-    "pad": pad,
-    "rev": along,
-    "slice": slice_,
-    "split": split,
-    "stack": stack,
-    "tile": tile,
-    "unstack": unstack,
-    ROWS: lambda eqn, states, context: list(states),  # where `guess` does not believe what it declares
+    **dict.fromkeys(of_kind(Kind.ALONG), along_rule),
+    **dict.fromkeys(of_kind(Kind.DECOMPOSITION), decomposition_rule),
+    **dict.fromkeys(of_kind(Kind.KEYS), keys_rule),
+    **dict.fromkeys(of_kind(Kind.WINDOW), window_rule),
+    "bitcast_convert_type": bitcast_rule,
+    "concatenate": concatenate_rule,
+    "conv_general_dilated": convolution_rule,
+    "dot_product_attention_bwd_wrapper": attention_rule,
+    "dot_product_attention_fwd_wrapper": attention_rule,
+    "fft": fft_rule,
+    "pad": pad_rule,
+    "rev": along_rule,
+    "slice": slice_rule,
+    "split": split_rule,
+    "stack": stack_rule,
+    "tile": tile_rule,
+    "unstack": unstack_rule,
+    ROWS: lambda eqn, row_dims, context: list(row_dims),  # where `guess` does not believe what it declares
 }

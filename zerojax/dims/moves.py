@@ -1,8 +1,8 @@
 """Rules for the primitives of a dense model: elementwise ones, layouts, reductions and products of matrices.
 
 They are the first part of the table of rules. `mixing` and `indexing` have the other parts, which are imported when a
-primitive without a rule here is met. A rule gets the equation, the states of its operands, and the context. It
-returns the state of the result, or a list with one state per result.
+primitive without a rule here is met. A rule gets the equation, the row dims of its operands, and the context. It
+returns the row dims of the result, or a list with one row dims per result.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,40 +10,40 @@ from typing import Any
 
 import numpy as np
 
-from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Places, State, moved, off, reshaped, together
+from zerojax.dims.place import NOWHERE, UNKNOWN, Context, Places, RowDims, off, renumbered, reshaped, together
 from zerojax.primitives import ROWS, Kind, of_kind
 
-PlaceRule = Callable[[Any, Sequence[State], Context], State | list[State]]
+PlaceRule = Callable[[Any, Sequence[RowDims], Context], RowDims | list[RowDims]]
 
 
-def elementwise(eqn: Any, states: Sequence[State], context: Context) -> list[State]:
+def elementwise_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
     """Find the followed dim in an elementwise result. Scalars are ignored. A broadcast dim of size 1 is uniform."""
     shape, full = eqn.outvars[0].aval.shape, []
-    for state, atom in zip(states, eqn.invars, strict=True):
+    for rows, atom in zip(row_dims, eqn.invars, strict=True):
         if (old := atom.aval.shape) == shape:
-            full.append(state)
+            full.append(rows)
         elif old:
             ones = [dim for dim, size in enumerate(shape) if old[dim] != size]
-            full.append(moved(state, range(len(shape)), ones))
+            full.append(renumbered(rows, range(len(shape)), ones))
     return [together(full) if full and shape else NOWHERE] * len(eqn.outvars)
 
 
-def broadcast(eqn: Any, states: Sequence[State], context: Context) -> State:
+def broadcast_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
     to, shape = eqn.params["broadcast_dimensions"], eqn.outvars[0].aval.shape
     old = getattr(eqn.invars[0].aval, "shape", ())
     kept = {int(new) for dim, new in enumerate(to) if old[dim] == shape[new]}
-    return moved(states[0], [int(new) for new in to], set(range(len(shape))) - kept)
+    return renumbered(row_dims[0], [int(new) for new in to], set(range(len(shape))) - kept)
 
 
-def reshape(eqn: Any, states: Sequence[State], context: Context) -> State:
-    state, old, order = states[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
+def reshape_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
+    rows, old, order = row_dims[0], eqn.invars[0].aval.shape, eqn.params.get("dimensions")
     if order is not None:
-        state, old = moved(state, np.argsort(order).tolist()), [old[dim] for dim in order]
-    return reshaped(state, old, eqn.outvars[0].aval.shape, context.count)
+        rows, old = renumbered(rows, np.argsort(order).tolist()), [old[dim] for dim in order]
+    return reshaped(rows, old, eqn.outvars[0].aval.shape, context.count)
 
 
-def transpose(eqn: Any, states: Sequence[State], context: Context) -> State:
-    return moved(states[0], np.argsort(eqn.params["permutation"]).tolist())
+def transpose_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
+    return renumbered(row_dims[0], np.argsort(eqn.params["permutation"]).tolist())
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
@@ -52,16 +52,16 @@ def without(dims: Sequence[int], ndim: int) -> list[int | None]:
     return [None if dim in gone else dim - sum(other < dim for other in gone) for dim in range(ndim)]
 
 
-def reduction(eqn: Any, states: Sequence[State], context: Context) -> State | list[State]:
+def reduction_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims | list[RowDims]:
     name, results = eqn.primitive.name, len(eqn.outvars)
     axes = eqn.params["axes"] if "axes" in eqn.params else eqn.params["dimensions"]
-    state = together(states[: len(states) // 2] if name == "reduce" else states)
-    state = off(axes, state) if name in ("argmax", "argmin") else state
-    return [moved(state, without(axes, len(eqn.invars[0].aval.shape)))] * results
+    rows = together(row_dims[: len(row_dims) // 2] if name == "reduce" else row_dims)
+    rows = off(axes, rows) if name in ("argmax", "argmin") else rows
+    return [renumbered(rows, without(axes, len(eqn.invars[0].aval.shape)))] * results
 
 
-def squeeze(eqn: Any, states: Sequence[State], context: Context) -> State:
-    return moved(states[0], without(eqn.params["dimensions"], len(eqn.invars[0].aval.shape)))
+def squeeze_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
+    return renumbered(row_dims[0], without(eqn.params["dimensions"], len(eqn.invars[0].aval.shape)))
 
 
 def free_dims(eqn: Any) -> list[list[int]]:
@@ -69,13 +69,13 @@ def free_dims(eqn: Any) -> list[list[int]]:
     return [[d for d in range(len(eqn.invars[n].aval.shape)) if d not in (*contracted[n], *batch[n])] for n in (0, 1)]
 
 
-def dot(eqn: Any, states: Sequence[State], context: Context) -> State:
-    return product(eqn, states, agree)
+def dot_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
+    return product(eqn, row_dims, agree)
 
 
-def product(eqn: Any, states: Sequence[State], agree: Callable[[Places, Places, int, int], bool]) -> State:
+def product(eqn: Any, row_dims: Sequence[RowDims], agree: Callable[[Places, Places, int, int], bool]) -> RowDims:
     """Find the followed dim in the result of `dot_general`, if dims that are contracted or batched `agree`."""
-    lhs, rhs = states
+    lhs, rhs = row_dims
     if lhs is None or rhs is None:
         return UNKNOWN
     (contracted, batch), free = eqn.params["dimension_numbers"], free_dims(eqn)
@@ -85,8 +85,8 @@ def product(eqn: Any, states: Sequence[State], agree: Callable[[Places, Places, 
         return UNKNOWN
     pairs = enumerate(zip(*batch, strict=True))
     found = {place.to(n) for n, (i, j) in pairs if (place := lhs.along(int(i)) or rhs.along(int(j)))}
-    for state, dims, start in ((lhs, free[0], len(batch[0])), (rhs, free[1], len(batch[0]) + len(free[0]))):
-        found |= {place.to(start + n) for n, dim in enumerate(dims) if (place := state.along(dim))}
+    for rows, dims, start in ((lhs, free[0], len(batch[0])), (rhs, free[1], len(batch[0]) + len(free[0]))):
+        found |= {place.to(start + n) for n, dim in enumerate(dims) if (place := rows.along(dim))}
     return Places(frozenset(found))
 
 
@@ -105,10 +105,10 @@ IMPLIES = of_kind(Kind.ELEMENTWISE, Kind.COUNTERS)
 IMPLIES |= {"broadcast_in_dim", "name", "pvary", "reduce_sum", "reshard", "sharding_constraint", "squeeze", "transpose"}
 
 
-def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
-    """Return the state of the operand `atom` of `eqn`, with the places that follow from the places of the result.
+def implied(eqn: Any, rows: Places, atom: Any, given: Places) -> Places:
+    """Return the row dims of the operand `atom` of `eqn`, with the places that follow from the places of the result.
 
-    The primitive of `eqn` is in `IMPLIES`. `state` is the state of the result. `given` is the present state of
+    The primitive of `eqn` is in `IMPLIES`. `rows` are the row dims of the result, and `given` the present ones of
     `atom`, which has no place.
     """
     name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
@@ -120,23 +120,23 @@ def implied(eqn: Any, state: Places, atom: Any, given: Places) -> Places:
         to = without(eqn.params["axes" if name == "reduce_sum" else "dimensions"], len(old))
     else:
         to = list(range(len(old)))
-    places = {p.to(d) for d, at in enumerate(to) if at is not None and old[d] == new[at] and (p := state.along(at))}
+    places = {p.to(d) for d, at in enumerate(to) if at is not None and old[d] == new[at] and (p := rows.along(at))}
     return Places(frozenset(p for p in places if p.dim not in given.uniform), given.uniform)
 
 
-def without_rule(eqn: Any, states: Sequence[State]) -> list[State]:
-    """Return the states of the results of an equation about which nothing is known."""
-    bare = all(state is not None and not state.places for state in states)
+def without_rule(eqn: Any, row_dims: Sequence[RowDims]) -> list[RowDims]:
+    """Return the row dims of the results of an equation about which nothing is known."""
+    bare = all(rows is not None and not rows.places for rows in row_dims)
     return [NOWHERE if bare else UNKNOWN] * len(eqn.outvars)
 
 
 RULES: dict[str, PlaceRule] = {
-    **dict.fromkeys(of_kind(Kind.ELEMENTWISE, Kind.COUNTERS), elementwise),
-    **dict.fromkeys(of_kind(Kind.IDENTITY) - {ROWS}, lambda eqn, states, context: list(states)),
-    **dict.fromkeys(of_kind(Kind.REDUCTION), reduction),
-    "broadcast_in_dim": broadcast,
-    "dot_general": dot,
-    "reshape": reshape,
-    "squeeze": squeeze,
-    "transpose": transpose,
+    **dict.fromkeys(of_kind(Kind.ELEMENTWISE, Kind.COUNTERS), elementwise_rule),
+    **dict.fromkeys(of_kind(Kind.IDENTITY) - {ROWS}, lambda eqn, row_dims, context: list(row_dims)),
+    **dict.fromkeys(of_kind(Kind.REDUCTION), reduction_rule),
+    "broadcast_in_dim": broadcast_rule,
+    "dot_general": dot_rule,
+    "reshape": reshape_rule,
+    "squeeze": squeeze_rule,
+    "transpose": transpose_rule,
 }

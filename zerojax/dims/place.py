@@ -71,9 +71,9 @@ class Places:
         return not self.places or all(place in self.places or place.dim in self.uniform for place in places)
 
 
-State = Places | None  # None: unknown
+RowDims = Places | None  # the dims of a value that hold the followed dim; None: unknown
 NOWHERE = Places()
-UNKNOWN: State = None
+UNKNOWN: RowDims = None
 LARGE = 1 << 16  # Smaller operands and gradients cost too little to warn about them.
 
 
@@ -88,12 +88,12 @@ class Context:
     axes: frozenset[str] = frozenset()  # the mesh axes that divide the followed dim, if they are known
 
 
-def at(dim: int) -> Places:
+def on_dim(dim: int) -> Places:
     return Places(frozenset((Place(dim),)))
 
 
-def states_of(atoms: Iterable, states: Mapping[Any, State]) -> list[State]:
-    return [NOWHERE if compat.is_literal(atom) else states[atom] for atom in atoms]
+def row_dims_of(atoms: Iterable, row_dims: Mapping[Any, RowDims]) -> list[RowDims]:
+    return [NOWHERE if compat.is_literal(atom) else row_dims[atom] for atom in atoms]
 
 
 def is_index(atom: Any) -> bool:
@@ -101,8 +101,8 @@ def is_index(atom: Any) -> bool:
     return getattr(getattr(atom.aval, "dtype", None), "kind", "") in ("i", "u") and bool(atom.aval.shape)
 
 
-def one_per_dim(places: Collection[Place]) -> State:
-    """Return the state of a value with these places, or unknown if one dim would have two places."""
+def one_per_dim(places: Collection[Place]) -> RowDims:
+    """Return the row dims of a value with these places, or unknown if one dim would have two places."""
     return Places(frozenset(places)) if len({place.dim for place in places}) == len(places) else UNKNOWN
 
 
@@ -111,59 +111,59 @@ def fits(place: Place, shape: Sequence[int], count: int) -> bool:
     return place.dim < len(shape) and shape[place.dim] > 0 and shape[place.dim] % (place.outer * count) == 0
 
 
-def together(states: Sequence[State]) -> State:
-    """Combine the states of an elementwise equation's operands. All operands have the same shape."""
-    first = states[0]
-    if all(state is first or state == first for state in states):
+def together(row_dims: Sequence[RowDims]) -> RowDims:
+    """Combine the row dims of an elementwise equation's operands. All operands have the same shape."""
+    first = row_dims[0]
+    if all(rows is first or rows == first for rows in row_dims):
         return uncounted(first)
-    known = [state for state in states if state is not None]
-    if len(known) < len(states):
+    known = [rows for rows in row_dims if rows is not None]
+    if len(known) < len(row_dims):
         return UNKNOWN
-    places = frozenset().union(*(state.places for state in known))
-    if not all(state.allows(places) for state in known) or one_per_dim(places) is UNKNOWN:
+    places = frozenset().union(*(rows.places for rows in known))
+    if not all(rows.allows(places) for rows in known) or one_per_dim(places) is UNKNOWN:
         return UNKNOWN
-    return Places(places, frozenset.intersection(*(state.uniform for state in known)))
+    return Places(places, frozenset.intersection(*(rows.uniform for rows in known)))
 
 
-def uncounted(state: State) -> State:
-    """Return `state` for a value whose entries are no longer the indices that the state notes."""
-    return dataclasses.replace(state, counting=frozenset()) if state is not None and state.counting else state
+def uncounted(rows: RowDims) -> RowDims:
+    """Return `rows` for a value whose entries are no longer the indices that `counting` notes."""
+    return dataclasses.replace(rows, counting=frozenset()) if rows is not None and rows.counting else rows
 
 
-def off(dims: Sequence[int], state: State) -> State:
-    """Return `state`, or unknown if one of the dims holds the followed dim."""
-    return UNKNOWN if state is None or any(state.along(int(dim)) for dim in dims) else state
+def off(dims: Sequence[int], rows: RowDims) -> RowDims:
+    """Return `rows`, or unknown if one of the dims holds the followed dim."""
+    return UNKNOWN if rows is None or any(rows.along(int(dim)) for dim in dims) else rows
 
 
-def ragged(state: State, dims: Sequence[int]) -> State:
-    """Return `state` for a value whose entries may differ along the dims."""
-    return state if state is None else Places(state.places, state.uniform.difference(map(int, dims)))
+def ragged(rows: RowDims, dims: Sequence[int]) -> RowDims:
+    """Return `rows` for a value whose entries may differ along the dims."""
+    return rows if rows is None else Places(rows.places, rows.uniform.difference(map(int, dims)))
 
 
-def moved(state: State, to: Sequence[int | None], added: Iterable[int] = ()) -> State:
-    """Return the state of a result, given the state of its operand.
+def renumbered(rows: RowDims, to: Sequence[int | None], added: Iterable[int] = ()) -> RowDims:
+    """Return the row dims of a result, given the row dims of its operand.
 
     Dim i of the operand becomes dim `to[i]` of the result. `to[i]` is None if the result does not have the dim. The
     result is uniform along the `added` dims.
     """
-    if state is None or (not state.places and not state.uniform and not added):
-        return uncounted(state)
-    places = frozenset(place.to(new) for place in state.places if (new := to[place.dim]) is not None)
-    uniform = {new for dim in state.uniform if (new := to[dim]) is not None}
+    if rows is None or (not rows.places and not rows.uniform and not added):
+        return uncounted(rows)
+    places = frozenset(place.to(new) for place in rows.places if (new := to[place.dim]) is not None)
+    uniform = {new for dim in rows.uniform if (new := to[dim]) is not None}
     return Places(places, frozenset(uniform.union(added)))
 
 
-def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -> State:
-    """Return the state of a value after a reshape from `old` to `new`, which may merge or split dims.
+def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) -> RowDims:
+    """Return the row dims of a value after a reshape from `old` to `new`, which may merge or split dims.
 
     If the followed dim is split, the place is the first part if `count` divides its size, and otherwise the last part.
     """
-    if state is None:
+    if rows is None:
         return UNKNOWN
     if 0 in new:
         return NOWHERE
     places = set()
-    for place in state.places:
+    for place in rows.places:
         before = math.prod(old[: place.dim]) * place.outer
         found = _place_of(before, before * count, new) or _in_last_part(old, place, new, count)
         if found is None:
@@ -172,7 +172,7 @@ def reshaped(state: State, old: Sequence[int], new: Sequence[int], count: int) -
     ends, uniform = {math.prod(old[:dim]): dim for dim in range(len(old)) if old[dim] > 1}, set()
     for dim, size in enumerate(new):
         before = ends.get(math.prod(new[:dim]))
-        if size > 1 and before in state.uniform and old[before] == size:
+        if size > 1 and before in rows.uniform and old[before] == size:
             uniform.add(dim)
     return Places(frozenset(places), frozenset(uniform))
 

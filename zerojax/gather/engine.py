@@ -15,7 +15,7 @@ from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.manual import barrier
 from zerojax.dims import NOWHERE
-from zerojax.dims.follow import param_states, row_states
+from zerojax.dims.follow import row_dims_of_args, row_dims_of_params
 from zerojax.gather.planner import planned
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, Options
 from zerojax.gather.segments import BlockSegment, Program, Segment
@@ -52,7 +52,7 @@ def trace_loss(
     if comm is not None:
         follower = comm.follower
         experts = [i for i in comm.experts(leaves) if leaves[i].kind != "sharded"]
-    given = param_states(full, experts) + row_states(args, of_rows, follower)
+    given = row_dims_of_params(full, experts) + row_dims_of_args(args, of_rows, follower)
     on_arrays = lambda full, arrays: fn(full, *put_back(arrays))
     closed, shape = jax.make_jaxpr(on_arrays, return_shape=True)(list(full), arrays)
     check_types(compat.opened(closed)[0])

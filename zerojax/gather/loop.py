@@ -13,7 +13,7 @@ from jax import lax
 
 from zerojax import compat, names
 from zerojax.comm.manual import barrier
-from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, RowDims
 from zerojax.dims.loops import into_loop
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.schedule import Options
@@ -87,10 +87,10 @@ class Loop:
         ]
         return values[: self.consts], values[self.consts :][: self.carry], values[self.consts + self.carry :]
 
-    def rows_inside(self, rows: Sequence[State], follower: Follower | None) -> list[State]:
+    def rows_inside(self, rows: Sequence[RowDims], follower: Follower | None) -> list[RowDims]:
         """Return which dims of the body's arguments, except parameters, hold the rows of the batch.
 
-        `rows` has the states of the segment's `others`. Without a `follower`, all states are unknown.
+        `rows` has the row dims of the segment's `others`. Without a `follower`, all row dims are unknown.
         """
         if follower is None:
             return [UNKNOWN] * len(self.others)

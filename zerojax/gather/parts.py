@@ -15,7 +15,7 @@ import jax
 import jax.core
 
 from zerojax import compat, jaxprs
-from zerojax.dims import NOWHERE, Context, Follower, Place, Places, at
+from zerojax.dims import NOWHERE, Context, Follower, Place, Places, on_dim
 from zerojax.layout.leaf import replace_items
 from zerojax.primitives import TABLE, Kind, of_kind
 
@@ -119,7 +119,7 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
 def _state(dim: Dim) -> Places:
     if isinstance(dim, Flat):
         return Places(frozenset((Place(0, dim.outer),)))
-    return NOWHERE if dim is None else at(dim)
+    return NOWHERE if dim is None else on_dim(dim)
 
 
 def _dim_in(var: Any, state: Any, count: int, may_combine: bool, flattens: bool) -> Dim:

@@ -15,7 +15,7 @@ import jax
 import jax.core
 
 from zerojax import compat, jaxprs, names
-from zerojax.dims import NOWHERE, Follower, State
+from zerojax.dims import NOWHERE, Follower, RowDims
 from zerojax.gather import evaluate
 from zerojax.gather.rules import Decisions, Draft, gathering, is_repeatable
 from zerojax.gather.segments import BlockSegment, Program, Segment
@@ -26,7 +26,7 @@ from zerojax.layout.leaf import Leaf
 def planned(
     closed,
     leaves: Sequence[Leaf | None],
-    given: Sequence[State],
+    given: Sequence[RowDims],
     follower: Follower | None,
     alike: Sequence[bool] | None = None,
     by_row: Collection[int] = (),
@@ -44,7 +44,7 @@ def planned(
             loss = loss.rewritten(*found)
     jaxpr, same = loss.jaxpr, None
     states = [*given, *[NOWHERE] * (len(jaxpr.invars) - len(given))]
-    rows = {} if follower is None else follower.with_implied(jaxpr, follower.states(jaxpr, states))
+    rows = {} if follower is None else follower.with_implied(jaxpr, follower.row_dims(jaxpr, states))
     if alike is not None:
         same = {v for v, on in zip(jaxpr.invars, alike, strict=False) if on} | {*jaxpr.invars[len(alike) :]}
     pairs = zip(jaxpr.invars, leaves, strict=False)

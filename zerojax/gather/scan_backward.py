@@ -30,7 +30,7 @@ from jax import lax
 
 from zerojax import compat
 from zerojax.comm.manual import barrier
-from zerojax.dims import State
+from zerojax.dims import RowDims
 from zerojax.dims.loops import stacked
 from zerojax.gather.loop import LayerGathers, Loop
 from zerojax.gather.schedule import GatherScheduler, GradScheduler, reduce_scattered
@@ -95,7 +95,7 @@ class Backward:
         return consts, carry, slices
 
     @property
-    def carry_rows(self) -> list[State]:
+    def carry_rows(self) -> list[RowDims]:
         return list(cotangent_rows(self.passes, self.loop).values())[: len(self.active_others[1])]
 
     def gather(self, iteration, anchor: Sequence[jax.Array] = ()) -> tuple[list, list]:
@@ -312,7 +312,7 @@ def _finish(segment: Segment, run: Backward, state: StepState, gathers: GatherSc
     grads.add_params([*shared, *left], [*sums, *state.pending], exposed=exposed, stacks=stacks)
 
 
-def cotangent_rows(passes: Passes, loop: Loop) -> dict[int, State]:
+def cotangent_rows(passes: Passes, loop: Loop) -> dict[int, RowDims]:
     """Return which dims of a loop's cotangents hold the rows of the batch. Stacked results have stacked cotangents."""
     pairs = zip(passes.active_results, passes.result_rows, strict=True)
     return {i: rows if i < loop.carry else stacked(rows) for i, rows in pairs}

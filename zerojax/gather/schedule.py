@@ -35,7 +35,7 @@ from jax import lax
 from zerojax import names
 from zerojax.comm.collectives import Collectives
 from zerojax.comm.manual import barrier
-from zerojax.dims import NOWHERE, State
+from zerojax.dims import NOWHERE, RowDims
 from zerojax.gather.sharded_param import ShardedParam
 
 
@@ -66,13 +66,13 @@ class GatherScheduler:
     computes: Sequence[bool]  # for each use, whether it has work that hides communication (`Segment.computes`)
     groups: Sequence[int]  # for each use, the number of its group, from 0
     arguments: Collection  # the program's arguments, and the scales of quantised weights
-    rows: Mapping[Any, State]  # for each variable of the program, which dims hold the rows of the batch
+    rows: Mapping[Any, RowDims]  # for each variable of the program, which dims hold the rows of the batch
     position: int = 0  # the use that runs now
     frontier: Sequence = ()  # variables that depend on the use before it, and that a later segment still reads
     _next: int = 0
     _gathered: dict[int, list] = dataclasses.field(default_factory=dict)
 
-    def rows_of(self, variables: Sequence) -> list[State]:
+    def rows_of(self, variables: Sequence) -> list[RowDims]:
         """Return which dims of `variables` hold the rows of the batch. A variable not in `rows` has none."""
         return [self.rows.get(var, NOWHERE) for var in variables]
 
@@ -85,7 +85,7 @@ class GatherScheduler:
     def start(
         self,
         *anchors: Sequence[jax.Array],
-        rows: Sequence[State],
+        rows: Sequence[RowDims],
         ahead: bool = True,
         beside: MutableMapping | None = None,
     ) -> list[list[jax.Array]]:
@@ -119,7 +119,7 @@ class GatherScheduler:
             self._gather([*uses], after_barrier, first or waited, rows if first else rows_waited)
         return [first, *others]
 
-    def _gather(self, uses: Sequence[int], env: Mapping, anchor: Sequence[jax.Array], rows: Sequence[State]) -> None:
+    def _gather(self, uses: Sequence[int], env: Mapping, anchor: Sequence, rows: Sequence[RowDims]) -> None:
         """Gather the parameters of some uses of one group."""
         unique = {p.key: p for use in uses for p in self.params[use]}
         params = list(unique.values())

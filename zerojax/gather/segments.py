@@ -31,7 +31,7 @@ import jax
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
-from zerojax.dims import State
+from zerojax.dims import RowDims
 from zerojax.gather.evaluate import as_gathered, evaluate
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
@@ -193,7 +193,7 @@ class Segment(abc.ABC):
     def pulled(
         self, residuals: BlockResiduals, gathered: Sequence, given: Sequence, comm: Collectives, sums: Sums, zero=None
     ) -> tuple[list, list]:
-        """Call `Passes.pull`, once per worker and in device view if a cotangent has partial sums."""
+        """Call `Passes.pull`. If a cotangent has partial sums, call it once per worker, without collectives."""
         passes: Passes = residuals.passes
         kept, avals = (residuals.others, residuals.saved), [self.jaxpr.outvars[i].aval for i in passes.active_results]
         given = [x.sum(0) if self.has_rule and x.ndim > a.ndim else x for x, a in zip(given, avals, strict=True)]
@@ -201,9 +201,7 @@ class Segment(abc.ABC):
         with names.in_scopes(self.scope, "transpose", "jvp"):
             if rows is None:
                 return passes.pull(comm, gathered, *kept, given, zero, sums=sums)
-            from zerojax.comm.device_collectives import of_one_worker
-
-            one = of_one_worker(comm)
+            one = dataclasses.replace(comm, mesh=None)
             return jax.vmap(lambda row: passes.pull(one, gathered, *kept, row, zero, sums=sums))(rows)
 
     def cotangents(self, indices: Sequence[int], grads: GradScheduler) -> list | None:
@@ -305,7 +303,7 @@ class Program:
     segments: tuple[Segment, ...]  # in the order in which they run
     outs: tuple  # the results: variables or literals
     shardwise: "tuple[Shardwise, ...]"  # computations of quantised weights, on shards at the start of each pass
-    rows: Mapping[Any, State]  # which dims of a variable hold the rows of the batch; empty in device view
+    rows: Mapping[Any, RowDims]  # which dims of a variable hold the rows of the batch; empty in device view
     experts: frozenset = frozenset()  # variables of experts that a data axis divides, and that are not gathered
 
     def live(self, active: Sequence[bool], results: Sequence) -> set:

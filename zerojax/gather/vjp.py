@@ -26,7 +26,7 @@ import numpy as np
 
 from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
-from zerojax.dims import NOWHERE, UNKNOWN, Follower, State
+from zerojax.dims import NOWHERE, UNKNOWN, Follower, RowDims
 from zerojax.jaxprs import differentiable
 from zerojax.layout.leaf import replace_items
 
@@ -63,8 +63,8 @@ class Passes:
     derive_reads: tuple[Source, ...]
     tree: Any  # the structure of JAX's backward function, whose leaves are the residuals
     other_shapes: tuple
-    residual_rows: tuple[State, ...]  # which dims of each residual hold the rows of the batch
-    result_rows: tuple[State, ...]  # the same of each active result, and so of its cotangent
+    residual_rows: tuple[RowDims, ...]  # which dims of each residual hold the rows of the batch
+    result_rows: tuple[RowDims, ...]  # the same of each active result, and so of its cotangent
     is_shared: bool = False  # whether several segments run these passes, each traced once, under `jax.jit`
 
     @functools.cached_property
@@ -161,9 +161,9 @@ class Passes:
 class RowStates(NamedTuple):
     """Which dims of a function's arguments and results hold the rows of the batch."""
 
-    others: Sequence[State] = ()  # of each argument that is no parameter
-    results: Sequence[State] = ()  # of each result in the whole program; if empty, the function's own trace gives them
-    follower: Follower | None = None  # finds the rows in the function's values; without it, all states are unknown
+    others: Sequence[RowDims] = ()  # of each argument that is no parameter
+    results: Sequence[RowDims] = ()  # of each result in the whole program; if empty, the function's trace gives them
+    follower: Follower | None = None  # finds the rows in the function's values; without it, all row dims are unknown
     comm: Collectives | None = None  # runs kernels on each device's rows (`on_own_rows`); None: they are unchanged
 
 
@@ -212,7 +212,7 @@ def traced_passes(
         jaxpr = divided(jaxpr, jaxpr.invars[: len(params)])
     jaxpr = names.without_transforms(jaxpr, "jvp")
     forward, sources, derive, reads = _classified(jaxpr, len(params), results)
-    states: list[State] = [UNKNOWN] * len(jaxpr.outvars)
+    states: list[RowDims] = [UNKNOWN] * len(jaxpr.outvars)
     if rows.follower is not None:
         states = list(rows.follower.results(jaxpr, given))
         states[: len(rows.results)] = rows.results

@@ -20,7 +20,7 @@ from zerojax.comm.mesh import mapped, replicated
 from zerojax.config import Config
 from zerojax.layout.leaf import ChunkedNode, Leaf, replace_at
 from zerojax.offload.host import host_sharding, to_memory
-from zerojax.placement.storage import named
+from zerojax.placement.storage import leaf_sharding
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int, Shaped
@@ -214,7 +214,7 @@ def join_chunks(
 
 
 def chunked(config: Config, chunks: Sequence[Any], leaf: Leaf, chunking: Chunking) -> Chunked:
-    return Chunked(leaf, chunking, named(config, leaf), tuple(chunks))
+    return Chunked(leaf, chunking, leaf_sharding(config, leaf), tuple(chunks))
 
 
 def chunked_shape(config: Config, leaf: Leaf, chunking: Chunking) -> Chunked:

@@ -29,7 +29,7 @@ from zerojax.optim.returned_state import Annotated, as_planned, rechunked, seen_
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, plan_of_layout
 from zerojax.optim.update import check_state, unshard_after_update
 from zerojax.optim.wrapped import tree_difference
-from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, named_tree, storage_leaves, to_device
+from zerojax.placement.storage import in_logical_shape, in_storage, leaves_of, sharding_tree, storage_leaves, to_device
 
 if TYPE_CHECKING:
     from jaxtyping import Array, PyTree
@@ -156,7 +156,7 @@ def as_params(config: Config, mirror: PyTree, params: PyTree) -> Any:
 def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
     """Call `unsharded_params` on the mesh of the arrays."""
     gather = functools.partial(unsharded_params, config, plan)
-    shardings = lambda _: named_tree(config, plan.layout.treedef, plan.layout.params)
+    shardings = lambda _: sharding_tree(config, plan.layout.treedef, plan.layout.params)
     return on_auto_mesh(config.user_mesh, gather, arrays, params, shardings=shardings)
 
 

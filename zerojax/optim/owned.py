@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from zerojax import compat, jaxprs, signatures
 from zerojax.budget.graph import dot_flops
 from zerojax.config import Config
-from zerojax.dims import NOWHERE, Context, Follower, at
+from zerojax.dims import NOWHERE, Context, Follower, on_dim
 from zerojax.dims.moves import free_dims
 from zerojax.optim.cores import CoreFinder, equations_after
 from zerojax.optim.traced import Core, Given, OwnedCores, TracedUpdate, layouts_of_item, trace_update
@@ -355,7 +355,7 @@ class Costs:
         if len(sizes) > 1:
             raise LostError(eqn)
         count = sizes.pop()
-        states = [NOWHERE if d is None else at(d) for d in dims]
+        states = [NOWHERE if d is None else on_dim(d) for d in dims]
         found = []
         for var, state in zip(eqn.outvars, Follower(count).through(eqn, states, Context(count, made)), strict=True):
             if state is not None and not state.places:

@@ -18,7 +18,7 @@ from zerojax.config.data_mesh import axes_of
 from zerojax.layout.annotations import metadata_of, overwritten_leaves
 from zerojax.layout.leaf import Leaf, is_chunked
 from zerojax.optim.sharding_plan import ShardingPlan, state_shapes, state_shardings
-from zerojax.placement.storage import named, shapes
+from zerojax.placement.storage import leaf_sharding, shapes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -102,7 +102,7 @@ def all_on_device(config: Config, plan: ShardingPlan, state: PyTree) -> PyTree:
             return x
         if x.store is not None:
             raise TypeError(ON_DISK)
-        chunks = [jax.device_put(chunk, named(config, leaf)) for chunk in x.chunks]
+        chunks = [jax.device_put(chunk, leaf_sharding(config, leaf)) for chunk in x.chunks]
         return join_chunks(config.mesh, chunks, leaf, x.chunking)
 
     leaves = jax.tree.leaves(state, is_leaf=is_chunked)

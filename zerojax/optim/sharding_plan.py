@@ -27,7 +27,7 @@ from zerojax.optim.wrapped import (
     guarded,
     wrapped_tx,
 )
-from zerojax.placement.storage import named, shapes
+from zerojax.placement.storage import leaf_sharding, shapes
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -186,9 +186,8 @@ def state_shardings(config: Config, plan: ShardingPlan) -> PyTree:
 
 def state_shapes(config: Config, plan: ShardingPlan) -> PyTree:
     """Return the storage shapes and shardings of the state as a tree. The nodes of state on disk have no store."""
-    found: list[Any] = [
-        jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf)) for leaf in plan.state
-    ]
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=leaf_sharding(config, leaf))
+    found: list[Any] = [*map(shape, plan.state)]
     if plan.offloaded:
         from zerojax.offload.chunked import chunked_shape
 

@@ -26,7 +26,7 @@ from zerojax.config import Config
 from zerojax.layout.leaf import Leaf, is_padded, replace_items
 from zerojax.optim.sharding_plan import ShardingPlan, state_shardings
 from zerojax.optim.wrapped import new_params, wrapped_tx
-from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical, to_device, unpadded
+from zerojax.placement.storage import cast, gather, is_on_host, leaves_of, logical_array, to_device, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, PyTree, Shaped
@@ -105,7 +105,7 @@ def shard_for_update(config: Config, plan: ShardingPlan, tree: PyTree) -> list[S
     def one(x, leaf: Leaf):
         value = x.storage if is_padded(x) else x
         if value.shape != leaf.storage_shape:
-            return to_storage(config.mesh, logical(x), leaf)
+            return to_storage(config.mesh, logical_array(x), leaf)
         return value if is_on_host(value) else constrain(config.mesh, value, leaf)
 
     leaves = leaves_of(tree)

@@ -57,7 +57,7 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
         if is_padded(x):
             if x.storage.shape == leaf.storage_shape:
                 return x.storage
-            x = logical(x)  # x was padded for another stage or number of devices
+            x = logical_array(x)  # x was padded for another stage or number of devices
         if leaf.dim is None or x.shape == leaf.storage_shape:
             return x
         return pad(to_device(x), leaf.dim, leaf.storage_shape[leaf.dim])
@@ -65,13 +65,13 @@ def storage_leaves(params: PyTree, leaves: Sequence[Leaf]) -> list[Shaped[Array,
     return [stored(x, leaf) for x, leaf in zip(leaves_of(params), leaves, strict=True)]
 
 
-def logical(x: Any) -> Shaped[Array, "*logical"]:
+def logical_array(x: Any) -> Shaped[Array, "*logical"]:
     return dataclasses.replace(x, storage=to_device(x.storage)).logical() if is_padded(x) else to_device(x)
 
 
 def return_to_host(config: Config, moved: Mapping[int, Array], leaves: Sequence[Leaf]) -> dict[int, Array]:
     """Return `moved`, new parameters by index. Those whose layout is in host memory are copied there."""
-    return {i: jax.device_put(x, named(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
+    return {i: jax.device_put(x, leaf_sharding(config, leaves[i])) if leaves[i].host else x for i, x in moved.items()}
 
 
 def unflatten_params(stored: Sequence[Any], layout: Layout, leaves: Sequence[Leaf], forms: Sequence[Form]) -> PyTree:
@@ -133,7 +133,7 @@ def place_params(config: Config, layout: Layout, params: PyTree) -> list:
     if not are_shapes(params):
         check_host_room(config, layout)
     stored = storage_of(params, layout)
-    return [place_array(x, named(config, leaf)) for x, leaf in zip(stored, layout.params, strict=True)]
+    return [place_array(x, leaf_sharding(config, leaf)) for x, leaf in zip(stored, layout.params, strict=True)]
 
 
 def place_replicated(mesh: Mesh, tree: PyTree, *, shapes: bool) -> PyTree:
@@ -177,7 +177,7 @@ def copy_to_host(x: Any, sharding: NamedSharding) -> Any:
 def cast_params(config: Config, layout: Layout, arrays: list, like: Sequence[Leaf]) -> list:
     """Cast `arrays`, which are parameters in `layout`, to the types of `like`."""
     others = [i for i, x in enumerate(arrays) if x.dtype != like[i].dtype]
-    shardings = {i: named(config, layout.params[i]) for i in others}
+    shardings = {i: leaf_sharding(config, layout.params[i]) for i in others}
     # Cast parameters in host memory one by one, because one program would hold all of them on the device.
     on_device = [i for i in others if not layout.params[i].host]
     program = jax.jit(cast, static_argnums=1, out_shardings=[shardings[i] for i in on_device])
@@ -211,15 +211,15 @@ def cast(arrays: Sequence[Array], dtypes: Sequence) -> list[Array]:
     return [x if x.dtype == dtype else to_device(x).astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
-def named(config: Config, leaf: Leaf) -> NamedSharding:
+def leaf_sharding(config: Config, leaf: Leaf) -> NamedSharding:
     if not leaf.host:
         return NamedSharding(config.mesh, leaf.spec)
     assert config.offload is not None
     return config.offload.host_sharding(config.mesh, leaf.spec)
 
 
-def named_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
-    return jax.tree.unflatten(treedef, [named(config, leaf) for leaf in leaves])
+def sharding_tree(config: Config, treedef: Any, leaves: Sequence[Leaf]) -> PyTree:
+    return jax.tree.unflatten(treedef, [leaf_sharding(config, leaf) for leaf in leaves])
 
 
 def shapes(leaves: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:

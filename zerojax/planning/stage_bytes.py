@@ -199,16 +199,9 @@ def sent_bytes(config: Config, layout: Layout, accumulate: int, whole: Layout) -
 
 def gather_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:
     """Return bytes that a device sends to gather a leaf once, by mesh axes."""
-    size = config.data.size
     codec = codec_of(config.wire, leaf, gathers=True)
-    if codec is None:
-        return {leaf.axes: leaf.size * itemsize * (leaf.shards - 1) / leaf.shards}
-    narrow, plain = codec.over, tuple(axis for axis in leaf.axes if axis not in codec.over)
-    shard = math.prod(leaf.local_shape)
-    return {
-        narrow: (size(narrow) - 1) * codec.bytes(shard),
-        plain: (size(plain) - 1) * size(narrow) * shard * itemsize,
-    }
+    shard = leaf.size * itemsize / leaf.shards if codec is None else codec.bytes(math.prod(leaf.local_shape))
+    return {leaf.axes: (leaf.shards - 1) * shard}
 
 
 def reduce_sent(config: Config, leaf: Leaf, itemsize: int) -> dict[tuple[str, ...], float]:

@@ -33,7 +33,7 @@ from zerojax.offload.chunked import (
 )
 from zerojax.offload.state_files import LeafFiles, StateFiles
 from zerojax.optim.sharding_plan import ShardingPlan
-from zerojax.placement.storage import are_shapes, leaves_of, named, place_array, storage_leaves
+from zerojax.placement.storage import are_shapes, leaf_sharding, leaves_of, place_array, storage_leaves
 from zerojax.streaming.first_state import Deferred
 from zerojax.streaming.stores import abandoned_on_error, state_buffer_bytes
 
@@ -153,7 +153,7 @@ def on_disk(config: Config, layout: Layout, types: Sequence[Leaf] = ()) -> dict[
     for i, param in enumerate(layout.params):
         if param.kind == "sharded":
             leaf = _with_dtype(param, types[i].dtype) if types else param
-            found[i] = OnDisk(leaf, chunkings[i], named(config, leaf), i)
+            found[i] = OnDisk(leaf, chunkings[i], leaf_sharding(config, leaf), i)
     return found
 
 
@@ -167,7 +167,7 @@ def trained_on_disk(config: Config, plan: ShardingPlan) -> dict[int, Trained]:
         if i in params:
             grad = _with_dtype(plan.grads[k], common_dtype(plan.grads[k].dtype, jnp.float32))
             number = len(plan.layout.params) + k
-            found[k] = Trained(params[i], OnDisk(grad, params[i].chunking, named(config, grad), number))
+            found[k] = Trained(params[i], OnDisk(grad, params[i].chunking, leaf_sharding(config, grad), number))
     return found
 
 
@@ -206,7 +206,7 @@ def placed_leaf(config: Config, x: Any, leaf: Leaf) -> Array:
     if is_chunked(x):
         return joined(x)
     (stored,) = storage_leaves([x], [leaf])
-    return place_array(stored, named(config, leaf))
+    return place_array(stored, leaf_sharding(config, leaf))
 
 
 @contextlib.contextmanager
@@ -244,7 +244,7 @@ def write_params(
         for i, leaf in enumerate(layout.params):
             x = next(leaves)
             if i not in stored:
-                shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=named(config, leaf))
+                shape = jax.ShapeDtypeStruct(leaf.storage_shape, leaf.dtype, sharding=leaf_sharding(config, leaf))
                 stored[i] = shape if shapes else placed_leaf(config, x, leaf).astype(leaf.dtype)
             elif not shapes:
                 write_leaf(files, i, x)

@@ -25,7 +25,7 @@ from zerojax.optim.equations import evaluate_as, evaluate_equations
 from zerojax.optim.partition import UpdateGroup
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.traced import CONST, GRAD, PARAM, SHARED, STATE, Equations
-from zerojax.placement.storage import gather, named, unpadded
+from zerojax.placement.storage import gather, leaf_sharding, unpadded
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
@@ -85,7 +85,7 @@ class ProgramKey:
 
         def shape(leaf: Leaf, dtype: Any = None, *, dim: int | None = None) -> Any:
             full = leaf.storage_shape if dim is None else Chunking(dim, ()).chunk_shape(leaf, self.length)
-            return jax.ShapeDtypeStruct(full, dtype or leaf.dtype, sharding=named(config, leaf))
+            return jax.ShapeDtypeStruct(full, dtype or leaf.dtype, sharding=leaf_sharding(config, leaf))
 
         params = [shape(leaf, dtype) for leaf, dtype in zip(self.params, self.stored_dtypes, strict=True)]
         state = [shape(leaf, dim=self.dim) for leaf in self.state]

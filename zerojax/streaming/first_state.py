@@ -31,7 +31,7 @@ from zerojax.optim.sharding_plan import ShardingPlan, state_shapes
 from zerojax.optim.traced import trace_inlined
 from zerojax.optim.update import first_leaves, state_to_host
 from zerojax.optim.wrapped import tree_difference
-from zerojax.placement.storage import leaves_of, logical, named, place_array, to_device
+from zerojax.placement.storage import leaf_sharding, leaves_of, logical_array, place_array, to_device
 from zerojax.streaming.stores import abandoned_on_error, disk_nodes, kept_on_device, store_for
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def init_state_by_group(
 
         values = [inputs[var] for var in invars]
         loaded = [x.load() if isinstance(x, Deferred) else to_device(x) for x in values]
-        return jax.jit(program, out_shardings=[named(config, plan.state[k]) for k in leaves])(loaded)
+        return jax.jit(program, out_shardings=[leaf_sharding(config, plan.state[k]) for k in leaves])(loaded)
 
     return store_by_group(config, plan, init)
 
@@ -133,7 +133,7 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
 
     def make(indices: Sequence[int]) -> list[Array]:
         pairs = [(values[k], plan.state[k]) for k in indices]
-        return [place_array(in_storage_shape(x, leaf), named(config, leaf)) for x, leaf in pairs]
+        return [place_array(in_storage_shape(x, leaf), leaf_sharding(config, leaf)) for x, leaf in pairs]
 
     if not plan.offloaded:
         return jax.tree.unflatten(plan.state_def, make(range(len(plan.state))))
@@ -142,7 +142,8 @@ def adopt_state(config: Config, plan: ShardingPlan, state: PyTree, params: PyTre
 
 def master_weights(plan: ShardingPlan, params: PyTree) -> list:
     """Return master weights, in logical shape, for parameters whose stored type is narrower than the planned type."""
-    leaves, as_array = leaves_of(params), lambda x: logical(x) if isinstance(x, Padded | jax.Array) else np.asarray(x)
+    as_array = lambda x: logical_array(x) if isinstance(x, Padded | jax.Array) else np.asarray(x)
+    leaves = leaves_of(params)
     narrow = zip(plan.layout.trained, plan.trained.grads, narrow_leaves(plan.trained), strict=True)
     return [as_array(leaves[i]).astype(part.dtype) for i, part, on in narrow if on]
 

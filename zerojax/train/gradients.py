@@ -19,7 +19,7 @@ from jax import lax
 
 from zerojax import names
 from zerojax.comm.collectives import Collectives
-from zerojax.dims.follow import param_states, row_states
+from zerojax.dims.follow import row_dims_of_args, row_dims_of_params
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.gather.vjp import RowStates, Sums, traced_passes
@@ -187,7 +187,7 @@ def full_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
 
     values = [*given.stored, *arrays]
     experts = {i: axes if view.reduces_each else () for i, axes in comm.experts(layout.params).items()}
-    states = [*param_states(given.stored, experts), *row_states(further, OF_ROWS, comm.follower)]
+    states = [*row_dims_of_params(given.stored, experts), *row_dims_of_args(further, OF_ROWS, comm.follower)]
     active = [i in trained or i in overwritten for i in range(len(values))]
     rows = RowStates(states, (), comm.follower, comm)
     passes = traced_passes(run, (), values, active=active, wanted=(0,), rows=rows)

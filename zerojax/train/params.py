@@ -25,10 +25,10 @@ from zerojax.placement.storage import (
     check_host_room,
     in_logical_shape,
     in_storage,
+    leaf_sharding,
     leaves_of,
-    named,
-    named_tree,
     place_params,
+    sharding_tree,
     storage_leaves,
 )
 from zerojax.train.state import ZeroState
@@ -87,7 +87,7 @@ def init_programs(
             return [x for i, x in enumerate(storage_leaves(to_auto(leaves), layout.params)) if i in indices]
 
     return [
-        jax.jit(functools.partial(some, share), out_shardings=[named(config, layout.params[i]) for i in share])
+        jax.jit(functools.partial(some, share), out_shardings=[leaf_sharding(config, layout.params[i]) for i in share])
         for share in program_shares(layout.params, most)
     ]
 
@@ -148,7 +148,7 @@ def shard(config: Config, params: Any) -> Any:
 
 
 def params_shardings(config: Config, layout: Layout) -> Any:
-    return named_tree(config, layout.treedef, layout.params)
+    return sharding_tree(config, layout.treedef, layout.params)
 
 
 def logical(tree: PyTree) -> PyTree:
@@ -180,7 +180,7 @@ def logical_leaf(x: Any) -> Any:
         return x
     if isinstance(x.storage, jax.ShapeDtypeStruct):
         return compat.eval_shape(Padded.logical, x)
-    return on_auto_mesh(mesh_of(x.storage), storage.logical, x) if is_number_array(x.storage) else x.storage
+    return on_auto_mesh(mesh_of(x.storage), storage.logical_array, x) if is_number_array(x.storage) else x.storage
 
 
 def logical_state(state: ZeroState) -> ZeroState:

@@ -22,7 +22,7 @@ from zerojax import compat, jaxprs, names
 from zerojax.comm.mesh import mapped
 from zerojax.compat import common_dtype
 from zerojax.config.data_mesh import spec_entry
-from zerojax.dims import NOWHERE, Follower, State, at
+from zerojax.dims import NOWHERE, Follower, RowDims, on_dim
 from zerojax.train.checked import check_args, fold_keys
 from zerojax.train.gradients import StepGradients, combined, gradients_of_one, microbatch_gradients
 from zerojax.train.loss import LossInputs, View, at_least_float32
@@ -143,7 +143,7 @@ def _factors(view: View, given: LossInputs, batch: Any) -> Iterator[float | None
     structure = jax.tree.structure(batch)
     jaxpr, consts = compat.opened(jax.make_jaxpr(loss)(leaves, shaped))
     inlined = jax.make_jaxpr(lambda *args: jaxprs.inline_calls(jaxpr, consts, *args))(*leaves, *shaped)
-    states = [*[NOWHERE] * len(leaves), *[at(0)] * len(rows)]
+    states = [*[NOWHERE] * len(leaves), *[on_dim(0)] * len(rows)]
     return _factors_of_sums(compat.opened(inlined)[0], states, rows[0].shape[0])
 
 
@@ -151,9 +151,9 @@ def _number(atom: Any) -> float | None:
     return float(atom.val) if compat.is_literal(atom) and np.ndim(atom.val) == 0 else None
 
 
-def _factors_of_sums(jaxpr: Any, given: Sequence[State], rows: int) -> Iterator[float | None]:
+def _factors_of_sums(jaxpr: Any, given: Sequence[RowDims], rows: int) -> Iterator[float | None]:
     """Yield the factors of the sums over `rows` rows that the first result adds up; see `_factors`."""
-    found = Follower(rows).states(jaxpr, given)
+    found = Follower(rows).row_dims(jaxpr, given)
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     pairs = zip(jaxpr.invars, given, strict=True)
     of_rows = jaxprs.dependent_on([var for var, state in pairs if state is not NOWHERE], jaxpr.eqns)

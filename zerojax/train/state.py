@@ -17,7 +17,7 @@ from zerojax.layout.leaf import shapes_of_chunked
 from zerojax.layout.tree import check_experts_named
 from zerojax.optim.sharding_plan import ShardingPlan, make_plan, state_shapes, state_shardings
 from zerojax.optim.update import init_state
-from zerojax.placement.storage import are_shapes, cast_params, in_storage, named_tree, place_params, place_replicated
+from zerojax.placement.storage import are_shapes, cast_params, in_storage, place_params, place_replicated, sharding_tree
 from zerojax.train.loss import ScalingState, init_scaling
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class ZeroState:
     def shardings(cls, config: Config, plan: ShardingPlan) -> ZeroState:
         """Return a `ZeroState` of `NamedSharding`s. A field with only replicated leaves has one sharding for all."""
         same = replicated(config.mesh)
-        params = named_tree(config, plan.layout.treedef, plan.layout.params)
+        params = sharding_tree(config, plan.layout.treedef, plan.layout.params)
         return cls(same, params, state_shardings(config, plan), same, same, plan)  # pyright: ignore[reportArgumentType]
 
     def reset_skips(self) -> ZeroState:

@@ -47,9 +47,9 @@ from zerojax.placement.storage import (
     Form,
     cast,
     leaves_of,
-    logical,
-    named_tree,
+    logical_array,
     padded_forms,
+    sharding_tree,
     storage_forms,
     storage_leaves,
     storage_of,
@@ -114,7 +114,7 @@ class TreeForm:
 
     @property
     def grad_shardings(self) -> Any:
-        return named_tree(self.config, self.layout.treedef, self.grads)
+        return sharding_tree(self.config, self.layout.treedef, self.grads)
 
     def differentiate(self, loss: Loss, accumulate: int, params: Any, mutable: Any, batch: Any, *args: Any) -> Any:
         """Return the combined results of a loss, and its gradient as a tree, for arrays on a mesh with Auto axes."""
@@ -208,7 +208,7 @@ def jitted_update(
             updates = unshard_after_update(config, plan, increments, frozen=zeros)
         values = leaves_of(grads)
         for i in layout.overwritten:
-            updates[i] = NewValue(constrain(config.mesh, logical(values[i]), layout.params[i]))
+            updates[i] = NewValue(constrain(config.mesh, logical_array(values[i]), layout.params[i]))
         state = as_returned(config, plan, state_to_host(config, plan, state))
         return unflatten_params(updates, layout, layout.params, form.forms), state
 
@@ -329,7 +329,7 @@ def shardings(config: Config, params: Any) -> Shardings:
     plan = make_plan(config, params)
     layout = plan.layout
     found = Shardings(
-        params=named_tree(config, layout.treedef, layout.params),
+        params=sharding_tree(config, layout.treedef, layout.params),
         grads=TreeForm(config, layout, storage_forms(layout.params)).grad_shardings,
         opt_state=init_shardings(config, plan),
     )
