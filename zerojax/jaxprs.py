@@ -1,6 +1,6 @@
 """Evaluate a jaxpr with a rule for its equations, and analyse how its values depend on each other.
 
-To evaluate a jaxpr, every part of this library calls `evaluate` with a rule.
+Every transformation of jaxprs in this library is a rule that is passed to `evaluate`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,8 +23,8 @@ def evaluate(
     """Evaluate an open jaxpr, equation by equation, on arrays, tracers, or other objects that `rule` understands.
 
     `rule(eqn, values)` returns the results of one equation, or None to bind its primitive to `values`. It is called in
-    the equation's context, so what it traces gets the equation's name scopes and source line. `literal` converts the
-    value of a literal.
+    the equation's context, so that operations it traces get the equation's name scopes and source line. `literal`
+    converts the values of literals to objects that `rule` understands.
     """
     env = dict(zip(compat.constvars_of(jaxpr), as_jax_values(consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
@@ -68,9 +68,9 @@ def facts(eqn: Any) -> primitives.Facts:
 
 
 def is_linear(eqn: Any) -> bool:
-    """Return whether an equation can be applied to each part of a sum, in one operand or in several together.
+    """Return whether an equation can be applied to each term of a sum, in one operand or in several operands jointly.
 
-    Rounding to integers, or to fewer bits than bfloat16 has, cannot be applied: it would round each part.
+    Rounding to integers, or to fewer bits than bfloat16 has, does not count as linear: each term would be rounded.
     """
     if eqn.primitive.name == "reduce_precision":
         return eqn.params["mantissa_bits"] >= jnp.finfo(jnp.bfloat16).nmant
@@ -88,7 +88,7 @@ def inline_calls(jaxpr: Any, consts: Sequence, *args: Any, stops: Callable[[Any]
 
 
 def evaluate_remat(eqn: Any, values: Sequence, evaluate_body: Callable[[Any, Sequence, Sequence], list]) -> list:
-    """Evaluate a `jax.checkpoint` with its policy. `evaluate_body(jaxpr, consts, values)` evaluates its body."""
+    """Evaluate a `jax.checkpoint` equation with its policy. `evaluate_body(jaxpr, consts, values)` runs its body."""
     params = compat.params_of(eqn)
     body = lambda *values: evaluate_body(*compat.opened(params["jaxpr"]), values)
     run = jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])
@@ -117,13 +117,13 @@ def nbytes(var: Any) -> int:
 
 
 def expands(eqn: Any) -> bool:
-    """Return whether an equation is a product of factors that together are at most half as large as the result."""
+    """Return whether an equation is a product whose result is at least twice as large as its operands together."""
     sizes = [var.aval.size for var in variables_in(eqn.invars)]
     return eqn.primitive.name == "dot_general" and 2 * sum(sizes) <= eqn.outvars[0].aval.size
 
 
 def uses_of(jaxpr: Any) -> tuple[dict, frozenset]:
-    """Return the uses of each variable as pairs `(equation, operand index)`, and the set of the result variables."""
+    """Return the uses of each variable as pairs `(equation, operand index)`, and the set of the jaxpr's results."""
     uses: dict = {}
     for eqn in jaxpr.eqns:
         for index, atom in enumerate(eqn.invars):
@@ -159,7 +159,7 @@ def makes_ref(eqn: Any) -> bool:
 
 
 def reached(start: Iterable, following: Callable[[Any], Iterable]) -> dict:
-    """Return the items of `start`, and everything to which `following(item)` leads from them, each once, as keys."""
+    """Return, as keys, the items of `start` and all that can be reached from them by steps `following(item)`."""
     found, pending = {}, list(start)
     while pending:
         item = pending.pop()
@@ -175,7 +175,7 @@ def makers(eqns: Iterable) -> dict:
 
 
 def needed_for(eqns: Sequence, wanted: Sequence, given: Collection = ()) -> tuple[list, set]:
-    """Return the equations that compute `wanted` from `given`, and the set of `wanted` and all variables they read."""
+    """Return the equations that compute `wanted` from `given`, and the set of `wanted` and of all that they read."""
     reads = set(variables_in(wanted))
     needed = []
     for eqn in reversed(eqns):
@@ -213,7 +213,7 @@ def dependent_on(
 
 
 def roots_of(variables: Collection, jaxpr: Any) -> dict:
-    """Return the values that are computed from `variables` alone, with the set of those that each is computed from."""
+    """Return the values that depend on `variables` and on no other input, each with the variables it depends on."""
     roots, free = {var: {var} for var in variables}, set()
     for eqn in jaxpr.eqns:
         reads = variables_in(eqn.invars)
@@ -262,9 +262,9 @@ def _is_in(atom: Any, variables: Collection) -> bool:
 
 
 def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
-    """Return the body of a call if only some of its operands or results are concerned, and otherwise None.
+    """Return the body of a call if only some of its operands or results are `concerned`, so that the body must be read.
 
-    An example is the derivative of a call in forward mode, which returns primals and tangents.
+    Otherwise return None. An example is the forward-mode derivative of a call, which returns primals and tangents.
     """
     if all(concerned) or len(eqn.outvars) < 2 or any(map(compat.is_ref, eqn.invars)):
         return None
@@ -272,7 +272,7 @@ def _part_of_call(eqn: Any, concerned: Sequence[bool]) -> Any | None:
 
 
 def split_arrays(args: Sequence) -> tuple[list, Callable]:
-    """Return the arrays in `args`, and a function that puts arrays back among the other values (flags, names)."""
+    """Return the arrays in `args`, and a function that puts new arrays in their places among flags, names and so on."""
     leaves, tree = jax.tree.flatten(args)
     is_array = [isinstance(x, ARRAYS) for x in leaves]
 
@@ -284,7 +284,7 @@ def split_arrays(args: Sequence) -> tuple[list, Callable]:
 
 
 def alike_args(args: Sequence, differing: Collection[int]) -> list[bool]:
-    """Return, for each array in `args`, whether it is alike on all devices. Integers may be PRNG keys, which differ."""
+    """Return, for each array in `args`, whether all devices have equal values. Integers may be keys, which differ."""
     return [
         i not in differing and jnp.issubdtype(x.dtype, jnp.inexact)
         for i, arg in enumerate(args)

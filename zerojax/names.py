@@ -1,8 +1,8 @@
 """Read and set the name scopes and source lines of equations.
 
 Every equation of a jaxpr has both. They become the names of operations in profiles and the lines in errors. Code that
-evaluates an equation enters the equation's context (`contexts`), as `jax.core.eval_jaxpr` does. The name scopes of an
-equation are relative to the jaxpr that contains it, and compose: those of the current context come first.
+evaluates an equation enters the equation's context (`contexts`), as `jax.core.eval_jaxpr` does. An equation records its
+name scopes relative to its jaxpr, so the current scopes are put before the recorded ones.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from jax.extend import source_info_util
 
 from zerojax import compat
 
-# The name scopes of what zerojax adds to a loss. Those of collectives and of the update are in `comm.collectives`.
+# Name scopes of operations that zerojax adds to a loss. `comm.collectives` has those of collectives and of the update.
 SHARDS = "zerojax_shards"  # slices, casts, layouts and the order of shards and gradients
 MEAN = "zerojax_mean"  # sums and means of losses and gradients over microbatches and devices
 GRAD_NORM = "zerojax_grad_norm"
@@ -31,8 +31,8 @@ def is_block(eqn: Any) -> bool:
 class EquationContext(source_info_util.user_context):
     """The context of an equation.
 
-    For `jax_debug_nans`, JAX runs a function again, one operation at a time. It then raises an error without its cause,
-    which has the line. So this context adds a note with the line to the error.
+    Under `jax_debug_nans`, JAX runs a function again, one operation at a time, and raises an error that does not show
+    the user's line. So this context adds the line to the error, as a note.
     """
 
     __slots__ = ()
@@ -46,10 +46,10 @@ class EquationContext(source_info_util.user_context):
 
 
 def contexts() -> Callable[[Any], Any]:
-    """Return a function from an equation to the context in which to evaluate it.
+    """Return a function that maps an equation to the context in which to evaluate the equation.
 
-    Everything that is traced in this context gets the source line of the equation, and its name scopes inside of the
-    scopes that are current now. An error that is raised there shows the line. `jax.core.eval_jaxpr` does the same.
+    Operations that are traced in this context get the source line of the equation. Their name scopes are those that are
+    current when `contexts` is called, followed by those of the equation. An error that is raised there shows the line.
     """
     outer, known = source_info_util.current_name_stack(), (None, None)
 
@@ -64,13 +64,13 @@ def contexts() -> Callable[[Any], Any]:
 
 
 def at(eqn, *transforms: str) -> Any:
-    """Enter the context of one equation (see `contexts`), in the name scopes of JAX's `transforms` around it."""
+    """Enter the context of one equation (see `contexts`), inside the name scopes of JAX's `transforms` ("jvp")."""
     info = eqn.source_info
     return EquationContext(info.traceback, name_stack=_inside(transforms, info.name_stack.stack))
 
 
 def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
-    """Enter the context of the last equation of a jaxpr, if it has any, in the scopes `outer`; see `at`."""
+    """Enter the context of a jaxpr's last equation, as `at` does, inside the scopes `outer`."""
     if not jaxpr.eqns:
         return in_scopes(outer, *transforms)
     info = jaxpr.eqns[-1].source_info
@@ -78,12 +78,12 @@ def at_end(jaxpr, outer: Sequence, *transforms: str) -> Any:
 
 
 def in_scopes(scopes: Sequence, *transforms: str) -> Any:
-    """Enter name scopes of equations (`scopes_of`), in the name scopes of JAX's `transforms` around them."""
+    """Enter name scopes, as `scopes_of` returns them, inside the name scopes of JAX's `transforms`."""
     return source_info_util.set_name_stack(_inside(transforms, scopes))
 
 
 def _inside(transforms: Sequence[str], scopes: Sequence) -> Any:
-    """Return the current name scopes, followed by those of transforms and of equations."""
+    """Return the current name scopes, followed by `transforms` and then by `scopes`."""
     outer = source_info_util.current_name_stack()
     for name in transforms:
         outer = outer.transform(name)
@@ -91,7 +91,7 @@ def _inside(transforms: Sequence[str], scopes: Sequence) -> Any:
 
 
 def outside_transforms() -> Any:
-    """Leave the innermost name scopes, as far as they belong to JAX's transforms, such as `jvp`."""
+    """Leave the innermost name scopes that JAX's transforms added, such as `jvp`."""
     stack = source_info_util.current_name_stack()
     while len(stack) and isinstance(stack.stack[-1], _TRANSFORM):
         stack = stack[:-1]
@@ -99,7 +99,7 @@ def outside_transforms() -> Any:
 
 
 def without_transforms(jaxpr, *transforms: str) -> Any:
-    """Remove the name scopes of JAX's `transforms` from equations whose outermost scopes are these."""
+    """Remove the outermost name scopes of each equation if they are exactly those of JAX's `transforms`."""
     around = tuple(map(_TRANSFORM, transforms))
 
     def without(eqn):
@@ -119,7 +119,7 @@ def with_scopes(eqn, scopes: Sequence) -> Any:
 
 
 def joined_scopes(scopes: Sequence) -> Any:
-    """Join name scopes into one scope, whose name lists theirs."""
+    """Join name scopes into one scope. Its name is their names, joined by "+"."""
     first, *others = scopes
     return type(first)("+".join(scope.name for scope in scopes)) if others else first
 

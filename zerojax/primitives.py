@@ -1,9 +1,9 @@
-"""Say what the library must know about each primitive of JAX. Code that treats primitives alike asks here.
+"""The table of facts about JAX's primitives, for example which ones are linear. All analyses of jaxprs read it.
 
 A primitive has one `Kind`, and further facts that cut across the kinds. `jaxprs.facts(eqn)` returns the facts about the
-primitive of an equation. The table has the names of all supported versions of JAX. Nothing is assumed about other
-primitives. A test compares the table with the primitives that the installed JAX registers. For each new one, decide:
-give it a kind, or list it in the test as unknown.
+primitive of an equation. The table has the names of all supported versions of JAX. Nothing is assumed about a primitive
+that is not in the table. A test compares the table with the primitives that the installed JAX registers. For each new
+one, decide: give it a kind, or list it in the test as unknown.
 """
 
 import dataclasses
@@ -23,9 +23,9 @@ class Kind(enum.Enum):
 
     ELEMENTWISE = enum.auto()  # computes each element from the elements at the same index, or from scalars
     COUNTERS = enum.auto()  # random numbers, element by element from counters
-    IDENTITY = enum.auto()  # result i is operand i, with a name, a sharding, a type or an order
-    LAYOUT = enum.auto()  # each element of the result is one element of the only operand, at an index known statically
-    JOIN = enum.auto()  # joins, cuts or makes arrays, at indices known statically
+    IDENTITY = enum.auto()  # result i is operand i; the primitive adds a name, a sharding, a type or an order
+    LAYOUT = enum.auto()  # each element of the result is an element of the only operand, at a static index
+    JOIN = enum.auto()  # joins, cuts or makes arrays, at static indices
     INDEXING = enum.auto()  # reads or writes at indices that are operands
     SCATTER = enum.auto()
     REDUCTION = enum.auto()
@@ -45,7 +45,7 @@ class Kind(enum.Enum):
     CALLBACK = enum.auto()  # computes values on the host
     DEBUG = enum.auto()  # shows values to the user
     REF = enum.auto()  # makes, reads or writes a `jax.Ref`
-    UNKNOWN = enum.auto()  # nothing may be assumed but the facts below
+    UNKNOWN = enum.auto()  # nothing is known except the flags in `_FLAGS`
 
 
 _NAMES: Mapping[Kind, str] = {
@@ -133,7 +133,7 @@ _FLAGS: Mapping[str, str] = {
     """,
 }
 
-# The operands in which primitives are linear together.
+# The operands in which a primitive is linear jointly: `a + b` is linear in the pair (a, b), but not in `a` alone.
 _JOINTLY: Mapping[str, slice] = {
     **dict.fromkeys(("add", "add_any", "complex", "dynamic_update_slice", "pad", "sub"), slice(2)),
     **dict.fromkeys(("concatenate", "stack"), slice(None)),
@@ -144,11 +144,11 @@ _JOINTLY: Mapping[str, slice] = {
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What is known about one primitive. Without a kind, nothing is known."""
+    """What is known about one primitive. With the defaults, nothing is known."""
 
     kind: Kind = Kind.UNKNOWN
     linear: bool = False  # in each operand, if the others are constant; `div` is linear in its first operand
-    jointly_linear: slice = dataclasses.field(default_factory=lambda: slice(0))  # the operands in which it is linear
+    jointly_linear: slice = dataclasses.field(default_factory=lambda: slice(0))  # see `_JOINTLY`
     zero_at_zero: bool = False  # an elementwise result is zero wherever all operands are zero
     is_view: bool = False  # the result has the operand's elements, and XLA writes no new array
     # what a reduction or scatter does with elements in any order: "sum", "max", "min", "prod", "and", "or" or "xor"
@@ -166,7 +166,7 @@ class Facts:
 
     @property
     def is_combinable(self) -> bool:
-        """Return whether devices can combine their results of this reduction by a collective."""
+        """Return whether devices that each reduce a part can combine their results by a collective."""
         return self.kind is Kind.REDUCTION and self.reduction in ("sum", "max", "min")
 
     @property
