@@ -1,6 +1,6 @@
 """Find which dims of each value in a program hold the entries of one dim of the program's inputs.
 
-This dim of the inputs is called the followed dim. Its entries may be the rows of a batch, or the matrices of a stack. A
+This dim of the inputs is called the followed dim. Its entries may be the rows of a batch, or the rows of a matrix. A
 place is a dim of a value that holds these entries. A table has one rule per primitive, which finds the places in an
 equation's results, given the places in its operands. Without a rule the answer is "unknown", which is always safe.
 

@@ -17,14 +17,14 @@ def rows(x: "PyTree[Array]", dim: int = 0) -> "PyTree[Array]":
     """Declare that dim `dim` of each array in `x` holds the rows of the batch, and return `x` unchanged.
 
     In global view, zerojax finds the rows of the batch in every value, so that each device adds up the gradients of its
-    own rows. It cannot look into a kernel, a callback or a shuffle of all rows, and guesses the dim of the result from
-    its shape. Call `rows` on the result if `train_step` warns that the guess failed. A wrong dim costs time, and does
-    not change any value. Outside of global view, and without zerojax, `rows` has no effect.
+    own rows. A kernel, a callback or a shuffle of all rows hides them, so zerojax guesses the dim of the result from
+    the result's shape. Call `rows` on the result if `train_step` warns that the guess failed. A wrong dim costs time,
+    and does not change any value. Outside of global view, and without zerojax, `rows` has no effect.
 
     Args:
         x: An array, or a tree of arrays.
-        dim: The dim that holds the rows, or several rows and other entries with the rows as the major part. A negative
-            dim counts from the end.
+        dim: The dim that holds the rows. If it merges the rows with other entries, the rows must be the major part. A
+            negative dim counts from the end.
 
     Returns:
         `x`, unchanged. The cotangent of `x` holds the rows on the same dim.

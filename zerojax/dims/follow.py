@@ -1,8 +1,8 @@
 """Find the `RowDims` of each value in a jaxpr and its calls, loops and branches.
 
-In the engine and `comm.partial_sums`, the followed dim has the rows of a batch, and each trace has one `Follower`. A
-gradient is a sum over any dim, so a wrong dim costs time there and not correctness. So the `Follower` guesses where the
-rules give up. In `optim.owned`, the followed dim has the matrices of a stack. Computing on shards needs a proof.
+The engine and `comm.partial_sums` follow the rows of a batch. A wrong dim costs time there, but the gradients stay
+right, because they are sums whichever dim is divided. So their `Follower` guesses where the rules give up. Other code,
+such as `optim.owned`, follows the sharded dim of a parameter. It needs a proof, so its `Follower` does not guess.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -22,12 +22,11 @@ class Follower:
     """Finds the followed dim in the values of jaxprs. Each analysis makes one instance, which caches results.
 
     Attributes:
-        count: The number of entries of the followed dim. It is the size of the dim or a divisor of the size, such as
-            the number of devices over which the dim is divided.
+        count: The size of the followed dim, or a divisor of the size, such as the number of devices that divide it.
         guesses: Whether unknown row dims are replaced by a guess from shapes and shardings.
         axes: The mesh axes that divide the followed dim. Only a `Follower` that guesses reads them.
-        undivided: For a `Follower` that guesses, the equations found so far that the compiler cannot divide although a
-            large operand holds rows, by their line.
+        undivided: Equations that have a large operand with rows, and that the compiler cannot divide, by source line.
+            The engine warns about them. Only a `Follower` that guesses collects them.
     """
 
     def __init__(self, count: int, *, guesses: bool = False, axes: Collection[str] = ()):
@@ -41,7 +40,7 @@ class Follower:
     def _followed(
         self, jaxpr: Any, given: Sequence[RowDims], drawn: Collection = ()
     ) -> tuple[dict[Any, RowDims], Context]:
-        """Return the row dims, and the context in which they were found. Dim 0 of the variables `drawn` holds rows."""
+        """Return the row dims and the rules' context. Dim 0 of the variables `drawn` is assumed to hold rows."""
         found: dict[Any, RowDims] = dict.fromkeys(compat.constvars_of(jaxpr), NOWHERE)
         found.update(zip(jaxpr.invars, given, strict=True))
         made: dict[Any, Any] = {}
@@ -63,7 +62,7 @@ class Follower:
         return found, context
 
     def with_implied(self, jaxpr: Any, found: Mapping[Any, RowDims]) -> dict[Any, RowDims]:
-        """Add places to values that have none, if they are combined element by element with values that have places.
+        """Add places to values without places that elementwise operations combine with values that have places.
 
         Examples are noise and learned positions with one entry per row. They do not depend on the batch, but their
         cotangents hold rows. `found` is the result of `row_dims`.
@@ -136,7 +135,7 @@ def _known(variables: Sequence, row_dims: Sequence[RowDims]) -> Mapping[Any, Any
 
 
 def _noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Add which indices count to the row dims of values that leave or enter a function; see `indexing.noted`."""
+    """Note in the row dims of index arrays along which dims the indices are 0, 1, 2, ...; see `indexing.noted`."""
     if not any(is_index(atom) for atom in atoms):
         return list(row_dims)
     from zerojax.dims import indexing
@@ -145,7 +144,7 @@ def _noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> li
 
 
 def _drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -> Collection:
-    """Return the random numbers that a jaxpr draws for each row; see `guess.drawn`."""
+    """Return the arrays of random numbers that most likely have one entry per row; see `guess.drawn`."""
     is_bare = lambda var: (rows := found[var]) is not None and not rows.places
     bare = (eqn for eqn in jaxpr.eqns if any(map(is_bare, eqn.outvars)))
     if not any(jaxprs.facts(inner).draws for eqn in bare for inner in jaxprs.with_inner(eqn)):
@@ -156,12 +155,12 @@ def _drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -
 
 
 def row_dims_of_params(params: Sequence, experts: Collection[int]) -> list[RowDims]:
-    """Return the row dims of each parameter: none. They are unknown for experts, which a data axis divides."""
+    """Return the row dims of each parameter: no dim holds rows, or unknown for an expert, which a data axis divides."""
     return [UNKNOWN if i in experts else NOWHERE for i in range(len(params))]
 
 
 def row_dims_of_args(args: Sequence, of_rows: Collection[int], follower: Follower | None) -> list[RowDims]:
-    """Return the row dims of each array in `args`: dim 0, if the argument is in `of_rows`, and otherwise none."""
+    """Return the row dims of each array in `args`. Dim 0 holds the rows of the arguments with indices `of_rows`."""
     # If the devices do not divide the number of rows, as in some evaluations, every device holds the whole array.
     count = 1 if follower is None else follower.count
     return [

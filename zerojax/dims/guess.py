@@ -1,12 +1,12 @@
 """Guess where the followed dim is in a value, if the rules prove nothing.
 
-A kernel, a callback or a call of foreign code has no rule, and a rule can give up, as on a sort of all rows. The shapes
-then still say something: a result that has the size of the operand's rows at the same dim most likely holds the rows
-there. Only code for which a wrong dim costs time and not correctness may guess; see `Follower`.
+A kernel, a callback or a call of foreign code has no rule, and a rule can give up, as on a sort of all rows. Shapes are
+then still evidence: if the dim of an operand's rows has the same size in the result, it most likely holds the rows
+there, too. Only code for which a wrong dim costs time and not correctness may guess; see `Follower`.
 
-`RULES` is another part of the table of rules. It is for equations that no other rule can look into, but that say where
-they divide their operands. These rules prove nothing: the group sizes of a `ragged_dot` depend on the order of
-the rows, and a user's sharding rule or declaration may be wrong.
+`RULES` is another part of the table of rules. It is for equations that no other rule can look into, but whose
+parameters say how operands and results are divided. These rules prove nothing: the group sizes of a `ragged_dot` depend
+on the order of the rows, and a user's sharding rule or declaration may be wrong.
 """
 
 import itertools
@@ -23,9 +23,9 @@ from zerojax.primitives import ROWS, Facts, Kind
 
 
 def guessed(eqn: Any, row_dims: Sequence[RowDims], found: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Replace unknown row dims in `found`, those of the results of `eqn`, by a guess where the shapes allow one.
+    """Replace the unknown row dims of an equation's results by guesses, where shapes and shardings allow a guess.
 
-    `row_dims` has those of the operands.
+    `found` has the row dims of the results, and `row_dims` those of the operands.
     """
     return [
         _guess(eqn, row_dims, var, context) if rows is UNKNOWN else rows
@@ -62,7 +62,7 @@ def _guess(eqn: Any, row_dims: Sequence[RowDims], var: Any, context: Context) ->
 
 
 def _of_equal_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iterator[Place]:
-    """Yield `place` if the result has the same size at the same dim, or the only dim of the result with this size."""
+    """Yield `place` if this dim has the same size in the result, or else the only dim of the result with this size."""
     size = old[place.dim]
     if place.dim < len(new) and new[place.dim] == size:
         yield place
@@ -71,7 +71,7 @@ def _of_equal_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iter
 
 
 def _of_other_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iterator[Place]:
-    """Yield the dim if it was split or merged with the next dims, or if only its size changed, as after a slice.
+    """Yield the same dim if the result's shape looks as if this dim was split, merged with the next dims, or sliced.
 
     A kernel may merge the rows with heads, for example. Other shapes are no evidence: dims of parameters are often
     multiples of the number of rows, too.
@@ -86,11 +86,11 @@ def _of_other_size(place: Place, old: Sequence[int], new: Sequence[int]) -> Iter
 
 
 def drawn(jaxpr: Any, given: Sequence[RowDims], found: Mapping[Any, RowDims]) -> frozenset:
-    """Return the random numbers that a jaxpr draws for each row, if it multiplies them before they meet other rows.
+    """Return the arrays of random numbers that most likely have one entry per row: dim 0 is as long as the rows.
 
-    An example is the noise from which a generator or a chain of Langevin steps starts. No operand says that dim 0 of
-    the noise holds the rows, so its size decides. Noise that is only combined with values with rows needs no guess.
-    `given` has the row dims of the arguments, and `found` those of all variables.
+    An example is the noise from which a generator or a chain of Langevin steps starts. Return nothing unless a matrix
+    product reads noise before the noise is combined with values with rows: these say where the rows are, without a
+    guess. `given` has the row dims of the arguments, and `found` those of all variables.
     """
     sizes = {
         var.aval.shape[place.dim]
@@ -116,7 +116,7 @@ def _contains(eqn: Any, wanted: Callable[[Facts], bool]) -> bool:
 
 
 def is_undivided(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> bool:
-    """Return whether every worker runs `eqn` on all rows, and an operand with rows is large."""
+    """Return whether a large operand holds rows and every worker runs `eqn` on all of them. The engine then warns."""
     sizes = (
         atom.aval.size for atom, rows in zip(eqn.invars, row_dims, strict=True) if rows is not None and rows.places
     )
@@ -125,10 +125,10 @@ def is_undivided(eqn: Any, row_dims: Sequence[RowDims], workers: int) -> bool:
 
 
 def body_of(eqn: Any) -> Any:
-    """Return the open jaxpr of the function that `eqn` stands for, if no rule knows `eqn`, or None.
+    """Return an open jaxpr that computes the same as `eqn`, to follow the rows through it, or None.
 
-    Examples are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`. Such
-    an equation cannot run on other shapes.
+    Examples are functions with a rule for `jax.vmap`, and the forward pass of a `custom_vjp(optimize_remat=True)`. The
+    jaxpr is for this analysis only, because such an equation cannot run on other shapes.
     """
     name = {"custom_vmap_call": "call", "remat_opt": "fwd_jaxpr", "shard_map": "jaxpr"}.get(eqn.primitive.name)
     return None if name is None else compat.opened(eqn.params[name])[0]
@@ -140,7 +140,7 @@ def kernel_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list
 
 
 def declared_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Return the dim that `zerojax.rows` declares. A declaration that cannot hold has no effect."""
+    """Return the dim that `zerojax.rows` declares. A dim whose size the workers do not divide has no effect."""
     place = Place(eqn.params["dim"])
     return [on_dim(place.dim) if fits(place, eqn.outvars[0].aval.shape, context.count) else row_dims[0]]
 
@@ -170,9 +170,9 @@ def partitioning_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -
 
 
 def shard_map_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Return the dims of the results of a `shard_map` that its `out_specs` divide over the data axes.
+    """Find the rows in the results of a `shard_map`: they are on the dims that `out_specs` divides over the data axes.
 
-    A result that no data axis divides is a sum over the workers, or is the same on all of them: its dims are unknown.
+    If no data axis divides a result, it may be a sum over the workers, or equal on all of them: its dims are unknown.
     """
     specs = eqn.params["out_specs"]
     if all(rows is not None and not rows.places for rows in row_dims):
@@ -182,9 +182,9 @@ def shard_map_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> l
 
 
 def ragged_dot_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim in a `ragged_dot_general`. The ragged dim of the operands may hold the rows of all groups.
+    """Find the followed dim in the result of `ragged_dot_general`. The ragged dim may hold the rows of all groups.
 
-    The group sizes are counts over all rows, whatever their own row dims.
+    The row dims of the group sizes are ignored, because group sizes are counts over all rows.
     """
     lhs, rhs = row_dims[:2]
     if lhs is None or rhs is None:

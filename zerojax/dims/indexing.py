@@ -1,4 +1,4 @@
-"""Rules for primitives that read and write at indices which are operands. They are a part of the table of rules."""
+"""Rules for slices, gathers and scatters whose indices are operands. They are a part of the table of rules."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ _MOST_EVALUATED = 1 << 20  # Constant indices with more elements than this are n
 
 
 def dynamic_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find which dims of the result of a `dynamic_slice` hold the followed dim.
+    """Find the followed dim in the result of `dynamic_slice`.
 
     The answer is unknown if the slice has only a part of the followed dim, or if its start depends on the rows.
     """
@@ -29,7 +29,7 @@ def dynamic_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) 
 
 
 def dynamic_update_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `dynamic_update_slice`. The dim is unknown if the update covers only a part of it."""
+    """Find the followed dim after `dynamic_update_slice`. It is unknown if the update covers only a part of the dim."""
     operand, update, *starts = row_dims
     old, new = (atom.aval.shape for atom in eqn.invars[:2])
     if operand is None or update is None or any(start is None or start.places for start in starts):
@@ -41,7 +41,7 @@ def dynamic_update_slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Co
 
 
 def gather_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim in the result of `gather`. It comes from the indices, or from a dim that is read whole."""
+    """Find the followed dim after `gather`. It comes from the indices, or from an operand dim that is read whole."""
     operand, indices = row_dims
     if operand is None or indices is None:
         return UNKNOWN
@@ -71,7 +71,7 @@ def gather_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowD
 
 
 def scatter_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim in the result of a scatter. A scatter that adds up its entries removes this dim."""
+    """Find the followed dim in the result of a scatter. The result does not have it if the scatter sums over it."""
     operand, indices, updates = row_dims
     if operand is None or indices is None or updates is None:
         return UNKNOWN
@@ -137,7 +137,7 @@ def _count(indices: Any, context: Context) -> frozenset[tuple[int | None, int]]:
 
 
 def _dim_of(values: np.ndarray) -> int | None:
-    """Return the dim along which an array is 0, 1, 2, ..., and uniform along all other dims, or None."""
+    """Return the dim along which the entries are 0, 1, 2, ..., if they are equal along all other dims, or None."""
     for dim, size in enumerate(values.shape):
         if size > 1 and np.array_equal(values, _counted_along(dim, values.shape)):
             return dim
@@ -149,9 +149,9 @@ def _counted_along(dim: int, shape: Sequence[int]) -> np.ndarray:
 
 
 def noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Add `Places.counting` to the row dims of values that leave or enter a function.
+    """Add `Places.counting` to the row dims of index arrays that enter or leave a function.
 
-    A derivative gets the indices of a gather as a residual, and does not see how they were computed.
+    A backward pass needs the note: it gets the indices of a gather as a residual, and not how they were computed.
     """
     return [
         dataclasses.replace(rows, counting=found)
@@ -162,7 +162,7 @@ def noted(atoms: Sequence, row_dims: Sequence[RowDims], context: Context) -> lis
 
 
 def known(variables: Sequence, row_dims: Sequence[RowDims]) -> dict[Any, np.ndarray]:
-    """Return the values of the arguments of which `Places.counting` says that all entries count."""
+    """Return the values of those arguments whose values follow from their `Places.counting`."""
     return {
         var: _counted_along(dim, var.aval.shape)
         for var, rows in zip(variables, row_dims, strict=True)
@@ -178,12 +178,12 @@ def _constant(atom: Any, context: Context) -> np.ndarray | None:
     eqn = context.made.get(atom)
     if eqn is None or atom.aval.size > _MOST_EVALUATED:
         return context.known.get(atom)
-    # A PRNG key and a bfloat16 are no types of NumPy.
+    # PRNG keys and bfloat16 are not NumPy types.
     if getattr(eqn.outvars[0].aval.dtype, "kind", "") not in tuple("biuf") or eqn.primitive.name not in _ON_NUMPY:
         return None
     values = []
     for operand in eqn.invars:
-        if (value := _constant(operand, context)) is None:  # Most arrays depend on an argument, far away.
+        if (value := _constant(operand, context)) is None:  # Stop at once: most arrays depend on an argument.
             return None
         values.append(value)
     return _ON_NUMPY[eqn.primitive.name](eqn, *values)

@@ -1,9 +1,9 @@
 """Prove that the programs of a Pallas kernel use only their own rows, and divide the kernel over the devices.
 
 A Pallas kernel runs one program per index of a grid. A block map says which block of each array a program reads or
-writes. Suppose that along one dim of the grid, program i uses only block i of some dim of each result and of each
-operand that it divides, and never asks for i. Then the programs of one range of i compute one range of the results from
-one range of the operands, and each device can run its own range.
+writes. Suppose that along one dim of the grid, program i uses only block i of every result and of every operand whose
+blocks depend on i, and does not read the number i itself. Then the programs of one range of i compute one range of the
+results from one range of the operands. So each device can run its own range.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from zerojax.dims.place import Place, RowDims
 
 @dataclasses.dataclass(frozen=True)
 class OwnRows:
-    """A Pallas call for the rows of one device."""
+    """How one device runs a Pallas call on its own rows."""
 
     params: dict[str, Any]  # the parameters of the equation for one device
     # for each operand, the dim that the devices divide, or None for an operand that all devices need whole
@@ -57,7 +57,7 @@ def _have_rows(dims: Sequence[int | None], row_dims: Sequence[RowDims]) -> bool:
 
 
 def _divided_dim(mapping: Any, axis: int, programs: int) -> Any:
-    """Return the dim along which program i uses block i, where i counts along the grid's dim `axis`.
+    """Return the dim of an array along which program i uses block i. The programs are counted along the grid's `axis`.
 
     Return None if the blocks do not depend on i. Return "mixed" if a program uses another block than number i, or if
     the blocks do not fill the dim exactly.
@@ -75,7 +75,7 @@ def _divided_dim(mapping: Any, axis: int, programs: int) -> Any:
 
 
 def _block_size(block: Any) -> int | None:
-    """Return the number of entries of a block along one dim. None if the index does not count blocks."""
+    """Return the size of a block along one dim, or None if the block map returns element indices, not block numbers."""
     from jax.experimental import pallas
 
     if block is None or isinstance(block, pallas.Squeezed):

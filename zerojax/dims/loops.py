@@ -1,4 +1,4 @@
-"""Follow the dim through loops and branches, with the `Follower` that met them."""
+"""Find the followed dim in the results of loops and branches. The `Follower` that calls this analyses their bodies."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def _carried(
     for _ in range(_ROUNDS):
         again = [
             _joined(*pair, guesses=follower.guesses) for pair in zip(carry, body(carry), strict=False)
-        ]  # A scan also returns rows.
+        ]  # A scan's body also returns slices, which `zip` drops.
         if again == carry:
             return carry
         carry = again
@@ -44,7 +44,7 @@ def _carried(
 def _joined(a: RowDims, b: RowDims, *, guesses: bool) -> RowDims:
     """Join the row dims that one value has in two branches, or before a loop and after an iteration of the loop.
 
-    A guess prefers known places to unknown ones.
+    If the `Follower` guesses, known places win over unknown ones.
     """
     if a == b:
         return a

@@ -17,9 +17,9 @@ def slice_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDi
 
 
 def cut(rows: RowDims, old: Sequence[int], new: Sequence[int], starts: Sequence[int | None]) -> RowDims:
-    """Find the followed dim after a slice. A start that is not known is None.
+    """Find the followed dim after a slice, from the shapes `old` and `new`. In `starts`, None is an unknown start.
 
-    Return UNKNOWN if such a start matters, or the slice does not begin and end at whole blocks (`Place.outer`).
+    Return UNKNOWN if the slice cuts the followed dim at an unknown start, or inside of a block (`Place.outer`).
     """
     if rows is None:
         return UNKNOWN
@@ -34,7 +34,7 @@ def cut(rows: RowDims, old: Sequence[int], new: Sequence[int], starts: Sequence[
 
 
 def concatenate_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `concatenate`. Along this dim, all operands must have the same size and place."""
+    """Find the followed dim after `concatenate`. If it is the joined dim, all operands must have equal sizes there."""
     dim = int(eqn.params["dimension"])
     sizes = [int(atom.aval.shape[dim]) for atom in eqn.invars]
     row_dims = [rows for rows, size in zip(row_dims, sizes, strict=True) if size] or [NOWHERE]
@@ -47,7 +47,7 @@ def concatenate_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) ->
 
 
 def pad_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after `pad`. It is unknown if the padding along this dim is not made of whole blocks."""
+    """Find the followed dim after `pad`. It is unknown if the followed dim is padded by anything but whole blocks."""
     rows = ragged(row_dims[0], [d for d, config in enumerate(eqn.params["padding_config"]) if any(config)])
     for dim, (low, high, inside) in enumerate(eqn.params["padding_config"]):
         place = None if rows is None else rows.along(dim)
@@ -94,7 +94,7 @@ def tile_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDim
 
 
 def along_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim after a sort, a reversal, a top-k or an accumulation along a dim, by default the last."""
+    """Find the followed dim after a sort, a reversal, a top-k or an accumulation. These must be along another dim."""
     names, ndim = ("axis", "dimension", "reduction_dimension"), len(eqn.invars[0].aval.shape)
     axis = next((int(eqn.params[name]) for name in names if name in eqn.params), -1)
     dims = eqn.params.get("dimensions", (axis % ndim,))
@@ -108,7 +108,7 @@ def window_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowD
 
 
 def batched(rows: RowDims, ndim: int) -> RowDims:
-    """Return the row dims of a result that has the operand's first `ndim` dims, and mixes elements of all others."""
+    """Return the row dims of a result that keeps the operand's first `ndim` dims, and mixes elements along others."""
     if rows is None or any(place.dim >= ndim for place in rows.places):
         return UNKNOWN
     return Places(rows.places)
@@ -119,7 +119,7 @@ def _of_arrays(eqn: Any, row_dims: Sequence[RowDims]) -> RowDims:
 
 
 def convolution_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims:
-    """Find the followed dim after a convolution. It may be the batch or the output features, or be contracted."""
+    """Find the followed dim after a convolution. It may be the batch dim, a feature dim, or a contracted dim."""
     lhs, rhs = row_dims
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -193,5 +193,5 @@ RULES: dict[str, PlaceRule] = {
     "stack": stack_rule,
     "tile": tile_rule,
     "unstack": unstack_rule,
-    ROWS: lambda eqn, row_dims, context: list(row_dims),  # where `guess` does not believe what it declares
+    ROWS: lambda eqn, row_dims, context: list(row_dims),  # for a `Follower` that does not guess: it proves nothing
 }

@@ -1,8 +1,8 @@
 """Rules for the primitives of a dense model: elementwise ones, layouts, reductions and products of matrices.
 
-They are the first part of the table of rules. `mixing` and `indexing` have the other parts, which are imported when a
-primitive without a rule here is met. A rule gets the equation, the row dims of its operands, and the context. It
-returns the row dims of the result, or a list with one row dims per result.
+They are the first part of the table of rules. `mixing` and `indexing` have the other parts, which `follow` imports when
+it meets a primitive without a rule here. A rule gets an equation, the `RowDims` of each operand, and the context. It
+returns the `RowDims` of the result, or a list of them if there are several results.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ PlaceRule = Callable[[Any, Sequence[RowDims], Context], RowDims | list[RowDims]]
 
 
 def elementwise_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> list[RowDims]:
-    """Find the followed dim in an elementwise result. Scalars are ignored. A broadcast dim of size 1 is uniform."""
+    """Find the followed dim in an elementwise result. Scalars are ignored. A broadcast operand is uniform there."""
     shape, full = eqn.outvars[0].aval.shape, []
     for rows, atom in zip(row_dims, eqn.invars, strict=True):
         if (old := atom.aval.shape) == shape:
@@ -47,7 +47,7 @@ def transpose_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> R
 
 
 def without(dims: Sequence[int], ndim: int) -> list[int | None]:
-    """Return, for each of `ndim` dims, its index after the dims `dims` are removed, or None for a removed dim."""
+    """Return the new index of each of `ndim` dims after `dims` are removed, or None for a removed dim."""
     gone = {int(dim) for dim in dims}
     return [None if dim in gone else dim - sum(other < dim for other in gone) for dim in range(ndim)]
 
@@ -74,7 +74,7 @@ def dot_rule(eqn: Any, row_dims: Sequence[RowDims], context: Context) -> RowDims
 
 
 def product(eqn: Any, row_dims: Sequence[RowDims], agree: Callable[[Places, Places, int, int], bool]) -> RowDims:
-    """Find the followed dim in the result of `dot_general`, if dims that are contracted or batched `agree`."""
+    """Find the followed dim after `dot_general`. It is unknown unless `agree` is true for all paired dims."""
     lhs, rhs = row_dims
     if lhs is None or rhs is None:
         return UNKNOWN
@@ -91,7 +91,7 @@ def product(eqn: Any, row_dims: Sequence[RowDims], agree: Callable[[Places, Plac
 
 
 def agree(lhs: Places, rhs: Places, i: int, j: int) -> bool:
-    """Return whether dim `i` of `lhs` and dim `j` of `rhs`, which are contracted or batched, may hold the same rows."""
+    """Return whether dim `i` of `lhs` and dim `j` of `rhs`, which a product pairs, can hold the same rows."""
     a, b = lhs.along(i), rhs.along(j)
     if a is not None and b is not None:
         return a.outer == b.outer
@@ -106,10 +106,10 @@ IMPLIES |= {"broadcast_in_dim", "name", "pvary", "reduce_sum", "reshard", "shard
 
 
 def implied(eqn: Any, rows: Places, atom: Any, given: Places) -> Places:
-    """Return the row dims of the operand `atom` of `eqn`, with the places that follow from the places of the result.
+    """Return new row dims for the operand `atom` of `eqn`, with the places that follow from the result's places.
 
-    The primitive of `eqn` is in `IMPLIES`. `rows` are the row dims of the result, and `given` the present ones of
-    `atom`, which has no place.
+    The primitive of `eqn` is in `IMPLIES`. `rows` are the row dims of the result, and `given` the present row dims of
+    the operand, which has no place yet.
     """
     name, old, new = eqn.primitive.name, atom.aval.shape, eqn.outvars[0].aval.shape
     if name == "broadcast_in_dim":
@@ -125,7 +125,7 @@ def implied(eqn: Any, rows: Places, atom: Any, given: Places) -> Places:
 
 
 def without_rule(eqn: Any, row_dims: Sequence[RowDims]) -> list[RowDims]:
-    """Return the row dims of the results of an equation about which nothing is known."""
+    """Return row dims for results without a rule: no place if no operand has a place, and otherwise unknown."""
     bare = all(rows is not None and not rows.places for rows in row_dims)
     return [NOWHERE if bare else UNKNOWN] * len(eqn.outvars)
 

@@ -2,9 +2,9 @@
 
 The followed dim is a dim of some inputs of a program, for example the dim of the rows of a batch. A place is a dim of a
 value along which the value is permuted if the inputs are permuted along the followed dim. A value may have no place,
-one place, or several places. Constants and parameters may have one entry per row, too (positions, a mask). They count
-as permuted together with the rows. So if an elementwise operation combines a value with a constant, the result has the
-places of the value.
+one place, or several places. In this definition, constants and parameters with one entry per row (positions, a mask)
+are permuted together with the rows. So if an elementwise operation combines a value with a constant, the result has
+the places of the value.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Place:
 
     Attributes:
         dim: The dim of the value.
-        outer: The number of blocks in the dim. Each block has all entries. 1 if the followed dim is the first factor.
-        joined: Whether the blocks were concatenated. The compiler then divides the dim as a whole, and does not divide
-            each block.
+        outer: The number of blocks in the dim. Each block has all entries of the followed dim. 1 if the followed dim is
+            the first factor.
+        joined: Whether the blocks were concatenated. The compiler then divides the dim as a whole, not block by block.
     """
 
     dim: int
@@ -50,8 +50,8 @@ class Places:
         places: The places of the followed dim. Empty if the value does not change when the followed dim is permuted.
             For example, a matrix of similarities between all rows has two places.
         uniform: Dims along which all entries are equal, for example after a broadcast.
-        counting: Pairs `(part, dim)`. The entries `[..., part]` of an array of indices are 0, 1, 2, ... along the dim
-            `dim`. If the part is None, all entries are. Only arguments and results of functions have this note; see
+        counting: For an array of indices, pairs `(part, dim)`: along dim `dim`, the entries `[..., part]` are 0, 1, 2,
+            and so on. A part of None means all entries. Only arguments and results of functions have this note; see
             `indexing.noted`.
     """
 
@@ -67,7 +67,7 @@ class Places:
         return next((place for place in self.places if place.dim == dim), None)
 
     def allows(self, places: Iterable[Place]) -> bool:
-        """Return whether the value may also have `places`, because it has no place, or is uniform along their dims."""
+        """Return whether `places` can be added: the value has no place, or is uniform along the dims of new places."""
         return not self.places or all(place in self.places or place.dim in self.uniform for place in places)
 
 
@@ -83,7 +83,7 @@ class Context:
 
     count: int  # the number of entries of the followed dim
     made: Mapping[Any, Any]  # the equation of each variable
-    # the values of arguments that only count; see `Places.counting`
+    # the arguments whose values are known to be 0, 1, 2, ...; see `Places.counting`
     known: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
     axes: frozenset[str] = frozenset()  # the mesh axes that divide the followed dim, if they are known
 
@@ -126,17 +126,17 @@ def together(row_dims: Sequence[RowDims]) -> RowDims:
 
 
 def uncounted(rows: RowDims) -> RowDims:
-    """Return `rows` for a value whose entries are no longer the indices that `counting` notes."""
+    """Remove `counting` from row dims, because the value's entries are no longer these indices."""
     return dataclasses.replace(rows, counting=frozenset()) if rows is not None and rows.counting else rows
 
 
 def off(dims: Sequence[int], rows: RowDims) -> RowDims:
-    """Return `rows`, or unknown if one of the dims holds the followed dim."""
+    """Return `rows`, or UNKNOWN if one of `dims`, along which entries are mixed, holds the followed dim."""
     return UNKNOWN if rows is None or any(rows.along(int(dim)) for dim in dims) else rows
 
 
 def ragged(rows: RowDims, dims: Sequence[int]) -> RowDims:
-    """Return `rows` for a value whose entries may differ along the dims."""
+    """Return `rows`, but no longer uniform along `dims`, because the entries may now differ there."""
     return rows if rows is None else Places(rows.places, rows.uniform.difference(map(int, dims)))
 
 
@@ -156,7 +156,7 @@ def renumbered(rows: RowDims, to: Sequence[int | None], added: Iterable[int] = (
 def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) -> RowDims:
     """Return the row dims of a value after a reshape from `old` to `new`, which may merge or split dims.
 
-    If the followed dim is split, the place is the first part if `count` divides its size, and otherwise the last part.
+    If the followed dim is split, its place is the first of the new dims if `count` divides that one, else the last.
     """
     if rows is None:
         return UNKNOWN
@@ -178,7 +178,7 @@ def reshaped(rows: RowDims, old: Sequence[int], new: Sequence[int], count: int) 
 
 
 def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
-    """Return the place of the factor `end // start` in `shape`, or None. The sizes before it multiply to `start`."""
+    """Return the place in `shape` of the factor `end // start`, or None. The factors before it multiply to `start`."""
     before = 1
     for dim, size in enumerate(shape):
         after = before * size
@@ -189,7 +189,7 @@ def _place_of(start: int, end: int, shape: Sequence[int]) -> Place | None:
 
 
 def _in_last_part(old: Sequence[int], place: Place, new: Sequence[int], count: int) -> Place | None:
-    """Return the place in the last part if a reshape splits the followed dim (as rows into microbatches), or None."""
+    """Return the last of the new dims if a reshape splits the followed dim (as rows into microbatches), or None."""
     end = math.prod(old[: place.dim + 1])
     after = math.prod(new)
     for dim in reversed(range(len(new))):
