@@ -111,6 +111,7 @@ REDUCTIONS = {
     "sorted maxima of rows": each(lambda w: jnp.sum(jnp.cumsum(jnp.max(w, axis=-1)))),
     "logsumexp": each(jax.nn.logsumexp),
     "derivatives": each(lambda w: jnp.sum(lax.erf(w) * jnp.clip(w, -0.1, 0.1) ** 3 + jax.nn.silu(w.T).T)),
+    "custom derivative": each(lambda w: jnp.sum(jax.nn.relu(w.ravel() - 0.1))),
     "log of padding": each(log_in_padding),
 }
 WHOLE = {
@@ -192,7 +193,6 @@ def first(params, x):
 # Further values of whole layers. The first one is computed where the layers are gathered, and not on the shards.
 MORE = {
     "iterated": changed(scaled(iterated)),
-    "custom derivative": each(lambda w: jnp.sum(jax.nn.relu(w - 0.1))),
     "softplus": changed(scaled(lambda w: jnp.sum(jax.nn.softplus(w.T @ w)))),
     "batched": changed(lambda w: w / (1 + jnp.mean(jnp.abs(jnp.swapaxes(w, -1, -2) @ w), (-2, -1), keepdims=True))),
     "transposed": transposed,
@@ -203,6 +203,7 @@ QUICK = [
     ("L1", "unrolled", "global"),
     ("maximum", "unrolled", "global"),
     ("derivatives", "unrolled", "global"),
+    ("custom derivative", "scanned", "global"),
     ("log of padding", "unrolled", "device"),
 ]
 CASES = [*QUICK, *fraction(2, LOSSES, STYLES, VIEWS)]

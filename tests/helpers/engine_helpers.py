@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from zerojax.comm.device_collectives import DeviceCollectives
 from zerojax.config import BUCKET_BYTES
-from zerojax.gather.on_use import gather_on_use
+from zerojax.gather.engine import trace_loss
+from zerojax.gather.on_use import as_function
+from zerojax.gather.schedule import Options
 from zerojax.layout.leaf import Leaf
 
 DEVICES = 8
@@ -79,10 +81,23 @@ def padding_of(tree, setup):
     return np.concatenate([*jax.tree.leaves(setup.each(one, tree)), np.zeros(0)])
 
 
-def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, shared_bytes=0, **options):
-    """`gather_on_use` inside a `shard_map` over the helpers' mesh."""
-    comm = DeviceCollectives(("data",), bucket_bytes, shared_bytes=shared_bytes)
-    return gather_on_use(fn, layout, comm=comm, **options)
+def on_use(fn, layout, *, bucket_bytes=BUCKET_BYTES, shared_bytes=0, prefetch=1, reshard_after_forward=True):
+    """`fn(params, *args)` as a function of shards, to be called inside a `shard_map` over the helpers' mesh."""
+    options = Options(
+        DeviceCollectives(("data",), bucket_bytes, shared_bytes=shared_bytes), prefetch, reshard_after_forward
+    )
+
+    def wrapped(params, *args):
+        shards, tree = jax.tree.flatten(params)
+        leaves = tree.flatten_up_to(layout)
+        pairs = zip(leaves, shards, strict=True)
+        full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for leaf, x in pairs]
+        on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
+        differing = range(len(args))
+        program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, args, (), options.comm, differing)
+        return jax.tree.unflatten(structure, as_function(program, options)(*shards, *arrays, *consts))
+
+    return wrapped
 
 
 def sharded_grad(fn, setup, *, batch_specs=ROWS, has_aux=False, **options):
@@ -143,7 +158,7 @@ def assert_same(fn, params, batch, dims, *, devices=DEVICES, has_aux=False, roun
         has_aux: As for `jax.grad`.
         rounding: Largest difference, as a fraction of the largest entry of all gradients (at least 1). The default
             is some hundred float32 roundings: sums over rows and devices are made in another order.
-        options: For `gather_on_use`.
+        options: For `on_use`.
     """
     setup = lay_out(params, dims, devices)
     wanted = plain_grad(fn, params, batch, devices=devices, has_aux=has_aux)

@@ -2,7 +2,7 @@
 
 Power iterations and orthogonality penalties are such equations. If their results only scale weights, as a spectral norm
 does, the equations are repeated where the weight is used (`only_scales`). Otherwise they are a cluster: they join a
-block that gathers the weight already (`joined`). The planner and the rules load this module for losses with such
+block that gathers the weight already (`block_to_join`). The planner and the rules load this module for losses with such
 equations, and for losses that read a parameter more than once.
 """
 
@@ -130,30 +130,30 @@ class Joined(NamedTuple):
     again: dict
 
 
-def joined(so_far: Any, eqn: Any, root: Any, place: int) -> Joined | None:
+def block_to_join(so_far: Any, eqn: Any, root: Any, place: int) -> Joined | None:
     """Return the block `place`, which gathers the only parameter of `eqn`, `root`, or None if `eqn` cannot join.
 
     `so_far` are the `Decisions` so far.
     """
     again: dict = {}
-    pending, seen = jaxprs.variables_in(eqn.invars), set()
-    while pending:
-        var = pending.pop()
-        if var in seen:
-            continue
-        seen.add(var)
+    late: list = []  # variables that the block cannot read, because a later segment computes them
+
+    def behind(var):
+        is_of_params = lambda v: v in so_far.params or v in so_far.repeated
         if var in so_far.params:
-            if any(so_far.made_in.get(v, -1) >= place for v in so_far.params[var].operands):
-                return None
+            late.extend(v for v in so_far.params[var].operands if so_far.made_in.get(v, -1) >= place)
         elif var in so_far.repeated:
-            pending += jaxprs.variables_in(so_far.repeated[var].invars)
+            return jaxprs.variables_in(so_far.repeated[var].invars)
         elif var not in so_far.roots and var not in so_far.uniform:
-            return None
+            late.append(var)
         elif so_far.made_in.get(var, -1) > place:
             made = so_far.made[var]
-            of_params = any(v in so_far.params or v in so_far.repeated for v in jaxprs.variables_in(made.invars))
-            if of_params or var in so_far.roots or not is_plain(made):
-                return None
-            again[made] = None
-            pending += jaxprs.variables_in(made.invars)
-    return Joined(root, place, again)
+            reads = jaxprs.variables_in(made.invars)
+            if var not in so_far.roots and is_plain(made) and not any(map(is_of_params, reads)):
+                again[made] = None
+                return reads
+            late.append(var)
+        return ()
+
+    jaxprs.reached(jaxprs.variables_in(eqn.invars), behind)
+    return None if late else Joined(root, place, again)

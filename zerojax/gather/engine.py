@@ -112,7 +112,7 @@ def run_forward(program: Program, args: Sequence, active: Sequence[bool] | None,
     return [a.val if compat.is_literal(a) else env[a] for a in program.outs], residuals
 
 
-def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
+def gather_groups(segments: Sequence[Segment], limit: int) -> list[int]:
     """Return the number of each segment's group, if the segments gather in this order.
 
     Consecutive blocks are one group, and share one gather, if together they gather at most `limit` bytes, or no more
@@ -136,7 +136,7 @@ def groups_of(segments: Sequence[Segment], limit: int) -> list[int]:
 def _gathers(
     program: Program, env: dict, options: Options, gathering: Sequence[Segment], params: Sequence
 ) -> GatherScheduler:
-    computes, groups = [s.computes for s in gathering], groups_of(gathering, options.comm.shared_bytes)
+    computes, groups = [s.computes for s in gathering], gather_groups(gathering, options.comm.shared_bytes)
     given = {*program.invars, *(v for computation in program.shardwise for v in computation.scales)}
     return GatherScheduler(env, options, params, computes, groups, given, program.rows)
 

@@ -1,10 +1,10 @@
 """Evaluate a jaxpr on parameters that were gathered in a narrower type than the jaxpr expects.
 
 `planner` asks `demanded` for the type in which each use casts its parameter, and `orders` for the order of dims in
-which each use computes the parameter's gradient. Segments and scans call `evaluate`.
+which each use computes the parameter's gradient. Segments and scans call `evaluate_gathered`.
 
 A model may keep float32 parameters and compute in bfloat16. It then casts each parameter somewhere in a layer, often
-inside the layer's remat. Casting the shard before the gather halves the bytes. A `Narrow` is a gathered value that has
+inside the layer's remat. Casting the shard before the gather halves the bytes. A `Cast` is a gathered value that has
 already been cast. The equation of the cast returns it unchanged, and any other equation gets it widened.
 
 JAX computes the gradient of `w` in `x @ w` as a product, and transposes the product to the order of `w`. If a
@@ -27,49 +27,49 @@ from zerojax.primitives import WIDEN
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Narrow:
+class Cast:
     """A gathered parameter in the type to which its uses cast it, although the jaxpr expects `dtype`."""
 
     value: jax.Array
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
 
-def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Narrow:
-    return value if value.dtype == param.wide else Narrow(value, param.wide)
+def as_gathered(value: jax.Array, param: ShardedParam) -> jax.Array | Cast:
+    return value if value.dtype == param.wide else Cast(value, param.wide)
 
 
-def widen(value):
-    """Return the array that a jaxpr expects, given a value that may be `Narrow`."""
-    return lax.convert_element_type(value.value, value.dtype) if isinstance(value, Narrow) else value
+def uncast(value):
+    """Return the array that a jaxpr expects, given a value that may be `Cast`."""
+    return lax.convert_element_type(value.value, value.dtype) if isinstance(value, Cast) else value
 
 
-def evaluate(jaxpr, consts: Sequence, args: Sequence) -> list:
-    """Evaluate a jaxpr on arguments that may be `Narrow`, and return arrays.
+def evaluate_gathered(jaxpr, consts: Sequence, args: Sequence) -> list:
+    """Evaluate a jaxpr on arguments that may be `Cast`, and return arrays.
 
     Calls are inlined. Otherwise autodiff would return all residuals of a call as results of one equation, and `vjp`
     could not tell which of them depend on parameters alone.
     """
-    return [widen(value) for value in jaxprs.evaluate(jaxpr, consts, args, _rule)]
+    return [uncast(value) for value in jaxprs.evaluate(jaxpr, consts, args, _rule)]
 
 
 def _rule(eqn, values: Sequence) -> Sequence | None:
     name = compat.name_of(eqn)
     if compat.called(eqn) is not None:
-        return list(map(widen, jaxprs.evaluate_call(eqn, values, _rule)))
+        return list(map(uncast, jaxprs.evaluate_call(eqn, values, _rule)))
     if compat.is_remat(eqn):
-        return jaxprs.evaluate_remat(eqn, values, evaluate)
+        return jaxprs.evaluate_remat(eqn, values, evaluate_gathered)
     if name == WIDEN:
-        from zerojax.gather.shardwise import widened
+        from zerojax.gather.shardwise import evaluate_widen
 
         z, *others = values
-        return widened(eqn, z.value if isinstance(z, Narrow) else z, [*map(widen, others)])
-    if not any(isinstance(value, Narrow) for value in values):
+        return evaluate_widen(eqn, z.value if isinstance(z, Cast) else z, [*map(uncast, others)])
+    if not any(isinstance(value, Cast) for value in values):
         return None
     if name == "convert_element_type" and eqn.params["new_dtype"] == values[0].value.dtype:
         return [values[0].value]
     if _is_layout(eqn):
-        return [Narrow(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype)]
-    return compat.evaluate_one(eqn, [widen(value) for value in values])
+        return [Cast(compat.evaluate_one(eqn, [values[0].value])[0], values[0].dtype)]
+    return compat.evaluate_one(eqn, [uncast(value) for value in values])
 
 
 def _is_layout(eqn) -> bool:

@@ -15,7 +15,7 @@ from zerojax import compat, names
 from zerojax.comm.manual import barrier
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, RowDims
 from zerojax.dims.loops import into_loop
-from zerojax.gather.evaluate import as_gathered, evaluate
+from zerojax.gather.evaluate import as_gathered, evaluate_gathered
 from zerojax.gather.schedule import Options
 from zerojax.gather.sharded_param import ShardedParam
 
@@ -102,7 +102,8 @@ class Loop:
         """Run the body on gathered parameters and on `(*consts, *carry, *slices)`."""
         gathered = (as_gathered(*pair) for pair in zip(params, self.params, strict=True))
         remaining = iter(others)
-        return evaluate(*compat.opened(self.eqn.body), [next(gathered if on else remaining) for on in self.is_param])
+        values = [next(gathered if on else remaining) for on in self.is_param]
+        return evaluate_gathered(*compat.opened(self.eqn.body), values)
 
 
 @dataclasses.dataclass(frozen=True)

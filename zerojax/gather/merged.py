@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs, primitives, signatures
-from zerojax.layout.leaf import replace_items
+from zerojax.gather.parts import both_passes, with_derivative_of
 
 
 def merged(jaxpr: Any, params: Collection) -> Any:
@@ -101,62 +101,43 @@ class _Numbers:
         return numbers
 
 
-@jax.custom_jvp
-def _valued(value: jax.Array, computed: jax.Array) -> jax.Array:
-    """Return `value`, which is equal to `computed`, with the derivative of `computed`."""
-    return value
-
-
-_valued.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
-
-
 def _with_value(eqn: Any, value: Any) -> list:
     """Return equations with the result and the derivative of `eqn`. They read the result from the variable `value`."""
-    operands = [v for v in eqn.invars if not compat.is_literal(v)]
 
     @jax.jit
-    def product(value, *values):
-        every = iter(values)
-        operands = [v.val if compat.is_literal(v) else next(every) for v in eqn.invars]
-        return _valued(value, *compat.evaluate_one(eqn, operands))
+    def product(value, *operands):
+        return with_derivative_of(value, *compat.evaluate_one(eqn, operands))
 
-    def both(value, *values):
-        return product(jax.lax.stop_gradient(value), *values)
+    def both(value, *operands):
+        return product(jax.lax.stop_gradient(value), *operands)
 
-    traced, _ = compat.opened(jax.make_jaxpr(both)(value.aval, *(v.aval for v in operands)))
+    traced, _ = compat.opened(jax.make_jaxpr(both)(*(atom.aval for atom in (value, *eqn.invars))))
     stop, call = traced.eqns  # without `stop_gradient`, `value` would get a cotangent of zeros
     source = {"source_info": eqn.source_info, "ctx": eqn.ctx}
     stop = stop.replace(invars=[value], **source)
-    return [stop, call.replace(invars=[*stop.outvars, *operands], outvars=eqn.outvars, **source)]
+    return [stop, call.replace(invars=[*stop.outvars, *eqn.invars], outvars=eqn.outvars, **source)]
 
 
 def _pulled(eqn: Any) -> Any:
     """Return a hashable form of the derivative of `eqn`, or None if `eqn` has no derivative."""
     is_float = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
-    reads = [v for v in eqn.invars if not compat.is_literal(v)]
-    moving = [i for i, v in enumerate(reads) if is_float(v)]
-
-    def run(values, cotangents):
-        def results(floats):
-            every = iter(replace_items(values, moving, floats))
-            operands = [v.val if compat.is_literal(v) else next(every) for v in eqn.invars]
-            body = compat.called(eqn)
-            done = jaxprs.inline_calls(*compat.opened(body), *operands) if body else compat.evaluate_one(eqn, operands)
-            return [x for v, x in zip(eqn.outvars, done, strict=True) if not compat.is_dropped(v) and is_float(v)]
-
-        return jax.vjp(results, [values[i] for i in moving])[1](cotangents)
-
-    wanted = [v.aval for v in eqn.outvars if not compat.is_dropped(v) and is_float(v)]
-    if not moving or not wanted:
+    moving = [i for i, v in enumerate(eqn.invars) if not compat.is_literal(v) and is_float(v)]
+    active = {k: v for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v) and is_float(v)}
+    if not moving or not active:
         return None
+
+    def run(values):
+        body = compat.called(eqn)
+        return jaxprs.inline_calls(*compat.opened(body), *values) if body else compat.evaluate_one(eqn, values)
+
     try:
-        closed = jax.make_jaxpr(run)([v.aval for v in reads], wanted)
+        closed = both_passes(run, eqn.invars, moving, active)
     except Exception:  # The user's rule failed, or the equation has no derivative.
         return None
     jaxpr, consts = compat.opened(closed)
     # A rule often calls its function once more, for a result that the derivative does not read.
-    alive = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
-    return signatures.signature(alive), tuple(map(id, consts))
+    jaxpr = jaxpr.replace(outvars=jaxpr.outvars[len(active) :])
+    return signatures.signature(jaxpr.replace(eqns=jaxprs.alive(jaxpr))), tuple(map(id, consts))
 
 
 def _is_weight(eqn: Any, weights: Collection) -> bool:

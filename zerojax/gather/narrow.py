@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import compat, jaxprs, names, signatures
-from zerojax.gather.parts import call, dims_of, flat, part
+from zerojax.gather.parts import dims_of, part, without_calls
 from zerojax.gather.sharded_param import quantises
 from zerojax.gather.shardwise import Computation, Shardwise, shardwise_p, widen_p
 from zerojax.gather.unread import is_small, spared
@@ -60,7 +60,7 @@ def hoisted(jaxpr: Any, leaves: Sequence[Leaf | None], alike: Sequence[bool], co
         fixed = (frozenset(k for k, i in enumerate(r.operands) if i >= first) for r in requests)
         of = (dataclasses.replace(r.of, fixed=indices) for r, indices in zip(requests, fixed, strict=True))
         values = [x for r, of in zip(requests, of, strict=True) for x in r._replace(of=of).bind(args)]
-        return call(closed, *args, *values)
+        return jaxprs.run(*compat.opened(closed), *args, *values)
 
     new, consts = compat.opened(jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)))
     layouts = {v: leaf for v, leaf in zip(new.invars, leaves, strict=True) if leaf is not None}
@@ -178,7 +178,7 @@ def _batched(request: Request, batched: Sequence[bool], eqn: Any) -> Request:
     avals = [eqn.invars[i].aval for i in request.operands]
 
     def over_layers(closed):
-        fn = jax.vmap(functools.partial(call, closed), in_axes=axes, axis_size=loop.length)
+        fn = jax.vmap(functools.partial(jaxprs.run, *compat.opened(closed)), in_axes=axes, axis_size=loop.length)
         return jax.make_jaxpr(fn)(*avals)
 
     of = dataclasses.replace(request.of, head=over_layers(request.of.head), full=over_layers(request.of.full))
@@ -234,29 +234,25 @@ def _computes(var: Any, end: Any, made: Mapping, dims: Mapping) -> bool:
 
 def _request(jaxpr: Any, consts: Sequence, target: Any, given: Mapping) -> Request | None:
     """Return the request for `target`, one of the `chosen_values`. `given` is that of `_rewritten`."""
-    is_eqn = not isinstance(target, tuple)
-    wanted = list(target.outvars if is_eqn else target)
-    eqns, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
+    wanted = list(target if isinstance(target, tuple) else target.outvars)
+    _, reads = jaxprs.needed_for(jaxpr.eqns, wanted)
     operands = tuple(i for i, v in enumerate(jaxpr.invars) if v in reads)
-    needed = compat.part_of(jaxpr, eqns, [*compat.constvars_of(jaxpr), *(jaxpr.invars[i] for i in operands)], wanted)
-    avals = [jaxpr.invars[i].aval for i in operands]
+    inputs = [jaxpr.invars[i] for i in operands]
+    traced = lambda run: jax.make_jaxpr(run)(*(v.aval for v in inputs))
+    if isinstance(target, tuple):
+        return _with_tail(traced(part(jaxpr, consts, inputs, wanted)), operands, wanted, [given[v] for v in inputs])
+    of, before = target.params["of"], part(jaxpr, consts, inputs, target.invars)
 
-    def traced(name):
-        def rule(eqn, values):
-            if eqn.primitive is not shardwise_p:
-                return None
-            closed = getattr(eqn.params["of"], name)
-            results = call(closed, *values)
-            return [*results, *[None] * (len(eqn.outvars) - len(results))]
+    def behind(closed):
+        def run(*args):
+            values = before(*args)
+            with names.at(target):
+                return jaxprs.run(*compat.opened(closed), *values)
 
-        outs = 1 if is_eqn and name == "full" else len(wanted)
-        run = lambda *args: jaxprs.evaluate(needed, (), [*jaxprs.as_jax_values(consts), *args], rule)[:outs]
-        return jax.make_jaxpr(run)(*avals)
+        return traced(run)
 
-    if is_eqn:
-        of = dataclasses.replace(target.params["of"], head=traced("head"), full=traced("full"), fixed=frozenset())
-        return Request(operands, of, wanted)
-    return _with_tail(traced("full"), operands, wanted, [given[jaxpr.invars[i]] for i in operands])
+    of = dataclasses.replace(of, head=behind(of.head), full=behind(of.full), fixed=frozenset())
+    return Request(operands, of, wanted)
 
 
 def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Sequence[int | None]) -> Request | None:
@@ -264,7 +260,7 @@ def _with_tail(full: Any, operands: tuple[int, ...], targets: list, given: Seque
 
     Return None if shards cannot compute the weight, or if a parameter is the narrowest value.
     """
-    jaxpr, consts = compat.opened(flat(full))
+    jaxpr, consts = compat.opened(without_calls(full))
     jaxpr = jaxpr.replace(eqns=jaxprs.alive(jaxpr))
     dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)))
     end, *fixed = jaxpr.outvars

@@ -14,7 +14,7 @@ from jax import lax
 from zerojax import compat, jaxprs, names
 from zerojax.comm import rebinding
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.parts import COMBINED, Dim, Flat, dims_of
+from zerojax.gather.parts import COMBINED, Dim, FlatDim, dims_of
 from zerojax.layout.leaf import Leaf
 from zerojax.primitives import Kind, of_kind
 
@@ -44,26 +44,26 @@ class Division:
     def start(self) -> Any:
         return lax.axis_index(self.axes) * self.extent
 
-    def fill(self, x: jax.Array, dim: int | Flat, value: Any) -> jax.Array:
+    def fill(self, x: jax.Array, dim: int | FlatDim, value: Any) -> jax.Array:
         """Replace the padding of a part by `value`."""
         if self.total == self.length:
             return x
-        if isinstance(dim, Flat):
+        if isinstance(dim, FlatDim):
             return self.fill(x.reshape(dim.outer, self.extent, -1), 1, value).ravel()
         place = self.start + lax.broadcasted_iota(jnp.int32, x.shape, dim)
         return jnp.where(place < self.length, x, jnp.asarray(value, x.dtype))
 
-    def part(self, x: jax.Array, dim: int | Flat) -> jax.Array:
+    def part(self, x: jax.Array, dim: int | FlatDim) -> jax.Array:
         """Return this part of an array that is given in full. The padding is 1."""
-        if isinstance(dim, Flat):
+        if isinstance(dim, FlatDim):
             return self.part(x.reshape(dim.outer, self.length, -1), 1).ravel()
         widths = [(0, self.total - self.length if d == dim else 0) for d in range(x.ndim)]
         x = jnp.pad(x, widths, constant_values=1) if self.total > self.length else x
         return lax.dynamic_slice_in_dim(x, self.start, self.extent, dim)
 
-    def whole(self, part: jax.Array, dim: int | Flat) -> jax.Array:
+    def whole(self, part: jax.Array, dim: int | FlatDim) -> jax.Array:
         """Gather the parts of all devices into the whole array, without padding."""
-        if isinstance(dim, Flat):
+        if isinstance(dim, FlatDim):
             return self.whole(part.reshape(dim.outer, self.extent, -1), 1).ravel()
         full = lax.all_gather(part, self.axes, axis=dim, tiled=True)
         return lax.slice_in_dim(full, 0, self.length, axis=dim)
@@ -87,7 +87,7 @@ class Split(NamedTuple):
     division: Division
 
 
-def along(dims: Sequence[int | None], division: Division) -> list[Split | None]:
+def splits_of(dims: Sequence[int | None], division: Division) -> list[Split | None]:
     return [None if dim is None else Split(dim, division) for dim in dims]
 
 
@@ -99,24 +99,24 @@ def evaluate_parts(
     closed: Any,
     values: Sequence,
     given: Sequence[Split | None],
-    *,
-    wanted: Sequence[Split | None] | None = None,
+    wanted: Sequence[Split | None],
     label: str = "zerojax_all_reduce[scales]",
 ) -> list:
-    """Evaluate a closed jaxpr on one part of its arguments. Each result is a part, or has no divided dim.
+    """Evaluate a closed jaxpr on parts of arrays.
 
-    `values` are parts, or arrays in full. `given` says how each part is divided, with None for each full array.
-    `dims_of` must have an entry for each variable. If the parts are shards, `closed` must be a result of `flat`. If
-    `wanted` is given, each result is divided as it says, with zeros in the padding, or is in full if it says None.
-    `label` is the name scope of collectives.
+    Args:
+        closed: The jaxpr. `dims_of` must find the dims of all its variables. If the parts are shards, the jaxpr must be
+            a result of `without_calls`.
+        values: The arguments, each a part or an array in full.
+        given: How each argument is divided; None for an array in full.
+        wanted: How to divide each result, with zeros in the padding; None for a result in full.
+        label: The name scope of collectives.
     """
     jaxpr, consts = compat.opened(closed)
     run, context_of = _Evaluation(jaxpr, consts, values, given, label), names.contexts()
     for eqn in jaxprs.alive(jaxpr):
         with context_of(eqn):
             run.env.update(zip(eqn.outvars, run.results(eqn), strict=True))
-    if wanted is None:
-        return list(map(run.value, jaxpr.outvars))
     return [run.divided(*pair) for pair in zip(jaxpr.outvars, wanted, strict=True)]
 
 
@@ -128,9 +128,9 @@ def evaluate_on_shards(
     wanted: Sequence[Split | None],
     label: str = "zerojax_all_reduce[scales]",
 ) -> list:
-    """Evaluate a result of `flat` on shards, and on arrays that all devices have in full; see `evaluate_parts`."""
+    """Evaluate a jaxpr on shards, and on arrays that all devices have in full; see `evaluate_parts`."""
     axes = next(split.division.axes for split in given if split is not None)
-    local = lambda *values: evaluate_parts(closed, values, given, wanted=wanted, label=label)
+    local = lambda *values: evaluate_parts(closed, values, given, wanted, label)
     return comm.per_shard(local, values, dims_in(given), dims_in(wanted), axes)
 
 
@@ -160,28 +160,28 @@ class _Evaluation:
     def divided(self, atom: Any, split: Split | None) -> jax.Array:
         """Return a result divided as `split` says, with zeros in the padding, or in full if it is None."""
         if split is not None:
-            return split.division.fill(jnp.asarray(self.beside(atom, *split)), split.dim, 0)
+            return split.division.fill(jnp.asarray(self.operand(atom, *split)), split.dim, 0)
         x, dim = jnp.asarray(self.value(atom)), self.dim_of(atom)
         with jax.named_scope(self._label):
             return x if dim is None else self.divisions[atom].whole(x, dim)
 
-    def beside(self, atom: Any, dim: Dim, division: Division) -> Any:
-        """Return an operand of an equation on parts. If it is a full array, return the part along `dim`."""
+    def operand(self, atom: Any, dim: Dim, division: Division) -> Any:
+        """Return an operand of an equation on parts. Of a full array, return the part in the divided dim `dim`."""
         if dim is None or self.dim_of(atom) is not None or not atom.aval.shape:
             return self.value(atom)
-        at = 0 if isinstance(dim, Flat) else dim
+        at = 0 if isinstance(dim, FlatDim) else dim
         if atom.aval.shape[at] == 1:
             return self.value(atom)
         # A broadcast, and what is computed element by element, is computed again in the shape of the part. The full
         # result would be as large as the parameter.
         eqn = self._made.get(atom)
         if eqn is not None and jaxprs.facts(eqn).elementwise and not isinstance(division, Layer):
-            return compat.evaluate_one(_local(eqn), [self.beside(a, dim, division) for a in eqn.invars])[0]
+            return compat.evaluate_one(_local(eqn), [self.operand(a, dim, division) for a in eqn.invars])[0]
         if eqn is None or eqn.primitive.name != "broadcast_in_dim":
             return division.part(self.env[atom], dim)
         x, to = self.value(eqn.invars[0]), eqn.params["broadcast_dimensions"]
         if at in to and np.shape(x)[list(to).index(at)] != 1:
-            x = division.part(x, dim if isinstance(dim, Flat) else list(to).index(dim))
+            x = division.part(x, dim if isinstance(dim, FlatDim) else list(to).index(dim))
         return lax.broadcast_in_dim(x, _with(atom.aval.shape, dim, division.extent), to)
 
     def results(self, eqn: Any) -> Sequence:
@@ -190,8 +190,8 @@ class _Evaluation:
         if division is None:
             return compat.evaluate_one(_local(eqn), [*map(self.value, eqn.invars)])
         self.divisions.update(dict.fromkeys(eqn.outvars, division))
-        pairs = zip(eqn.invars, _dims_beside(eqn, own, after[0]), strict=True)
-        operands = [self.beside(*pair, division) for pair in pairs]
+        pairs = zip(eqn.invars, _operand_dims(eqn, own, after[0]), strict=True)
+        operands = [self.operand(*pair, division) for pair in pairs]
         if after[0] is None and eqn.primitive.name in COMBINED:
             return [self._combined(eqn, operands, own, division)]
         return _on_parts(eqn, operands, own, after, division)
@@ -199,7 +199,8 @@ class _Evaluation:
     def _combined(self, eqn: Any, operands: Sequence, own: Sequence[Dim], division: Division) -> jax.Array:
         """Return a reduction or an inner product over devices. XLA combines independent ones in one collective."""
         name, axes = eqn.primitive.name, division.axes
-        identity = 0 if name == "dot_general" else _identity_of(name, operands[0].dtype)
+        # A reduction of no elements returns the identity.
+        identity = 0 if name == "dot_general" else getattr(lax, name)(jnp.zeros(0, operands[0].dtype), [0])
         filled = [x if d is None else division.fill(x, d, identity) for x, d in zip(operands, own, strict=True)]
         if name in _EXTREMA:
             return _extremum(filled[0], name, tuple(eqn.params["axes"]), axes, self._label)
@@ -224,7 +225,7 @@ def _extremum_jvp(name: str, dims: tuple, axes: tuple, label: str, primals: tupl
     return found, lax.psum((moving * is_equal).sum(dims), axes) / lax.psum(is_equal.sum(dims), axes)
 
 
-def _dims_beside(eqn: Any, own: Sequence[Dim], after: Dim) -> list[Dim]:
+def _operand_dims(eqn: Any, own: Sequence[Dim], after: Dim) -> list[Dim]:
     """Return the dim in which each operand of an equation on parts has to be divided, or None.
 
     `own` has the dims in which the operands are divided, and `after` is the divided dim of the first result.
@@ -247,7 +248,7 @@ def _on_parts(eqn: Any, values: list, own: Sequence, after: Sequence, division: 
     name, params = compat.name_of(eqn), eqn.params
     if (body := compat.called(eqn)) is not None:
         with names.inside_call(eqn):
-            return evaluate_parts(body, values, along(own, division))
+            return evaluate_parts(body, values, splits_of(own, division), splits_of(after, division))
     if name not in ("broadcast_in_dim", "reshape", "slice", "squeeze"):
         return compat.evaluate_one(_local(eqn), values)
     shape = _with(eqn.outvars[0].aval.shape, after[0], division.extent)
@@ -265,19 +266,7 @@ def _local(eqn: Any) -> Any:
     return rebinding.in_force(eqn.replace(params=params))
 
 
-def _with(shape: Sequence[int], dim: int | Flat, size: int) -> tuple[int, ...]:
-    if isinstance(dim, Flat):
+def _with(shape: Sequence[int], dim: int | FlatDim, size: int) -> tuple[int, ...]:
+    if isinstance(dim, FlatDim):
         return (shape[0] // dim.length * size,)
     return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-def _identity_of(name: str, dtype: Any) -> Any:
-    """Return the identity of the reduction `reduce_sum`, `reduce_max` or `reduce_min`, in the elements' type."""
-    if name == "reduce_sum":
-        return 0
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        limits = (False, True) if dtype == jnp.bool_ else (jnp.iinfo(dtype).min, jnp.iinfo(dtype).max)
-    else:  # some types of 8 bits have no infinity
-        is_finite = not np.isinf(np.array(np.inf).astype(dtype).astype(np.float32))
-        limits = (jnp.finfo(dtype).min, jnp.finfo(dtype).max) if is_finite else (-np.inf, np.inf)
-    return limits[0] if name == "reduce_max" else limits[1]

@@ -1,63 +1,29 @@
-"""`gather_on_use` rewrites a loss of full parameters to take shards, as a function that JAX differentiates.
+"""Call a program as a function that JAX differentiates.
 
 An evaluation needs this, because its caller may take the gradient. A training step runs both passes itself (`engine`).
 """
 
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
 
 import jax
 
 from zerojax import compat, names
-from zerojax.comm.collectives import Collectives
-from zerojax.gather.engine import run_backward, run_forward, trace_loss
+from zerojax.gather.engine import run_backward, run_forward
 from zerojax.gather.schedule import Options
 from zerojax.gather.segments import Program
 
 
-def gather_on_use(
-    fn: Callable,
-    layout: Any,
-    *,
-    comm: Collectives,
-    prefetch: int = 1,
-    reshard_after_forward: bool = True,
-    of_rows: Collection[int] = (),
-    differing: Collection[int] | None = None,
-) -> Callable:
-    """Rewrite `fn(params, *args)` to take shards of `params`. `layout` is a tree of `Leaf` with their structure.
-
-    `of_rows` has the indices of the `args` that hold the rows of the batch on dim 0, and `differing` of those that may
-    differ between devices (None: all). Without `reshard_after_forward`, a parameter needs two collectives instead of
-    three, but all gathered parameters are in memory at once. In device view, the result must be called inside a
-    `jax.shard_map` that is manual over the axes of `comm`.
+def as_function(program: Program, options: Options) -> Callable:
+    """Return a program as a function of its arguments, with a backward pass.
 
     The derivative with respect to a sharded parameter is a shard of the sum over devices, with zeros in the padding;
     with respect to any other argument, it is this device's derivative. A shard in host memory is copied to the device
-    before each gather, and its derivative is copied to the host.
+    before each gather, and its derivative is copied to the host. In device view, the function must be called inside a
+    `jax.shard_map` that is manual over the axes of `options.comm`.
 
     References:
         Rajbhandari et al. 2020, arXiv 1910.02054, section 5.
     """
-    options = Options(comm, prefetch, reshard_after_forward)
-
-    def wrapped(params, *args):
-        shards, tree = jax.tree.flatten(params)
-        leaves = tree.flatten_up_to(layout)
-        full = [
-            jax.ShapeDtypeStruct(leaf.shape, shard.dtype) if leaf.kind == "sharded" else shard
-            for leaf, shard in zip(leaves, shards, strict=True)
-        ]
-        on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
-        unlike = range(len(args)) if differing is None else differing
-        program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, args, of_rows, comm, unlike)
-        return jax.tree.unflatten(structure, as_function(program, options)(*shards, *arrays, *consts))
-
-    return wrapped
-
-
-def as_function(program: Program, options: Options) -> Callable:
-    """Return the program as a function of its arguments, with a backward pass."""
 
     @jax.custom_vjp
     def run(*args):

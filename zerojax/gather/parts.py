@@ -30,25 +30,19 @@ _OF_LAYERS |= {"concatenate", "dot_general", "rev"}
 UNKNOWN = -1  # the dim of a value that cannot be computed on parts
 
 
-class Flat(NamedTuple):
+class FlatDim(NamedTuple):
     """The divided dim of an array that was flattened from `(outer, length, rest)`, which is divided along `length`."""
 
     outer: int
     length: int
 
 
-Dim = int | Flat | None
+Dim = int | FlatDim | None
 
 
 def bare(atom: Any) -> Any:
     """Return the type of a variable or literal without its sharding."""
     return jax.core.ShapedArray(atom.aval.shape, atom.aval.dtype)
-
-
-def call(closed: Any, *args: Any) -> list:
-    """Evaluate a closed jaxpr."""
-    jaxpr, consts = compat.opened(closed)
-    return jaxprs.run(jaxpr, jaxprs.as_jax_values(consts), *args)
 
 
 def part(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Callable[..., list]:
@@ -58,7 +52,7 @@ def part(jaxpr: Any, consts: Sequence, inputs: Sequence, wanted: Sequence) -> Ca
     return lambda *args: jaxprs.run(needed, (), *jaxprs.as_jax_values(consts), *args)
 
 
-def flat(closed: Any, first: int = 0) -> Any:
+def without_calls(closed: Any, first: int = 0) -> Any:
     """Return a closed jaxpr in which all calls are inlined, including calls of functions with a custom derivative.
 
     The results before the index `first` are left out.
@@ -76,6 +70,15 @@ def flat(closed: Any, first: int = 0) -> Any:
     return jax.make_jaxpr(lambda *args: jaxprs.evaluate(jaxpr, consts, args, rule))(*map(bare, jaxpr.invars))
 
 
+@jax.custom_jvp
+def with_derivative_of(value: jax.Array, other: jax.Array) -> jax.Array:
+    """Return `value` with the derivative of `other`, which has the same shape and type."""
+    return value
+
+
+with_derivative_of.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
 def dims_of(
     jaxpr: Any, given: Mapping[Any, int | None], *, layers: bool = False, flattens: bool = False
 ) -> dict[Any, Any]:
@@ -83,7 +86,7 @@ def dims_of(
 
     A value without a divided dim is alike on all devices, or for all layers. `given` maps the arguments to their
     divided dims or None. A variable that cannot be computed on parts has no entry. If `layers` is true, the parts are
-    layers. If `flattens` is true, flattened arrays have an entry `Flat`.
+    layers. If `flattens` is true, flattened arrays have an entry `FlatDim`.
     """
     dims = {**given, **dict.fromkeys(compat.constvars_of(jaxpr))}
     for eqn in jaxpr.eqns:
@@ -104,11 +107,11 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
         return [None] * len(eqn.outvars)
     given = [None if compat.is_literal(a) else dims[a] for a in eqn.invars]
     if (body := compat.called(eqn) if layers else compat.evaluated_body(eqn)) is not None:
-        return result_dims(body, given, layers)
+        return result_dims(body, given, layers, flattens)
     first = dims[divided[0]]
-    if isinstance(first, Flat) and name in ("pad", "slice"):  # a part of a flattened array is no part of each shard
+    if isinstance(first, FlatDim) and name in ("pad", "slice"):  # a part of a flattened array is no part of each shard
         return unknown
-    count = first.length if isinstance(first, Flat) else divided[0].aval.shape[first]
+    count = first.length if isinstance(first, FlatDim) else divided[0].aval.shape[first]
     if count == 1 or not (name in _OF_LAYERS if layers else name in OF_SHARDS or _is_product_of_shards(eqn)):
         return unknown
     states = Follower(count).through(eqn, list(map(_state, given)), Context(count, {}))
@@ -117,7 +120,7 @@ def dims_after(eqn: Any, dims: Mapping, layers: bool = False, flattens: bool = F
 
 
 def _state(dim: Dim) -> Places:
-    if isinstance(dim, Flat):
+    if isinstance(dim, FlatDim):
         return Places(frozenset((Place(0, dim.outer),)))
     return NOWHERE if dim is None else on_dim(dim)
 
@@ -129,7 +132,7 @@ def _dim_in(var: Any, state: Any, count: int, may_combine: bool, flattens: bool)
     place, shape = state.only, var.aval.shape
     if place is None or (place.outer == 1 and shape[place.dim] == count):
         return place and place.dim
-    return Flat(place.outer, count) if flattens and len(shape) == 1 and not place.joined else UNKNOWN
+    return FlatDim(place.outer, count) if flattens and len(shape) == 1 and not place.joined else UNKNOWN
 
 
 def _is_product_of_shards(eqn: Any) -> bool:
@@ -162,8 +165,8 @@ def both_passes(run: Callable, atoms: Sequence, moving: Sequence[int], active: M
     return jax.make_jaxpr(both)(*map(bare, [*atoms, *active.values()]))
 
 
-def result_dims(closed: Any, given: Sequence[Any], layers: bool = False) -> list[Any]:
+def result_dims(closed: Any, given: Sequence[Any], layers: bool = False, flattens: bool = False) -> list[Any]:
     """Return the same as `dims_after` for the results of a jaxpr, given the divided dims of its arguments."""
     jaxpr, _ = compat.opened(closed)
-    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=layers)
+    dims = dims_of(jaxpr, dict(zip(jaxpr.invars, given, strict=True)), layers=layers, flattens=flattens)
     return [None if compat.is_literal(a) else dims.get(a, UNKNOWN) for a in jaxpr.outvars]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import compat, jaxprs, signatures
-from zerojax.gather.on_parts import Layer, along, evaluate_parts
-from zerojax.gather.parts import call, dims_of
+from zerojax.gather.on_parts import Layer, evaluate_parts, splits_of
+from zerojax.gather.parts import dims_of
 from zerojax.gather.sharded_param import OF_SHARDS, OF_STACKS
 from zerojax.layout.leaf import Leaf
 
@@ -138,8 +138,9 @@ class Layers:
             rows, layer = dict(zip(scanned, slices, strict=True)), Layer(self.length, 1, self.length, (), index)
             # Not `lax.expand_dims`: behind a broadcast, the backward pass could not compute a changed layer again.
             given = [*(lax.reshape(rows[v], (1, *rows[v].shape)) for v in stacks), *(known[v] for v in others)]
-            found = evaluate_parts(jaxpr, given, along([*[0] * len(stacks), *[None] * len(others)], layer))
+            dims = [*[0] * len(stacks), *[None] * len(others)]
+            found = evaluate_parts(jaxpr, given, splits_of(dims, layer), splits_of([0] * len(changed), layer))
             rows |= {v: lax.squeeze(x, [0]) for v, x in zip(changed, found, strict=True)}
-            return call(loop.body, *values[:first], *(rows[v] for v in operands))
+            return jaxprs.run(*compat.opened(loop.body), *values[:first], *(rows[v] for v in operands))
 
         return loop.evaluate(iteration, [*values[:first], jnp.arange(self.length), *(known[v] for v in scanned)])

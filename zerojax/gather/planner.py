@@ -3,7 +3,7 @@
 1. Inline the calls that parameters are passed to, and drop dead equations (`inlined`).
 2. Run the optional passes (`PASSES`), which rewrite losses that have something for them to do.
 3. Apply to each equation the first rule that matches (`rules`). The rules draft the segments.
-4. Complete the drafts: add the equations that a segment repeats, and find its inputs and results (`assembled`).
+4. Complete the drafts: add the equations that a segment repeats, and find its inputs and results (`complete_drafts`).
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ def planned(
     if returned.gathers:  # The loss returns parameters. They are gathered at the end.
         decisions.drafts.append(returned)
     outs = tuple(v if compat.is_literal(v) else returned.gathers.get(v, v) for v in jaxpr.outvars)
-    segments = assembled(jaxpr, decisions)
+    segments = complete_drafts(jaxpr, decisions)
     if _are_alike(segments):
         from zerojax.gather.equal import with_shared_passes
 
@@ -215,7 +215,7 @@ def _are_alike(segments: Sequence[Segment]) -> bool:
     return len(set(keys)) < len(keys)
 
 
-def assembled(jaxpr, decisions: Decisions) -> tuple[Segment, ...]:
+def complete_drafts(jaxpr, decisions: Decisions) -> tuple[Segment, ...]:
     drafts, params, repeated = decisions.drafts, decisions.params, decisions.repeated
     order = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
     closed = [_with_repeated(draft, params, repeated, order) for draft in drafts]

@@ -12,7 +12,7 @@ cotangent, so the backward pass first sums the cotangents over the devices.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -20,7 +20,17 @@ from jax import lax
 
 from zerojax import compat, jaxprs
 from zerojax.gather.on_parts import Division, Split, evaluate_on_shards
-from zerojax.gather.parts import OF_SHARDS, REDUCTIONS, UNKNOWN, Dim, bare, both_passes, call, dims_after, flat, part
+from zerojax.gather.parts import (
+    OF_SHARDS,
+    REDUCTIONS,
+    UNKNOWN,
+    Dim,
+    bare,
+    both_passes,
+    dims_after,
+    part,
+    without_calls,
+)
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.segments import BlockResiduals, Segment
 from zerojax.gather.sharded_param import ShardedParam
@@ -46,6 +56,7 @@ class Analysis:
         """Analyse a function."""
         self.params, self.repeated, self.alike = params, repeated, alike
         self.made = jaxprs.makers(jaxpr.eqns)
+        self.place = {id(eqn): i for i, eqn in enumerate(jaxpr.eqns)}
         self.uses, final = jaxprs.uses_of(jaxpr)
         # Variables that only reductions read, directly or after equations that can be computed on parts.
         self.reduced: set = set()
@@ -54,14 +65,13 @@ class Analysis:
                 readers = self.uses.get(var, ())
                 if var not in final and readers and all(self._reduces(reader) for reader, _ in readers):
                     self.reduced.add(var)
-        self.divisions: dict = {}  # how devices divide a variable, if shards can compute it
-        self._dims: dict = {}  # the divided dims of variables; see `dims`
 
     def _reduces(self, eqn: Any) -> bool:
         name = eqn.primitive.name
-        if name in REDUCTIONS or (name == "dot_general" and not eqn.outvars[0].aval.shape):
-            return True
-        return name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
+        return name in REDUCTIONS or (name == "dot_general" and not eqn.outvars[0].aval.shape) or self._is_link(eqn)
+
+    def _is_link(self, eqn: Any) -> bool:
+        return eqn.primitive.name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
 
     def ends(self, eqn: Any) -> list:
         """Return `[eqn]` if `eqn` is a reduction, or else the reductions to whose chains `eqn` belongs."""
@@ -69,53 +79,14 @@ class Analysis:
         readers = lambda eqn: [use for var in eqn.outvars for use, _ in self.uses.get(var, ())]
         return [*filter(is_end, jaxprs.reached([eqn], lambda eqn: [] if is_end(eqn) else readers(eqn)))]
 
-    def dims(self, eqn: Any) -> Sequence[Dim]:
-        """Return, for each result of `eqn`, the dim in which shards divide it, or `UNKNOWN` if they cannot compute it.
-
-        The dim of a reduction is None if devices combine their results. At least one operand must be divided.
-        """
-        of = {v: self._dim(v) for v in jaxprs.variables_in(eqn.invars)}
-        divisions = {self.divisions[v] for v, dim in of.items() if dim not in (None, UNKNOWN)}
-        if UNKNOWN in of.values() or len(divisions) != 1:
-            return [UNKNOWN] * len(eqn.outvars)
-        self.divisions |= dict.fromkeys(eqn.outvars, *divisions)
-        return dims_after(eqn, of, flattens=True)
-
-    def _dim(self, var: Any) -> Dim:
-        if var not in self._dims:
-            self._dims[var] = self._found(var)
-        return self._dims[var]
-
-    def _found(self, var: Any) -> Dim:
-        if var in self.params:
-            leaf = self.params[var].leaf
-            self.divisions[var] = Division.of(leaf)
-            return UNKNOWN if any(leaf.others) else leaf.dim
-        if var in self.repeated:
-            dim = self.dims(self.repeated[var])[self.repeated[var].outvars.index(var)]
-            return UNKNOWN if dim is None else dim
-        return None if var in self.alike else UNKNOWN
-
     def chain(self, eqn: Any) -> Chain | None:
         """Return the chain of `eqn` if devices can compute `eqn` on their shards, or None.
 
         `eqn` is a reduction, or belongs to the chain of reductions, because only they read its result.
         """
-        name = eqn.primitive.name
-        is_link = name in OF_SHARDS and self.reduced.issuperset(eqn.outvars)
+        name, is_link = eqn.primitive.name, self._is_link(eqn)
         if eqn.effects or not (is_link or name in REDUCTIONS or name == "dot_general"):
             return None
-        (dim, *_) = self.dims(eqn)
-        if dim == UNKNOWN:
-            return None
-        if dim is not None and not is_link:
-            # Every device gets the whole result of a reduction, so it must be small.
-            division, largest = self.divisions[eqn.outvars[0]], max(a.aval.size for a in eqn.invars)
-            if name not in REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
-                return None
-        return Chain(*self._inputs(eqn), is_link=is_link and dim is not None)
-
-    def _inputs(self, eqn: Any) -> tuple[dict, list]:
         again, reads = {}, []
 
         def behind(var):
@@ -131,8 +102,31 @@ class Analysis:
                 reads.append(var)
             return ()
 
-        jaxprs.reached(jaxprs.variables_in(eqn.invars), behind)
-        return again, reads
+        found = jaxprs.reached(jaxprs.variables_in(eqn.invars), behind)
+        divisions = {Division.of(self.params[v].leaf) for v in found if v in self.params}
+        dim = self._dim(eqn, found) if len(divisions) == 1 else UNKNOWN
+        if dim == UNKNOWN:
+            return None
+        if dim is not None and not is_link:
+            # Every device gets the whole result of a reduction, so it must be small.
+            (division,), largest = divisions, max(a.aval.size for a in eqn.invars)
+            if name not in REDUCTIONS or eqn.outvars[0].aval.size * division.total > division.extent * largest:
+                return None
+        return Chain(again, reads, is_link=is_link and dim is not None)
+
+    def _dim(self, eqn: Any, behind: Collection) -> Dim:
+        """Return the dim in which shards divide the result of `eqn`, None if they combine their results, or `UNKNOWN`.
+
+        `behind` are the variables from which the result is computed.
+        """
+        leaves = {v: self.params[v].leaf for v in behind if v in self.params}
+        dims: dict = {v: leaf.dim for v, leaf in leaves.items() if not any(leaf.others)}
+        dims |= {v: None for v in behind if v in self.alike and v not in leaves and v not in self.repeated}
+        links = {self.place[id(made)]: made for v in behind if (made := self.repeated.get(v)) is not None}
+        for _, link in sorted(links.items()):
+            after = zip(link.outvars, dims_after(link, dims, flattens=True), strict=True)
+            dims |= {v: dim for v, dim in after if dim not in (None, UNKNOWN)}
+        return dims_after(eqn, dims, flattens=True)[0]
 
     def _is_cheap(self, eqn: Any) -> bool:
         """Return whether an equation reads alike values, and none of parameters alone, and can be computed again."""
@@ -176,7 +170,7 @@ class ReducedSegment(Segment):
         env, comm = gathers.env, gathers.options.comm
         others, wanted = [env[v] for v in self.others], [None] * len(self.results)
         inputs = [*self._shards(env), *others]
-        results = evaluate_on_shards(comm, flat(self.jaxpr), inputs, self._splits, wanted, self._label)
+        results = evaluate_on_shards(comm, without_calls(self.jaxpr), inputs, self._splits, wanted, self._label)
         if not moving:
             return results, None
         indices = tuple(i for i, source in enumerate(self.sources) if source in moving)
@@ -222,10 +216,10 @@ class ReducedSegment(Segment):
         It returns the cotangents of the inputs `moving`.
         """
         active = {i: self.jaxpr.outvars[i] for i in wanted}
-        both = both_passes(lambda values: call(self.jaxpr, *values), self.jaxpr.invars, moving, active)
+        both = both_passes(lambda values: jaxprs.run(self.jaxpr, (), *values), self.jaxpr.invars, moving, active)
         jaxpr, consts = compat.opened(both)
         # The results are arguments, so that maxima are not computed again.
         count, found = len(self.jaxpr.invars), jaxpr.outvars[: len(wanted)]
         inputs = [*jaxpr.invars[:count], *found, *jaxpr.invars[count:]]
         run = part(jaxpr, consts, inputs, jaxpr.outvars[len(jaxpr.outvars) - len(moving) :])
-        return flat(jax.make_jaxpr(run)(*map(bare, [*self.jaxpr.invars, *active.values(), *active.values()])))
+        return without_calls(jax.make_jaxpr(run)(*map(bare, [*self.jaxpr.invars, *active.values(), *active.values()])))

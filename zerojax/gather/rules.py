@@ -267,9 +267,9 @@ class Decisions:
         place = self._blocks.get(root := self._root_of(site.reads))
         if place is None or not is_plain(site.eqn):
             return None
-        from zerojax.gather.clusters import joined
+        from zerojax.gather.clusters import block_to_join
 
-        return joined(self, site.eqn, root, place)
+        return block_to_join(self, site.eqn, root, place)
 
     def of_cluster(self, site: Site) -> "Joined | None":
         """Return the block of a cluster if the equation reads its results, and otherwise only alike values."""

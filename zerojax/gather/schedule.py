@@ -16,8 +16,8 @@ segment that gathers.
   ends. They pass a barrier together with the next block's cotangents (`GradScheduler.due` and `settle`).
 - In hybrid sharding, a gradient is also reduced across hosts. This must end one block later.
 
-Consecutive small blocks are one group (`engine.groups_of`), which has one gather and one reduction. The rules hold for
-the group as if it were one block, except that each block's gradients are still computed when the next block starts.
+Consecutive small blocks are one group (`engine.gather_groups`), which has one gather and one reduction. The rules hold
+for the group as if it were one block, except that each block's gradients are still computed when the next block starts.
 """
 
 import bisect

@@ -32,7 +32,7 @@ import jax
 from zerojax import compat, jaxprs, names
 from zerojax.comm.collectives import Collectives
 from zerojax.dims import RowDims
-from zerojax.gather.evaluate import as_gathered, evaluate
+from zerojax.gather.evaluate import as_gathered, evaluate_gathered
 from zerojax.gather.schedule import GatherScheduler, GradScheduler
 from zerojax.gather.sharded_param import ShardedParam, bytes_of, carried_by
 from zerojax.gather.vjp import Passes, RowStates, Sums, differentiable, shared_passes
@@ -126,7 +126,7 @@ class Segment(abc.ABC):
         if not self.params:
             return jaxprs.run(self.jaxpr, (), *others)
         values = [as_gathered(*pair) for pair in zip(params, self.params, strict=True)]
-        return evaluate(self.jaxpr, (), [*values, *others])
+        return evaluate_gathered(self.jaxpr, (), [*values, *others])
 
     def live_results(self, moving: Set) -> list:
         """Return the results through which cotangents may flow to a variable in `moving`."""

@@ -25,8 +25,8 @@ from jax.extend.core import Primitive
 
 from zerojax import compat, jaxprs
 from zerojax.comm.collectives import Collectives
-from zerojax.gather.on_parts import Division, Split, along, evaluate_on_shards
-from zerojax.gather.parts import bare, both_passes, call, flat, result_dims
+from zerojax.gather.on_parts import Division, Split, evaluate_on_shards, splits_of
+from zerojax.gather.parts import bare, both_passes, result_dims, with_derivative_of, without_calls
 from zerojax.gather.sharded_param import ShardedParam
 from zerojax.layout.leaf import Leaf
 from zerojax.primitives import SHARDWISE, WIDEN
@@ -59,20 +59,11 @@ def _of_widen(*_: Any, tail: Any, dtype: Any) -> Any:
     return bare(compat.opened(tail)[0].outvars[0])
 
 
-@jax.custom_vjp
-def _with_cotangent_of(value: jax.Array, carrier: jax.Array) -> jax.Array:
-    """Return `value`. In the backward pass, `carrier` gets the cotangent, and `value` gets none."""
-    return value
-
-
-_with_cotangent_of.defvjp(lambda value, carrier: (value, None), lambda _, cotangent: (None, cotangent))
-
-
-def widened(eqn: Any, z: jax.Array, others: Sequence) -> list:
+def evaluate_widen(eqn: Any, z: jax.Array, others: Sequence) -> list:
     """Evaluate a `widen` equation. `z` has the type in which it was gathered, or that of `y` to get a cotangent."""
     tail, consts = compat.opened(eqn.params["tail"])
     (value,) = jaxprs.run(tail, consts, z.astype(eqn.params["dtype"]), *others)
-    return [value if z.dtype == eqn.params["dtype"] else _with_cotangent_of(value, z)]
+    return [value if z.dtype == eqn.params["dtype"] else with_derivative_of(value, z)]
 
 
 @jax.custom_jvp
@@ -136,7 +127,7 @@ class Shardwise:
 
     @functools.cached_property
     def _head(self) -> Any:
-        return flat(self.eqn.params["of"].head)
+        return without_calls(self.eqn.params["of"].head)
 
     @functools.cached_property
     def _moving(self) -> list[int]:
@@ -150,12 +141,14 @@ class Shardwise:
 
         The cotangent is that of the weight. The results are the cotangents of the operands `_moving`.
         """
-        full, moving, weight = self.eqn.params["of"].full, self._moving, {0: self.eqn.outvars[0]}
-        return flat(both_passes(lambda xs: call(full, *xs), self.eqn.invars, moving, weight), first=1)
+        full, moving, weight = compat.opened(self.eqn.params["of"].full), self._moving, {0: self.eqn.outvars[0]}
+        return without_calls(
+            both_passes(lambda values: jaxprs.run(*full, *values), self.eqn.invars, moving, weight), first=1
+        )
 
     @functools.cached_property
     def _splits(self) -> list[Split | None]:
-        return along([*self._dims, self.leaf.dim], Division.of(self.leaf))
+        return splits_of([*self._dims, self.leaf.dim], Division.of(self.leaf))
 
     def compute(self, comm: Collectives, env: Mapping) -> list[jax.Array]:
         """Return `(z, *scales)`, given the program's arguments in `env`. `z` is divided like a parameter."""

@@ -17,18 +17,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.parts import both_passes, dims_of, flat, part
-
-
-@jax.custom_vjp
-def straight_through(weight: jax.Array, quantised: jax.Array) -> jax.Array:
-    """Return `quantised` in the type of `weight`. In the backward pass, `weight` gets the whole cotangent."""
-    return quantised.astype(weight.dtype)
-
-
-straight_through.defvjp(
-    lambda weight, quantised: (straight_through(weight, quantised), None), lambda _, cotangent: (cotangent, None)
-)
+from zerojax.gather.parts import both_passes, dims_of, part, with_derivative_of, without_calls
 
 
 def is_small(v: Any, var: Any) -> bool:
@@ -63,22 +52,21 @@ def spared(eqn: Any, values: Sequence, dims: Mapping) -> list | None:
     return [apart.get(k, x) for k, x in enumerate(compat.evaluate_one(eqn, values))] if apart else None
 
 
-def _moving_operands(eqn: Any) -> list[int]:
-    """Return the indices of the operands that may have cotangents."""
-    return [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and jaxprs.differentiable(a.aval.dtype)]
-
-
 class _Call:
     """A call of a function with a custom derivative, and the equations of both its passes."""
 
     def __init__(self, eqn: Any):
-        self.eqn, self.moving = eqn, _moving_operands(eqn)
+        differentiable = lambda atom: jaxprs.differentiable(atom.aval.dtype)
+        self.eqn = eqn
+        self.moving = [i for i, a in enumerate(eqn.invars) if not compat.is_literal(a) and differentiable(a)]
         kept = [k for k, v in enumerate(eqn.outvars) if not compat.is_dropped(v)]
-        self.active = [k for k in kept if jaxprs.differentiable(eqn.outvars[k].aval.dtype)]  # they have cotangents
+        self.active = [k for k in kept if differentiable(eqn.outvars[k])]  # they have cotangents
         self.order = [*self.active, *(k for k in kept if k not in self.active)]  # of the results in `passes`
         run, active = functools.partial(compat.evaluate_one, eqn), {k: eqn.outvars[k] for k in self.active}
         # `(*operands, *cotangents) -> (*results, *cotangents of the operands)`
-        self.passes, self.consts = compat.opened(flat(both_passes(run, eqn.invars, self.moving, active, others=True)))
+        self.passes, self.consts = compat.opened(
+            without_calls(both_passes(run, eqn.invars, self.moving, active, others=True))
+        )
         count, first = len(eqn.invars), len(self.order)
         self.operands, self.cotangents = list(self.passes.invars[:count]), list(self.passes.invars[count:])
         self.results = list(self.passes.outvars[:first])
@@ -151,7 +139,7 @@ class _Call:
             return (pulled[i], *[None] * len(scales), *(pulled.get(k) for k in others))
 
         product.defvjp(both, backward_pass)
-        weight = straight_through(values[i], copy)
+        weight = with_derivative_of(copy.astype(values[i].dtype), values[i])
         scales = [lax.stop_gradient(x) for x in scales]
         found = product(weight, *scales, *(values[k] for k in others))
         by_place = dict(zip(self.order, found, strict=True))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax import compat, jaxprs
-from zerojax.gather.engine import groups_of, trace_loss
+from zerojax.gather.engine import gather_groups, trace_loss
 from zerojax.gather.segments import BlockSegment, Program, Segment
 from zerojax.gather.sharded_param import ShardedParam, bytes_of
 from zerojax.layout.leaf import Leaf
@@ -56,7 +56,7 @@ def working_set(fn: Callable, layout: Any, *args: Any, prefetch: int = 1, shared
     on_leaves = lambda full, *args: fn(tree.unflatten(full), *args)
     program, *_ = trace_loss(on_leaves, leaves, full, args, differing=[0])
     gathering = [s for s in program.segments if s.params]
-    numbered = [*zip(groups_of(gathering, shared_bytes), gathering, strict=True)]
+    numbered = [*zip(gather_groups(gathering, shared_bytes), gathering, strict=True)]
     passing = [(number, segment) for number, segment in numbered if not segment.lasting]
     groups = [[segment for _, segment in group] for _, group in itertools.groupby(passing, lambda pair: pair[0])]
     shared = [bytes_of(p for segment in group for p in segment.params) * (len(group) > 1) for group in groups]

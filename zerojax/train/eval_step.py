@@ -13,14 +13,15 @@ import jax.core
 from zerojax.comm.mesh import on_auto_mesh, replicated, row_shardings, wait_if_simulated, with_types
 from zerojax.config import Config
 from zerojax.config.batch_dims import is_divisible
-from zerojax.gather.on_use import gather_on_use
+from zerojax.gather.on_use import as_function
 from zerojax.layout.leaf import has_chunked
 from zerojax.layout.tree import layout_of
 from zerojax.placement.problems import unusable_named
 from zerojax.placement.storage import cast, storage_leaves
 from zerojax.train.arguments import NO_BATCH, call_unpacked, place_batch, place_leaf, separated
 from zerojax.train.checked import check_leaf_types
-from zerojax.train.loss import DIFFERING, OF_ROWS, View
+from zerojax.train.gradients import trace_view
+from zerojax.train.loss import LossInputs, View
 from zerojax.train.same_run import SameCalls, signature_of
 
 if TYPE_CHECKING:
@@ -46,12 +47,10 @@ def eval_step(config: Config, fn: Callable) -> Callable:
         layout = layout_of(config, params, others=others)
         stored = cast(storage_leaves(params, layout.params), [leaf.dtype for leaf in layout.params])
         view = View(config, layout, (), Function(fn), 1)
-        call = view.call
-        if view.gathers_on_use:
-            tree = jax.tree.unflatten(layout.treedef, layout.params)
-            options = {"prefetch": config.prefetch, "reshard_after_forward": config.reshard_after_forward}
-            call = gather_on_use(call, tree, comm=view.comm, of_rows=OF_ROWS, differing=DIFFERING, **options)
-        return call(jax.tree.unflatten(layout.treedef, stored), None, batch, *args)
+        if not view.gathers_on_use:
+            return view.call(jax.tree.unflatten(layout.treedef, stored), None, batch, *args)
+        program, values, options, structure = trace_view(view, LossInputs(stored, None, batch, args))
+        return jax.tree.unflatten(structure, as_function(program, options)(*values))
 
     @functools.cache
     def program_for(others: tuple) -> Callable:

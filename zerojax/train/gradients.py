@@ -22,6 +22,7 @@ from zerojax.comm.collectives import Collectives
 from zerojax.dims.follow import row_dims_of_args, row_dims_of_params
 from zerojax.gather.engine import run_backward, run_forward, trace_loss
 from zerojax.gather.schedule import Options
+from zerojax.gather.segments import Program
 from zerojax.gather.vjp import RowStates, Sums, traced_passes
 from zerojax.jaxprs import split_arrays
 from zerojax.layout.leaf import Leaf
@@ -131,6 +132,22 @@ def microbatch_gradients(view: View, given: LossInputs, scale: Array):
     return returned, grads, factor, values
 
 
+def trace_view(view: View, given: LossInputs) -> tuple[Program, list, Options, Any]:
+    """Trace the loss as a program that takes shards of the parameters.
+
+    Returns:
+        The program, the values of its arguments, the options of its passes, and the structure of the loss's results.
+    """
+    comm, leaves, further = view.comm, view.layout.params, (given.mutable, given.batch, *given.args)
+    pairs = zip(given.stored, leaves, strict=True)
+    full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for x, leaf in pairs]
+    loss = view.checked_call
+    on_leaves = lambda full, *further: loss(view.layout.treedef.unflatten(full), *further)
+    program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, further, OF_ROWS, comm, DIFFERING)
+    options = Options(comm, view.config.prefetch, view.config.reshard_after_forward)
+    return program, [*given.stored, *arrays, *consts], options, structure
+
+
 def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     """Run the loss forward, with each sharded parameter gathered where it is used.
 
@@ -141,13 +158,8 @@ def gathered_passes(view: View, given: LossInputs) -> tuple[Returned, Callable]:
     """
     comm, layout, leaves = view.comm, view.layout, view.layout.params
     stored, overwritten = given.stored, layout.overwritten
-    pairs = zip(stored, leaves, strict=True)
-    full = [jax.ShapeDtypeStruct(leaf.shape, x.dtype) if leaf.kind == "sharded" else x for x, leaf in pairs]
-    loss, further = view.checked_call, (given.mutable, given.batch, *given.args)
-    on_leaves = lambda full, *further: loss(layout.treedef.unflatten(full), *further)
-    program, arrays, consts, structure = trace_loss(on_leaves, leaves, full, further, OF_ROWS, comm, DIFFERING)
-    options = Options(comm, view.config.prefetch, view.config.reshard_after_forward)
-    values, differentiated = [*stored, *arrays, *consts], {*layout.trained, *overwritten}
+    program, values, options, structure = trace_view(view, given)
+    differentiated = {*layout.trained, *overwritten}
     active = [i in differentiated for i in range(len(values))]
     results, residuals = run_forward(program, values, active, options)
     whole = {*overwritten, *(i for i in comm.experts(leaves) if leaves[i].kind != "sharded")}
