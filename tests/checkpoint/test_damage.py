@@ -6,14 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 
 import optax
 import pytest
-from checkpoints import NEWEST, SHAPES, assert_same, files_of, filled, flip, sign, zero
+from checkpoints import NEWEST, SHAPES, assert_same, files_of, filled, flip, rewrite_manifest, sign, zero
 from conftest import fraction, mesh_of
 
 from zerojax import Tuning, zero_shard
-from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, export_checkpoint, saving
+from zerojax.checkpoint import Checkpointer, CheckpointError, DamagedError, arrays, export_checkpoint, manifest, saving
 from zerojax.checkpoint.manifest import MANIFEST, read_manifest
 
 TX = zero_shard(optax.adam(1e-2), stage=3, mesh=mesh_of(4), tuning=Tuning(persist_below=64))
@@ -94,8 +95,8 @@ def test_damage_names_the_one_packed_leaf(packed, leaf, damage):
     ((piece,), path) = saved.pieces, packed / NEWEST / "packed.0.bin"
     damage(path, piece.offset, math.prod(piece.shape) * saved.storage_dtype.itemsize)
     assert_damaged(packed, [(leaf, "packed.0.bin", "has other contents than were written")])
-    with arrays.opener() as open_once, pytest.raises(CheckpointError) as caught:  # after it was verified
-        arrays.read_packed(packed / NEWEST, saved, open_once)
+    with pytest.raises(CheckpointError) as caught:  # after it was verified
+        arrays.read_packed(packed / NEWEST, saved)
     assert str(caught.value) == f"{leaf} in {path} has other contents than were written."
 
 
@@ -141,6 +142,21 @@ def test_a_file_that_no_save_wrote_is_damage(packed, kind):
     change, file, problem = FOREIGN[kind]
     change(packed / NEWEST)
     assert_damaged(packed, [("", file, problem)])
+
+
+def test_a_file_without_a_digest_is_damage(folders):
+    """So no file is read that was not verified, whatever a manifest says."""
+    hidden = [name for name in read_manifest(folders / NEWEST).files if name.startswith("arrays/params.w/")]
+    rewrite_manifest(folders / NEWEST, lambda body: [body["files"].pop(name) for name in hidden])
+    assert_damaged(folders, [("params['w']", "arrays/params.w/.zarray", "is missing")])
+
+
+def test_the_first_process_says_which_checkpoints_there_are(packed, monkeypatch):
+    """The file system shows this process an older list."""
+    processes = types.SimpleNamespace(index=1, count=2)
+    processes.exchange = lambda topic, message: ["[1, 2]" if "list" in topic else "[]", message]
+    monkeypatch.setattr(manifest, "steps_in", lambda root: [1])
+    assert manifest.newest_verified(packed, 2, False, processes).step == 2
 
 
 @pytest.mark.parametrize("form", ["folders", "packed"])

@@ -86,6 +86,15 @@ def test_a_file_is_full_at_its_limit(tmp_path, limit, files):
     assert len(export(params, tmp_path / "out", file_bytes=limit)) == files
 
 
+def test_tied_leaves_are_compared_before_a_cast(tmp_path):
+    """Equal ones may have different types."""
+    params = {"a": jnp.ones(3), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(3) + 2.0**-20}
+    export({name: params[name] for name in "ab"}, tmp_path / "out", mapping={"t": ["a", "b"]})
+    assert load_file(tmp_path / "out" / "model.safetensors")["t"].dtype == np.float32
+    with pytest.raises(ValueError, match="'a' and 'c' the same tensor 't', but they are not equal"):
+        export({name: params[name] for name in "ac"}, tmp_path / "x", mapping={"t": ["a", "c"]}, dtype=jnp.bfloat16)
+
+
 # --- the command line --------------------------------------------------------------------------------------------
 
 

@@ -176,7 +176,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 def test_a_failed_write_is_waited_for_with_those_beside_it():
     slow, ended = ThreadPoolExecutor(2), []
     futures = [slow.submit(lambda: 1 / 0), slow.submit(lambda: (time.sleep(0.2), ended.append(True)))]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(CheckpointError, match="ZeroDivisionError"):
         arrays.wait_for(futures)
     assert ended
 
@@ -201,9 +201,9 @@ def interrupt(*args, **options):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # futures that orbax leaves behind
-@pytest.mark.parametrize("where", ["write", "start"])
+@pytest.mark.parametrize("where", ["write", "start", "twice"])
 def test_an_interrupted_save_is_not_taken_for_done(tmp_path, state, monkeypatch, where):
-    """Also where the thread has begun, as an interrupt in Thread.start finds it."""
+    """Also where the thread has begun, as an interrupt in Thread.start finds it, and another while it is undone."""
     start = threading.Thread.start
 
     def begun(self):
@@ -217,13 +217,15 @@ def test_an_interrupted_save_is_not_taken_for_done(tmp_path, state, monkeypatch,
             patched.setattr(
                 *((arrays, "write_leaves", interrupt) if where == "write" else (threading.Thread, "start", begun))
             )
+            if where == "twice":
+                patched.setattr(directory, "remove", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 checkpoints.save(state, step=1)
         for thread in threading.enumerate():
             if thread.name.startswith("zerojax save"):
                 thread.join()
         assert not checkpoints.steps()
-        assert where == "start" or not list(tmp_path.glob(".tmp*"))
+        assert where != "write" or not list(tmp_path.glob(".tmp*"))
         assert checkpoints.save(state, step=1, force=True)
         checkpoints.wait()
         assert checkpoints.verify() == [1]
@@ -237,16 +239,19 @@ def go_on(monkeypatch):
     return event
 
 
-def test_an_interrupt_while_waiting_does_not_forget_the_save(tmp_path, state, go_on):
+@pytest.mark.parametrize("call", ["save", "close"])
+def test_an_interrupt_while_waiting_does_not_forget_the_save(tmp_path, state, go_on, call):
     with Checkpointer(tmp_path) as checkpoints:
         checkpoints.save(state, step=1)
         usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
         try:
             threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
-                checkpoints.save(state, step=2)
+                checkpoints.save(state, step=2) if call == "save" else checkpoints.close()
         finally:
             signal.signal(signal.SIGINT, usual)
+        with pytest.raises(CheckpointError, match="in use by this process"):  # which is still writing
+            Checkpointer(tmp_path)
         threading.Timer(0.2, go_on.set).start()
     assert checkpoints.steps() == [1]
 
@@ -479,6 +484,15 @@ def test_a_type_that_no_checkpoint_holds_is_refused_by_name(dtype):
     one = StateLeaf("params['packed']['codes']", ("params", "packed", "codes"), leaf, jax.ShapeDtypeStruct((8,), dtype))
     with pytest.raises(CheckpointError, match=rf"codes'\] is {dtype}.*Keep the leaf as uint8"):
         saved_leaves({one.name: one})
+
+
+def test_every_folder_has_a_name_of_its_own_whatever_the_keys():
+    leaf = Leaf("", (1 << 15,), jnp.dtype("float32"), (), 1)
+    keys = ["x~2", "x", "X", "x~2", "y" * 300, "Y" * 300]
+    leaves = {str(i): StateLeaf(str(i), ("params", key), leaf, jnp.zeros(0)) for i, key in enumerate(keys)}
+    names = [one.folder.lower() for one in saved_leaves(leaves)]
+    assert len(set(names)) == len(keys)
+    assert max(map(len, names)) < 255
 
 
 def test_orbax_is_quiet(one_step, state, caplog):

@@ -103,8 +103,7 @@ def test_blocks_of_several_processes_are_one_leaf(tmp_path):
         pieces += saving.write_packed(tmp_path / f"packed.{process}.bin", boxes).get("x", [])
     assert len(files_of(tmp_path)) == 3
     leaf = SavedLeaf("x", ("x",), whole.shape, "int16", "replicated", "", pieces=tuple(pieces))
-    with arrays.opener() as open_once:
-        assert np.array_equal(arrays.read_packed(tmp_path, leaf, open_once), whole)
+    assert np.array_equal(arrays.read_packed(tmp_path, leaf), whole)
 
 
 def save_again(source, target):

@@ -85,7 +85,7 @@ class Held:
 
     def __init__(self, monkeypatch):
         self.most = collections.Counter()
-        for name in ("convert", "place_stored", "replaced", "joined"):
+        for name in ("convert", "place_whole", "replaced", "joined"):
             monkeypatch.setattr(live, name, self.watched(getattr(live, name)))
 
     def watched(self, fn):
@@ -309,6 +309,6 @@ def move_around(folder):
 def test_two_processes_move_a_state_together(tmp_path):
     for out in several.run(move_around, tmp_path, devices=4):
         assert "of the processes [0, 1], and the new mesh has devices of the processes [0]" in out
-        assert "Process 1: " in out
+        assert "process 1: " in out
         assert f"{tmp_path / 'process_1'}" in out
         assert out.endswith("done\n")

@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -28,8 +28,9 @@ from etils import epath
 from jax.sharding import NamedSharding, Sharding
 from orbax.checkpoint import type_handlers
 
-from zerojax.checkpoint.errors import CheckpointError, in_one_line
+from zerojax.checkpoint.errors import CheckpointError, attempt, in_one_line
 from zerojax.checkpoint.manifest import ARRAYS, SavedLeaf, read_verified
+from zerojax.layout.leaf import Leaf
 from zerojax.offload.chunked import Chunked, Chunking, assembled, joined, parts_of, read_ahead
 from zerojax.offload.disk import aligned_zeros
 
@@ -41,11 +42,16 @@ BLOCK_BYTES = 4 << 20  # bytes of a file that are read at once
 
 
 class ReadRequest(NamedTuple):
-    """A leaf to read, and its wanted shape and sharding. Reading trims or zero-pads the saved dims to `shape`."""
+    """A leaf to read, and its wanted layout, type and sharding. For PRNG keys, `leaf` describes their data."""
 
     saved: SavedLeaf
-    shape: tuple[int, ...]  # for PRNG keys, the shape of their data
+    leaf: Leaf
     sharding: Sharding
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether each process reads the whole leaf, because it is small: packed, or flat in one layout."""
+        return bool(self.saved.pieces) or (self.saved.kind == "flat") != (self.leaf.kind == "flat")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,17 +143,14 @@ def files_of_shards(sharding: NamedSharding, shape: tuple[int, ...]) -> list[str
 
     If several processes have a shard, the process of the shard's first device writes it.
     """
-    indices, local = sharding.devices_indices_map(shape), sharding.shard_shape(shape)
-    writers: dict[str, jax.Device] = {}
-    for device, index in indices.items():
-        writers.setdefault(str(index), device)
-    names = []
-    for device, *_ in parts_of(shape, sharding).values():
-        index = indices[device] or ()
-        grid = [one.indices(size)[0] // part for one, size, part in zip(index, shape, local, strict=True)]
-        is_ours = writers[str(indices[device])].process_index == jax.process_index()
-        names.append(".".join(map(str, grid)) if is_ours else "")
-    return names
+    local = sharding.shard_shape(shape)
+    names = {
+        device: ".".join(str(one.indices(size)[0] // n) for one, size, n in zip(index or (), shape, local, strict=True))
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+    writers = {name: device.process_index for device, name in reversed(names.items())}
+    ours = [names[device] for device, *_ in parts_of(shape, sharding).values()]
+    return [name if writers[name] == jax.process_index() else "" for name in ours]
 
 
 def write_chunk(
@@ -166,50 +169,34 @@ def write_chunk(
 
 
 def wait_for(futures: Sequence[Any]) -> None:
-    """Block until every future has ended, then raise the first error.
-
-    The caller removes the folder after an error, so all writes must have ended by then.
-    """
-    failures = []
-    for future in futures:
-        try:
-            future.result()
-        except Exception as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
+    """Block until every future has ended, because the caller removes the folder after an error. Raise the first one."""
+    if failures := [failure for future in futures if (failure := attempt(future.result))]:
+        raise CheckpointError(failures[0])
 
 
 def read_arrays(directory: Path, requests: Sequence[ReadRequest]) -> list[Any]:
-    """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read."""
-    large = iter(read_folders(directory, [one for one in requests if not one.saved.pieces]))
-    with opener() as open_once:
-        # Each process reads packed leaves in full, because they are small.
-        whole = lambda one: place_stored(read_packed(directory, one.saved, open_once), one)
-        arrays = [whole(one) if one.saved.pieces else next(large) for one in requests]
-    return [x if one.saved.key is None else as_keys(x, one) for x, one in zip(arrays, requests, strict=True)]
-
-
-def place_stored(stored: np.ndarray, one: ReadRequest) -> jax.Array:
-    """Place a leaf's storage that this process has in full in host memory."""
-    fitted = np.zeros(one.shape, stored.dtype)
-    common = tuple(slice(min(n, m)) for n, m in zip(fitted.shape, stored.shape, strict=True))
-    fitted[common] = stored[common]
-    return jax.make_array_from_callback(one.shape, one.sharding, lambda index: fitted[index if index else ...])
-
-
-def read_folders(directory: Path, requests: Sequence[ReadRequest]) -> list[jax.Array]:
-    """Read leaves that have a folder each, shard by shard. Raise a `CheckpointError` if a leaf cannot be read.
+    """Read leaves of a checkpoint straight into their shardings. Raise a `CheckpointError` if a leaf cannot be read.
 
     orbax would read all shards of many leaves before it copies the first one to a device. So host memory would hold
     them twice if the devices are in host memory, too.
     """
-    parts = [(one.saved, box) for one in requests for box in parts_of(one.shape, one.sharding)]
-    sizes = [math.prod(end - start for start, end in box) * saved.storage_dtype.itemsize for saved, box in parts]
-    every = [(directory, saved, tuple(slice(*span) for span in box)) for saved, box in parts]
-    limit = min(MOST_AHEAD, max(LEAST_AHEAD, sum(sizes) // SHARES_AHEAD))
-    values = read_ahead(read_box, every, sizes, limit)
-    return [assembled(one.shape, one.sharding, one.saved.storage_dtype, values) for one in requests]
+    large = [one for one in requests if not one.is_whole]
+    boxes = [(one, box) for one in large for box in parts_of(one.leaf.storage_shape, one.sharding)]
+    sizes = [math.prod(end - start for start, end in box) * one.leaf.dtype.itemsize for one, box in boxes]
+    parts = [(directory, one.saved, one.leaf, tuple(slice(*span) for span in box)) for one, box in boxes]
+    values = read_ahead(read_part, parts, sizes, min(MOST_AHEAD, max(LEAST_AHEAD, sum(sizes) // SHARES_AHEAD)))
+
+    def placed(one: ReadRequest) -> jax.Array:
+        if not one.is_whole:
+            return assembled(one.leaf.storage_shape, one.sharding, one.leaf.dtype, values)
+        box = tuple(slice(0, size) for size in one.leaf.storage_shape)
+        return place_whole(read_part(directory, one.saved, one.leaf, box), one.sharding)
+
+    return [placed(one) if one.saved.key is None else as_keys(placed(one), one) for one in requests]
+
+
+def place_whole(stored: np.ndarray, sharding: Sharding) -> jax.Array:
+    return jax.make_array_from_callback(stored.shape, sharding, lambda index: stored[index if index else ...])
 
 
 def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
@@ -220,6 +207,27 @@ def as_keys(x: jax.Array, one: ReadRequest) -> jax.Array:
         raise CheckpointError(
             f"{one.saved.name} is said to be PRNG keys of {one.saved.key}, and is not: {in_one_line(error)}"
         ) from error
+
+
+def read_part(directory: Path, saved: SavedLeaf, leaf: Leaf, box: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a leaf, and return it as `leaf` stores it. `box` has a start and an end for each dim."""
+    if (saved.kind == "flat") == (leaf.kind == "flat"):  # the storages differ in padding and type at most
+        return as_type(read_box(directory, saved, box), leaf)
+    whole = read_box(directory, saved, tuple(slice(0, size) for size in saved.data_shape))
+    return as_stored(whole, leaf)[box]
+
+
+def as_stored(values: np.ndarray, leaf: Leaf) -> np.ndarray:
+    """Return all values of a leaf, without padding, as `leaf` stores them."""
+    stored = np.zeros(leaf.storage_shape, leaf.dtype)
+    values = values.reshape(-1 if leaf.kind == "flat" else leaf.shape)
+    stored[tuple(map(slice, values.shape))] = as_type(values, leaf)
+    return stored
+
+
+def as_type(values: np.ndarray, leaf: Leaf) -> np.ndarray:
+    with np.errstate(all="ignore"):  # as on a device, a value that is too large becomes infinite
+        return values.astype(leaf.dtype, copy=False)
 
 
 def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.ndarray:
@@ -237,8 +245,7 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
         return part
     target = part[(*map(slice, sizes), ...)]
     if saved.pieces:
-        with opener() as open_once:
-            target[...] = read_packed(directory, saved, open_once)[inside]
+        target[...] = read_packed(directory, saved)[inside]
         return part
     try:
         read_files(directory / ARRAYS / saved.folder, inside, target)
@@ -249,21 +256,15 @@ def read_box(directory: Path, saved: SavedLeaf, box: tuple[slice, ...]) -> np.nd
     return part
 
 
-@contextlib.contextmanager
-def opener() -> Iterator[Callable[[Path], IO[bytes]]]:
-    """Yield a function that opens each file once, because a file of packed leaves has thousands of them."""
-    with contextlib.ExitStack() as files:
-        yield functools.cache(lambda path: files.enter_context(path.open("rb")))
-
-
-def read_packed(directory: Path, leaf: SavedLeaf, open_once: Callable[[Path], IO[bytes]]) -> np.ndarray:
+def read_packed(directory: Path, leaf: SavedLeaf) -> np.ndarray:
     """Read and verify the storage of a packed leaf, all of which its pieces cover."""
     ends = [[i + n for i, n in zip(piece.start, piece.shape, strict=True)] for piece in leaf.pieces]
     storage = np.empty([max(dim) for dim in zip(*ends, strict=True)], leaf.storage_dtype)
     for piece, end in zip(leaf.pieces, ends, strict=True):
         path = directory / piece.file
         try:
-            values = read_verified(open_once(path), leaf, piece)
+            with path.open("rb") as file:
+                values = read_verified(file, leaf, piece)
         except OSError as error:
             raise CheckpointError(f"{leaf.name} in {path} cannot be read: {in_one_line(error)}") from error
         if values is None:

@@ -258,8 +258,10 @@ class Checkpointer:
         with self._mutex:
             try:
                 self.wait()
-            finally:
+            except CheckpointError:
                 self._unlock()
+                raise
+            self._unlock()  # not after an interrupt: the save goes on, and is finished at exit or by another `close`
 
     def _unlock(self) -> None:
         OPEN.discard(self)

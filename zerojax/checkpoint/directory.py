@@ -123,12 +123,9 @@ def is_removable(path: Path) -> bool:
 
 
 def free_aside(directory: Path, step: int) -> str:
-    """Return an unused name, `step_….aside` or `step_….aside-<number>`, to which a step's folder can be renamed."""
-    name, n = f"{step_name(step)}.aside", int(time.time())
-    free = name
-    while os.path.lexists(directory / free):
-        free, n = f"{name}-{n}", n + 1
-    return free
+    """Return an unused name, `step_….aside` or `step_….aside-<time>`, to which a step's folder can be renamed."""
+    name = f"{step_name(step)}.aside"
+    return f"{name}-{time.time_ns()}" if os.path.lexists(directory / name) else name
 
 
 def rename_later_steps(directory: Path, step: int) -> None:

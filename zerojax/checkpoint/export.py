@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
 import secrets
 import shutil
@@ -22,10 +21,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays
-from zerojax.checkpoint.directory import step_name
+from zerojax.checkpoint.directory import step_name, steps_in
 from zerojax.checkpoint.errors import CheckpointError
 from zerojax.checkpoint.manifest import SavedLeaf, existing_step, reading, verified
-from zerojax.checkpoint.mapping import Names, Section, listed, resolve, tensors_from
+from zerojax.checkpoint.mapping import Names, Section, listed, resolve
 from zerojax.checkpoint.safetensors import METADATA, NAMES, Tensor, write_tensors
 from zerojax.checkpoint.state_leaves import keys_of, state_leaves
 from zerojax.comm.mesh import on_auto_mesh
@@ -110,7 +109,7 @@ def export_checkpoint(
     """
     check_dtype(dtype)
     directory = Path(directory).expanduser()
-    manifest = verified(directory, existing_step(directory, step))
+    manifest = verified(directory, existing_step(directory, step, steps_in(directory)))
     read = functools.partial(read_logical, directory / step_name(manifest.step))
     sources = [
         TensorSource(saved.path[1:], tuple(saved.shape), saved.dtype, functools.partial(read, saved))
@@ -139,14 +138,9 @@ def check_dtype(dtype: Any) -> None:
 def read_logical(folder: Path, saved: SavedLeaf, index: tuple[int, ...]) -> np.ndarray:
     """Read `saved[index]`, where `index` selects along leading dims, and return it in logical shape."""
     shape = saved.shape[len(index) :]
-    if saved.is_empty:
-        return np.zeros(shape, jnp.dtype(saved.dtype))
-    if saved.kind == "flat":
-        start = int(sum(i * math.prod(saved.shape[d + 1 :]) for d, i in enumerate(index)))
-        box = (slice(start, start + math.prod(shape)),)
-    else:
-        box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
-    return arrays.read_box(folder, saved, box).reshape(shape)
+    box = (*(slice(i, i + 1) for i in index), *(slice(0, n) for n in shape))
+    leaf = Leaf("", saved.shape, jnp.dtype(saved.dtype), (), 1)
+    return arrays.read_part(folder, saved, leaf, box).reshape(shape)
 
 
 def stored_params(tree: ZeroState | PyTree) -> Iterator[tuple[tuple[str, ...], Any, Leaf]]:
@@ -186,25 +180,27 @@ def tensor_of(
     name: str, shape: tuple[int, ...], sections: list[Section], sources: list[TensorSource], wanted: Any
 ) -> Tensor:
     """Return the tensor `name` to write. A floating tensor is cast to `wanted`, unless `wanted` is None."""
-    target, *others = [sources[one.leaf].dtype for one in sections]
-    target = jnp.result_type(target, *others) if others else target
-    is_floating = jnp.issubdtype(target, jnp.floating)
-    if wanted is not None and is_floating:
-        target = jnp.dtype(wanted)
+    common, *others = [sources[one.leaf].dtype for one in sections]
+    common = jnp.result_type(common, *others) if others else common
+    is_floating = jnp.issubdtype(common, jnp.floating)
+    target = common if wanted is None or not is_floating else jnp.dtype(wanted)
     if str(target) not in NAMES:
         remedy = "Give a dtype= that it has, such as bfloat16." if is_floating else OF_OTHER_TYPES
         raise TypeError(f"params {name!r} is {target}, which safetensors cannot store. {remedy}")
-    target = jnp.dtype(target)
+    common, target = jnp.dtype(common), jnp.dtype(target)
 
     def fetch() -> np.ndarray:
-        leaves = [sources[one.leaf].fetch(one.index) for one in sections]
-        copies = tensors_from(sections, leaves)
-        if any(copy.tobytes() != copies[0].tobytes() for copy in copies[1:]):
-            names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
-            raise ValueError(
-                f"The mapping makes {names} the same tensor {name!r}, but they are not equal. Give each a name."
-            )
-        return copies[0].astype(target)
+        tensor = np.empty(shape, common)
+        for k, one in enumerate(sections):
+            view = one.pattern.leaf_view(tensor, one.shape, one.start)
+            values = sources[one.leaf].fetch(one.index).astype(common, copy=False)
+            if k and one.pattern.divided is None and values.tobytes() != view.tobytes():
+                names = " and ".join(repr("/".join(sources[one.leaf].path)) for one in sections)
+                raise ValueError(
+                    f"The mapping makes {names} the same tensor {name!r}, but they are not equal. Give each a name."
+                )
+            view[...] = values
+        return tensor.astype(target, copy=False)
 
     return Tensor(name, shape, target, fetch)
 

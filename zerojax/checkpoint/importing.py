@@ -144,7 +144,7 @@ def copy_by_blocks(out: np.ndarray, x: np.ndarray) -> None:
 
 def view(header: Header, section: Section, index: tuple[slice, ...]) -> np.ndarray:
     """Return the slice `index` of a section, memory-mapped. The file is read only when the slice is copied."""
-    return section.pattern.from_file(header.map(), section.shape, section.start)[index]
+    return section.pattern.leaf_view(header.map(), section.shape, section.start)[index]
 
 
 def master_shapes(state: ZeroState) -> PyTree:

@@ -13,13 +13,14 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.checkpoint.arrays import as_keys, place_stored
+from zerojax.checkpoint.arrays import ReadRequest, as_keys, as_stored, place_whole
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, made_by
-from zerojax.checkpoint.restoring import match, read_request, target_layout, zeros_of
+from zerojax.checkpoint.restoring import match, read_request
 from zerojax.checkpoint.saving import record_of
 from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
 from zerojax.comm.mesh import auto_context, on_auto_mesh, replicated
@@ -134,11 +135,12 @@ def open_files(nodes: list[Any]) -> None:
             one.open()
     except DiskError as error:
         problem = str(error)
-    answers = enumerate(Processes("reshard").exchange("open the files of the new state", problem))
-    if failed := [f"Process {i}: {text}" for i, text in answers if text]:
+    try:
+        Processes("reshard", error=DiskError).agree("open the files of the new state", problem)
+    except DiskError:
         for one in files:
             one.abandon()
-        raise DiskError("\n".join(failed) if jax.process_count() > 1 else problem)
+        raise
 
 
 def free(nodes: list[Any], *, keep: list[Any]) -> None:
@@ -165,32 +167,30 @@ def is_same(given: StateLeaf, wanted: StateLeaf) -> bool:
 
 def moved_leaf(given: StateLeaf, saved: SavedLeaf, wanted: StateLeaf) -> Any:
     """Move one leaf, with its record `saved`. Return it as `wanted` is stored: on the devices, the host or disk."""
-    node, target = wanted.array, target_layout(saved, wanted)
+    node = wanted.array
     if saved.is_empty:
-        return zeros_of(node)
+        return jnp.zeros(node.shape, node.dtype, device=node.sharding)
     x = joined(given.array) if is_chunked(given.array) else given.array
-    sharding = NamedSharding(node.sharding.mesh, node.sharding.spec)
-    if saved.key is None and devices_of(getattr(x, "sharding", None)) == devices_of(sharding):
-        moved = convert(x, dataclasses.replace(given.leaf, dtype=x.dtype), target, sharding)
+    request = read_request(saved, wanted)._replace(sharding=NamedSharding(node.sharding.mesh, node.sharding.spec))
+    if saved.key is None and devices_of(getattr(x, "sharding", None)) == devices_of(request.sharding):
+        moved = convert(x, dataclasses.replace(given.leaf, dtype=x.dtype), request.leaf, request.sharding)
     else:
-        moved = moved_through_host(x, saved, target, jax.ShapeDtypeStruct(node.shape, node.dtype, sharding=sharding))
+        moved = moved_through_host(x, request)
     if is_chunked(node):
         return replaced(node, moved)
     return jax.device_put(moved, node.sharding) if node.sharding.memory_kind in KINDS else moved
 
 
-def moved_through_host(x: jax.Array, saved: SavedLeaf, target: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+def moved_through_host(x: jax.Array, request: ReadRequest) -> jax.Array:
     """Move one leaf to other devices. No device holds it in full, unless it spans processes: JAX has no such copy."""
-    request, source = read_request(saved, target, like)
+    saved = request.saved
     x = x if saved.key is None else jax.random.key_data(x)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         whole = replicated(x.sharding.mesh)  # pyright: ignore[reportAttributeAccessIssue]
         x = jax.jit(to_device, out_shardings=whole)(x).addressable_data(0)
-    host = np.asarray(x)
-    moved = place_stored(host[tuple(map(slice, saved.data_shape))], request)
-    if saved.key is not None:
-        return as_keys(moved, request)
-    return moved if source == target else convert(moved, source, target, like.sharding)
+    values = np.asarray(x)[tuple(map(slice, saved.data_shape))]
+    moved = place_whole(as_stored(values, request.leaf), request.sharding)
+    return moved if saved.key is None else as_keys(moved, request)
 
 
 def devices_of(sharding: Any) -> tuple:

@@ -160,9 +160,12 @@ def manifest_of(body: dict[str, Any]) -> Manifest:
 
 def leaf_of(body: dict[str, Any]) -> SavedLeaf:
     """Build a leaf from its JSON. Leaves of format 1 have no pieces."""
-    pieces = (one | {"start": tuple(one["start"]), "shape": tuple(one["shape"])} for one in body.get("pieces", ()))
-    pieces = tuple(PackedPiece(**one) for one in pieces)
+    pieces = tuple(map(piece_of, body.get("pieces", ())))
     return SavedLeaf(**{**body, "path": tuple(body["path"]), "shape": tuple(body["shape"]), "pieces": pieces})
+
+
+def piece_of(body: dict[str, Any]) -> PackedPiece:
+    return PackedPiece(**{**body, "start": tuple(body["start"]), "shape": tuple(body["shape"])})
 
 
 def plain_file(directory: Path, name: str) -> Path:
@@ -194,8 +197,9 @@ def read_verified(file: IO[bytes], leaf: SavedLeaf, piece: PackedPiece) -> np.nd
 
 
 def verify_steps(root: Path, step: int | None = None) -> list[int]:
-    steps = (steps_in(root) or [existing_step(root, None)]) if step is None else [existing_step(root, step)]
-    return [verified(root, one).step for one in steps]
+    steps = steps_in(root)
+    chosen = existing_step(root, step, steps)
+    return [verified(root, one).step for one in (steps if step is None else [chosen])]
 
 
 def retried(work: Callable[[], T]) -> T:
@@ -214,8 +218,8 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
         DamagedError: If the checkpoint is damaged. With `fallback`, only if every other checkpoint is damaged, too.
     """
     # The first process decides: a shared file system may show an older list to other processes.
-    listed = processes.exchange("list the checkpoints", json.dumps([existing_step(root, step), *steps_in(root)]))
-    wanted, *steps = json.loads(listed[0])
+    steps = json.loads(processes.exchange("list the checkpoints", json.dumps(steps_in(root)))[0])
+    wanted = existing_step(root, step, steps)
     try:
         return verified(root, wanted, processes)
     except DamagedError as error:
@@ -233,9 +237,8 @@ def newest_verified(root: Path, step: int | None, fallback: bool, processes: Pro
     return intact
 
 
-def existing_step(root: Path, step: int | None) -> int:
-    """Return `step`, or the newest step if `step` is None. Raise an error if there is no such checkpoint."""
-    steps = steps_in(root)
+def existing_step(root: Path, step: int | None, steps: Sequence[int]) -> int:
+    """Return `step`, or the newest of `steps` if `step` is None. Raise an error if there is no such checkpoint."""
     chosen = max(steps, default=None) if step is None else step_number(step)
     if chosen is None or chosen not in steps:
         of = "" if step is None else f" of step {step}"
@@ -258,6 +261,9 @@ def verified(root: Path, step: int, processes: Processes | None = None) -> Manif
     if processes is not None:
         messages = processes.exchange("verify a checkpoint", json.dumps(damage[:NAMED]))
         damage = [tuple(one) for text in messages for one in json.loads(text)]
+    if isinstance(manifest, Manifest) and not damage:
+        with reading(root, manifest):
+            damage = lacking(folder, manifest)
     if damage or not isinstance(manifest, Manifest):
         require_unchanged(root, step, manifest)
         text = f"The checkpoint of step {step} in {root} is damaged ({damage_in_words(damage)})."
@@ -316,30 +322,24 @@ def damage_in(directory: Path, manifest: Manifest, names: Sequence[str] | Mappin
 
 
 def lacking(directory: Path, manifest: Manifest) -> list[Damage]:
-    """Return the files that the leaves and processes of a checkpoint need, and that it lacks or has in another size."""
-    damage = [("", data_file(i), "is missing") for i in range(manifest.made_by["processes"])]
-    damage += [(leaf.name, one.file, "is missing") for leaf in manifest.leaves for one in leaf.pieces]
-    damage = [one for one in damage if one[1] not in manifest.files]
-    for leaf in manifest.leaves:
-        if leaf.folder:
-            damage += damage_of_folder(directory, leaf, manifest.files)
+    """Return the files that leaves and processes need, and that the manifest does not list or lists in another size."""
+    folders = {f"{ARRAYS}/{leaf.folder}": leaf for leaf in manifest.leaves if leaf.folder}
+    needed = [("", data_file(i)) for i in range(manifest.made_by["processes"])]
+    needed += [(leaf.name, one.file) for leaf in manifest.leaves for one in leaf.pieces]
+    needed += [(leaf.name, f"{folder}/.zarray") for folder, leaf in folders.items()]
+    if damage := [(leaf, name, "is missing") for leaf, name in needed if name not in manifest.files]:
+        return damage
+    for folder, leaf in folders.items():
+        described = json.loads(plain_file(directory, f"{folder}/.zarray").read_text())
+        grid = [-(-n // extent) for n, extent in zip(described["shape"], described["chunks"], strict=True)]
+        expected = math.prod(described["chunks"]) * leaf.storage_dtype.itemsize
+        for index in itertools.product(*map(range, grid)):
+            name = f"{folder}/{'.'.join(map(str, index)) or '0'}"
+            size, _ = manifest.files.get(name, (None, ""))
+            if size != expected:
+                problem = "is missing" if size is None else f"has {size} bytes instead of {expected}"
+                damage.append((leaf.name, name, problem))
     return damage
-
-
-def damage_of_folder(directory: Path, leaf: SavedLeaf, files: Mapping[str, tuple[int, str]]) -> Iterator[Damage]:
-    prefix = f"{ARRAYS}/{leaf.folder}/"
-    try:
-        described = json.loads((directory / f"{prefix}.zarray").read_text())
-    except FileNotFoundError:
-        yield leaf.name, f"{prefix}.zarray", "is missing"
-        return
-    grid = [-(-n // extent) for n, extent in zip(described["shape"], described["chunks"], strict=True)]
-    expected = math.prod(described["chunks"]) * leaf.storage_dtype.itemsize
-    for index in itertools.product(*map(range, grid)):
-        name = prefix + (".".join(map(str, index)) or "0")
-        size = files[name][0] if name in files else None
-        if size != expected:
-            yield leaf.name, name, "is missing" if size is None else f"has {size} bytes instead of {expected}"
 
 
 def damage_in_words(damage: Sequence[Damage]) -> str:

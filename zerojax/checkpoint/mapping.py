@@ -53,8 +53,11 @@ class Pattern:
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(math.prod(sizes[name] for name in dim) for dim in self.left)
 
-    def from_file(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
-        """Return a view of the tensor `x` with the leaf's `shape`. The leaf begins at `start` along the divided dim."""
+    def leaf_view(self, x: np.ndarray, shape: tuple[int, ...], start: int) -> np.ndarray:
+        """Return a view of the tensor `x` with the leaf's `shape`, which import reads and export writes.
+
+        The leaf begins at `start` along the divided dim.
+        """
         sizes = dict(zip(self.right, shape, strict=True))
         if self.divided is not None:
             others = math.prod(size for name, size in sizes.items() if name != self.divided)
@@ -201,17 +204,6 @@ def fitted_sections(name: str, sections: list[Section], count: int) -> list[Sect
         raise ValueError(f"its parameters follow one another along {divided!r}, and differ in other sizes")
     starts = np.cumsum([0, *(one.sizes[divided] for one in sections)]).tolist()
     return [dataclasses.replace(one, start=start) for one, start in zip(sections, starts, strict=False)]
-
-
-def tensors_from(sections: Sequence[Section], leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return a list with the tensor that the leaves form. For tied leaves, the list has one tensor per leaf."""
-    dims = [[one.pattern.right.index(name) for name in one.pattern.names] for one in sections]
-    arrays = [x.transpose(order) for x, order in zip(leaves, dims, strict=True)]
-    pattern = sections[0].pattern
-    if pattern.divided is not None:
-        arrays = [np.concatenate(arrays, pattern.names.index(pattern.divided))]
-    sizes = (dict(zip(one.pattern.names, x.shape, strict=True)) for one, x in zip(sections, arrays, strict=False))
-    return [x.reshape(one.pattern.tensor_shape(size)) for one, x, size in zip(sections, arrays, sizes, strict=False)]
 
 
 def parse(text: str) -> Pattern:

@@ -16,17 +16,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.checkpoint import arrays, data_state
 from zerojax.checkpoint.directory import step_name
 from zerojax.checkpoint.errors import no_zero_state
 from zerojax.checkpoint.manifest import Manifest, SavedLeaf, data_file, made_by
-from zerojax.checkpoint.state_leaves import StateLeaf, convert, state_leaves, with_leaves
+from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves, with_leaves
 from zerojax.comm.mesh import on_auto_mesh
 from zerojax.comm.processes import Processes
 from zerojax.compat import common_dtype
-from zerojax.layout.leaf import Leaf, is_chunked
+from zerojax.layout.leaf import is_chunked
 from zerojax.offload.chunked import filled, kept, replaced
 from zerojax.optim.description import Description, description_of
 from zerojax.optim.sharding_plan import ShardingPlan
@@ -92,70 +91,38 @@ def read_state(
     """Read the state into the layout of `like`. Return the state, and the match of saved and wanted leaves."""
     matched = match(manifest, like, partial=partial, where=where, remedy=REMEDY)
     wanted = state_leaves(like)
-    restored = read_leaves(folder, matched.pairs)
-    for name in matched.missing:
-        array = wanted[name].array
+    others = {name: wanted[name].array for name in matched.missing}
+    for name, array in others.items():
         if isinstance(array.chunks[0] if is_chunked(array) and array.chunks else array, jax.ShapeDtypeStruct):
             raise ValueError(f"{name} was not saved, and like= has only its shape. Give live arrays to keep its value.")
-        restored[name] = kept(array) if is_chunked(array) else jnp.copy(array)
+    restored = read_leaves(folder, matched.pairs)
+    restored |= {name: kept(array) if is_chunked(array) else jnp.copy(array) for name, array in others.items()}
     return with_leaves(like, restored), matched
 
 
 def read_leaves(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    restored = read_on_devices(folder, [pair for pair in pairs if not is_chunked(pair[1].array)])
-    for saved, wanted in pairs:
-        if not is_chunked(wanted.array):
-            continue
-        if saved.dtype == wanted.dtype and "flat" not in (saved.kind, wanted.leaf.kind) and not saved.is_empty:
-            restored[wanted.name] = filled(wanted.array, functools.partial(arrays.read_box, folder, saved))
-        else:  # one leaf at a time, because device memory may be too small for all
-            restored[wanted.name] = replaced(wanted.array, read_on_devices(folder, [(saved, wanted)])[wanted.name])
+    """Read each leaf into the place, the layout and the type in which the state keeps it. Return them by name."""
+    requests = {wanted.name: (read_request(saved, wanted), wanted.array) for saved, wanted in pairs}
+    on_devices = {name: request for name, (request, array) in requests.items() if not is_chunked(array)}
+    restored = dict(zip(on_devices, arrays.read_arrays(folder, list(on_devices.values())), strict=True))
+    for name, (request, node) in requests.items():
+        if is_chunked(node) and request.leaf.dtype == node.dtype:
+            restored[name] = filled(node, functools.partial(arrays.read_part, folder, request.saved, request.leaf))
+        elif is_chunked(node):  # integer state, which becomes float in the first update
+            restored[name] = replaced(node, *arrays.read_arrays(folder, [request]))
     return restored
 
 
-def read_on_devices(folder: Path, pairs: Sequence[tuple[SavedLeaf, StateLeaf]]) -> dict[str, Any]:
-    """Read leaves into device memory in storage shape. Return them by name.
-
-    Leaves that must be converted are read one by one, so that only one of them is in memory in both forms.
-    """
-    loaded = {wanted.name: zeros_of(wanted.array) for saved, wanted in pairs if saved.is_empty}
-    plain = {}
-    for saved, wanted in pairs:
-        if saved.is_empty:
-            continue
-        target = target_layout(saved, wanted)
-        request, source = read_request(saved, target, wanted.array)
-        if source == target:
-            plain[wanted.name] = request
-        else:
-            [x] = arrays.read_arrays(folder, [request])
-            loaded[wanted.name] = jax.block_until_ready(convert(x, source, target, wanted.array.sharding))
-    return loaded | dict(zip(plain, arrays.read_arrays(folder, list(plain.values())), strict=True))
-
-
-def read_request(saved: SavedLeaf, leaf: Leaf, array: Any) -> tuple[arrays.ReadRequest, Leaf]:
-    """Return the request to read a saved leaf, and the layout in which it is read, from which it may be converted.
-
-    Sharded and replicated storage differ only in padding, which reading adds and trims. A leaf is converted on the
-    devices if its type changes, or if exactly one of the two layouts is flat. `array` is an array, or a shape, with the
-    wanted storage shape and sharding.
-    """
-    shape = tuple(array.shape)
+def read_request(saved: SavedLeaf, wanted: StateLeaf) -> arrays.ReadRequest:
+    """Return the request to read `saved` as `wanted` is stored. If `wanted` takes any type, that of `saved` stays."""
+    shape, dtype = wanted.leaf.shape, wanted.array.dtype
     if saved.key is not None:
-        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype))
-        return arrays.ReadRequest(saved, tuple(data.shape), array.sharding), leaf
-    source, sharding = dataclasses.replace(leaf, dtype=jnp.dtype(saved.dtype)), array.sharding
-    if (saved.kind == "flat") != (leaf.kind == "flat"):  # flat leaves are small, so every device reads all of it
-        kind = "flat" if saved.kind == "flat" else "replicated"
-        source = dataclasses.replace(source, kind=kind, dim=None, shards=1)
-        mesh = getattr(sharding, "mesh", None)
-        sharding = sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
-        shape = source.storage_shape
-    return arrays.ReadRequest(saved, shape, sharding), source
-
-
-def zeros_of(array: Any) -> jax.Array:
-    return jnp.zeros(array.shape, array.dtype, device=array.sharding)
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        shape, dtype = data.shape, data.dtype
+    elif takes_any_dtype(wanted):
+        dtype = jnp.dtype(saved.dtype)
+    leaf = dataclasses.replace(wanted.leaf, shape=shape, dtype=dtype)
+    return arrays.ReadRequest(saved, leaf, wanted.array.sharding)
 
 
 def read_data(folder: Path, manifest: Manifest, template: Any, processes: Processes) -> Any:
@@ -237,12 +204,6 @@ def why_not_restorable(saved: SavedLeaf | None, wanted: StateLeaf) -> str:
     if saved.key is None and widens_exactly(saved.dtype, wanted.array.dtype):
         return ""
     return f"{saved.described} is there, {needed} is wanted, which cannot represent every value"
-
-
-def target_layout(saved: SavedLeaf, wanted: StateLeaf) -> Leaf:
-    """Return the layout of `wanted`, with the type of `saved` if `wanted` accepts any type."""
-    dtype = jnp.dtype(saved.dtype) if saved.key is None and takes_any_dtype(wanted) else wanted.array.dtype
-    return dataclasses.replace(wanted.leaf, dtype=dtype)
 
 
 def is_rounded(saved: SavedLeaf, wanted: StateLeaf) -> bool:

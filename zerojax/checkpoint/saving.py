@@ -9,6 +9,7 @@ makes the folder and commits it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
@@ -17,7 +18,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
@@ -38,8 +39,8 @@ from zerojax.checkpoint.manifest import (
     data_file,
     digest,
     lacking,
-    leaf_of,
     made_by,
+    piece_of,
     write_manifest,
 )
 from zerojax.checkpoint.state_leaves import StateLeaf, state_leaves
@@ -87,6 +88,7 @@ class Save:
         try:
             self._begin(state, data)
         except BaseException as error:
+            self.error = CheckpointError("interrupted")  # before anything else, because another interrupt may follow
             self.error = self._failed(error)
             if isinstance(error, CheckpointError):
                 raise self.error from error
@@ -156,18 +158,17 @@ class Save:
         if self.error is not None:  # `begin` was interrupted
             raise self.error
         files: dict[str, tuple[int, str]] = {}
-        leaves = [dataclasses.asdict(leaf) | {"pieces": []} for leaf in manifest.leaves]
-        by_name = {leaf["name"]: leaf for leaf in leaves}
+        pieces: dict[str, list[PackedPiece]] = collections.defaultdict(list)
         for i in range(self._processes.count):
             path = self._temporary / f"{DIGESTS}{i}.json"
             digested = json.loads(path.read_text())
             files |= digested["files"]
-            for name, pieces in digested["pieces"].items():
-                by_name[name]["pieces"] += pieces
+            for name, found in digested["pieces"].items():
+                pieces[name] += map(piece_of, found)
             path.unlink()
+        leaves = tuple(dataclasses.replace(leaf, pieces=tuple(pieces[leaf.name])) for leaf in manifest.leaves)
         made = made_by(self._processes.count)
-        saved = tuple(map(leaf_of, leaves))
-        manifest = dataclasses.replace(manifest, leaves=saved, files=dict(sorted(files.items())), made_by=made)
+        manifest = dataclasses.replace(manifest, leaves=leaves, files=dict(sorted(files.items())), made_by=made)
         damage = lacking(self._temporary, manifest)
         # The digests of packed leaves were computed from memory, perhaps on other hosts, so the files may differ.
         if damage := damage or damage_in(self._temporary, manifest, manifest.packed()):
@@ -243,9 +244,7 @@ def saved_leaves(leaves: dict[str, StateLeaf]) -> tuple[SavedLeaf, ...]:
             )
         folder = ""
         if one.leaf.size and math.prod(one.leaf.storage_shape) * one.leaf.dtype.itemsize > SMALL_BYTES:
-            folder = plain = folder_name(one.path)
-            while folder.lower() in taken:
-                folder = f"{plain}~{len(taken)}"
+            folder = folder_name(one.path, taken)
             taken.add(folder.lower())
         saved.append(record_of(one, folder))
     return tuple(saved)
@@ -256,9 +255,10 @@ def record_of(one: StateLeaf, folder: str = "") -> SavedLeaf:
     return SavedLeaf(one.name, one.path, tuple(one.leaf.shape), one.dtype, one.leaf.kind, folder, key)
 
 
-def folder_name(path: tuple[str, ...]) -> str:
-    """Return a folder name made of a leaf's keys. A name that is too long is cut, and ends with its digest."""
-    name = ".".join(quote(key, safe="") for key in path)
-    if len(name) <= MAX_FOLDER_NAME:
-        return name
-    return f"{name[: MAX_FOLDER_NAME - 20]}~{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+def folder_name(path: tuple[str, ...], taken: Collection[str]) -> str:
+    """Return a folder name made of a leaf's keys. Names that differ only in case are equal on some file systems.
+
+    `taken` has the names of the leaves before, in lower case. A name that is taken ends with "~" and a number.
+    """
+    name = ".".join(quote(key, safe="") for key in path).replace("~", "%7E")[:MAX_FOLDER_NAME]
+    return f"{name}~{len(taken)}" if name.lower() in taken else name
