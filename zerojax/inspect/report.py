@@ -39,7 +39,6 @@ class Row:
     # For `"device"`, `"host"` or `"disk"`, the bytes of each device there, with padding. The first is the leaf's place.
     # `Offload(device_bytes=)` keeps chunks of an offloaded leaf on the device.
     stored: dict[str, dict[jax.Device, int]]
-    total: int  # bytes of the global array in storage
     sharding: str  # the `PartitionSpec` and the memory kind. A sharding without a spec is described in words
     note: str  # why the leaf is replicated or flat, or how it is padded. Empty for a sharded leaf without padding
 
@@ -189,7 +188,7 @@ def measured(state: Any, tx: Any) -> Report:
             elsewhere[whole] = found
             note = "; ".join(filter(None, (note, found)))
         texts = array_in_words(array), note or note_from_array(x, array)
-        rows.append(Row(part, inner, keys, shape, x.dtype, stored_bytes(array), global_bytes(array), *texts))
+        rows.append(Row(part, inner, keys, shape, x.dtype, stored_bytes(array), *texts))
     of_state = getattr(state, "plan", None)
     matrices, groups = (str(getattr(of_state, name, "")) for name in ("matrices", "groups"))
     return Report(tuple(rows), matrices, groups, elsewhere, getattr(tx, "compiled_with", ()))
@@ -208,10 +207,6 @@ def stored_bytes(array: jax.Array | Chunked) -> dict[str, dict[jax.Device, int]]
     return {"device" if array.sharding.memory_kind in (None, "device") else "host": dict(sizes)}
 
 
-def global_bytes(array: jax.Array | Chunked) -> int:
-    return math.prod(array.shape) * itemsize(array)
-
-
 def itemsize(array: jax.Array | Chunked) -> int:
     """Return the bytes of one element. For a PRNG key, these are the bytes of its key data."""
     if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
@@ -226,7 +221,8 @@ def note_from_array(x: Any, array: jax.Array | Chunked) -> str:
     if isinstance(array, Chunked):
         return ""
     (sizes,) = stored_bytes(array).values()
-    return "replicated" if len(sizes) > 1 and max(sizes.values()) == global_bytes(array) else ""
+    whole = math.prod(array.shape) * itemsize(array)
+    return "replicated" if len(sizes) > 1 and max(sizes.values()) == whole else ""
 
 
 def array_in_words(array: jax.Array | Chunked) -> str:

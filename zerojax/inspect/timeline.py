@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from zerojax.gpus.devices import Device
-from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives
+from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, cause_of
 from zerojax.inspect.hlo import HloCall, Instruction, Module, read
 from zerojax.inspect.roofline import (
     FUSIONS,
@@ -95,9 +95,9 @@ class Timeline:
     kernels: dict[str, Kernel]
     spans: list[Span] = field(default_factory=list)  # kernels, stalls and collectives, in schedule order
     loops: list[LoopSpan] = field(default_factory=list)
-    # Seconds that kernels wait for each collective, and by which products take longer because collectives run, in all
-    # iterations of loops. A loop of unknown trip count counts as one iteration.
-    waits: defaultdict[Collective, float] = field(default_factory=lambda: defaultdict(float))
+    # Seconds that kernels wait for collectives, by the collectives' leaves and lines, and by which products take longer
+    # because collectives run, in all iterations of loops. A loop of unknown trip count counts as one iteration.
+    waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     slowed: float = 0.0
     times: int = 1  # how often the computation that is simulated runs
     now: float = 0.0  # the time that the compute stream has reached
@@ -150,7 +150,7 @@ class Timeline:
 
     def wait(self, span: Span, collective: Collective) -> None:
         if span.end > self.now:
-            self.waits[collective] += (span.end - self.now) * self.times
+            self.waits[cause_of(collective)] += (span.end - self.now) * self.times
             self.compute("waiting", span.end - self.now, span.name)
         span.done = self.now
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from zerojax.budget.blocks import BlockMemory, table_lines
 from zerojax.gpus.devices import GPUS_PER_HOST, SCHEDULED, USABLE, Device, Rates, Topology
-from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives, cause_of
+from zerojax.inspect.compiled_collectives import Collective, CompiledCollectives
 from zerojax.inspect.hlo import Module, arrays_of, memory_analysis, peak_bytes, read
 from zerojax.inspect.roofline import Roofline, overlap, roofline
 from zerojax.inspect.timeline import Expected, simulate
@@ -258,7 +258,7 @@ def read_plan(
         roofline=figures,
         expected=Expected.of(module, moved, achievable),
         rates=rates.described(gpus.kind),
-        waits=waits_by_cause(module, device),
+        waits=dict(sorted(simulate(module, device).waits.items(), key=lambda item: -item[1])),
         sent_formula=step.sent_formula,
         host=step.row.host if step.row else 0,
         disk=step.row.disk if step.row else 0,
@@ -296,26 +296,17 @@ def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[floa
     )
 
 
-def waits_by_cause(module: Module, device: Device) -> dict[str, float]:
-    waits = Counter[str]()
-    for collective, seconds in simulate(module, device).waits.items():
-        waits[cause_of(collective)] += seconds  # pyright: ignore[reportArgumentType]
-    return dict(waits.most_common())
-
-
 def memory_by_part(module: Module, analysis: Any, parts: Mapping[str, str]) -> dict[str, int]:
     """Return bytes per device by part. Their sum equals `peak_bytes`."""
-    sizes = Counter[str]()
+    sizes = Counter[str](dict.fromkeys(parts.values(), 0))
     entry = module.computations[module.entries[0]].instructions
     for i in sorted((i for i in entry if i.opcode == "parameter"), key=lambda i: int(i.literal)):
         sizes[part_of_argument(i.op_name, parts)] += sum(array.bytes for array in arrays_of(i.shape))
     sizes[OTHER] += analysis.argument_size_in_bytes - sizes.total()  # arguments that the compiler adds, and alignment
-    order = dict.fromkeys([*parts.values(), *(part for part in sizes if part not in (TEMPORARY, RESULTS))])
-    ordered = {part: sizes[part] for part in order if sizes[part]}
     # These bytes are added, not set, because an argument may be called "temporary" or "results".
     sizes[TEMPORARY] += analysis.temp_size_in_bytes
     sizes[RESULTS] += analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return {**ordered, TEMPORARY: sizes[TEMPORARY], RESULTS: sizes[RESULTS]}
+    return {part: size for part, size in sizes.items() if size or part in (TEMPORARY, RESULTS)}
 
 
 def part_of_argument(argument: str, parts: Mapping[str, str]) -> str:
