@@ -78,9 +78,8 @@ from zerojax.gpus.devices import Device, Rates, Topology, absent_mesh
 from zerojax.inspect.compiled_collectives import CompiledCollectives
 from zerojax.inspect.hlo import read
 from zerojax.inspect.roofline import overlap, roofline
-from zerojax.inspect.timeline import Expected
+from zerojax.inspect.timeline import Expected, simulate
 from zerojax.planning.absent_program import kernels_for
-from zerojax.planning.compiled_plan import waits_by_cause
 
 OURS = {
     "stage3": "global",
@@ -244,7 +243,7 @@ def figures(
     beside = [one for one in moved if tensor_parallel and not LABEL.search(one.op_name)]
     own = [one for one in moved if one not in beside]
     inside = [one for one in own if one not in across]
-    waits = waits_by_cause(module, gpu)
+    waits = simulate(module, gpu).waits
     expected = Expected.of(module, moved, Rates().of(Topology.parse(topology)))
     least = roofline(module, moved, gpu)
     kernels, operations = least.kernels, least.operations
@@ -268,7 +267,9 @@ def figures(
         "sent across MiB": round(sum(one.sent * one.times_if_once for one in across) / 2**20, 1),
         "float8": round(float8 / sum(operations.values()), 4),
         "waiting": round(sum(waits.values()) / (kernels + sum(waits.values())), 4),
-        "for": next(iter(waits), "").replace(f"{pathlib.Path(__file__).parents[1]}/", ""),
+        "for": max(waits, key=lambda cause: waits[cause], default="").replace(
+            f"{pathlib.Path(__file__).parents[1]}/", ""
+        ),
         "step ms": round(1e3 * expected.seconds, 1),
         "exposed ms": round(1e3 * expected.exposed, 2),
         "waits ms": round(1e3 * expected.waits, 2),

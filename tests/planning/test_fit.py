@@ -288,6 +288,7 @@ def test_steps_that_recompute_fit_where_none_does_without():
         ({"gpu": "h900"}, ValueError, "the GPUs known are"),
         ({"devices": 0}, ValueError, "devices counts GPUs and must be at least 1"),
         ({"devices": "8"}, TypeError, "devices counts GPUs and must be an int"),
+        ({"row": 8}, TypeError, "plan.fit has no option 'row'. It has rows, recompute, memory, rates"),
         ({"memory": 0}, ValueError, "memory=0 is no size of at least 1 bytes"),
         ({"rates": {"host_link": -50e9}}, ValueError, "host_link must be a number above 0, per second, not -5"),
         ({"rows": np.float32(8)}, TypeError, "must be an int"),

@@ -186,7 +186,7 @@ def test_parts_are_the_bytes_of_a_device_and_add_up(stage, mesh):
     state = tx.create(jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes()))
     compiled = tx.train_step(loss).lower(state, rows(16)).compile()
     row = estimate(shapes(), tx=optax.adam(1e-3), stages=[stage])[stage]
-    found = read_plan(CompiledStep(compiled, row=row), "h200:8", batch=16)
+    found = read_plan(CompiledStep(compiled, estimate=row), "h200:8", batch=16)
     held = report(state).bytes
     assert found.memory["parameters"] == held["params"]
     moments = found.memory["optimizer state"] + found.memory.get("master weights", 0)

@@ -75,11 +75,11 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
     reduction = step.program.loss.reduction if step.program.loss.weighted else step.program.loss.reduction or "mean"
     loss = dataclasses.replace(step.program.loss, fn=observed, reduction=reduction)
     moved, accumulate = Step(config, loss, options), options.accumulate
-    row = estimate_stage(config, shapes.plan, accumulate)
+    estimate = estimate_stage(config, shapes.plan, accumulate)
     known = (
         *shapes.plan.update_in_words,
         *offload_notes(moved, shapes),
-        *pinning_note(row.host * Topology.parse(topology).per_host),
+        *pinning_note(estimate.host * Topology.parse(topology).per_host),
     )
 
     @auto_context()
@@ -95,8 +95,8 @@ def program_of_step(step: Step, state: Any, args: tuple, topology: str, usable: 
         return CompiledStep(
             program,
             # The formula counts only the data axes. It is too low if arrays also move along other mesh axes.
-            sent_formula=None if config.data.compiler_axes else row.sent,
-            row=row,
+            sent_formula=None if config.data.compiler_axes else estimate.sent,
+            estimate=estimate,
             notes=(*known, *notes),
             blocks=fit.blocks if fit else memory_of_blocks(blocks, 1.0, devices_of_a_block(config)),
             options=moved.compiler_options,

@@ -211,7 +211,7 @@ class CompiledStep(NamedTuple):
 
     program: Any
     sent_formula: float | None = None  # as in `Plan`
-    row: StageEstimate | None = None  # the estimate of the step's bytes; None for a function
+    estimate: StageEstimate | None = None  # the estimate of the step's bytes; None for a function
     notes: tuple[str, ...] = ()  # sentences for the plan
     blocks: tuple[BlockMemory, ...] = ()  # what each block of the loss saves and recomputes
     options: Mapping[str, Any] = MappingProxyType({})  # the compiler options of the program
@@ -251,7 +251,7 @@ def read_plan(
         topology=topology,
         devices=gpus.size,
         batch=batch,
-        memory=kept | memory_by_part(module, analysis, STATE_PARTS if step.row else {}),
+        memory=kept | memory_by_part(module, analysis, STATE_PARTS if step.estimate else {}),
         capacity=device.memory,
         usable=usable,
         collectives=moved,
@@ -260,8 +260,8 @@ def read_plan(
         rates=rates.described(gpus.kind),
         waits=dict(sorted(simulate(module, device).waits.items(), key=lambda item: -item[1])),
         sent_formula=step.sent_formula,
-        host=step.row.host if step.row else 0,
-        disk=step.row.disk if step.row else 0,
+        host=step.estimate.host if step.estimate else 0,
+        disk=step.estimate.disk if step.estimate else 0,
         update=update,
         largest_batch=largest_batch,
         blocks=step.blocks,
@@ -277,13 +277,13 @@ def of_update(step: CompiledStep, achievable: Device, usable: int) -> tuple[floa
     State crosses the link in both directions at once. Chunks that stay on the device are read and written there. The
     note says how much more of the state the device could keep. Without such state, there are no seconds and no note.
     """
-    if (update := step.update) is None or step.row is None:
+    if (update := step.update) is None or step.estimate is None:
         return 0.0, ()
-    plan, groups, link = update.plan, update.partition.groups, achievable.host_link
-    chunks = [sum(chunk_bytes(plan, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
+    sharding, groups, link = update.plan, update.partition.groups, achievable.host_link
+    chunks = [sum(chunk_bytes(sharding, k, n) for k in x.state) for x in groups for n in range(len(x.chunks))]
     kept, offload = step.kept, update.config.offload
     streamed = (sum(chunks) - kept) / link + 2 * kept / achievable.bandwidth
-    seconds = max(streamed, (step.row.read + step.row.written) / achievable.disk)
+    seconds = max(streamed, (step.estimate.read + step.estimate.written) / achievable.disk)
     if offload is None or offload.optimizer != "host":
         return seconds, ()
     # The chunks in flight need memory, too, although activations are free when they do.

@@ -266,33 +266,32 @@ def estimate_candidate(
     name: str, loss: PlainGradient, batch: Any, space: SearchSpace, setup: Setup, rows: int
 ) -> Candidate:
     """Estimate one candidate. The loss is compiled only if the model states fit."""
-    config, layout, row = setup
-    least = row.resident + row.update // 2  # the state, and the gradients in the optimizer's type
-    candidate = Candidate(row.devices, row.stage, name, config.offload, rows, least, row.host + row.disk)
-    if rejection(candidate, space.usable(row.devices)):
+    config, layout, estimate = setup
+    least = estimate.resident + estimate.update // 2  # the state, and the gradients in the optimizer's type
+    offloaded, count = estimate.host + estimate.disk, estimate.devices
+    candidate = Candidate(count, estimate.stage, name, config.offload, rows, least, offloaded)
+    if rejection(candidate, space.usable(count)):
         return candidate
-    cost = loss.cost(config, layout, abstract(with_rows(batch, rows // row.devices)))
-    device, spared = space.device(row.devices), 0.0
-    peak = peak_of(row, cost.activations, cost.gathered)
+    cost = loss.cost(config, layout, abstract(with_rows(batch, rows // count)))
+    device, spared = space.device(count), 0.0
+    peak = peak_of(estimate, cost.activations, cost.gathered)
     if space.recompute:
         candidate = dataclasses.replace(candidate, memory="auto")
-        more, spared = cost.saved(space.usable(row.devices) - peak, device)
-        peak = peak_of(row, cost.activations + more, cost.gathered)
+        more, spared = cost.saved(space.usable(count) - peak, device)
+        peak = peak_of(estimate, cost.activations + more, cost.gathered)
     kernels, sending = cost.seconds(device) - spared, sending_seconds(config, layout, device)
-    passes = max(kernels, sending) if row.stage == 3 else kernels + sending
-    update = 2 * row.resident / device.bandwidth
-    transfers = (row.host + row.disk) / device.host_link
-    seconds = passes + update + transfers
-    return dataclasses.replace(candidate, peak=peak, seconds=seconds / rows)
+    passes = max(kernels, sending) if estimate.stage == 3 else kernels + sending
+    update, transfers = 2 * estimate.resident / device.bandwidth, offloaded / device.host_link
+    return dataclasses.replace(candidate, peak=peak, seconds=(passes + update + transfers) / rows)
 
 
-def peak_of(row: StageEstimate, activations: int, gathered: int) -> int:
+def peak_of(estimate: StageEstimate, activations: int, gathered: int) -> int:
     """Return the peak bytes per device in a step: the model states, and the backward pass or the update.
 
     For unrolled layers at stages 1 and 2, this is an upper bound, because their gradients may be reduced one by one.
     Chunks of an offloaded update are not included.
     """
-    return row.resident + max(row.backward + activations + gathered, row.update)
+    return estimate.resident + max(estimate.backward + activations + gathered, estimate.update)
 
 
 def rejection(candidate: Candidate, usable: float) -> str:

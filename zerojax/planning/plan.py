@@ -132,8 +132,8 @@ class Planner:
 
         Candidates are estimated from the gradient of each loss, compiled for one GPU per number of rows. A candidate is
         rejected if its estimate exceeds the memory by more than a quarter. All others are sorted by seconds per row.
-        Times within 2% count as equal, and are sorted by preference: no offload, a low stage,
-        the first loss, a small batch. The steps are compiled in this order, and the first that fits is chosen.
+        Times within 2% count as equal, and are sorted by preference: no offload, a low stage, the first loss, a small
+        batch. The steps are compiled in this order, and the first that fits is chosen.
 
         Args:
             tx: Any optax transformation. If it comes from `zero_shard`, its stage, mesh and offload are replaced.
@@ -149,8 +149,8 @@ class Planner:
             offload: Offloads to choose from, one or several, except with parameters on disk. None is no offload. The
                 compiled plan counts parameters in host memory as device memory.
             **options: `rows`: rows of the global batch, one number or several; numbers that the devices do not divide
-                are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and
-                a candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
+                are ignored. By default, rows start at one per device, and double while a row gets 2% cheaper and a
+                candidate fits. `recompute`: if True, steps get `memory="auto"`, so that their layers save as many
                 activations as fit. Then no loss with remat is needed. As for a plan: `memory`, `rates`. Without
                 `rates`, costs are at peak rates. As for `train_step`: `has_aux`, `weighted`.
 
@@ -163,18 +163,18 @@ class Planner:
             NotImplementedError: If an offload has parameters on disk.
             ModuleNotFoundError: If the extra `aot` is not installed.
         """
-        named = loss_fn.items() if isinstance(loss_fn, Mapping) else [("loss", loss_fn)]
-        if not (losses := {str(name): loss for name, loss in named}):
+        named = loss_fn if isinstance(loss_fn, Mapping) else {"loss": loss_fn}
+        if not (losses := {str(name): loss for name, loss in named.items()}):
             raise ValueError("loss_fn names no loss. Give a loss, or several losses by name.")
-        if devices is not None:
-            check_count("devices", devices, "GPUs", least=1)
-        counts = [2**i for i in range(MOST_DEVICES.bit_length())] if devices is None else [int(devices)]
+        counts = counts_of(devices)
         if not rows_of(batch):
             raise ValueError(UNEVEN_ROWS.format("The cheapest batch"))
-        loss_options: Any = {"has_aux": options.pop("has_aux", False), "weighted": options.pop("weighted", False)}
-        row_counts = None if (rows := options.pop("rows", None)) is None else as_sequence(rows)
-        recompute = bool(options.pop("recompute", False))
-        figures = {**options, "memory": parse_memory(options.get("memory")), "rates": Rates.parse(options.get("rates"))}
+        if unknown := sorted(options.keys() - FitOptions.__annotations__.keys()):
+            raise TypeError(f"plan.fit has no option {unknown[0]!r}. It has {', '.join(FitOptions.__annotations__)}.")
+        loss_options: Any = {name: options.get(name, False) for name in ("has_aux", "weighted")}
+        row_counts = None if (rows := options.get("rows")) is None else as_sequence(rows)
+        figures: Any = {"memory": parse_memory(options.get("memory")), "rates": Rates.parse(options.get("rates"))}
+        recompute = bool(options.get("recompute"))
         space = SearchSpace(gpu, as_sequence(stages), as_sequence(offload), row_counts, recompute=recompute, **figures)
         any_mesh = absent_mesh(f"{gpu}:{counts[0]}")  # raises early if the extra is missing or the GPU is unknown
         config = tx.config if isinstance(tx, ZeroTransformation) else Config(tx, 0, any_mesh)
@@ -198,6 +198,13 @@ class Planner:
 
 
 plan = Planner()
+
+
+def counts_of(devices: int | None) -> list[int]:
+    if devices is None:
+        return [2**i for i in range(MOST_DEVICES.bit_length())]
+    check_count("devices", devices, "GPUs", least=1)
+    return [int(devices)]
 
 
 def parse_memory(given: float | str | None) -> int | None:
