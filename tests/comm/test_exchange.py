@@ -63,8 +63,9 @@ def two(monkeypatch):
 )
 def test_the_first_call_that_differs_is_named(theirs, expected, monkeypatch):
     mine = Events()
-    monkeypatch.setattr(mine, "_names", lambda: {0: "create", 1: "step 0"})
-    monkeypatch.setattr(mine, "others", lambda: {i: {"calls": calls} for i, calls in enumerate(theirs, 1)})
+    monkeypatch.setattr(mine, "_named_calls", lambda: [(0, "create"), (1, "step 0")])
+    states = {i: {"calls": calls.items()} for i, calls in enumerate(theirs, 1)}
+    monkeypatch.setattr(processes, "_of_others", lambda folder: states)
     found = mine.difference()
     assert found == "" if expected is None else expected in found
 

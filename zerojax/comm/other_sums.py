@@ -77,19 +77,13 @@ def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]])
     chains = {i: chain for i, chain in chains.items() if chain}
     if not chains:
         return None
-    kept = [atom for i, atom in enumerate(jaxpr.outvars) if i not in chains]
-    parts = [first.invars[index] for (first, index), *_ in chains.values()]
-    needed, _ = jaxprs.needed_for(jaxpr.eqns, [*kept, *parts])
-    bare = compat.part_of(jaxpr, needed, [*compat.constvars_of(jaxpr), *jaxpr.invars], [*kept, *parts])
+    atoms = [chains[i][0] if i in chains else atom for i, atom in enumerate(jaxpr.outvars)]
+    needed, _ = jaxprs.needed_for(jaxpr.eqns, atoms)
+    bare = compat.part_of(jaxpr, needed, [*compat.constvars_of(jaxpr), *jaxpr.invars], atoms)
 
     def run(*values):
-        found = jaxprs.evaluate(bare, (), [*consts, *values], lambda inner, xs: None)
-        rest = iter(found[: len(kept)])
-        sums = {
-            i: _applied(chain, x, wanted[i])[None]
-            for (i, chain), x in zip(chains.items(), found[len(kept) :], strict=True)
-        }
-        return [sums[i] if i in sums else next(rest) for i in range(len(jaxpr.outvars))]
+        found = jaxprs.run(bare, (), *consts, *values)
+        return [_applied(chains[i][1], x, wanted[i])[None] if i in chains else x for i, x in enumerate(found)]
 
     partial = lambda i, spec: PartitionSpec(spec_entry(wanted[i]), *spec) if i in chains else spec
     out_specs = [partial(i, spec) for i, spec in enumerate(specs)]
@@ -98,15 +92,17 @@ def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]])
     return results, frozenset(chains)
 
 
-def _chain(atom: Any, made: dict, axes: tuple[str, ...]) -> list | None:
-    """Return the equations that compute `atom`: a sum over the workers, then linear equations of one array."""
+def _chain(atom: Any, made: dict, axes: tuple[str, ...]) -> tuple[Any, list] | None:
+    """Return `(summand, equations)` if `atom` is a sum over the workers, to which linear equations are applied.
+
+    The sum is the first equation. Each later one has one array as operand.
+    """
     chain: list = []
     while not compat.is_literal(atom) and (eqn := made.get(atom)) is not None:
-        chain.append((eqn, eqn.outvars.index(atom)))
+        chain.insert(0, eqn)
         if eqn.primitive.name in ("psum", "psum_invariant"):
-            named = eqn.params["axes"]
-            whole = eqn.params.get("axis_index_groups") is None and set(axes) <= {*named}
-            return chain[::-1] if whole else None
+            whole = eqn.params.get("axis_index_groups") is None and {*axes} <= {*eqn.params["axes"]}
+            return (eqn.invars[eqn.outvars.index(atom)], chain) if whole else None
         arrays = jaxprs.variables_in(eqn.invars)
         dividing = eqn.primitive.name == "div" and compat.is_literal(eqn.invars[0])
         # Only what each worker computes by itself commutes with a sum over the workers.
@@ -125,10 +121,10 @@ def _is_float(eqn: Any) -> bool:
 
 
 def _applied(chain: Sequence, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum `x` over the axes of the chain's first sum that are not data axes, and apply the other equations to it."""
-    others = tuple(axis for axis in chain[0][0].params["axes"] if axis not in axes)
-    x = lax.psum(x, others) if others else x
-    for eqn, _ in chain[1:]:
+    """Sum `x` over the axes of the first equation that are not in `axes`, and apply the other equations to it."""
+    remaining = tuple(axis for axis in chain[0].params["axes"] if axis not in axes)
+    x = lax.psum(x, remaining) if remaining else x
+    for eqn in chain[1:]:
         if eqn.primitive.name != "pvary":
             with names.at(eqn):
                 (x,) = compat.evaluate_one(eqn, [atom.val if compat.is_literal(atom) else x for atom in eqn.invars])

@@ -39,6 +39,10 @@ END_S = 60.0  # how long a process that ended without error waits for the others
 AGAIN = 75  # the exit status EX_TEMPFAIL of sysexits.h, which asks to try again
 STATE, NOTICE = "zerojax/state", "zerojax/notice"
 THE_END = "the end of the program"
+NOT_SAME = (
+    "The processes do not make the same calls. {}. Let every process create, train, evaluate and save in the same "
+    "order, as often."
+)
 TIMEOUT_S = 300.0  # how long messages are awaited: as long as jax.distributed.initialize waits
 LOOK_EVERY_S = 1.0
 # The service accepts each key only once per run, so keys are numbered. The numbers agree, because all processes
@@ -134,29 +138,22 @@ class Events:
 
     def publish(self) -> None:
         self._beat += 1
-        state = json.dumps({"beat": self._beat, "calls": list(self._names().items())})
+        state = json.dumps({"beat": self._beat, "calls": self._named_calls()})
         coordination_client().key_value_set(f"{STATE}/{rank()[0]}", state, True)
-
-    def others(self) -> dict[int, dict[str, Any]]:
-        """Return the last state of each other process, with `beat`, and `calls` by number."""
-        return {i: one | {"calls": dict(one["calls"])} for i, one in _of_others(STATE).items()}
 
     def difference(self) -> str:
         """Describe the first call that differs between this process and another process, or return an empty string."""
-        mine = self._names()
-        theirs = [(n, index, name) for index, other in self.others().items() for n, name in other["calls"].items()]
+        mine = dict(self._named_calls())
+        theirs = [(n, index, name) for index, state in _of_others(STATE).items() for n, name in state["calls"]]
         differing = [(n, index, name) for n, index, name in theirs if mine.get(n, name) != name]
         if not differing:
             return ""
         number, index, name = min(differing)
-        return (
-            f"The processes do not make the same calls. Call {number} of the run is {name} on process {index}, and "
-            f"{mine[number]} on process {rank()[0]}. Let every process create, train, evaluate and save in "
-            f"the same order, as often."
-        )
+        both = f"Call {number} of the run is {name} on process {index}, and {mine[number]} on process {rank()[0]}"
+        return NOT_SAME.format(both)
 
-    def _names(self) -> dict[int, str]:
-        return {call.number: call.name for call in list(self._calls)}
+    def _named_calls(self) -> list[tuple[int, str]]:
+        return [(call.number, call.name) for call in list(self._calls)]
 
     def _watch(self) -> None:
         """Watch calls, publish them, and read notices of others, until the process ends. Runs in a thread."""
@@ -192,13 +189,13 @@ class Events:
 
     def _behind(self) -> list[str]:
         """Say which processes have not made the last call of this one."""
-        (index, count), states = rank(), self.others()
-        calls = {other: states[other]["calls"] if other in states else {} for other in range(count) if other != index}
+        index, count = rank()
+        last = {other: (-1, "no call") for other in range(count) if other != index}
+        last |= {other: state["calls"][-1] for other, state in _of_others(STATE).items() if state["calls"]}
         return [
-            f"process {other} was last seen in {made[max(made)] if made else 'no call'}: process {index} waits for it "
-            f"in a collective."
-            for other, made in calls.items()
-            if max(made, default=-1) < self.counted - 1
+            f"process {other} was last seen in {name}: process {index} waits for it in a collective."
+            for other, (number, name) in last.items()
+            if number < self.counted - 1
         ]
 
     def _heed(self, failed: dict[int, dict[str, Any]]) -> None:
@@ -252,7 +249,7 @@ class Events:
 
     def _end_badly(self, text: str) -> None:
         """Wait a limited time until the other processes end, too. JAX's shutdown would wait for dead ones."""
-        (index, count), before = rank(), self.others()
+        (index, count), before = rank(), _of_others(STATE)
         give_notice(1, text)
         begun = time.monotonic()
         while len(ended := _of_others(NOTICE)) < count - 1 and time.monotonic() - begun < LAST_WORDS_S * period():
@@ -263,7 +260,7 @@ class Events:
         if difference := self.difference():
             leave(1, say(difference))
         beats = lambda states: {other: state["beat"] for other, state in states.items()}
-        first, now = beats(before), beats(self.others())
+        first, now = beats(before), beats(_of_others(STATE))
         if silent := sorted(other for other in left if first.get(other) == now.get(other)):
             who = ", ".join(map(str, silent))
             say(f"process {who} of {count} died or hangs: process {index} ends, to be started again.")
@@ -364,11 +361,8 @@ class Processes:
             self._wait_for(missing, f"{key}/{missing[0]}", min(left, LOOK_EVERY_S), topic)
         for index, (theirs, _) in found.items():
             if theirs != found[0][0]:
-                raise ValueError(
-                    f"The processes do not make the same calls. Process {index} is about to {theirs}, and process 0 is "
-                    f"about to {found[0][0]}. Let every process create, train, evaluate and save in the same order, as "
-                    f"often."
-                )
+                both = f"Process {index} is about to {theirs}, and process 0 is about to {found[0][0]}"
+                raise ValueError(NOT_SAME.format(both))
         return [text for _, (_, text) in sorted(found.items())]
 
     def _wait_for(self, missing: list[int], key: str, seconds: float, topic: str) -> None:

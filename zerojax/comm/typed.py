@@ -255,44 +255,39 @@ class _DerivativeRule:
         self.args = self.types[len(consts) :]
 
     def jvp_of(self, value: Callable) -> Callable:
-        def both(*values):
-            operands, tangents = values[: len(self.types)], values[len(self.types) :]
+        def both(operands, tangents):
             fn, args = self._opened(operands)
-            out, tangents_out = jax.jvp(fn, args, _with_zeros(self.args, tangents))
-            return [*out, *_differentiable(self.outs, tangents_out)]
+            out, found = jax.jvp(fn, args, _with_zeros(self.args, tangents))
+            return out, _differentiable(found)
 
         def jvp(primals, tangents):
-            types = [*self.types, *_differentiable(self.args, self.args)]
-            found = self._run(both, types, [*self.consts, *primals, *_differentiable(self.args, tangents)])
-            return found[: len(self.outs)], [*_with_zeros(self.outs, found[len(self.outs) :])]
+            types = self.types, _differentiable(self.args)
+            values = [*self.consts, *primals], _differentiable(tangents)
+            (out, found), _ = self._run(both, types, values)
+            return out, _with_zeros(self.outs, found)
 
         made = jax.custom_jvp(value)
         made.defjvp(jvp)
         return made
 
     def vjp_of(self, value: Callable) -> Callable:
-        kept: dict[str, Any] = {}  # the structure and the types of the residuals, set while the forward pass is traced
+        kept: dict[str, Any] = {}  # the types of the residuals in the pullback, set while the forward pass is traced
 
-        def forward(*values):
-            fn, args = self._opened(values)
-            out, pull = jax.vjp(fn, *args)
-            residuals, kept["tree"] = jax.tree.flatten(pull)
-            kept["types"] = [*map(jax.typeof, residuals)]
-            return [*out, *residuals]
+        def forward(operands):
+            fn, args = self._opened(operands)
+            return jax.vjp(fn, *args)
+
+        def backward(pull, cotangents):
+            return _differentiable(pull(_with_zeros(self.outs, cotangents)))
 
         def fwd(*values):
-            found = self._run(forward, self.types, [*self.consts, *values])
-            return found[: len(self.outs)], found[len(self.outs) :]
+            (out, pull), (_, kept["pull"]) = self._run(forward, (self.types,), [*self.consts, *values])
+            return out, pull
 
-        def bwd(residuals, cotangents):
-            def pull(*values):
-                of_residuals = jax.tree.unflatten(kept["tree"], values[: len(residuals)])
-                grads = of_residuals([*_with_zeros(self.outs, values[len(residuals) :])])
-                return _differentiable(self.args, grads)
-
-            types = [*kept["types"], *_differentiable(self.outs, self.outs)]
-            found = self._run(pull, types, [*residuals, *_differentiable(self.outs, cotangents)])
-            return _with_zeros(self.args, found)
+        def bwd(pull, cotangents):
+            types = kept["pull"], _differentiable(self.outs)
+            found, _ = self._run(backward, types, (pull, _differentiable(cotangents)))
+            return tuple(_with_zeros(self.args, found))
 
         made = jax.custom_vjp(value)
         made.defvjp(fwd, bwd)
@@ -302,11 +297,13 @@ class _DerivativeRule:
         consts, args = operands[: len(self.consts)], operands[len(self.consts) :]
         return lambda *xs: compat.evaluate_one(self.eqn, (*consts, *xs)), args
 
-    def _run(self, fn: Callable, types: Sequence, values: Sequence) -> list:
-        """Trace a function on the caller's mesh, and evaluate it."""
+    def _run(self, fn: Callable, types: tuple, values: PyTree) -> tuple[Any, Any]:
+        """Trace a function on the caller's mesh, evaluate it, and return its results and their types."""
         with jax.sharding.use_abstract_mesh(self.evaluation.mesh):
-            jaxpr, consts = compat.opened(jax.make_jaxpr(fn)(*types))
-        return self.evaluation.evaluate(jaxpr, to_auto(list(consts)), values)
+            closed, shape = jax.make_jaxpr(fn, return_shape=True)(*types)
+        (jaxpr, consts), tree = compat.opened(closed), jax.tree.structure(shape)
+        results = self.evaluation.evaluate(jaxpr, to_auto(list(consts)), jax.tree.leaves(values))
+        return tree.unflatten(results), tree.unflatten([atom.aval for atom in jaxpr.outvars])
 
 
 def spec_of(aval: Any) -> PartitionSpec:
@@ -335,18 +332,15 @@ def _with_manual(mesh: AbstractMesh, manual: Sequence[str]) -> AbstractMesh:
     return mesh.update(axis_types=tuple(AxisType.Manual if axis in manual else kind for axis, kind in kinds))
 
 
-def _has_tangent(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
+def _differentiable(values: Sequence) -> list:
+    """Replace types without tangents, and their tangents or cotangents, by None, which is no leaf of a tree."""
+    return [x if jnp.issubdtype(x.dtype, jnp.inexact) else None for x in values]
 
 
-def _differentiable(avals: Sequence, values: Sequence) -> list:
-    return [x for aval, x in zip(avals, values, strict=True) if _has_tangent(aval)]
-
-
-def _with_zeros(avals: Sequence, tangents: Sequence) -> tuple:
+def _with_zeros(avals: Sequence, tangents: Sequence) -> list:
     """Undo `_differentiable` for tangents or cotangents: insert zeros for the types without tangents."""
-    given = iter(tangents)
-    return tuple(next(given) if _has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals)
+    pairs = zip(avals, tangents, strict=True)
+    return [np.zeros(aval.shape, jax.dtypes.float0) if x is None else x for aval, x in pairs]
 
 
 def _names_sharding(eqn: Any) -> bool:
