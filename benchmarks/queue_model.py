@@ -78,8 +78,7 @@ class RecordedUpdate(StreamedUpdate):
     def __init__(self, streamed: StreamedUpdate, calls: list[Call]):
         """Take the plan of `streamed`. Append each call to `calls`."""
         vars(self).update(vars(streamed), update="device")
-        self.program = lambda make, key: self._record
-        self.stored = lambda group, params: {}
+        self.program = lambda run, key, donate: self._record
         self._calls = calls
 
     def _record(self, params: list, state: list[Recorded], resident: list, *_: Any) -> tuple[list, list, list]:

@@ -159,17 +159,17 @@ def test_an_error_or_interrupt_before_the_update_keeps_the_state(where, monkeypa
 
 
 @pytest.mark.quick(1)
-@pytest.mark.parametrize("call", ["fetch", "write", "complete", "nodes"])
+@pytest.mark.parametrize("call", ["fetch", "write", "_complete", "nodes"])
 def test_an_interrupted_update_is_an_error_by_name(call, monkeypatch):
     """As without `device_bytes`, the state was donated. The states of other runs are not affected."""
     tx, step = made(ROOM)
     state, other = trained(tx, step, 3), trained(tx, step, 3)
     kept, method, count = tx.unshard(state.opt_state), getattr(stores.HostStateStore, call), iter(range(99))
 
-    def interrupted(*args):
+    def interrupted(*args, **options):
         if next(count) == 1:
             raise KeyboardInterrupt
-        return method(*args)
+        return method(*args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(stores.HostStateStore, call, interrupted)

@@ -242,20 +242,17 @@ def test_memory_of_the_update_of_stacked_layers_is_a_few_chunks():
 def test_few_chunks_are_in_flight(monkeypatch):
     from zerojax.streaming import stores
 
-    open_ones, most = set(), []
+    open_ones, most = [], []
 
     class Counted(stores.HostStateStore):
         def fetch(self, group, chunk, kind):
-            open_ones.add((id(group), chunk))
+            open_ones.append((id(group), chunk))
             most.append(len(open_ones))
             return super().fetch(group, chunk, kind)
 
-        def write(self, group, chunk, arrays):
-            return (id(group), chunk), super().write(group, chunk, arrays)
-
-        def complete(self, ticket):
-            open_ones.discard(ticket[0])
-            super().complete(ticket[1])
+        def _complete(self, *, most):
+            del open_ones[: max(0, len(self._writing) - most)]
+            super()._complete(most=most)
 
     tx = zero(optax.adamw(1e-2), 3, offload=offload())
     state, step = tx.create(awkward_params()), tx.train_step(awkward_loss)

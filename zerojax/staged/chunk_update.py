@@ -274,7 +274,7 @@ class StagedQueue(UpdateQueue):
         ]
         state = self._store.receive(ticket)
         # If the program donated the moments, XLA would first copy them: the parameters are computed later, from both.
-        program = self._streamed.program(update_on_device, chunk.key, donate=False)
+        program = self._streamed.program(update_on_device, chunk.key, ())
         params, state, of.resident = wait_if_simulated(
             self._streamed.config.mesh,
             program(params, state, of.resident, inputs._replace(grads=grads), np.int32(0)),

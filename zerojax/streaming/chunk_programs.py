@@ -92,32 +92,27 @@ class ProgramKey:
         return params, state, list(map(shape, self.resident)), list(map(shape, self.grads))
 
 
-def update_on_device(config: Config, key: ProgramKey, *, donate: bool = True, jit: Callable = jax.jit) -> Callable:
-    """Return a jitted function that updates a chunk on the device.
+def update_on_device(
+    config: Config, key: ProgramKey, params: list, state: list, resident: list, inputs: GroupInputs, start: Array
+) -> tuple[list, list, list]:
+    """Update a chunk on the device. Return the new `(params, state, resident)`. Traced under jit.
 
-    It is called as `f(params, state, resident, inputs, start) -> (params, state, resident)`.
-
-    With `donate`, the first three arguments are donated. XLA then needs less memory, but may have to copy the state,
-    because a kernel reads the old state after another kernel has replaced it. `jit` is `jax.jit`, with the compiler
-    options of the program.
+    If the first three arrays are donated, XLA needs less memory, but may have to copy the state, because a kernel reads
+    the old state after another kernel has replaced it.
     """
     num_params, num_state = len(key.params), len(key.state)
     store = to_storage if key.dim is None else constrain
     stored = lambda arrays, leaves: [store(config.mesh, x, leaf) for x, leaf in zip(arrays, leaves, strict=True)]
-
-    def run(params, state, resident, inputs: GroupInputs, start):
-        old = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
-        inputs = inputs._replace(grads=slice_chunks(config, key, inputs.grads, key.grads, start))
-        if key.dim is None:
-            results = evaluate_equations(config, key.equations, operands(key, old, state, inputs))
-        else:
-            results = updated_chunk(key, old, state, inputs)
-        new_params = stored(results[:num_params], key.params)
-        new_state = stored(results[num_params:], [*key.state, *key.resident])
-        params = write_new_params(config, key, params, new_params, start)
-        return params, new_state[:num_state], new_state[num_state:]
-
-    return jit(run, donate_argnums=(0, 1, 2) if donate else ())
+    old = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
+    inputs = inputs._replace(grads=slice_chunks(config, key, inputs.grads, key.grads, start))
+    if key.dim is None:
+        results = evaluate_equations(config, key.equations, operands(key, old, state, inputs))
+    else:
+        results = updated_chunk(key, old, state, inputs)
+    new_params = stored(results[:num_params], key.params)
+    new_state = stored(results[num_params:], [*key.state, *key.resident])
+    params = write_new_params(config, key, params, new_params, start)
+    return params, new_state[:num_state], new_state[num_state:]
 
 
 def updated_chunk(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupInputs) -> list:
@@ -140,26 +135,17 @@ def operands(key: ProgramKey, params: Sequence, state: Sequence, inputs: GroupIn
     return [of[kind][i] for kind, i in key.reads]
 
 
-def chunks_for_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
-    """Return a function `f(params, grads, start) -> (params, grads)` that slices the chunks for a host update."""
-
-    def run(params, grads, start):
-        params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
-        return params, slice_chunks(config, key, grads, key.grads, start)
-
-    return jit(run)
+def chunks_for_host(
+    config: Config, key: ProgramKey, params: list, grads: list, start: Array
+) -> tuple[list[Array], list[Array]]:
+    """Slice the chunks of parameters, if the equations read them, and of gradients for an update on the host."""
+    params = slice_chunks(config, key, params, key.params, start) if key.reads_params else []
+    return params, slice_chunks(config, key, grads, key.grads, start)
 
 
-def params_from_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
-    """Return a function `f(params, new, start) -> params` that writes updated chunks and donates `params`."""
-    return jit(functools.partial(write_new_params, config, key), donate_argnums=0)
-
-
-def gather_params(
-    config: Config, leaves: Sequence[Leaf], targets: Sequence[Leaf], *, jit: Callable = jax.jit
-) -> Callable:
-    """Return a function `f(shards) -> params` that gathers updated, donated shards into the layouts `targets`."""
-    return jit(lambda shards: gather(config, shards, leaves, targets), donate_argnums=0)
+def gather_params(config: Config, layouts: tuple[Sequence[Leaf], Sequence[Leaf]], shards: list) -> list[Array]:
+    """Gather updated shards. `layouts` has their layouts, and those of the results."""
+    return gather(config, shards, *layouts)
 
 
 def slice_chunks(
@@ -184,10 +170,10 @@ def write_new_params(
     return [update_chunk(config.mesh, x, chunk, leaf, dim, start) for x, chunk, leaf in trios]
 
 
-def update_on_host(config: Config, key: ProgramKey, *, jit: Callable = jax.jit) -> Callable:
-    """Return a function `f(params, grads, state, shared, consts) -> (params, state)` that updates a chunk on the host.
+def update_on_host(config: Config, key: ProgramKey, jit: Callable = jax.jit) -> Callable:
+    """Return a jitted function that updates a chunk on the host.
 
-    The results overwrite operands of the same type. New parameters have the type in which they are stored.
+    It is called as `f(params, grads, state, shared, consts) -> (params, state)`. The results overwrite operands of the same type. New parameters have the type in which they are stored.
     """
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]

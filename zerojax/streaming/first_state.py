@@ -93,7 +93,7 @@ def store_by_group(config: Config, plan: ShardingPlan, make: Callable[[Sequence[
             made = zip(group.state, make(group.state), strict=True)
             leaves = [chunks_of(x, plan.state[k], plan.offloaded[k]) for k, x in made]
             for n, chunks in enumerate(zip(*leaves, strict=True)):
-                store.complete(store.write(group, n, chunks))
+                store.write(group, n, chunks)
             state |= zip(group.state, store.nodes(group), strict=True)
         store.advance()
     return jax.tree.unflatten(plan.state_def, [state[k] for k in range(len(plan.state))])

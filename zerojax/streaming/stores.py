@@ -40,9 +40,6 @@ class StoredNodes:
     def unchanged(self, group: UpdateGroup) -> list[Chunked]:
         return [self._nodes[k] for k in group.state]
 
-    def advance(self) -> None:
-        """End a step that wrote every chunk."""
-
     def abandon(self) -> None:
         """Give up the state after a failed step. The chunks that the step wrote will not be read."""
 
@@ -59,6 +56,7 @@ class HostStateStore(StoredNodes):
         self._config, self._plan, self._kept = config, plan, kept_on_device(config, plan)
         self._kind = host_kind(config.mesh)
         self._new: dict[int, list[Array]] = collections.defaultdict(list)
+        self._writing: collections.deque[tuple[list[Array], list[Array]]] = collections.deque()
 
     def fetch(self, group: UpdateGroup, n: int, kind: str) -> list[Array]:
         """Begin to copy the state of a group's chunk `n` to this kind of memory. Return a ticket for `receive`."""
@@ -68,8 +66,8 @@ class HostStateStore(StoredNodes):
         """Return the state that `fetch` began to copy, one array per leaf."""
         return ticket
 
-    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> Any:
-        """Begin to write the new state of a group's chunk `n`. Return a ticket for `complete`."""
+    def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> None:
+        """Begin to write the new state of a group's chunk `n`. Wait for the oldest write if too many have begun."""
         kept = (group.state, n) in self._kept
         new = list(arrays) if kept else [to_memory(x, self._kind) for x in arrays]
         for k, x in zip(group.state, new, strict=True):
@@ -77,14 +75,20 @@ class HostStateStore(StoredNodes):
         chunks = [self._nodes[k].chunks[n] for k in group.state if k in self._nodes]
         old = [x for x in chunks if not x.is_deleted()]
         # The update of a chunk that was on the device has donated it. Nobody needs to wait for its new state.
-        return [] if kept and not old else new, old
+        self._writing.append(([] if kept and not old else new, old))
+        self._complete(most=IN_FLIGHT - 1)
 
-    def complete(self, ticket: Any) -> None:
-        """Block until the arrays that were given to `write` are no longer needed on the device."""
-        new, old = ticket
-        jax.block_until_ready(new)
-        for x in old:  # free the old chunks, because the state is donated
-            x.delete()
+    def _complete(self, *, most: int) -> None:
+        """Block until at most `most` writes are not done. The arrays of the others are not needed on the device."""
+        while len(self._writing) > most:
+            new, old = self._writing.popleft()
+            jax.block_until_ready(new)
+            for x in old:  # free the old chunks, because the state is donated
+                x.delete()
+
+    def advance(self) -> None:
+        """End a step that wrote every chunk."""
+        self._complete(most=0)
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
         """Return the nodes of the group's new state, one per leaf. All chunks must have been written before."""
@@ -109,9 +113,6 @@ class DiskStateStore(StoredNodes):
     def write(self, group: UpdateGroup, n: int, arrays: Sequence[Array]) -> None:
         for k, x in zip(group.state, arrays, strict=True):
             self._files.write(k, n, x)
-
-    def complete(self, ticket: None) -> None:
-        """Return at once: the files keep the arrays until they are copied."""
 
     def nodes(self, group: UpdateGroup) -> list[Chunked]:
         return [dataclasses.replace(node, chunks=(self._next,)) for node in self.unchanged(group)]

@@ -36,9 +36,9 @@ from zerojax.streaming.chunk_programs import (
     ProgramKey,
     chunks_for_host,
     gather_params,
-    params_from_host,
     update_on_device,
     update_on_host,
+    write_new_params,
 )
 from zerojax.streaming.stores import IN_FLIGHT, StateStore, abandoned_on_error
 
@@ -62,8 +62,11 @@ class StreamedUpdate:
         self.plan = plan
         self.update = None if config.offload is None else config.offload.update
         self.partition = plan.analysis(config).partition
-        jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
-        self.program = functools.cache(lambda make, *given, **how: make(config, *given, **how, jit=jit))
+        self._jit = functools.partial(jax.jit, compiler_options=dict(compiler_options) or None)
+        # Return the program that runs `run(config, key, ...)`. `donate` counts the arguments after these two.
+        self.program = functools.cache(
+            lambda run, key, donate: self._jit(functools.partial(run, config, key), donate_argnums=donate)
+        )
         self.key = functools.cache(lambda g, length: ProgramKey.of(plan, self.partition.groups[g], length))
         self._compiled: dict[Any, Callable] = {}
 
@@ -83,7 +86,7 @@ class StreamedUpdate:
         for key, group in groups.items():
             *updated, grads = key.shapes(self.config)
             inputs: Any = [shared[i] for i in group.reads(SHARED)], [consts[i] for i in group.reads(CONST)]
-            program = self.program(update_on_device, key)
+            program = self.program(update_on_device, key, (0, 1, 2))
             lowered.append(program.lower(*updated, GroupInputs(grads, *inputs), np.int32(0)))
         return lowered
 
@@ -122,7 +125,7 @@ class StreamedUpdate:
         """
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
         if (key, shapes) not in self._compiled:
-            self._compiled[key, shapes] = self.program(update_on_host, key).lower(*args).compile()
+            self._compiled[key, shapes] = update_on_host(self.config, key, self._jit).lower(*args).compile()
         return self._compiled[key, shapes]
 
     def unsharded(self, group: UpdateGroup, params: list) -> list:
@@ -135,7 +138,7 @@ class StreamedUpdate:
         }
         if not moved:
             return params
-        gather = self.program(gather_params, *zip(*moved.values(), strict=True))
+        gather = self.program(gather_params, tuple(zip(*moved.values(), strict=True)), (0,))
         gathered = dict(zip(moved, gather([params[j] for j in moved]), strict=True))
         return [gathered.get(j, x) for j, x in enumerate(params)]
 
@@ -176,7 +179,6 @@ class UpdateQueue:
         self._shared = [to_memory(x, self._host) for x in inputs.shared] if streamed.update == "host" else []
         self._fetching: collections.deque = collections.deque()
         self._on_host: collections.deque[tuple[Chunk, Future]] = collections.deque()
-        self._writing: collections.deque = collections.deque()
         self._returning: list[Array] = []
 
     def update(self) -> tuple[list, list]:
@@ -189,8 +191,6 @@ class UpdateQueue:
                 update(Chunk(in_flight, n, self._streamed.key(g, length), np.int32(start)))
                 self._fetch(1)
         self._complete_on_host(most=0)
-        while self._writing:
-            self._store.complete(self._writing.popleft())
         self._store.advance()
         return self._params, self._state
 
@@ -214,7 +214,7 @@ class UpdateQueue:
 
     def _update_on_device(self, chunk: Chunk) -> None:
         state, of = self._store.receive(self._fetching.popleft()), chunk.of
-        program = self._streamed.program(update_on_device, chunk.key)
+        program = self._streamed.program(update_on_device, chunk.key, (0, 1, 2))
         of.params, state, of.resident = program(of.params, state, of.resident, self._inputs_of(of.group), chunk.start)
         self._write(chunk, state)
 
@@ -222,7 +222,7 @@ class UpdateQueue:
         """Copy gradients, and parameters if needed, to the host, and let a thread update the chunk there."""
         state, group = self._store.receive(self._fetching.popleft()), chunk.of.group
         inputs = self._inputs_of(group)
-        chunks = self._streamed.program(chunks_for_host, chunk.key)(chunk.of.params, inputs.grads, chunk.start)
+        chunks = self._streamed.program(chunks_for_host, chunk.key, ())(chunk.of.params, inputs.grads, chunk.start)
         params, grads = ([to_memory(x, self._host) for x in arrays] for arrays in chunks)
         shared = [self._shared[i] for i in group.reads(SHARED)]
         args = params, grads, state, shared, [to_memory(x, self._host) for x in inputs.consts]
@@ -236,15 +236,13 @@ class UpdateQueue:
             chunk, updated = self._on_host.popleft()
             new, state = updated.result()
             new = [to_memory(x, DEVICE) for x in new]
-            program = self._streamed.program(params_from_host, chunk.key)
+            program = self._streamed.program(write_new_params, chunk.key, (0,))
             chunk.of.params = program(chunk.of.params, new, chunk.start)
             self._write(chunk, state)
 
     def _write(self, chunk: Chunk, state: Sequence[Array]) -> None:
         """Begin to write a chunk's new state. Complete the group after its last chunk."""
-        self._writing.append(self._store.write(chunk.of.group, chunk.n, state))
-        if len(self._writing) >= IN_FLIGHT:
-            self._store.complete(self._writing.popleft())
+        self._store.write(chunk.of.group, chunk.n, state)
         if chunk.n == len(chunk.of.group.chunks) - 1:
             self._complete(chunk.of)
 

@@ -20,7 +20,7 @@ from zerojax.gather.engine import trace_loss
 from zerojax.gather.schedule import Options
 from zerojax.jaxprs import split_arrays
 from zerojax.layout.leaf import is_chunked, shapes_of_chunked
-from zerojax.layout.tree import layout_of
+from zerojax.layout.tree import Layout, layout_of
 from zerojax.optim.equations import update_first_group
 from zerojax.optim.sharding_plan import ShardingPlan
 from zerojax.optim.update import ResidentResults, StreamedInputs, check_state
@@ -88,10 +88,13 @@ class PlannedStep:
 
     def __init__(self, program: StepProgram, plan: ShardingPlan):
         self._program, self._plan, self._config = program, plan, program.config
-        self._trained = trained_on_disk(program.config, plan)
-        self._loss = StagedLoss(program, plan)
+        self._view = View(program.config, plan.layout, plan.grads, program.loss, program.options.accumulate)
+        self._on_disk, self._trained = on_disk(program.config, plan.layout), trained_on_disk(program.config, plan)
+        self._traced: dict[Any, Traced] = {}
         self._update = StreamedUpdate(program.config, plan)
         self._reductions = Reductions(self._update.partition.first.equations, self._trained)
+        self._microbatch = jax.jit(self._inputs, static_argnums=3)
+        self._begin, self._end, self._reduce = jax.jit(self._cotangent), jax.jit(self._mean), jax.jit(self._reduced)
         self._finish = jax.jit(self._finished)
 
     def run(self, state: ZeroState, batch: Any, args: tuple) -> tuple[ZeroState, dict]:
@@ -125,13 +128,9 @@ class PlannedStep:
         self, state: ZeroState, files: ModelFiles, store: StateStore, batch: Any, args: tuple
     ) -> tuple[ZeroState, dict]:
         config, plan = self._config, self._plan
-        stored = self._stored(state)
-        inputs = state.mutable, batch, args
-        traced = self._loss.traced(stored, inputs)
-        gradients = ChunkGradients(files, self._trained, traced.staged.expected, self._reductions, config.mesh)
+        stored = on_devices(leaves_of(state.params), plan.layout)
         scale = state.scaling.scale if self._program.scales_loss else jnp.float32(1)
-        found = self._loss.run(traced, files, gradients, stored, inputs, scale)
-        squares, known = gradients.scalars()
+        found, (squares, known) = self._differentiated(files, stored, (state.mutable, batch, args), scale)
         cuts = [known[cut.var] for cut in self._reductions.cuts]
         whole = {k: self._whole(k, files) for k in self._reductions.whole}
         bare = state.replace(params=None, opt_state=resident_state(state))
@@ -147,16 +146,87 @@ class PlannedStep:
         tree = jax.tree.unflatten(plan.layout.treedef, [nodes.get(i, x) for i, x in enumerate(in_forms)])
         return new.replace(params=tree, opt_state=jax.tree.unflatten(plan.state_def, leaves)), metrics
 
-    def _stored(self, state: ZeroState) -> dict[int, Array]:
-        """Return the parameters on the devices, by index, in storage shape."""
-        leaves = enumerate(zip(leaves_of(state.params), self._plan.layout.params, strict=True))
-        return {i: storage_leaves([x], [leaf])[0] for i, (x, leaf) in leaves if not is_chunked(x)}
-
     def _whole(self, k: int, files: ModelFiles) -> Array:
         """Read a gradient in files onto the devices, in logical shape."""
         grad = self._trained[k].grad
         stored = grad.joined([files.receive(*piece, files.read(*piece), "device") for piece in grad.pieces])
         return wait_if_simulated(self._config.mesh, unpadded(stored, grad.leaf).astype(self._plan.grads[k].dtype))
+
+    def _staged(self, stored: Mapping[int, Array], inputs: tuple) -> Traced:
+        """Return the stages of the loss for `inputs = (mutable, batch, args)`. Trace it once per `signature_of`."""
+        arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
+        key = signature_of(arrays)
+        if key not in self._traced:
+            if self._view.accumulate > 1:
+                check_reduction(self._view, LossInputs((), *inputs))
+            self._traced[key] = trace_stages(self._view, self._on_disk, stored, arrays, self._view.layout.trained)
+        return self._traced[key]
+
+    def _differentiated(
+        self, files: ModelFiles, stored: Mapping[int, Array], inputs: tuple, scale: Any
+    ) -> tuple[LossAndGrads, tuple[dict, dict]]:
+        """Differentiate the loss in every microbatch. Also return `ChunkGradients.scalars`, of the gradients in files.
+
+        `stored` has the parameters on the devices, by index, and `inputs` are `(mutable, batch, args)`.
+        """
+        view, mesh, traced, (mutable, batch, args) = self._view, self._config.mesh, self._staged(stored, inputs), inputs
+        gradients = ChunkGradients(files, self._trained, traced.staged.expected, self._reductions, mesh)
+        count, last = view.accumulate, view.accumulate - 1
+        returned, shares, sums, end = [], [], None, None
+        reader = Reader(files, traced.staged.reads * count)
+        for m in range(count):
+            one = Microbatch(traced.staged, reader, view.comm, mesh, gradients)
+            found = traced.forward(one, stored, self._microbatch(mutable, batch, args, m))
+            mutable = found.mutable
+            returned.append(found._replace(mutable=None))
+            cotangent, share = self._begin(found.total, found.weight, scale)
+            shares.append(share)
+            if m == last:
+                end = self._end([x.total for x in returned], [x.weight for x in returned], shares, scale)
+            gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[2] if end else None)
+            others = wait_if_simulated(mesh, one.backward(cotangent))
+            gradients.end()
+            sums = wait_if_simulated(mesh, self._reduce(others, share, sums))
+        assert end is not None
+        assert sums is not None
+        return LossAndGrads(returned, sums, mutable, *end), gradients.scalars()
+
+    def _inputs(self, mutable: PyTree, batch: PyTree, args: tuple, number: int) -> tuple:
+        """Return the loss's arguments after the parameters for one microbatch. Traced under jit."""
+        view = self._view
+        batch = lax.with_sharding_constraint(batch, batch_shardings(view.config, view.config.mesh, batch))
+        if view.accumulate > 1:
+            batch = jax.tree.map(lambda x: view.microbatches_of(x)[number], batch)
+            args = fold_keys(args, jnp.int32(number))
+        return mutable, batch, *args
+
+    def _cotangent(self, total: Array, weight: Array, scale: Array) -> tuple[Array, Array]:
+        """Return the cotangent of a microbatch's loss, and the factor by which its gradients are multiplied."""
+        view = self._view
+        cotangent = jnp.asarray(scale).astype(total.dtype)
+        if not view.loss.weighted:
+            return cotangent, jnp.float32(1 / view.divisor)
+        share = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
+        return cotangent / share, share
+
+    def _mean(self, totals: list, weights: list, shares: list, scale: Array) -> tuple:
+        share = shares[0] if len(shares) == 1 else None
+        return mean_loss(self._view, jnp.stack(totals), jnp.stack(weights), share, scale)
+
+    def _reduced(self, others: dict[int, Array], share: Array, sums: list | None) -> list:
+        """Reduce a microbatch's gradients of parameters on the devices, and add them to the earlier `sums`."""
+        view, layout = self._view, self._view.layout
+        grads: list[Any] = []
+        for i in layout.trained:
+            leaf = layout.params[i]
+            zeros = view.comm.zeros(leaf.shape, leaf.dtype)
+            grads.append(None if leaf.kind == "sharded" else view.comm.like(others[i], zeros) if i in others else zeros)
+        grads = view.reduce(grads)
+        if view.accumulate > 1:
+            grads = [x if x is None else at_least_float32(x) * share for x in grads]
+        if sums is None:
+            return grads
+        return [x if x is None else total + x.astype(total.dtype) for total, x in zip(sums, grads, strict=True)]
 
     def _finished(
         self, state: ZeroState, stored: Mapping, found: LossAndGrads, squares: Mapping, cuts: Sequence, whole: Mapping
@@ -167,7 +237,7 @@ class PlannedStep:
         squares of each gradient in files, and `whole` those gradients in files that the update reads as whole arrays in
         logical shape, by index among the trained parameters. `cuts` are in the order of `Reductions.cuts`.
         """
-        mesh, plan, program, comm = self._config.mesh, self._plan, self._program, self._loss.view.comm
+        mesh, plan, program, comm = self._config.mesh, self._plan, self._program, self._view.comm
         trained = range(len(plan.grads))
         pairs = [(k, i) for k, i in enumerate(plan.layout.trained) if i in stored]
         old = {k: to_storage(mesh, stored[i], plan.grads[k]) for k, i in pairs}
@@ -188,7 +258,7 @@ class PlannedStep:
         resident_grads: list[Any] = [grads.get(k) for k in trained]
         stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *(x.aux for x in found.returned))
         weights = jnp.stack([x.weight for x in found.returned])
-        aux = whole_aux(*combine(self._loss.view, stacked, weights, found.weight))
+        aux = whole_aux(*combine(self._view, stacked, weights, found.weight))
         gradients = StepGradients(found.loss, resident_grads, aux, None, mutable, valid, sums, [])
         done = Differentiated(gradients, [*map(stored.get, range(len(plan.layout.params)))], params, scaling, skipped)
         return program.ended(state, done, ResidentResults(updated, leaves, shared, tuple(trained)))
@@ -201,6 +271,12 @@ class Traced(NamedTuple):
     consts: list  # arrays that the loss closes over
     structure: Any  # the tree structure of the loss's result
 
+    def forward(self, one: Microbatch, stored: Mapping[int, Array], inputs: tuple) -> Any:
+        """Return the loss's result. `stored` has parameters by index, and `inputs` the arguments after all of them."""
+        given = [*split_arrays(inputs)[0], *self.consts]
+        first = len(self.staged.program.invars) - len(given)
+        return jax.tree.unflatten(self.structure, one.forward({**stored, **dict(enumerate(given, first))}))
+
 
 class LossAndGrads(NamedTuple):
     """The results of differentiating a loss in all microbatches, except the gradients in files."""
@@ -212,103 +288,6 @@ class LossAndGrads(NamedTuple):
     weight: Array
     factor: Array
     weights_valid: Array
-
-
-class StagedLoss:
-    """The loss of a step, in stages, under one plan. It is traced when `traced` is called."""
-
-    def __init__(self, program: StepProgram, plan: ShardingPlan):
-        self.view = View(program.config, plan.layout, plan.grads, program.loss, program.options.accumulate)
-        self._traced: dict[Any, Traced] = {}
-        self.disk = on_disk(program.config, plan.layout)
-        self._microbatch = jax.jit(self._inputs, static_argnums=3)
-        self._begin = jax.jit(self._cotangent)
-        self._end = jax.jit(self._mean)
-        self._reduce = jax.jit(self._reduced)
-
-    def traced(self, stored: dict[int, Array], inputs: tuple) -> Traced:
-        """Return the stages of the loss for `inputs = (mutable, batch, args)`, traced once per `signature_of` these.
-
-        `stored` has the parameters on the devices, by index.
-        """
-        arrays = jax.eval_shape(functools.partial(self._inputs, number=0), *inputs)
-        key = signature_of(arrays)
-        if key not in self._traced:
-            if self.view.accumulate > 1:
-                check_reduction(self.view, LossInputs((), *inputs))
-            self._traced[key] = trace_stages(self.view, self.disk, stored, arrays, self.view.layout.trained)
-        return self._traced[key]
-
-    def run(
-        self,
-        traced: Traced,
-        files: ModelFiles,
-        gradients: ChunkGradients,
-        stored: dict[int, Array],
-        inputs: tuple,
-        scale: Any,
-    ) -> LossAndGrads:
-        """Differentiate the loss in every microbatch. `stored` and `inputs` are as for `traced`."""
-        view, mesh, (mutable, batch, args) = self.view, self.view.config.mesh, inputs
-        count, last = view.accumulate, view.accumulate - 1
-        returned, shares, sums, end = [], [], None, None
-        reader = Reader(files, traced.staged.reads * count)
-        for m in range(count):
-            arrays, _ = split_arrays(self._microbatch(mutable, batch, args, m))
-            given = dict(stored)
-            given |= dict(enumerate([*arrays, *traced.consts], len(view.layout.params)))
-            one = Microbatch(traced.staged, reader, view.comm, mesh, gradients)
-            found = jax.tree.unflatten(traced.structure, one.forward(given))
-            mutable = found.mutable
-            returned.append(found._replace(mutable=None))
-            cotangent, share = self._begin(found.total, found.weight, scale)
-            shares.append(share)
-            if m == last:
-                end = self._end([x.total for x in returned], [x.weight for x in returned], shares, scale)
-            gradients.begin(first=m == 0, share=share if count > 1 else None, factor=end[2] if end else None)
-            others = wait_if_simulated(mesh, one.backward(cotangent))
-            gradients.end()
-            sums = wait_if_simulated(mesh, self._reduce(others, share, sums))
-        assert end is not None
-        assert sums is not None
-        return LossAndGrads(returned, sums, mutable, *end)
-
-    def _inputs(self, mutable: PyTree, batch: PyTree, args: tuple, number: int) -> tuple:
-        """Return the loss's arguments after the parameters for one microbatch. Traced under jit."""
-        view = self.view
-        batch = lax.with_sharding_constraint(batch, batch_shardings(view.config, view.config.mesh, batch))
-        if view.accumulate > 1:
-            batch = jax.tree.map(lambda x: view.microbatches_of(x)[number], batch)
-            args = fold_keys(args, jnp.int32(number))
-        return mutable, batch, *args
-
-    def _cotangent(self, total: Array, weight: Array, scale: Array) -> tuple[Array, Array]:
-        """Return the cotangent of a microbatch's loss, and the factor by which its gradients are multiplied."""
-        view = self.view
-        cotangent = jnp.asarray(scale).astype(total.dtype)
-        if not view.loss.weighted:
-            return cotangent, jnp.float32(1 / view.divisor)
-        share = jnp.where(weight > 0, weight, 1).astype(cotangent.dtype)
-        return cotangent / share, share
-
-    def _mean(self, totals: list, weights: list, shares: list, scale: Array) -> tuple:
-        share = shares[0] if len(shares) == 1 else None
-        return mean_loss(self.view, jnp.stack(totals), jnp.stack(weights), share, scale)
-
-    def _reduced(self, others: dict[int, Array], share: Array, sums: list | None) -> list:
-        """Reduce a microbatch's gradients of parameters on the devices, and add them to the earlier `sums`."""
-        view, layout = self.view, self.view.layout
-        grads: list[Any] = []
-        for i in layout.trained:
-            leaf = layout.params[i]
-            zeros = view.comm.zeros(leaf.shape, leaf.dtype)
-            grads.append(None if leaf.kind == "sharded" else view.comm.like(others[i], zeros) if i in others else zeros)
-        grads = view.reduce(grads)
-        if view.accumulate > 1:
-            grads = [x if x is None else at_least_float32(x) * share for x in grads]
-        if sums is None:
-            return grads
-        return [x if x is None else total + x.astype(total.dtype) for total, x in zip(sums, grads, strict=True)]
 
 
 def trace_stages(
@@ -330,6 +309,12 @@ def trace_stages(
     options = Options(view.comm, prefetch=0, reshard_after_forward=True)
     active = [i in trained for i in range(len(full))]
     return Traced(StagedProgram(program, disk, active, options, view.config.mesh), consts, structure)
+
+
+def on_devices(leaves: Sequence, layout: Layout) -> dict[int, Array]:
+    """Return the parameters that are not on disk, by index, in storage shape."""
+    pairs = enumerate(zip(leaves, layout.params, strict=True))
+    return {i: storage_leaves([x], [leaf])[0] for i, (x, leaf) in pairs if not is_chunked(x)}
 
 
 class StagedFunction:
@@ -356,19 +341,12 @@ class StagedFunction:
         leaves = leaves_of(params)
         files.require(*next(x for x in leaves if is_chunked(x)).chunks)
         kept = {i: OnDisk(x.leaf, x.chunking, x.sharding, i) for i, x in enumerate(leaves) if is_chunked(x)}
-        stored = {
-            i: storage_leaves([x], [leaf])[0].astype(leaf.dtype)
-            for i, (x, leaf) in enumerate(zip(leaves, layout.params, strict=True))
-            if i not in kept
-        }
+        stored = {i: x.astype(layout.params[i].dtype) for i, x in on_devices(leaves, layout).items()}
         inputs = self._on_devices(None, batch, *args)
         view = View(self._config, layout, (), self._function, 1)
         key = layout, tuple(of.leaf.dtype for of in kept.values()), signature_of(inputs)
         if key not in self._traced:
             self._traced[key] = trace_stages(view, kept, stored, inputs)
         found = self._traced[key]
-        arrays, _ = split_arrays(inputs)
-        given = stored | dict(enumerate([*arrays, *found.consts], len(leaves)))
         reader = Reader(files, found.staged.reads)
-        outs = Microbatch(found.staged, reader, view.comm, self._config.mesh, None).forward(given)
-        return jax.tree.unflatten(found.structure, outs)
+        return found.forward(Microbatch(found.staged, reader, view.comm, self._config.mesh, None), stored, inputs)
