@@ -57,10 +57,11 @@ def in_blocks(
     flat = [jax.ShapeDtypeStruct((size,), x.dtype) for x in wide]
     # Use shapes, because JAX cannot combine arrays in host memory with blocks that are only shapes.
     like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=jax.typeof(x).weak_type) for x in scalars]
-    dtypes = [x.dtype for x in jax.eval_shape(lambda xs, ys: list(fn(list(xs), list(ys))), flat, like)]
-    order = _in_place(fn, flat, like, overwrites)
+    jaxpr, _ = compat.opened(jax.make_jaxpr(lambda wide, scalars: list(fn(wide, scalars)))(flat, like))
+    order = _in_place(jaxpr, len(wide), overwrites)
     if order is None:
         return full()
+    dtypes = [atom.aval.dtype for atom in jaxpr.outvars]
     outputs = _loop(fn, [x.reshape(-1) for x in wide], scalars, overwrites, dtypes, block, order)
     return [x.reshape(shape) for x in outputs]
 
@@ -91,13 +92,12 @@ def _loop(fn, wide, scalars, overwrites, dtypes, block, order):
     return lax.fori_loop(0, -(-size // block), body, carry)
 
 
-def _in_place(fn, wide, scalars, overwrites) -> list[int] | None:
+def _in_place(jaxpr, wide, overwrites) -> list[int] | None:
     """Order the outputs so that none overwrites an operand that a later output reads, or return None if impossible.
 
     In any other order, XLA would first copy full arrays.
     """
-    jaxpr, _ = compat.opened(jax.make_jaxpr(lambda wide, scalars: list(fn(wide, scalars)))(wide, scalars))
-    reads: dict[Any, frozenset[int]] = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars[: len(wide)])}
+    reads: dict[Any, frozenset[int]] = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars[:wide])}
     read_by = lambda atom: frozenset() if compat.is_literal(atom) else reads.get(atom, frozenset())
     for eqn in jaxpr.eqns:
         reads |= dict.fromkeys(eqn.outvars, frozenset().union(*map(read_by, eqn.invars)))

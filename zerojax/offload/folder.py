@@ -42,25 +42,22 @@ class Lock:
         return self._handle is not None
 
     def release(self) -> None:
-        """Unlock and close the file. A second call, or a call in a forked child, does nothing."""
+        """Unlock and close the file. Close it without unlocking in a forked child, or the parent would lose the lock.
+
+        A second call does nothing.
+        """
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(OSError):  # closing unlocks as well; some file systems have no locks
-                fcntl.flock(handle, fcntl.LOCK_UN)
+                if os.getpid() == self._process:
+                    fcntl.flock(handle, fcntl.LOCK_UN)
             with contextlib.suppress(OSError):  # the handle is free even if the server of the file is gone (ESTALE)
                 os.close(handle)
 
     def __del__(self, is_finalizing=sys.is_finalizing):
         """Unlock when nothing refers to the lock, because an error may have skipped `release`."""
-        if is_finalizing():  # Python has cleared the modules that `release` needs, and the end of the process unlocks
-            return
-        self.release() if os.getpid() == self._process else self.forget()
-
-    def forget(self) -> None:
-        """Close a forked child's copy of the handle. Do not unlock, because the parent would lose the lock, too."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            os.close(handle)
+        if not is_finalizing():  # else Python has cleared the modules, and the end of the process unlocks
+            self.release()
 
 
 def lock(folder: Path) -> Lock:
@@ -129,7 +126,7 @@ _held: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 def _forget_all() -> None:
     for one in list(_held):
-        one.forget()
+        one.release()
     _held.clear()
     _forking.release()
 

@@ -68,6 +68,7 @@ class Stage:
             segment, params=tuple(params), others=slots(inputs), results=slots(segment.jaxpr.outvars), scope=()
         )
         self._options, self._by_row, self._mesh = options, tuple(by_row), mesh
+        self.operands = self._segment.operands
         self._arguments = frozenset(self._segment.others[i] for i in wanted.summands)
         self.passes = None  # stays None if no cotangent of an input is needed
         if any(wanted.trained) or any(wanted.active):
@@ -131,10 +132,6 @@ class Stage:
             grad = jnp.expand_dims(grad, 0)
         return constrain(self._mesh, grad, leaf)
 
-    @property
-    def operands(self) -> list:
-        return self._segment.operands
-
     def _roots(self, shards: dict[int, Array], operands: Sequence[Array]) -> dict:
         """Return the shard of each parameter by slot, and the operands by variable.
 
@@ -186,13 +183,10 @@ class ShardSource:
         return dict(zip(self.pieces, self.of.split(grad) if self.row is None else [grad], strict=True))
 
 
-def source_of(param: ShardedParam, of: OnDisk) -> ShardSource:
-    return ShardSource(of, _row_read(param) if of.chunking.is_by_row(of.leaf) else None)
-
-
-def _row_read(param: ShardedParam) -> int | None:
-    """Return the index on dim 0 if the slices of a parameter only select one row, otherwise None."""
-    if len(param.slices) != 2 or param.slices[1].primitive.name not in ("squeeze", "reshape"):
+def _row_read(param: ShardedParam, of: OnDisk) -> int | None:
+    """Return the index on dim 0 if each row is a chunk, and the slices of a parameter select only one. Else None."""
+    sliced = len(param.slices) == 2 and param.slices[1].primitive.name in ("squeeze", "reshape")
+    if not sliced or not of.chunking.is_by_row(of.leaf):
         return None
     first, (last,) = param.slices[0], param.slices[1].outvars
     shape = first.invars[0].aval.shape
@@ -286,7 +280,8 @@ class StagedProgram:
         if isinstance(segment, ScanSegment):  # A loop that reads no layers is one program.
             segment = BlockSegment(segment.jaxpr, segment.params, segment.others, segment.results)
         assert isinstance(segment, BlockSegment)
-        sources = tuple(source_of(param, self.variables[param.root]) for param in segment.params)
+        on_disk = [self.variables[param.root] for param in segment.params]
+        sources = tuple(map(ShardSource, on_disk, map(_row_read, segment.params, on_disk)))
         results = None
         if not segment.params:
             results = tuple(i for i, key in enumerate(segment.results) if key in self.live)

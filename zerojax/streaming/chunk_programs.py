@@ -171,9 +171,10 @@ def write_new_params(
 
 
 def update_on_host(config: Config, key: ProgramKey, jit: Callable = jax.jit) -> Callable:
-    """Return a jitted function that updates a chunk on the host.
+    """Return a jitted function `f(params, grads, state, shared, consts)` that updates a chunk on the host.
 
-    It is called as `f(params, grads, state, shared, consts) -> (params, state)`. The results overwrite operands of the same type. New parameters have the type in which they are stored.
+    It returns the new `(params, state)`. They overwrite operands of the same type. New parameters have the type in
+    which they are stored.
     """
     leaves = [*key.params, *key.state]
     shardings = [host_sharding(config.mesh, leaf.spec) for leaf in leaves]
