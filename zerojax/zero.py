@@ -49,8 +49,8 @@ def zero_shard(
         tx: Any optax transformation. Its update computes on logical arrays, so the result equals plain optax's.
         stage: 0 replicates everything. 1 shards the optimizer state, 2 also shards gradients, and 3 also parameters.
         mesh: The mesh for all results, with Auto or Explicit axes. It may consist of devices that this machine does not
-            have. None: all devices on one axis. Sharding over axes that are not in `axis` is left to the compiler.
-            Inside the loss, all axes are Auto.
+            have. None: all devices on one axis. Sharding over axes that are not in `axis` is left to the compiler. In
+            global view, the loss sees the types of Explicit axes.
         axis: The mesh axes that divide the rows of a batch, such as `"data"` or `("host", "gpu")`. The stage shards
             over all of them, or over those that `tuning` names.
         precision: The types in which a step computes, sums gradients and keeps parameters, such as `Precision.bf16()`.

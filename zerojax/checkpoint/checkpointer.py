@@ -169,9 +169,9 @@ class Checkpointer:
             data: A template for the saved data. Its objects with `set_state` are set to their saved states, and the
                 saved values are returned in its pytree nodes. None returns the data in plain containers.
             fallback: If the checkpoint is damaged, warn, and restore the newest intact checkpoint instead.
-            partial: If checkpoint and `like` differ, restore the leaves that match, and keep all other leaves. That
-                includes `step` and the optimizer's counts. `"params"` restores only the parameters and the mutable
-                state that match, for a new run that begins with the weights of another one.
+            partial: What to do if checkpoint and `like` differ. False raises an error. True restores the leaves that
+                match, also `step` and the optimizer's counts, and keeps all other leaves of `like`. `"params"` restores
+                only matching parameters and mutable state, for a new run that begins with the weights of another run.
 
         Returns:
             A `Restored` with the state, the data, the step, and the names of leaves that were not restored.

@@ -69,8 +69,9 @@ class DynamicScale:
 class Precision:
     """The element types in which a step computes, sums gradients and keeps parameters.
 
-    Stage 3 stores shards of the parameters in `master`, and casts them to `compute` before each gather. Stages 0 to 2
-    store the full parameters in `compute`, and keep master weights in the optimizer state, which is sharded.
+    Stage 3 stores shards of the parameters in `master`, and casts them to `compute` before each gather. Stages 0 to 2,
+    and stage 3 with `Offload` or `Tuning(params_axis=)`, store the parameters in `compute`, and keep master weights in
+    the optimizer state.
 
     Attributes:
         compute: Floating type of the parameters that the loss function sees.
