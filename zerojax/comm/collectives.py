@@ -1,4 +1,4 @@
-"""Gather shards into full arrays, and reduce gradients to shards. The engine calls the methods of `Collectives` alone.
+"""Gather shards into full arrays, and reduce gradients to shards. The engine communicates only through `Collectives`.
 
 `Collectives` does so in global view: arrays are global, the compiler divides them, and the loss sees all rows. Gathers
 and reductions are explicit nevertheless: each runs `ManualCollectives` in a small `shard_map`. `DeviceCollectives`, in
@@ -83,7 +83,7 @@ class Collectives(ManualCollectives):
     def reduce_scatter(
         self, grads: Sequence[Shaped[Array, ...]], leaves: Sequence[Leaf], *, exposed: bool = False
     ) -> list[Shaped[Array, "*storage"]]:
-        """Reduce-scatter gradients. A gradient that the compiler has summed is only constrained."""
+        """Reduce-scatter partial sums. A gradient that the compiler has summed is only constrained to its sharding."""
         grads, experts = self._without_rows(grads, leaves), self.experts(leaves)
         partial = [i for i, (grad, leaf) in enumerate(zip(grads, leaves, strict=True)) if grad.ndim > len(leaf.shape)]
         chosen = [leaves[i] for i in partial]
@@ -103,17 +103,17 @@ class Collectives(ManualCollectives):
         return [reduced[i] if i in reduced else to_storage(self.mesh, cast(x), leaf) for i, (x, leaf) in pairs]
 
     def is_across(self, leaf: Leaf) -> bool:
-        """Return whether a result of `reduce_scatter` must be reduced across groups during the backward pass, too."""
+        """Return whether the backward pass must also reduce a leaf's gradient across groups (hybrid sharding)."""
         return not self.defers and bool(self.across(leaf))
 
     def experts(self, leaves: Iterable[Leaf]) -> dict[int, tuple[str, ...]]:
-        """Return the data axes over which an expert's gradient is summed, by the index of the leaf (`expert_axis`)."""
+        """Return the data axes over which an expert's gradient is summed, by the leaf's index; see `expert_axis`."""
         named = ({*axes_of(leaf.others)} for leaf in leaves)
         rest = (tuple(axis for axis in self.axes if axis not in names) for names in named)
         return {i: axes for i, axes in enumerate(rest) if len(axes) < len(self.axes)}
 
     def _without_rows(self, grads: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Let the compiler sum an expert's partial sums if it has no sharded dim, or not one sum per device."""
+        """Sum an expert's partial sums here if the leaf has no sharded dim, or if there is not one sum per device."""
         grads = list(grads)
         for i, axes in self.experts(leaves).items():
             devices = math.prod(self.mesh.shape[axis] for axis in axes)
@@ -138,7 +138,7 @@ class Collectives(ManualCollectives):
 
     @jax.named_scope(names.SHARDS)
     def reduce_across(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> list[Array]:
-        """Reduce shards across groups. Shards summed by the compiler are returned unchanged."""
+        """Reduce shards across groups of devices. Shards that the compiler has summed are returned unchanged."""
         pairs = enumerate(zip(shards, leaves, strict=True))
         partial = [i for i, (x, leaf) in pairs if x.ndim > len(leaf.storage_shape)]
         chosen = [leaves[i] for i in partial]
@@ -155,15 +155,15 @@ class Collectives(ManualCollectives):
     def per_shard(
         self, fn: Callable, values: Sequence, dims: Sequence[int | None], out_dims: Sequence[int | None], axes: tuple
     ) -> list[Array]:
-        """Call a function once per device, on the device's part of each value. It may use collectives over `axes`.
+        """Call `fn` once per device, on the device's part of each value. `fn` may use collectives over `axes`.
 
-        These axes divide the dim `dims[i]` of value i, and `out_dims[i]` of result i; None: no dim.
+        `axes` divide dim `dims[i]` of value i, and dim `out_dims[i]` of result i. None means that no dim is divided.
         """
         spec = lambda dim: dim_spec(dim, axes)
         return list(self._mapped(fn, [*map(spec, dims)], [*map(spec, out_dims)])(*values))
 
     def own_part(self, shard: Array, leaf: Leaf) -> Array:
-        """Return the part that a device keeps of `shard`, a gradient that is already summed; see `reduce_across`."""
+        """Return the part of a complete gradient's shard that a device keeps if gradients are sharded further."""
         return shard
 
     def divided(self, x: Array, dim: int, extent: int, axes: tuple[str, ...]) -> Array:
@@ -182,7 +182,7 @@ class Collectives(ManualCollectives):
     ) -> list:
         """Run a backward pass, a closed jaxpr, on residuals and cotangents; see `evaluate_backward`.
 
-        If `zero` is given, arrays of zeros are made from it, so that XLA cannot make them before it.
+        Arrays of zeros are made from `zero`, if given, so that XLA cannot allocate them before `zero` is computed.
         """
         options = partial_sums.BackwardOptions(self._workers, self._sum_per_worker, self._replicate, zero, self.axes)
         closed = self.on_own_rows(closed, rows)
@@ -205,7 +205,7 @@ class Collectives(ManualCollectives):
         return own_rows.warn_of_kernels(self.follower.undivided.values())
 
     def by_worker(self, cotangents: Sequence[Array], shapes: Sequence[tuple]) -> list[Array] | None:
-        """Return cotangents with one partial sum per worker, or None if each has its shape, without partial sums."""
+        """Return each cotangent as one partial sum per worker. Return None if no cotangent has partial sums."""
         pairs = list(zip(cotangents, shapes, strict=True))
         if all(x.ndim == len(shape) for x, shape in pairs):
             return None
@@ -218,7 +218,7 @@ class Collectives(ManualCollectives):
         return lax.with_sharding_constraint(rows, NamedSharding(self.mesh, dim_spec(0, self.axes)))
 
     def like(self, grad: Array, other: Array | jax.ShapeDtypeStruct) -> Array:
-        """Return a gradient in the form of `other`, which may have partial sums."""
+        """Return `grad`, as partial sums if `other` has partial sums."""
         return partial_sums.as_summands(grad, other.shape[0]) if grad.ndim < other.ndim else grad
 
     def add(self, a: Array, b: Array) -> Array:
@@ -226,7 +226,7 @@ class Collectives(ManualCollectives):
         return compat.add_cotangents(self.like(a, b), self.like(b, a))
 
     def add_use(self, total: Array | None, grad: Array) -> Array:
-        """Add the gradient of one more use to a total, in a wide type. The first gradient keeps its type."""
+        """Add the gradient of one more use of a parameter to `total`, in a wide type. A first one is unchanged."""
         if total is None:
             return grad
         wide = self.sum_dtype(grad.dtype)
@@ -243,7 +243,7 @@ class Collectives(ManualCollectives):
 
     @jax.named_scope(names.SHARDS)
     def zero_after(self, anchor: Sequence[Array], rows: Rows) -> Array:
-        """Return an int32 zero that depends on one `element` of `anchor`. XLA cannot simplify this dependence away.
+        """Return an int32 zero that XLA cannot compute before one `element` of `anchor`, so that its readers wait.
 
         A barrier alone is not enough: XLA:CPU removes barriers, and then schedules operations without operands first.
         """
@@ -286,7 +286,7 @@ class Collectives(ManualCollectives):
 
         Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are
         divided. Padding makes shards uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
-        an index past the end and of a window maximum. A sharding constraint cannot leave other axes free.
+        an index past the end and of a window maximum. A sharding constraint instead would not leave other axes free.
 
         The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
         merges two slices, and clamps their indices as if there were one slice.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class DeviceCollectives(Collectives):
-    """The collectives of one device. `Collectives` describes the methods, and has those of a single worker."""
+    """The collectives of one device. `Collectives` documents the methods. Those that suit one worker are inherited."""
 
     all_gather = ManualCollectives.all_gather
     reduce_scatter = ManualCollectives.reduce_scatter

@@ -39,12 +39,12 @@ class ManualCollectives:
     Attributes:
         axes: The data axes, which divide the rows of the batch. Gradients are summed over these axes. A leaf is sharded
             over some or all of them.
-        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, each is alone.
+        bucket_bytes: The limit on the logical bytes of the sharded leaves in one bucket. If 0, every leaf is alone.
         reduce_dtype: The floating type in which gradients are summed over the devices. None: the type of each gradient.
-        wire: The formats of quantised leaves. None: no leaf is quantised.
+        wire: The formats in which leaves are sent quantised. None: no leaf is quantised.
         defers: Whether the caller of the backward pass, instead of the pass itself, calls `reduce_across`.
         shared_bytes: Consecutive blocks of stage 3 share a gather if they gather at most this many logical bytes
-            together. If 0, each block has its own.
+            together. If 0, each block has its own gather.
     """
 
     axes: tuple[str, ...]
@@ -74,8 +74,8 @@ class ManualCollectives:
     ) -> list[Shaped[Array, "*logical"]]:
         """Gather shards into full arrays, in logical shape. A replicated leaf is returned unchanged.
 
-        `exposed` says that these collectives overlap only with the compute of their own block. It begins when its first
-        leaves have arrived, so their buckets are smaller.
+        `exposed` says that only the block that reads these leaves can hide their gathers. The block begins when its
+        first leaves have arrived, so exposed buckets are smaller.
         """
         results = list(shards)
         for bucket in self._buckets(shards, leaves, exposed):
@@ -90,7 +90,7 @@ class ManualCollectives:
     ) -> list[Shaped[Array, "*local"]]:
         """Sum each gradient over the axes of its leaf, and return its shard, with zeros in the padding.
 
-        The gradient of a replicated leaf is all-reduced over all workers. The result has the type of the reduction.
+        The gradient of a replicated leaf is all-reduced over all workers. Results have the type that was reduced.
         """
         return self._reduced([grad.astype(self.reduced_dtype(grad.dtype)) for grad in grads], leaves, exposed=exposed)
 
@@ -169,7 +169,7 @@ class ManualCollectives:
 
 @jax.named_scope(names.SHARDS)
 def barrier(anchor: Sequence[Array], *groups: Sequence[Array]) -> tuple[list[Array], list[list[Array]]]:
-    """Return the arrays after one optimization barrier. A returned array can be read only after all are computed.
+    """Return `anchor` and `groups` after one optimization barrier: no array can be read before all are computed.
 
     XLA's schedulers keep no other order. If the anchor is empty, or all groups are empty, there is no barrier.
     """
@@ -195,7 +195,7 @@ def buckets_of(arrays: Sequence[Array], leaves: Sequence[Leaf], limit: int) -> l
 
     - Flat leaves share a bucket.
     - Consecutive sharded leaves share a bucket of up to `limit` logical bytes.
-    - A replicated leaf is alone. So is one that other mesh axes divide, over which packing would gather it.
+    - A replicated leaf is alone. So is a leaf that other mesh axes divide, because packing would gather it over them.
     """
     found: list[list[int]] = []
     filled: dict = {}
@@ -236,9 +236,9 @@ def from_rows(rows: Shaped[Array, "shards elements"], leaf: Leaf) -> Shaped[Arra
 def split(rows: Shaped[Array, "*shards elements"], leaves: Sequence[Leaf]) -> list[Array]:
     """Split the last dim of a bucket's rows into one array per leaf.
 
-    XLA cannot see through the barrier where each leaf begins, so it compiles one kernel for all leaves of one shape.
-    Without the barrier, it compiled one kernel per leaf, which took most of the compile time. With unsigned offsets,
-    XLA scheduled a gather of the backward pass next to no product (docs/fit.md's model).
+    The barrier hides from XLA where each leaf begins, so XLA compiles one kernel for all leaves of one shape. Without
+    the barrier, XLA compiled one kernel per leaf, which took most of the compile time. The offsets are signed: with
+    unsigned ones, XLA ran no product during one of the backward pass's gathers (in docs/fit.md's model).
     """
     if len(leaves) == 1:
         return [rows]

@@ -5,9 +5,9 @@ On Explicit axes an array's type says how the array is sharded. zerojax computes
 Moving a concrete array keeps its buffers, so donating the moved array donates the caller's. Moving a traced array
 changes its type, and runs no operation if the sharding stays the same.
 
-`mapped` is a `jax.shard_map` for which `checkify` has no rule. `checkify` carries its error through every equation,
-with one entry per device after one `shard_map`, and one per pair of devices after the next one. A step has dozens of
-them, so the error would take terabytes. Automatic checks need not look inside, because the results show any NaN.
+`mapped` is a `jax.shard_map` that `checkify` does not look into. `checkify` carries its error through every equation,
+with one entry per device after one `shard_map`, and one per pair of devices after the next `shard_map`. A step has
+dozens, so the error would take terabytes. Automatic checks need not look inside, because the results show any NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 def resolve_mesh(mesh: Mesh | None, axes: tuple[str, ...]) -> Mesh:
-    """Check the given mesh, which may have GPUs that this machine does not have. None: all devices on one axis."""
+    """Check `mesh`, whose GPUs may be absent here, and return it. None: return a mesh of all devices on one axis."""
     if mesh is None:
         if len(axes) > 1:
             raise ValueError(
@@ -93,7 +93,7 @@ def owned(x: Any) -> Any:
 
 
 def row_shardings(mesh: Mesh, data: DataMesh, tree: Any, batch: Any) -> Any:
-    """Return shardings for `tree`. Arrays with as many rows as the batch are sharded like it, others replicated."""
+    """Return shardings for `tree`: the batch's for arrays with as many rows as the batch, and replicated for others."""
     counts = {x.shape[0] for x in jax.tree.leaves(batch)}
     one = lambda x: batch_sharding(mesh, data) if set(x.shape[:1]) & counts else replicated(mesh)
     return jax.tree.map(one, tree)
@@ -180,7 +180,7 @@ def is_typed(x: Any) -> bool:
 
 
 def with_types(tree: PyTree) -> Any:
-    """Wrap each array that is divided over Explicit axes in `Typed`, which keeps its type on the Auto mesh."""
+    """Wrap each array that is divided over Explicit axes in `Typed`, so that the Auto mesh keeps the array's type."""
 
     def one(x):
         spec = explicit_part(sharding_of(x).spec, mesh_of(x)) if is_explicit(x) else PartitionSpec()
@@ -212,7 +212,7 @@ def on_auto_mesh(
 
 @contextlib.contextmanager
 def auto_context(mesh: Mesh | None = None) -> Iterator[None]:
-    """Enter a context without Explicit axes or another mesh, also as a decorator. Traced code passes the caller's mesh.
+    """Enter a context without Explicit axes or a mesh other than `mesh`, which traced code must give. Also a decorator.
 
     A library may have called `jax.set_mesh` on import, and no `shard_map` accepts another mesh than the context's.
     """

@@ -1,8 +1,8 @@
-"""Find sums over rows other than products of matrices, and sums over the workers that a loss computes itself.
+"""Find sums over rows that are not matrix products, and sums over the workers in a user's `jax.shard_map`.
 
-A parameter that every worker has in full enters the user's `jax.shard_map` undivided. JAX then ends its gradient in the
-transposed `shard_map` with a `psum` over the data axes, so every worker would have the whole sum. `unreduced` leaves
-this `psum` out. `local_sizes` does the same for the groups of a `ragged_dot`.
+A parameter that every worker has in full enters the user's `shard_map` undivided. JAX then ends the computation of its
+gradient in the transposed `shard_map` with a `psum` over the data axes, so every worker would have the whole sum.
+`unreduced` leaves this `psum` out, so that partial sums remain.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from zerojax.primitives import Kind
 
 
 def contracted(eqn: Any) -> list[tuple[int, int]]:
-    """Return the pairs of dims over which a product of two operands sums, for every worker alike."""
+    """Return the pairs of dims over which a product sums, and which the workers can divide between them."""
     name, params = eqn.primitive.name, eqn.params
     if name == "dot_general":
         return [*zip(*params["dimension_numbers"][0], strict=True)]
@@ -38,7 +38,7 @@ def contracted(eqn: Any) -> list[tuple[int, int]]:
 
 
 def scattered(eqn: Any, row_dims: Sequence[Places]) -> tuple[Place | None, ...] | None:
-    """Return the places of the rows in a scatter-add into zeros, or None. The indices may have no rows."""
+    """Return the places of the rows in the operands of a scatter-add into zeros that sums over rows, or None."""
     _, indices, updates = row_dims
     numbers = eqn.params["dimension_numbers"]
     place = next(iter({*indices.places} or {*updates.places}), None)
@@ -64,9 +64,9 @@ def assumed(eqn: Any, row_dims: Sequence[RowDims]) -> Iterator[list[Places]]:
 def unreduced(eqn: Any, values: Sequence, wanted: Mapping[int, tuple[str, ...]]) -> tuple[list, frozenset[int]] | None:
     """Evaluate a `shard_map`, and leave out the sums over the data axes that compute the results `wanted`.
 
-    `wanted` has the data axes, by the index of the result: those of all workers, or those that do not divide an expert.
-    Only gradients may depend on the result, and linearly. Return `(results, found)`, where the results `found` have a
-    leading dim with one partial sum per worker. Return None if there is no such sum.
+    `wanted` maps the index of a result to its data axes: all of them, or those that do not divide an expert. Only
+    gradients may depend on such a result, and only linearly. Return `(results, found)`, where `found` has the indices
+    of results that now have a leading dim, with one partial sum per worker. Return None if there is no such sum.
     """
     params = eqn.params
     jaxpr, consts = compat.opened(params["jaxpr"])

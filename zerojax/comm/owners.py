@@ -73,9 +73,9 @@ class Owners:
         """Apply a function to each item of a stack. Each owner computes its own items.
 
         The function is `fn(*arrays, *small, *shared) -> [*outs, *small_outs]`, of one item in logical shapes. An entry
-        of `arrays` is a list of stacks in storage shape, which are joined to one stack. `small` arrays have one row per
-        item, and `shared` are the same for all items. `leaves` and `outs` have the layouts of one item. The results are
-        stacked. Those of `outs` are sharded as their layouts say, and the small ones are replicated.
+        of `arrays` is a list of stacks in storage shape, which are joined to one stack. `small` arrays have one entry
+        per item, and `shared` are the same for all items. `leaves` and `outs` have the layouts of one item. Results are
+        stacks. The first ones are sharded as `outs` says, and the small ones are replicated.
         """
         items = sum(x.shape[0] for x in arrays[0])
         slots = -(-items // self.count)

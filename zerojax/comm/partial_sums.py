@@ -7,7 +7,7 @@ The reduction is then a separate step, as in device view. Linear operations afte
 
 The result is right for any model and any divided dim, because a sum equals the sum of its parts. The divided dim only
 decides how many bytes move. It should hold the rows of the batch, which `zerojax.dims` finds or guesses in each value.
-If nothing is known, it takes any summed dim that the workers divide. Sums over other dims are left to the compiler.
+If nothing is known, any summed dim is divided whose size allows it. Sums over other dims are left to the compiler.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ ROWS_UNKNOWN = "zerojax_rows_unknown"
 _SPARSE = ("bcoo_dot_general_sampled", "bcoo_extract", "bcoo_transpose")
 
 
-# The place of the rows, which the workers divide, in each operand of an equation. None: it has no rows.
+# For each operand of an equation, the place of the rows, which the workers divide. None: the operand has no rows.
 Divided = tuple[Place | None, ...]
 
 
@@ -58,7 +58,7 @@ class BackwardOptions:
     # replicates a gradient that is computed from parameters alone; if None, the compiler decides
     replicate: Callable[[jax.Array], jax.Array] | None = None
     zero: jax.Array | None = None  # a zero from which arrays of zeros are made, if given
-    axes: tuple[str, ...] = ()  # the mesh axes of the workers; if empty, what a `shard_map` sums over them stays summed
+    axes: tuple[str, ...] = ()  # the mesh axes of the workers; if empty, a `shard_map` keeps its sums over workers
 
 
 def evaluate_backward(
@@ -73,8 +73,8 @@ def evaluate_backward(
     """Evaluate a backward pass, a closed jaxpr, and leave gradients as partial sums `(workers, *shape)` where possible.
 
     An argument that the pass only adds to gradients may be a `PartialSum`. `grads` has the indices of the results that
-    are gradients of parameters, and `experts` the axes over which those of experts are summed. `rows` says which dims
-    of each argument hold the rows of the batch.
+    are gradients of parameters. `experts` maps the indices of experts' gradients to the axes over which these are
+    summed. `rows` says which dims of each argument hold the rows of the batch.
     """
     jaxpr, consts = compat.opened(backward)
     if how.workers == 1:  # Every sum is complete.
@@ -165,9 +165,9 @@ def _inlined(jaxpr: Any, consts: Sequence, *args: Any) -> list:
 
 
 def _loop(eqn, loop: compat.LoopEqn, values: Sequence, grads: Sequence[int], inside: Callable, workers: int) -> list:
-    """Evaluate a loop, whose results `grads` stay partial sums if the loop adds them up or stacks them.
+    """Evaluate a loop. Its results with indices `grads` stay partial sums if the loop adds them up or stacks them.
 
-    `inside(args, grads)` evaluates the body.
+    `inside(args, grads)` evaluates the body in the same way.
     """
     summed = _added_up(loop, grads)
     partial = [*summed, *(i for i in grads if i >= loop.carry)]
@@ -195,10 +195,10 @@ def _added_up(loop: compat.LoopEqn, grads: Sequence[int]) -> list[int]:
 
 
 def _only_of(jaxpr: Any, grads: Sequence[int], has_rows: Callable[[Any], bool] = lambda _: False) -> set:
-    """Return the variables that affect only the results with indices `grads`, and affect them linearly.
+    """Return the variables that may be partial sums: they affect only the results in `grads`, and these linearly.
 
-    Leave out a sum over the rows that is added to every row again, as in the backward pass of a mean over the batch.
-    Partial sums of it would make all rows that follow partial sums, and each worker would compute all of them.
+    Leave out a sum over the rows that is added to every row again, as in the backward pass of a mean over the batch. If
+    it were a partial sum, so would be everything that reads it, and each worker would compute all rows.
     """
     uses, _ = jaxprs.uses_of(jaxpr)
     wanted = set(jaxprs.variables_in(jaxpr.outvars[i] for i in grads))
@@ -247,7 +247,7 @@ def _makes_zeros(eqn: Any, values: Sequence) -> bool:
 
 
 def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | None:
-    """Make the array of zeros that `eqn` makes from `zero` instead. Return None for another equation, or no `zero`."""
+    """Return the array of zeros that `eqn` makes, computed from `zero`. Return None without `zero` or such an array."""
     if zero is None or not _makes_zeros(eqn, values):
         return None
     out = eqn.outvars[0].aval
@@ -263,9 +263,9 @@ def as_summands(value: jax.Array, workers: int) -> jax.Array:
 def _divided(eqn, row_dims: Sequence[RowDims], result: RowDims, zeros: set, workers: int) -> Divided | None:
     """Return the places of the rows in the operands of `eqn` if `eqn` sums over the rows, and otherwise None.
 
-    If the places are not known, assume dims that are known, or the first that fits. If these do not hold the rows, the
-    compiler moves the operands. Without partial sums, it would all-reduce the gradient, in the gradient's type and once
-    per microbatch.
+    If some places are unknown, assume the places in the known operands, or else the first summed dim whose size fits.
+    If this dim holds no rows, the compiler moves the operands. But without partial sums, the compiler would all-reduce
+    the gradient, in the gradient's type and once per microbatch.
     """
     # The group sizes of a `ragged_dot` count all rows.
     operands = row_dims[:2] if eqn.primitive.name == "ragged_dot_general" else row_dims

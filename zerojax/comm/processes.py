@@ -81,7 +81,7 @@ def is_of_all(mesh: Mesh) -> bool:
 
 @functools.cache
 def rank() -> tuple[int, int]:
-    """Return the index of this process and the number of processes. At exit, JAX would initialise its backend again."""
+    """Return the index of this process and the number of processes. Cached, as JAX could start its backend at exit."""
     return jax.process_index(), jax.process_count()
 
 
@@ -111,7 +111,7 @@ class Events:
             raise
 
     def begin(self, name: str, *, watched: bool = False) -> Call:
-        """Count a call, unless another thread made the first call. Calls of two threads have no fixed order."""
+        """Count a call of the thread that made the first call. Other threads' calls have no fixed order: skip them."""
         if self._thread is None:
             self._thread = threading.get_ident()
             self._start()
@@ -123,7 +123,7 @@ class Events:
         return call
 
     def limit(self, call: Call, seconds: float | None, *, ends: bool) -> None:
-        """Say what is known about a call if it takes longer after the previous one, and end the process if `ends`."""
+        """Watch a call: if it is not done `seconds` after the previous one, say so, and end the process if `ends`."""
         if seconds is None:
             return
         call.limit, call.ends = seconds, ends
@@ -188,7 +188,7 @@ class Events:
         call.limit *= 2
 
     def _behind(self) -> list[str]:
-        """Say which processes have not made the last call of this one."""
+        """Say which processes have not made this process's last call."""
         index, count = rank()
         last = {other: (-1, "no call") for other in range(count) if other != index}
         last |= {other: state["calls"][-1] for other, state in _of_others(STATE).items() if state["calls"]}
@@ -199,7 +199,7 @@ class Events:
         ]
 
     def _heed(self, failed: dict[int, dict[str, Any]]) -> None:
-        """Print which processes failed. End this process if its call hangs and another failed or differs."""
+        """Print which processes failed. End this process if its call hangs and another process failed or differs."""
         index, count = rank()
         for other in sorted(failed.keys() - self._said):
             self._said.add(other)
@@ -275,7 +275,7 @@ def failures() -> dict[int, dict[str, Any]]:
 def give_notice(status: int, text: str, *, leaves: bool = False) -> None:
     """Tell the other processes that this process ends, and why; with a status of 0, without an error.
 
-    `leaves` says that it ends at once, so that the others must not wait for it in JAX's shutdown.
+    `leaves` says that this process ends at once, so that the others must not wait for it in JAX's shutdown.
     """
     notice = json.dumps({"status": status, "text": text, "leaves": leaves})
     coordination_client().key_value_set(f"{NOTICE}/{rank()[0]}", notice, True)

@@ -70,7 +70,7 @@ class Codec:
     ) -> list[Shaped[Array, "shards elements"]]:
         """Gather one bucket, and return the shards of each leaf as rows.
 
-        Bytes are sent over axes outside of `over`, too. The values are the same as if those axes sent decoded values.
+        Encoded bytes are also sent over the axes that are not in `over`: the results equal those of decoded values.
         """
         payload = jnp.concatenate([self.encode(shard.ravel()) for shard in shards])
         rows = _split(lax.all_gather(payload, axes), [self.bytes(shard.size) for shard in shards])

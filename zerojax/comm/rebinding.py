@@ -44,7 +44,7 @@ def all_in_force(jaxpr):
 
 
 def shard_map_of(eqn, fn: Callable, **options: Any) -> Callable:
-    """Return `jax.shard_map` of a function with `options`, and otherwise with those of a `shard_map` equation."""
+    """Return `jax.shard_map` of `fn` with the options of the `shard_map` equation `eqn`, except the given `options`."""
     params = eqn.params
     specs = {"in_specs": tuple(params["in_specs"]), "out_specs": tuple(params["out_specs"]), "mesh": params["mesh"]}
     others = {"axis_names": set(params["newly_manual_axes"]), "check_vma": params["check_vma"]}
@@ -58,7 +58,7 @@ def mesh_of_calls() -> Any:
 
 
 def like(closed, other):
-    """Return `closed` as a closed or an open jaxpr, whichever `other` is. It replaces `other` in an equation."""
+    """Return `closed`, as an open jaxpr if `other` is open, so that it can replace `other` in an equation."""
     if isinstance(other, core.ClosedJaxpr):
         return closed
     jaxpr, consts = compat.opened(closed)

@@ -51,7 +51,7 @@ class TypedLoss:
     loss: Any
 
     def call(self, params: PyTree, mutable: PyTree, batch: PyTree, args: tuple) -> Any:
-        """Call the loss on arguments whose types have shardings; see `Loss.call`. So may the results: see `Typed`."""
+        """Call the loss (`Loss.call`) on arguments whose types name shardings. Such results are wrapped in `Typed`."""
         given, mesh = (params, mutable, batch, without_types(args)), typed_mesh(self.config.user_mesh)
         if not mesh.explicit_axes:  # the caller's mesh has no Explicit axes, or device view made them Manual
             return self.loss.call(*given)
@@ -100,7 +100,7 @@ def on_one_device(config: Config) -> Config:
 
 
 def is_divided(config: Config, spec: PartitionSpec, x: Any) -> bool:
-    """Return whether the mesh axes of a spec divide the dims of an array, in device view of one device's part."""
+    """Return whether the mesh axes of a spec divide the dims of `x` evenly. In device view, `x` is a device's part."""
     parts = [config.data.size(entry_axes(entry)) for entry in spec]
     return len(parts) <= np.ndim(x) and all(n % k == 0 for n, k in zip(np.shape(x), parts, strict=False))
 
@@ -165,7 +165,7 @@ class _TypedEvaluation:
         """Constrain a value to be sharded as its type says, over the axes that are Auto on the mesh of the context.
 
         `others` are the entries of a sharding constraint, which may name axes that are Auto on the caller's mesh. With
-        `replicates`, a type without axes becomes a constraint, too. A dropped value is None.
+        `replicates`, a type without axes becomes a constraint, too. `x` is None if the value is dropped.
         """
         mesh = jax.sharding.get_abstract_mesh()
         if x is None or not mesh.auto_axes or mesh.size == 1:
