@@ -19,8 +19,9 @@ def cache_compilations(folder: str | os.PathLike, *, max_bytes: float | str | No
     it compiles none. With several processes, process 0 writes the folder, and all processes read it. On CPUs, JAX keeps
     only the programs of process 0.
 
-    A changed program, option, JAX version or kind of device has its own entries. Call it before the first program, on
-    every process, with a folder that all of them see. Do not share a folder between hosts with different CPUs.
+    A changed program, option, JAX version or kind of device has its own entries. Call this function before the first
+    program, on every process, with a folder that all of them see. Do not share a folder between hosts with different
+    CPUs.
 
     Args:
         folder: The folder. It and its parents are made if they do not exist.

@@ -134,7 +134,7 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         return as_params(self.config, mirror, self._trees.loaded(params))
 
     def weights(self, params: Any, opt_state: Any) -> Any:
-        """Return the parameters in the types of the master weights at every stage, for an average of them, for example.
+        """Return the current parameters in the types of the master weights, for example to average them.
 
         Args:
             params: The parameters in storage, such as `state.params`.
@@ -219,9 +219,11 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
             mutable: Whether the loss has a mutable state, as for `train_step`. `f(params, mutable, batch, *args)` then
                 returns `((loss, mutable), grads)`, or `((loss, mutable, aux), grads)` with `has_aux`.
             accumulate: Number of microbatches per device. Their losses and gradients are computed one after the other,
-                so that only one microbatch's activations are in memory. Keys in `*args` are folded with its index.
+                so that only one microbatch's activations are in memory. Keys in `*args` are folded with the index of
+                the microbatch.
             reduction: Whether the losses of microbatches (in device view also of devices) are averaged (`"mean"`) or
-                added up (`"sum"`, for sums over rows). None: averaged, unless `accumulate` finds a sum: an error.
+                added up (`"sum"`, for sums over rows). None: averaged; with `accumulate`, a loss that is a sum over the
+                rows raises an error.
 
         Returns:
             `f(params, batch, *args, **keywords) -> (loss, grads)`, or `((loss, aux), grads)` with `has_aux`. Without a
@@ -237,10 +239,13 @@ class TreeTransformation(optax.GradientTransformationExtraArgs):
         return self._trees.differentiate_tree(self.config, loss, accumulate=accumulate)
 
     def shardings(self, params: Any) -> Shardings:
-        """Return trees of the `NamedSharding`s of parameters, gradients and optimizer state, one for each `Padded`.
+        """Return the shardings of parameters, gradients and optimizer state, as trees of `NamedSharding`.
 
         Args:
-            params: Arrays or shapes.
+            params: The parameters, as arrays or shapes.
+
+        Returns:
+            The trees. A leaf that is a `Padded` in storage has one sharding.
         """
         return self._trees.shardings(self.config, params)
 

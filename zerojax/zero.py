@@ -69,7 +69,8 @@ def zero_shard(
         tuning: Settings of memory, bytes sent and time, such as `Tuning(prefetch=2)`. None: the defaults.
         wire: Which collectives send quantised data, such as `Wire(gather="int8", reduce="int4")`. None: none.
         batch_spec: How the batch is divided: a `PartitionSpec` that begins with `axis`, such as
-            `P("data", "sequence")`, or a tree of specs, of which leaves use the first entries. None: only dim 0.
+            `P("data", "sequence")`, or a tree of specs. A leaf with fewer dims uses the first entries of its spec.
+            None: only dim 0 is divided.
         expert_axis: The axes of `axis` over which experts stay divided, such as `"expert"`. A parameter whose sharding
             or Flax metadata names one of them is not gathered over it, and its gradient is not summed over it, at any
             stage. Over the other axes it is sharded as all parameters are. The loss uses it in a `jax.shard_map`.
@@ -78,7 +79,7 @@ def zero_shard(
             `_overwrite_with_gradient` is always overwritten. The new value is the elementwise maximum over microbatches
             and, in device view, over devices. These parameters are replicated, keep their type, and do not count in
             gradient norms. `tx` sees an `optax.MaskedNode()` for each.
-        **unknown: Nothing. The error for a field of `Tuning` says how to give it.
+        **unknown: Not accepted. The error for a field of `Tuning` says how to pass it.
 
     Returns:
         An `optax.GradientTransformationExtraArgs` with the methods of `ZeroTransformation`.
@@ -165,8 +166,8 @@ class ZeroTransformation(TreeTransformation):
         """Create the state of a new run at step 0, with the parameters in storage and an optimizer state.
 
         Args:
-            params: Logical parameters, parameters in storage, or shapes. They are copied, master weights as they are.
-                Delete the originals to free their memory.
+            params: Logical parameters, parameters in storage, or shapes. They are copied. Master weights are copied
+                from them without rounding. Delete the originals to free their memory.
             mutable: The initial mutable state, such as batch statistics, for a loss with `mutable=True`: a tree of
                 arrays, which every device holds in full.
             opt_state: A plain optax state to continue from, as for `adopt`. None: a fresh state.
@@ -212,7 +213,7 @@ class ZeroTransformation(TreeTransformation):
                 stored value and change; `optax.MaskedNode()` for a frozen parameter.
             timeout: Seconds that a step may take, without compilation. If a step takes longer, the process prints which
                 process it waits for, and exits with status 75. None: it only prints, after 1800 s and with several
-                processes. `float("inf")`: nothing.
+                processes. `float("inf")`: no limit.
             memory: The bytes per device that the compiled step may take, such as `"72 GB"`, or `"auto"` for the memory
                 that JAX may use on the device. The blocks of the loss (functions under `zerojax.block`, and bodies of
                 scans, without a `jax.checkpoint`) save as many activations as fit, and recompute all others. The first

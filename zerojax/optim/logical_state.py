@@ -162,7 +162,7 @@ def with_new(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def unsharded_params(config: Config, plan: ShardingPlan, arrays: list, params: PyTree) -> Any:
-    """Return parameters in storage. `arrays` has new trained ones, sharded for the update, or None for the old ones."""
+    """Return parameters in storage. `arrays` has new trained ones, sharded for the update. None keeps the old array."""
     stored = storage_leaves(params, plan.layout.params)
     new = unshard_after_update(config, plan, arrays, stored)
     return in_storage([old if x is None else x for x, old in zip(new, stored, strict=True)], plan.layout)

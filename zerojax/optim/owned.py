@@ -124,7 +124,7 @@ def _sliced(update: FlatUpdate, given: Given, traced: TracedUpdate, stacks: Sequ
 
 
 def _same_equations(a: TracedUpdate, b: TracedUpdate, shared: Collection[int]) -> bool:
-    """Return whether two traces differ only in shapes, and their `shared` variables not even in these."""
+    """Return whether two traces differ only in shapes. The shapes of their `shared` variables must be equal, too."""
     outline = lambda traced: [len(traced.reads), *((e.primitive.name, len(e.outvars)) for e in traced.jaxpr.eqns)]
     return outline(a) == outline(b) and all(a.variables[n].aval.shape == b.variables[n].aval.shape for n in shared)
 

@@ -345,7 +345,7 @@ def may_chunk(equations: Equations, units: dict[int, Unit], i: int) -> bool:
 
 
 def dependencies(jaxpr: Any, known: dict[Any, frozenset], without: Collection = ()) -> dict[Any, frozenset]:
-    """Return the union of `known` that each variable depends on, except through the variables in `without`."""
+    """Map each variable to the union of the `known` sets that it depends on, except through variables in `without`."""
     known = dict(known)
     for eqn in jaxpr.eqns:
         if found := union(known, eqn.invars):

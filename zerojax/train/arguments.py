@@ -130,9 +130,9 @@ def _name(path: tuple) -> str:
 
 
 def is_even(batch: PyTree, parts: int) -> bool:
-    """Return whether a batch is surely right: arrays with equally many rows, a multiple of `parts`.
+    """Return whether all leaves are arrays with equally many rows, a multiple of `parts`.
 
-    Otherwise `check_batch` decides, which a plain step does not import.
+    If not, `check_batch` accepts or refuses the batch. A plain step does not import it.
     """
     leaves = jax.tree.leaves(batch)
     others = [x for x in leaves if not isinstance(x, jax.Array | jax.ShapeDtypeStruct)]

@@ -94,11 +94,10 @@ class Guard:
     def around(
         self, number: int, state: ZeroState, batch: Any, place: Callable[[], Any], args: tuple
     ) -> Iterator[Call]:
-        """Compare a call and its program before the step runs. A call that compiles is watched only after it.
+        """Compare a call and its program before the step runs, and yield the call that the other processes see.
 
-        `place` returns the batch on the devices.
-
-        Yield the call that the other processes see. The caller sets its `result` when the step is dispatched.
+        `place` returns the batch on the devices. The caller sets the `result` of the call when the step is dispatched.
+        If the call compiles, its limit of time begins only then.
         """
         program, config = self._program, self._program.config
         is_new = self._same.is_new(state.plan, batch, args, state.step)

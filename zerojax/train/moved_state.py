@@ -17,7 +17,7 @@ from zerojax.train.state import ZeroState
 
 
 def raise_unusable_state(state: Any, mutable: bool) -> None:
-    """Raise an error, because `state` is no state of a step whose loss has mutable state or not, as `mutable` says."""
+    """Raise the error for a state that `StepProgram.check_state` refuses. `mutable` is that of the step's loss."""
     if not isinstance(state, ZeroState):
         raise TypeError(
             f"The step takes a ZeroState, not {type(state).__name__}. Make one with tx.create(params), or use "

@@ -1,4 +1,4 @@
-"""The state of a run, which a training step takes and returns: and how it is created."""
+"""The state of a run, which a training step takes and returns, and its creation."""
 
 from __future__ import annotations
 
