@@ -127,10 +127,11 @@ def load_transformation(text: str) -> optax.GradientTransformation:
     """Load an optimizer from optax by a name such as `"adamw"`, or from a file by text such as `"train.py:tx"`."""
     remedy = "Give one that needs only a learning rate, such as adamw, lion or adafactor, or FILE.py:NAME."
     if REFERENCE.fullmatch(text):
-        made: Any = load_object(text)
-        if callable(made) and not hasattr(made, "update"):
+        given: Any = load_object(text)
+        made: Any = given
+        if callable(given) and not hasattr(given, "update"):
             with running(split_reference(text)[0]):
-                made = call_user_code(made, text)
+                made = call_user_code(given, text)
         if not (hasattr(made, "init") and hasattr(made, "update")):
             raise ValueError(
                 f"{text} is a {type(made).__name__}, which lacks the init and update of an optax transformation. Give "
