@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import mesh_of
 from jax.experimental.sparse import BCOO
 
+from zerojax.comm import partial_sums
 from zerojax.comm.partial_sums import BackwardOptions, PartialSum, as_summands, evaluate_backward
 from zerojax.dims import NOWHERE, Place, Places
 
@@ -42,14 +44,16 @@ SUMMED = {
 }
 
 
+def four_workers():
+    return BackwardOptions(mesh_of(WORKERS), ("data",))
+
+
 @pytest.mark.parametrize("operation", [*KEPT, *SUMMED])
 def test_operations_on_a_partial_sum(operation):
     fn = {**KEPT, **SUMMED}[operation]
     rows = jnp.arange(WORKERS * 6.0).reshape(WORKERS, 2, 3) / 16 + 1
     closed = jax.make_jaxpr(fn)(rows[0])
-    (found,) = evaluate_backward(
-        closed, [PartialSum(rows)], BackwardOptions(WORKERS, lambda *_: rows), grads=[0], rows=[NOWHERE]
-    )
+    (found,) = evaluate_backward(closed, [PartialSum(rows)], four_workers(), grads=[0], rows=[NOWHERE])
     expected = fn(rows.sum(0))
     assert found.ndim == expected.ndim + (operation in KEPT)
     total = found.astype(jnp.float32).sum(0) if operation in KEPT else found.astype(jnp.float32)
@@ -69,15 +73,14 @@ def test_the_gradient_of_a_sparse_weight_is_a_partial_sum():
     places = jnp.array([[0, 1], [2, 0], [1, 3], [2, 2]])
     loss = lambda values, x: jnp.sum((x @ BCOO((values, places), shape=(3, 4))) ** 2)
     given = jnp.arange(4.0) - 1, jnp.arange(24.0).reshape(8, 3) / 9
-    each = lambda eqn, divided, values: as_summands(eqn.primitive.bind(*values, **eqn.params), WORKERS)
     rows = [NOWHERE, Places(frozenset({Place(0)}))]
     closed = jax.make_jaxpr(jax.grad(loss))(*given)
-    (found,) = evaluate_backward(closed, given, BackwardOptions(WORKERS, each), grads=[0], rows=rows)
+    (found,) = evaluate_backward(closed, given, four_workers(), grads=[0], rows=rows)
     assert found.shape == (WORKERS, 4)
     np.testing.assert_allclose(found.sum(0), jax.grad(loss)(*given), rtol=1e-6)  # products in another order
 
 
-def test_a_sum_over_rows_that_every_row_reads_again_is_no_partial_sum():
+def test_a_sum_over_rows_that_every_row_reads_again_is_no_partial_sum(monkeypatch):
     summed = []
 
     def backward(given, hidden):  # of `(h @ w) - (h @ w).mean(0)`
@@ -87,8 +90,7 @@ def test_a_sum_over_rows_that_every_row_reads_again_is_no_partial_sum():
         summed.append(eqn.primitive.name)
         return jnp.zeros((WORKERS, *eqn.outvars[0].aval.shape))
 
+    monkeypatch.setattr(partial_sums, "sum_per_worker", sum_per_worker)
     args, rows = [jnp.ones((8, 3)), jnp.ones((8, 5))], [Places(frozenset({Place(0)}))] * 2
-    evaluate_backward(
-        jax.make_jaxpr(backward)(*args), args, BackwardOptions(WORKERS, sum_per_worker), grads=[0], rows=rows
-    )
+    evaluate_backward(jax.make_jaxpr(backward)(*args), args, four_workers(), grads=[0], rows=rows)
     assert summed == ["dot_general"]

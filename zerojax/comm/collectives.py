@@ -56,7 +56,7 @@ class Collectives(ManualCollectives):
 
     @property
     def _workers(self) -> int:
-        return 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in self.axes)
+        return partial_sums.workers_of(self.mesh, self.axes)
 
     @property
     def losses(self) -> int:
@@ -184,7 +184,7 @@ class Collectives(ManualCollectives):
 
         Arrays of zeros are made from `zero`, if given, so that XLA cannot allocate them before `zero` is computed.
         """
-        options = partial_sums.BackwardOptions(self._workers, self._sum_per_worker, self._replicate, zero, self.axes)
+        options = partial_sums.BackwardOptions(self.mesh, self.axes, zero)
         closed = self.on_own_rows(closed, rows)
         return partial_sums.evaluate_backward(closed, values, options, grads=grads, rows=rows, experts=experts)
 
@@ -257,41 +257,6 @@ class Collectives(ManualCollectives):
     def over_workers(self, reduce: Callable[[PyTree, tuple[str, ...]], PyTree], tree: PyTree) -> PyTree:
         """Reduce the values that each worker computed. `reduce` is `lax.psum`, `lax.pmean` or `lax.pmax`."""
         return tree  # A value of all rows is already a global sum, mean or maximum.
-
-    def _sum_per_worker(self, eqn: Any, divided: partial_sums.Divided, values: Sequence[Array]) -> Array:
-        """Return one partial sum per worker of an equation that sums over rows."""
-        # A transposed product names the sharding of its result. `jax.vmap` would check it against the mesh, whose axes
-        # are Manual in this `shard_map`.
-        params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
-        values, split = list(values), [(i, p) for i, p in enumerate(divided) if p is not None and p.is_split]
-        for i, p in split:  # The rows are an inner factor of a dim, which is split so that they begin a separate dim.
-            values[i] = values[i].reshape(*values[i].shape[: p.dim], p.outer, -1, *values[i].shape[p.dim + 1 :])
-
-        def row(*given):
-            values = list(given)
-            for i, p in split:
-                values[i] = values[i].reshape(*values[i].shape[: p.dim], -1, *values[i].shape[p.dim + 2 :])
-            if eqn.primitive.name == "ragged_dot_general":
-                from zerojax.comm.other_sums import local_sizes
-
-                assert divided[0] is not None
-                values[2] = local_sizes(values[2], values[0].shape[divided[0].dim], self.axes)
-            return eqn.primitive.bind(*values, **params)[None]
-
-        specs = [dim_spec(None if p is None else p.dim + p.is_split, self.axes) for p in divided]
-        return self._mapped(row, specs, dim_spec(0, self.axes))(*values)
-
-    def _replicate(self, grad: Array) -> Array:
-        """Replicate `grad`, which is equal on all workers, over the workers. Other mesh axes stay unconstrained.
-
-        Otherwise the compiler would divide the operations that compute the gradient as the gradient's shards are
-        divided. Padding makes shards uneven. XLA then aborts on the gradient of a sort, and computes wrong gradients of
-        an index past the end and of a window maximum. A sharding constraint instead would not leave other axes free.
-
-        The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
-        merges two slices, and clamps their indices as if there were one slice.
-        """
-        return self._mapped(lax.optimization_barrier, (PartitionSpec(),), PartitionSpec())(grad)
 
     def _along_others(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Return the layouts of `leaves` inside `_mapped`, where other mesh axes have divided the leaves already."""

@@ -21,8 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from zerojax import compat, jaxprs
+from zerojax.comm.mesh import mapped
+from zerojax.config.data_mesh import dim_spec
 from zerojax.dims import NOWHERE, UNKNOWN, Follower, Place, Places, RowDims, fits, row_dims_of
 from zerojax.dims.place import LARGE
 from zerojax.primitives import Kind
@@ -52,13 +55,14 @@ class PartialSum:
 class BackwardOptions:
     """The options of `evaluate_backward`."""
 
-    workers: int  # the number of data-parallel workers
-    # `sum_per_worker(eqn, divided, values)` computes an equation that sums over rows, and returns one sum per worker
-    sum_per_worker: Callable[[Any, Divided, Sequence], jax.Array]
-    # replicates a gradient that is computed from parameters alone; if None, the compiler decides
-    replicate: Callable[[jax.Array], jax.Array] | None = None
+    mesh: Any  # None: there is one worker
+    axes: tuple[str, ...]  # the mesh axes of the workers
     zero: jax.Array | None = None  # a zero from which arrays of zeros are made, if given
-    axes: tuple[str, ...] = ()  # the mesh axes of the workers; if empty, a `shard_map` keeps its sums over workers
+    replicates: bool = True  # whether gradients that are computed from parameters alone are replicated
+
+
+def workers_of(mesh: Any, axes: tuple[str, ...]) -> int:
+    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def evaluate_backward(
@@ -76,13 +80,13 @@ def evaluate_backward(
     are gradients of parameters. `experts` maps the indices of experts' gradients to the axes over which these are
     summed. `rows` says which dims of each argument hold the rows of the batch.
     """
-    jaxpr, consts = compat.opened(backward)
-    if how.workers == 1:  # Every sum is complete.
+    (jaxpr, consts), workers = compat.opened(backward), workers_of(how.mesh, how.axes)
+    if workers == 1:  # Every sum is complete.
         return jaxprs.evaluate(jaxpr, consts, args, lambda eqn, values: zeros_from(how.zero, eqn, values))
     shapes = [x.shape if isinstance(x, PartialSum) else x for x in args]
     closed = jax.make_jaxpr(lambda consts, args: _inlined(jaxpr, consts, *args))(list(consts), shapes)
     flat, more = compat.opened(closed)
-    follower = Follower(how.workers, guesses=True, axes=how.axes)
+    follower = Follower(workers, guesses=True, axes=how.axes)
     found = follower.row_dims(flat, [*[NOWHERE] * len(consts), *rows])
     has_rows = lambda var: bool((rows := found.get(var)) and rows.places)
     only_grads = _only_of(flat, grads, has_rows)
@@ -101,16 +105,16 @@ def evaluate_backward(
             # A carry that holds rows is the cotangent of an activation, which is divided along its rows already.
             holds_rows = lambda i, var: i < loop.carry and has_rows(var)
             wanted = [i for i, var in enumerate(eqn.outvars) if var in only_grads and not holds_rows(i, var)]
-            in_body = dataclasses.replace(how, replicate=None, zero=None)  # The loop's results are replicated later.
+            in_body = dataclasses.replace(how, replicates=False, zero=None)  # The loop's results are replicated later.
             from zerojax.dims.loops import into_loop
 
             body_rows = into_loop(follower, loop, row_dims_of(eqn.invars, found))
             inside = lambda args, grads: evaluate_backward(loop.body, args, in_body, grads=grads, rows=body_rows)
-            return _loop(eqn, loop, values, wanted, inside, how.workers)
+            return _loop(eqn, loop, values, wanted, inside, workers)
         if out in only_grads and _sums(eqn):
             row_dims = row_dims_of(eqn.invars, found)
-            if (divided := _divided(eqn, row_dims, found[out], zeros, how.workers)) is not None:
-                return [PartialSum(how.sum_per_worker(eqn, divided, values))]
+            if (divided := _divided(eqn, row_dims, found[out], zeros, workers)) is not None:
+                return [PartialSum(sum_per_worker(eqn, divided, values, how))]
             if UNKNOWN in row_dims:
                 with jax.named_scope(ROWS_UNKNOWN):
                     return compat.evaluate_one(eqn, values)
@@ -123,15 +127,28 @@ def evaluate_backward(
         return zeros_from(how.zero, eqn, values)
 
     results = jaxprs.evaluate(flat, more, [*consts, *args], partial_rule)
-    if how.replicate is not None:
-        _replicate_sums(flat, results, grads, row_dims_of(flat.outvars, found), how.replicate)
+    if how.replicates:
+        _replicate_sums(flat, results, grads, row_dims_of(flat.outvars, found), how)
     return [x.summands if isinstance(x, PartialSum) else x for x in results]
 
 
 def _replicate_sums(
-    jaxpr: Any, results: list, grads: Sequence[int], row_dims: Sequence[RowDims], replicate: Callable
+    jaxpr: Any, results: list, grads: Sequence[int], row_dims: Sequence[RowDims], how: BackwardOptions
 ) -> None:
-    """Replicate the gradients that are computed from parameters alone. Warn about those whose rows are not found."""
+    """Replicate the gradients that are computed from parameters alone. Warn about those whose rows are not found.
+
+    Such a gradient is equal on all workers. If it were not replicated over them, the compiler would divide the
+    operations that compute it as its shards are divided. Padding makes shards uneven. XLA then aborts on the gradient
+    of a sort, and computes wrong gradients of an index past the end and of a window maximum. Other mesh axes stay
+    unconstrained. A sharding constraint instead would not leave them free.
+
+    The barrier separates the slice that takes a device's shard from the operations before it. Before jax 0.12, XLA
+    merges two slices, and clamps their indices as if there were one slice.
+    """
+    none = PartitionSpec()
+    replicate = mapped(
+        lax.optimization_barrier, mesh=how.mesh, in_specs=(none,), out_specs=none, axis_names={*how.axes}
+    )
     for i in (i for i in grads if not isinstance(results[i], PartialSum)):
         rows, shape = row_dims[i], results[i].shape
         if rows is None and math.prod(shape) >= LARGE:
@@ -252,6 +269,31 @@ def zeros_from(zero: jax.Array | None, eqn: Any, values: Sequence) -> list | Non
         return None
     out = eqn.outvars[0].aval
     return [lax.broadcast(zero.astype(out.dtype), out.shape)]
+
+
+def sum_per_worker(eqn: Any, divided: Divided, values: Sequence, how: BackwardOptions) -> jax.Array:
+    """Compute an equation that sums over rows, and return one partial sum per worker."""
+    # A transposed product names the sharding of its result. `jax.vmap` would check it against the mesh, whose axes are
+    # Manual in this `shard_map`.
+    params = {name: None if name == "out_sharding" else x for name, x in eqn.params.items()}
+    values, split = list(values), [(i, p) for i, p in enumerate(divided) if p is not None and p.is_split]
+    for i, p in split:  # The rows are an inner factor of a dim, which is split so that they begin a separate dim.
+        values[i] = values[i].reshape(*values[i].shape[: p.dim], p.outer, -1, *values[i].shape[p.dim + 1 :])
+
+    def of_one(*given):
+        values = list(given)
+        for i, p in split:
+            values[i] = values[i].reshape(*values[i].shape[: p.dim], -1, *values[i].shape[p.dim + 2 :])
+        if eqn.primitive.name == "ragged_dot_general":
+            from zerojax.comm.other_sums import local_sizes
+
+            assert divided[0] is not None
+            values[2] = local_sizes(values[2], values[0].shape[divided[0].dim], how.axes)
+        return eqn.primitive.bind(*values, **params)[None]
+
+    specs = tuple(dim_spec(None if p is None else p.dim + p.is_split, how.axes) for p in divided)
+    out_specs = dim_spec(0, how.axes)
+    return mapped(of_one, mesh=how.mesh, in_specs=specs, out_specs=out_specs, axis_names={*how.axes})(*values)
 
 
 def as_summands(value: jax.Array, workers: int) -> jax.Array:

@@ -12,7 +12,9 @@ _ROUNDS = 4  # A loop's body is analysed until the row dims of its carry no long
 def through(follower: Any, eqn: Any, row_dims: Sequence[RowDims]) -> list[RowDims]:
     """Return the row dims of the results of a loop or a conditional, given those of its operands."""
     if (loop := compat.loop_of(eqn)) is not None:
-        return _through_scan(follower, loop, row_dims)
+        inside = into_loop(follower, loop, row_dims)
+        outs = follower.results(compat.opened(loop.body)[0], inside)
+        return [*inside[loop.consts : loop.consts + loop.carry], *map(stacked, outs[loop.carry :])]
     return (_through_while if eqn.primitive.name == "while" else _through_cond)(follower, eqn, row_dims)
 
 
@@ -32,9 +34,8 @@ def _carried(
     """Return the row dims of a loop's carry that hold in every iteration, or None if `_ROUNDS` rounds find none."""
     carry = list(carry)
     for _ in range(_ROUNDS):
-        again = [
-            _joined(*pair, guesses=follower.guesses) for pair in zip(carry, body(carry), strict=False)
-        ]  # A scan's body also returns slices, which `zip` drops.
+        pairs = zip(carry, body(carry), strict=False)  # A scan's body also returns slices, which `zip` drops.
+        again = [_joined(*pair, guesses=follower.guesses) for pair in pairs]
         if again == carry:
             return carry
         carry = again
@@ -54,12 +55,6 @@ def _joined(a: RowDims, b: RowDims, *, guesses: bool) -> RowDims:
     if a.places and b.places and a.places != b.places:
         return UNKNOWN
     return Places(a.places or b.places, a.uniform & b.uniform)
-
-
-def _through_scan(follower: Any, loop: compat.LoopEqn, row_dims: Sequence[RowDims]) -> list[RowDims]:
-    inside = into_loop(follower, loop, row_dims)
-    outs = follower.results(compat.opened(loop.body)[0], inside)
-    return [*inside[loop.consts : loop.consts + loop.carry], *map(stacked, outs[loop.carry :])]
 
 
 def _through_while(follower: Any, eqn: Any, row_dims: Sequence[RowDims]) -> list[RowDims]:

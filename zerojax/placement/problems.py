@@ -12,7 +12,7 @@ import jax.core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.config.data_mesh import entry_axes, in_words
-from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node
+from zerojax.layout.leaf import Leaf, is_chunked, is_padded, is_stored_node, restricted
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -48,10 +48,7 @@ def is_on_one_device(x: Any) -> bool:
 
 def over(spec: PartitionSpec, data: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Return, for each dim of `spec`, the axes of `data` that divide the dim. Drop undivided dims at the end."""
-    dims = [tuple(axis for axis in entry_axes(entry) if axis in data) for entry in spec]
-    while dims and not dims[-1]:
-        dims.pop()
-    return tuple(dims)
+    return tuple(map(entry_axes, restricted(spec, data)))
 
 
 def placements_in_words(*placements: tuple[tuple[str, ...], ...]) -> list[str]:
