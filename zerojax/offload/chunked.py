@@ -166,24 +166,11 @@ def boxes_of(of: ChunkedLayout, n: int) -> list[tuple[slice, ...]]:
 
 
 def slice_chunk(
-    mesh: Mesh, stored: Shaped[Array, "*storage"], leaf: Leaf, dim: int, start: Int[Array, ""] | int, length: int
+    mesh: Mesh, stored: Shaped[Array, "*storage"], start: Int[Array, ""] | int, leaf: Leaf, dim: int, length: int
 ) -> Shaped[Array, "*chunk"]:
     """Slice `length` elements on `dim`, from `start` on, out of every device's shard. Call this under `jax.jit`."""
     local = lambda x, start: lax.dynamic_slice_in_dim(x, start, length, dim)
     return per_shard(mesh, local, leaf, 1)(stored, start)
-
-
-def update_chunk(
-    mesh: Mesh,
-    stored: Shaped[Array, "*storage"],
-    chunk: Shaped[Array, "*chunk"],
-    leaf: Leaf,
-    dim: int,
-    start: Int[Array, ""] | int,
-) -> Shaped[Array, "*storage"]:
-    """Write `chunk` into every device's shard of `stored`, at `start` on `dim`. Call this under `jax.jit`."""
-    local = lambda x, chunk, start: lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
-    return per_shard(mesh, local, leaf, 2)(stored, chunk, start)
 
 
 def per_shard(mesh: Mesh, local: Any, leaf: Leaf, arrays: int) -> Any:
@@ -200,7 +187,7 @@ def split_chunks(
     """Split an array into all of its chunks, in order. Call this under `jax.jit`."""
     if len(chunking.extents) == 1:
         return [stored]
-    return [slice_chunk(mesh, stored, leaf, chunking.dim, start, length) for start, length in chunking.chunks]
+    return [slice_chunk(mesh, stored, start, leaf, chunking.dim, length) for start, length in chunking.chunks]
 
 
 def join_chunks(
@@ -287,21 +274,14 @@ def chunks_of(x: Shaped[Array, "*storage"], leaf: Leaf, chunking: Chunking) -> I
     sharding = x.sharding
     assert isinstance(sharding, NamedSharding)
     for start, length in chunking.chunks:
-        yield x if len(chunking.extents) == 1 else slicing(sharding, leaf, chunking.dim, length)(x, start)
+        yield x if len(chunking.extents) == 1 else jitted(slice_chunk, sharding, leaf, chunking.dim, length)(x, start)
 
 
-@functools.lru_cache(maxsize=64)
-def slicing(sharding: NamedSharding, leaf: Leaf, dim: int, length: int) -> Any:
-    """Return the jitted function that `chunks_of` calls. Chunks of one length share it."""
+@functools.lru_cache(maxsize=128)
+def jitted(fn: Callable, sharding: NamedSharding, *static: Any) -> Any:
+    """Return the jitted function `fn(mesh, ..., *static)`, whose results have this sharding on this mesh."""
     mesh = concrete_mesh(sharding)
-    return jax.jit(lambda x, start: slice_chunk(mesh, x, leaf, dim, start, length), out_shardings=sharding)
-
-
-@functools.lru_cache(maxsize=64)
-def jitted(fn: Callable, sharding: NamedSharding, leaf: Leaf, chunking: Chunking) -> Any:
-    """Return `split_chunks` or `join_chunks`, jitted. A split makes all chunks at once."""
-    mesh = concrete_mesh(sharding)
-    return jax.jit(lambda x: fn(mesh, x, leaf, chunking), out_shardings=sharding)
+    return jax.jit(lambda *arrays: fn(mesh, *arrays, *static), out_shardings=sharding)
 
 
 THREADS = 8

@@ -80,9 +80,6 @@ class ModelFiles(StateFiles):
     Their version is that of the parameters. As many chunks as fit into `host_bytes` stay in host memory, and always the
     same ones. Every step reads all chunks in the same order, so a cache of recently used chunks would drop each just
     before its use.
-
-    Attributes:
-        host_bytes: The bytes of host memory that all buffers and the chunks in host memory take.
     """
 
     part: ClassVar[str] = "params"
@@ -114,11 +111,10 @@ class ModelFiles(StateFiles):
                 f"buffers for the optimizer state. Allow at least that many, or make the chunks smaller with "
                 f"chunk_bytes=."
             )
-        self.host_bytes, left = buffers, (host_bytes or 0) - buffers
+        left = (host_bytes or 0) - buffers
         for index, spec in enumerate(self._specs):
             if spec.bytes <= left:
                 left -= spec.bytes
-                self.host_bytes += spec.bytes
                 self._in_memory.add(index)
 
     def given(self, types: Sequence[Any]) -> ModelFiles:

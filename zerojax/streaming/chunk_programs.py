@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.comm.mesh import constrain, to_storage
 from zerojax.config import Config
 from zerojax.layout.leaf import Leaf
 from zerojax.offload.blocked import in_blocks
-from zerojax.offload.chunked import Chunking, slice_chunk, update_chunk
+from zerojax.offload.chunked import Chunking, per_shard, slice_chunk
 from zerojax.offload.host import compute_on_host, host_sharding
 from zerojax.optim.elementwise import is_by_element
 from zerojax.optim.equations import evaluate_as, evaluate_equations
@@ -156,7 +157,7 @@ def slice_chunks(
     if dim is None:
         return list(arrays)
     pairs = zip(arrays, leaves, strict=True)
-    return [slice_chunk(config.mesh, x, leaf, dim, start, key.length) for x, leaf in pairs]
+    return [slice_chunk(config.mesh, x, start, leaf, dim, key.length) for x, leaf in pairs]
 
 
 def write_new_params(
@@ -166,8 +167,9 @@ def write_new_params(
     dim = key.dim
     if dim is None:
         return list(new)
+    write = lambda x, chunk, start: lax.dynamic_update_slice_in_dim(x, chunk, start, dim)
     trios = zip(params, new, key.params, strict=True)
-    return [update_chunk(config.mesh, x, chunk, leaf, dim, start) for x, chunk, leaf in trios]
+    return [per_shard(config.mesh, write, leaf, 2)(x, chunk, start) for x, chunk, leaf in trios]
 
 
 def update_on_host(config: Config, key: ProgramKey, jit: Callable = jax.jit) -> Callable:
