@@ -345,6 +345,13 @@ def test_a_step_moves_what_the_formula_says(tmp_path, precision):
     assert found[0][0] == passes + 2 * total
 
 
+def test_an_eval_step_reads_parameters_in_any_chunks(tmp_path):
+    makers = [on_disk(tmp_path / str(size), devices=2, chunk_bytes=size) for size in (256, 512)]
+    evaluate = makers[0].eval_step(LOSSES["loop"])
+    small, large = (evaluate(tx.create(model_params()).params, batch_of()) for tx in makers)
+    np.testing.assert_allclose(small, large, rtol=ATOL)
+
+
 @pytest.mark.slow
 def test_host_memory_takes_the_place_of_files(tmp_path):
     """First for parameters, which are read most; with enough of it nothing moves, and the numbers are the same."""

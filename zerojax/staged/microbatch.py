@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import collections
-import functools
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from zerojax import compat
-from zerojax.comm.collectives import Collectives
 from zerojax.comm.mesh import wait_if_simulated
 from zerojax.staged.chunk_update import ChunkGradients
 from zerojax.staged.model_files import READ_AHEAD, ChunkId, ModelFiles
@@ -63,20 +60,12 @@ class Reader:
             self._reading.append((piece, self._files.read(*piece)))
 
 
-@functools.lru_cache(maxsize=8)
-def _adding(comm: Collectives) -> Any:
-    return jax.jit(comm.add)
-
-
 class Microbatch:
     """One forward pass and one backward pass of a staged program."""
 
-    def __init__(
-        self, staged: StagedProgram, reader: Reader, comm: Collectives, mesh: Mesh, sink: ChunkGradients | None
-    ):
+    def __init__(self, staged: StagedProgram, reader: Reader, sink: ChunkGradients | None):
         """Begin. `reader` reads the chunks of both passes. `sink` is None if there is no backward pass."""
-        self._staged, self._reader, self._sink, self._mesh = staged, reader, sink, mesh
-        self._add_two = _adding(comm)
+        self._staged, self._reader, self._sink, self._mesh = staged, reader, sink, staged.mesh
         self._env: dict = {}
         self._kept: dict[Any, Any] = {}
         self._cotangents: dict = {}
@@ -134,10 +123,9 @@ class Microbatch:
 
     def _add(self, key: Any, cotangent: Array | None) -> None:
         if cotangent is not None and key in self._staged.live:
-            found = self._cotangents.get(key)
-            self._cotangents[key] = (
-                cotangent if found is None else wait_if_simulated(self._mesh, self._add_two(found, cotangent))
-            )
+            if (found := self._cotangents.get(key)) is not None:
+                cotangent = wait_if_simulated(self._mesh, self._staged.add(found, cotangent))
+            self._cotangents[key] = cotangent
 
     def _forward(self, item: Item) -> list:
         stage, operands = item.stage, [self._env[v] for v in item.stage.operands]

@@ -224,7 +224,7 @@ class StagedProgram:
         """
         self.program = program
         self.variables = {program.invars[i]: of for i, of in on_disk.items()}
-        self._options, self._mesh, self._follower = options, mesh, options.comm.follower
+        self._options, self.mesh, self.add = options, mesh, jax.jit(options.comm.add)
         self._stages: dict[Any, Stage] = {}
         self.live = program.live(active, program.outs[:1])  # the variables whose cotangents are needed
         # The cotangents of these variables stay one partial sum per worker until they are gradients of parameters.
@@ -294,12 +294,12 @@ class StagedProgram:
         rows = self.program.rows
         others, outs = ([rows.get(v, NOWHERE) for v in variables] for variables in (segment.others, segment.results))
         by_row = [source.row is not None for source in sources]
-        stage = self._stage(segment, wanted, RowStates(others, outs, self._follower), by_row)
+        stage = self._stage(segment, wanted, RowStates(others, outs, self._options.comm.follower), by_row)
         return Item(segment, stage, sources)
 
     def _stage(self, segment: BlockSegment, wanted: Wanted, rows: RowStates, by_row: list[bool]) -> Stage:
         """Return the stage of a segment. Segments with equal equations and layouts share one."""
-        make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self._mesh)
+        make = functools.partial(Stage, segment, wanted, rows, self._options, by_row, self.mesh)
         is_sliced = any(p.slices and not row for p, row in zip(segment.params, by_row, strict=True))
         if segment.shared is None or is_sliced:
             return make()

@@ -175,7 +175,7 @@ class PlannedStep:
         returned, shares, sums, end = [], [], None, None
         reader = Reader(files, traced.staged.reads * count)
         for m in range(count):
-            one = Microbatch(traced.staged, reader, view.comm, mesh, gradients)
+            one = Microbatch(traced.staged, reader, gradients)
             found = traced.forward(one, stored, self._microbatch(mutable, batch, args, m))
             mutable = found.mutable
             returned.append(found._replace(mutable=None))
@@ -344,9 +344,9 @@ class StagedFunction:
         stored = {i: x.astype(layout.params[i].dtype) for i, x in on_devices(leaves, layout).items()}
         inputs = self._on_devices(None, batch, *args)
         view = View(self._config, layout, (), self._function, 1)
-        key = layout, tuple(of.leaf.dtype for of in kept.values()), signature_of(inputs)
+        key = layout, tuple(kept.values()), signature_of(inputs)
         if key not in self._traced:
             self._traced[key] = trace_stages(view, kept, stored, inputs)
         found = self._traced[key]
         reader = Reader(files, found.staged.reads)
-        return found.forward(Microbatch(found.staged, reader, view.comm, self._config.mesh, None), stored, inputs)
+        return found.forward(Microbatch(found.staged, reader, None), stored, inputs)
