@@ -93,20 +93,6 @@ def warn_of_misplaced(
         )
 
 
-class PlacementCheck:
-    """On the first call with real (not traced) arrays, warn about arrays that are not sharded as planned."""
-
-    def __init__(self):
-        self._done = False
-
-    def first(self, trees: Sequence[tuple[str, PyTree, Sequence[Leaf]]], data: Sequence[str], *, stacklevel: int):
-        """Call `warn_of_misplaced`, unless the arrays are traced or an earlier call has checked arrays."""
-        if self._done or any(isinstance(x, jax.core.Tracer) for _, tree, _ in trees for x in jax.tree.leaves(tree)):
-            return
-        self._done = True
-        warn_of_misplaced(trees, data, stacklevel=stacklevel + 1)
-
-
 @contextlib.contextmanager
 def unusable_named(mesh: Mesh | None, *, donates: bool = False, **trees: Any) -> Iterator[None]:
     """Replace JAX's error about an unusable array by an error that names the array.

@@ -221,7 +221,7 @@ class Step:
         """Check the arguments of the step. Return the placed rows and the further arguments."""
         self.program.check_state(state)
         _, batch, args = separated((batch, *args), keywords)
-        return place_batch(self.program.config, batch, self.program.options.accumulate), args
+        return place_batch(self.config, batch, self.options.accumulate), args
 
     def lower(self, state: ZeroState, batch: Any = NO_BATCH, *args: Any, **keywords: Any):
         """Lower the step without running it, like `jax.jit(...).lower`. The arguments may be shapes.
@@ -239,7 +239,7 @@ class Step:
         Raises:
             ValueError: If the step has no `memory=`, or does not fit.
         """
-        if self.program.options.memory is None:
+        if self.options.memory is None:
             raise ValueError("The step has no memory= to fit. Make it with tx.train_step(loss, memory=...).")
         fitted: Any = self._executor
         return fitted.fit(state, *self._placed_rows(state, batch, args, keywords))

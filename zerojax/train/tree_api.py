@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -42,7 +44,7 @@ from zerojax.optim.update import (
     update_shards,
 )
 from zerojax.optim.wrapped import tree_difference
-from zerojax.placement.problems import PlacementCheck, unusable_named
+from zerojax.placement.problems import unusable_named, warn_of_misplaced
 from zerojax.placement.storage import (
     Form,
     cast,
@@ -142,7 +144,7 @@ def differentiate_tree(config: Config, loss: Loss, *, accumulate: int) -> Callab
         shardings = lambda returned: (row_shardings(config.mesh, config.data, returned[0], batch), form.grad_shardings)
         return on_auto_mesh(config.user_mesh, run, params, mutable, batch, *with_types(args), shardings=shardings)
 
-    placed, what = PlacementCheck(), f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
+    calls, what = itertools.count(), f"differentiate {getattr(loss.fn, '__name__', 'a loss')}"
     same = SameCalls(config, what, (loss.has_aux, loss.weighted, loss.mutable, loss.reduction, accumulate))
 
     @functools.wraps(loss.fn, assigned=("__name__", "__qualname__", "__module__"), updated=())
@@ -155,7 +157,9 @@ def differentiate_tree(config: Config, loss: Loss, *, accumulate: int) -> Callab
             )
         is_new = same.is_new(signature_of((params, state)), batch, rest)
         layout, rows = layout_of(config, params), place_batch(config, batch, accumulate)
-        placed.first([("params", params, layout.params)], config.data.batch, stacklevel=2)
+        is_traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(params))
+        if not is_traced and next(calls) == 0:
+            warn_of_misplaced([("params", params, layout.params)], config.data.batch, stacklevel=2)
         with unusable_named(config.mesh, params=params, state=state, batch=rows):
             form = TreeForm(config, layout, padded_forms(params))
             return same.call(value_and_grad_tree, params, state, rows, *rest, form=form, is_new=is_new)
